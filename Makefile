@@ -1,0 +1,56 @@
+# Everything a checkout needs; `make help` lists it. PYTHON names the interpreter that .venv is made from.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# The constraints file of this interpreter: py310, py311, or py312 for 3.12 and later; `old` below 3.10.
+SERIES := $(shell $(PYTHON) -c 'import sys; v = sys.version_info; \
+	print("py3%d" % min(v[1], 12) if v >= (3, 10) else "old")' 2>/dev/null)
+CONSTRAINTS := constraints/$(SERIES).txt
+INSTALLED := $(VENV)/.installed-$(SERIES)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint check format clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+install: $(INSTALLED) ## make .venv and install the package and the tested set into it
+
+demo: $(INSTALLED) ## text to tokens to a trained FANformer to generated text, on this machine
+	$(BIN)/megatron-fanformer demo
+
+test: $(INSTALLED) ## run the tests
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED) ## check format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+check: lint test ## lint, then test
+
+format: $(INSTALLED) ## rewrite the sources to the format, and mend what lint can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove .venv, builds and caches; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp carries the interpreter's series, so that another PYTHON makes the environment anew; a changed
+# requirement only updates it.
+ifneq ($(filter py3%,$(SERIES)),)
+$(INSTALLED): pyproject.toml setup.py $(CONSTRAINTS)
+	@echo "Installing into $(VENV) from $(CONSTRAINTS); the first time takes minutes."
+	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint $(CONSTRAINTS)
+	touch $@
+else
+.PHONY: $(INSTALLED)
+$(INSTALLED):
+	@echo "$(PYTHON) is no Python 3.10 or later ($$($(PYTHON) -V 2>&1 | head -n 1)):" \
+		"name one, such as make PYTHON=python3.11" >&2
+	@exit 1
+endif

@@ -1,0 +1,144 @@
+"""A run's `checkpoints/` folder: names, publication, and finding one's way in it.
+
+    checkpoints/step-00000100/   one checkpoint: megatron-core's files and the run's config.yaml
+    checkpoints/latest           the name of the newest complete one
+
+A checkpoint is written under a temporary name and renamed when it is complete; `latest` is replaced atomically. So
+whatever bears a checkpoint's name is whole.
+"""
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_fanformer.errors import CorruptError, InputError
+
+CHECKPOINTS = "checkpoints"
+LATEST = "latest"
+CONFIG = "config.yaml"
+MEGATRON_METADATA = "metadata.json"  # written last by megatron-core
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder's name of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def temporary_folder(checkpoints: Path, step: int) -> Path:
+    """An empty folder to write a step's checkpoint into; what an interrupted save left there is removed."""
+    folder = checkpoints / f".{checkpoint_name(step)}.tmp"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def publish(
+    temporary: Path,
+    checkpoints: Path,
+    step: int,
+    config: dict[str, Any],
+    keep: int | None = None,
+    attachments: Sequence[Path] = (),
+) -> Path:
+    """Give a complete checkpoint its name, point `latest` to it, and remove all but the `keep` newest."""
+    for file in attachments:
+        shutil.copy(file, temporary / attachment_name(file))
+    (temporary / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
+    _flush(temporary)
+    final = checkpoints / checkpoint_name(step)
+    if final.exists():  # saved before by a run that was then rewound: the new one replaces it
+        shutil.rmtree(final)
+    os.rename(temporary, final)
+    write_atomically(checkpoints / LATEST, final.name + "\n")
+    if keep is not None:
+        for old in _steps(checkpoints)[:-keep]:
+            shutil.rmtree(old)
+    return final
+
+
+def attachment_name(file: Path) -> str:
+    """What a tokenizer's file is called in a checkpoint: by its kind, which its ending tells."""
+    return f"tokenizer{file.suffix}"
+
+
+def attached_tokenizer(checkpoint: Path) -> Path | None:
+    """The tokenizer's file in a checkpoint, if there is one."""
+    return next(iter(sorted(checkpoint.glob("tokenizer.*"))), None)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a small file as a whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _flush(folder: Path) -> None:
+    """Ask the system to put the files on disk before they get a name that promises they are there."""
+    for path in [*folder.iterdir(), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _steps(checkpoints: Path) -> list[Path]:
+    return sorted(path for path in checkpoints.glob("step-*") if path.is_dir())
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The newest checkpoint of a run's folder; None if it has none.
+
+    Raises:
+        CorruptError: `latest` names a checkpoint that is not there or not complete.
+    """
+    pointer = run / CHECKPOINTS / LATEST
+    if not pointer.exists():
+        return None
+    folder = run / CHECKPOINTS / pointer.read_text().strip()
+    if not is_checkpoint(folder):
+        raise CorruptError(
+            f"{pointer} names {folder.name}, which is no complete checkpoint; write the name of a complete one into it"
+        )
+    return folder
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is one checkpoint in our form."""
+    return (folder / MEGATRON_METADATA).is_file() and (folder / CONFIG).is_file()
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that a path means: itself, or the latest of a run's folder.
+
+    Raises:
+        InputError: there is none.
+    """
+    if is_checkpoint(path):
+        return path
+    if path.is_dir() and (found := latest_checkpoint(path)):
+        return found
+    raise InputError(
+        f"{path} is no checkpoint and no run's folder with one; name a run's folder or a step-… folder in its "
+        f"{CHECKPOINTS}/"
+    )
+
+
+def saved_config(checkpoint: Path) -> dict[str, Any]:
+    """The configuration of the run that wrote a checkpoint.
+
+    Raises:
+        CorruptError: it cannot be read.
+    """
+    try:
+        config = yaml.safe_load((checkpoint / CONFIG).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise CorruptError(f"{checkpoint / CONFIG} cannot be read ({error}); take another checkpoint") from None
+    if not isinstance(config, dict):
+        raise CorruptError(f"{checkpoint / CONFIG} holds no configuration; take another checkpoint")
+    return config

@@ -1,0 +1,208 @@
+"""Folders as transformers opens them: written from Megatron tensors, and read back.
+
+An export is self-contained. It holds the model's code, that of `megatron_fanformer.hf` copied verbatim, so
+that `trust_remote_code=True` opens it where this package is not installed.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from megatron_fanformer.conversion.files import new_folder, read_weights, write_shards
+from megatron_fanformer.conversion.mapping import convert, expected_shapes, inferred_p_ratio
+from megatron_fanformer.conversion.tokenizer_files import write_tokenizer
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.hf import FANformerConfig as HuggingFaceConfig
+from megatron_fanformer.hf import configuration_fanformer, modeling_fanformer
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+
+CONFIG_JSON = "config.json"
+MAX_SHARD_SIZE = "5GB"
+FAN_WEIGHT = "model.layers.0.self_attn.fan.weight"
+AUTO_MAP = {
+    "AutoConfig": "configuration_fanformer.FANformerConfig",
+    "AutoModel": "modeling_fanformer.FANformerModel",
+    "AutoModelForCausalLM": "modeling_fanformer.FANformerForCausalLM",
+}
+
+
+def is_huggingface_folder(folder: Path) -> bool:
+    """Whether `folder` holds a FANformer as transformers opens it; reads no weights."""
+    path = folder / CONFIG_JSON
+    return path.is_file() and _read_json(path).get("model_type") == HuggingFaceConfig.model_type
+
+
+def export_huggingface(
+    config: FANformerConfig,
+    tensors: Mapping[str, Tensor],
+    destination: Path,
+    *,
+    dtype: torch.dtype,
+    tokenizer_path: Path | None = None,
+    end_of_text_id: int | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+) -> None:
+    """Write the folder `destination`: weights, configuration, code, tokenizer, model card.
+
+    Args:
+        tensors: the whole model under Megatron's names; rows of vocabulary padding are left out.
+        dtype: of the written weights.
+        tokenizer_path: a `tokenizer.json` or sentencepiece `.model`; None for an export without a tokenizer.
+        end_of_text_id: ends a document; the export's end-of-sequence and padding id.
+
+    Raises:
+        InputError: `destination` exists, or the tokenizer cannot be written or does not fit the model.
+        CorruptError: the tensors are not those of `config`.
+    """
+    with new_folder(destination) as folder:
+        if tokenizer_path is not None:
+            _write_tokenizer(folder, tokenizer_path, config, end_of_text_id)
+        _write_configuration(folder, config, dtype, end_of_text_id)
+        for module in (configuration_fanformer, modeling_fanformer):
+            shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)
+        write_shards(
+            folder,
+            convert(tensors, config, "megatron", "hf"),
+            expected_shapes(config, "hf"),
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+        )
+        (folder / "README.md").write_text(_model_card(config, destination.name, tokenizer_path is not None))
+
+
+def read_huggingface(folder: Path) -> tuple[FANformerConfig, dict[str, Tensor]]:
+    """A folder's configuration and its tensors under transformers' names, on the CPU.
+
+    The vocabulary is padded to Megatron's usual multiple, whatever it was padded to before the export.
+
+    Raises:
+        InputError: not a FANformer of transformers, an impossible configuration, or a stated p_ratio that
+            disagrees with the weights.
+        CorruptError: the configuration or the weights cannot be read.
+    """
+    if not is_huggingface_folder(folder):
+        raise InputError(
+            f"{folder} is no Hugging Face folder of a FANformer: name one that {CONFIG_JSON} says is"
+        )
+    try:
+        stated = HuggingFaceConfig.from_pretrained(folder)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"the model in {folder} cannot be built: {' '.join(str(error).split())}") from error
+    tensors = read_weights(folder)
+    if stated.fan_placement != "none" and FAN_WEIGHT in tensors:
+        inferred_p_ratio(tensors[FAN_WEIGHT].shape[0], stated.hidden_size, stated.p_ratio)
+    if stated.rope_theta % 1:
+        raise InputError(
+            f"the model in {folder} has rope_theta {stated.rope_theta}, which must be whole here"
+        )
+    config = from_huggingface_config(stated)
+    if config.problems():
+        raise InputError(f"the model in {folder} cannot be built: {'; '.join(config.problems())}")
+    return config, tensors
+
+
+def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = None) -> HuggingFaceConfig:
+    """transformers' configuration of the same model, without vocabulary padding."""
+    return HuggingFaceConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.query_groups,
+        max_position_embeddings=config.seq_length,
+        rms_norm_eps=config.layernorm_epsilon,
+        rope_theta=float(config.rotary_base),
+        p_ratio=config.fan.p_ratio,
+        fan_activation=config.fan.activation,
+        fan_bias=config.fan.bias,
+        fan_placement=config.fan.placement,
+        tie_word_embeddings=not config.untie_embeddings_and_output_weights,
+        eos_token_id=end_of_text_id,
+        pad_token_id=end_of_text_id,
+    )
+
+
+def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
+    """The model's configuration here; the vocabulary is padded to Megatron's usual multiple."""
+    fan = FANConfig(
+        p_ratio=stated.p_ratio,
+        activation="gelu" if stated.fan_activation == "gelu" else "none",
+        bias=stated.fan_bias,
+        placement="qkv" if stated.fan_placement == "qkv" else "none",
+    )
+    return FANformerConfig(
+        num_layers=stated.num_hidden_layers,
+        hidden_size=stated.hidden_size,
+        ffn_hidden_size=stated.intermediate_size,
+        num_attention_heads=stated.num_attention_heads,
+        num_query_groups=stated.num_key_value_heads,
+        vocab_size=stated.vocab_size,
+        seq_length=stated.max_position_embeddings,
+        rotary_base=int(stated.rope_theta),
+        layernorm_epsilon=stated.rms_norm_eps,
+        untie_embeddings_and_output_weights=not stated.tie_word_embeddings,
+        fan=fan,
+    )
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CorruptError(f"{path} cannot be read: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _write_tokenizer(folder: Path, source: Path, config: FANformerConfig, end_of_text_id: int | None) -> None:
+    if not source.is_file():
+        raise InputError(f"tokenizer {source} does not exist: name a .model file or a tokenizer.json")
+    size = write_tokenizer(folder, source, end_of_text_id=end_of_text_id, model_max_length=config.seq_length)
+    if size > config.vocab_size:
+        raise InputError(
+            f"tokenizer {source} has {size} ids, the model's vocabulary {config.vocab_size}: name the "
+            "tokenizer that the model was trained with"
+        )
+
+
+def _write_configuration(
+    folder: Path, config: FANformerConfig, dtype: torch.dtype, end_of_text_id: int | None
+) -> None:
+    written = to_huggingface_config(config, end_of_text_id)
+    written.architectures = ["FANformerForCausalLM"]
+    written.auto_map = AUTO_MAP
+    written.dtype = dtype
+    written.to_json_file(str(folder / CONFIG_JSON), use_diff=False)
+    GenerationConfig(eos_token_id=end_of_text_id, pad_token_id=end_of_text_id).save_pretrained(folder)
+
+
+def _model_card(config: FANformerConfig, name: str, has_tokenizer: bool) -> str:
+    fan = f"FAN p_ratio {config.fan.p_ratio:g}" if config.has_fan else "no FAN (a Transformer)"
+    tokenizer = "" if has_tokenizer else "\nThe export holds no tokenizer.\n"
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- fanformer
+---
+
+# {name}
+
+A FANformer language model ("Reasoning is Periodicity?", NeurIPS 2025), trained with megatron-fanformer:
+{config.num_layers} layers, hidden size {config.hidden_size}, {config.num_attention_heads} heads, {fan}, \
+vocabulary {config.vocab_size}, sequences of {config.seq_length} tokens.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))
+```
+{tokenizer}"""

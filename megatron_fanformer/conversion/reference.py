@@ -1,0 +1,231 @@
+"""The authors' checkpoints: `config.yaml` with `model.safetensors` or `model.pt`, or their Hugging Face wrap.
+
+Field names and defaults are those of the reference's model configuration. Dropout and initialisation settings
+are not read: they leave no trace in the weights.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import yaml
+from torch import Tensor
+
+from megatron_fanformer.conversion.files import SAFETENSORS, new_folder, read_weights
+from megatron_fanformer.conversion.mapping import inferred_p_ratio
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+
+CONFIG_YAML, CONFIG_JSON = "config.yaml", "config.json"
+WRAP_PREFIX = "model."
+FAN_WEIGHT = "transformer.blocks.0.att_proj.fanlayer.input_linear.weight"
+FAN_BIAS = "transformer.blocks.0.att_proj.fanlayer.input_linear.bias"
+
+
+_REQUIRED = ("d_model", "n_heads", "n_layers", "vocab_size")
+
+
+class _Rule(NamedTuple):
+    """A field that has to have one value, since a FANformer here is built that way."""
+
+    default: Any
+    """The reference's, where a configuration file leaves the field out."""
+    required: Any
+    reason: str
+
+
+_RULES = {
+    "block_type": _Rule("sequential", "sequential", "no other block is supported"),
+    "block_group_size": _Rule(1, 1, "grouped blocks have other tensor names"),
+    "rope": _Rule(False, True, "positions are rotary"),
+    "alibi": _Rule(False, False, "positions are rotary"),
+    "layer_norm_type": _Rule("default", "rms", "norms are RMSNorm"),
+    "layer_norm_with_affine": _Rule(True, True, "norms have weights"),
+    "bias_for_layer_norm": _Rule(False, False, "norms have no bias"),
+    "attention_layer_norm": _Rule(False, False, "queries and keys are not normed"),
+    "embedding_layer_norm": _Rule(False, False, "embeddings are not normed"),
+    "norm_after": _Rule(False, False, "norms come before attention and MLP"),
+    "activation_type": _Rule("swiglu", "swiglu", "the MLP is SwiGLU"),
+    "include_bias": _Rule(True, False, "FAN alone has a bias"),
+    "clip_qkv": _Rule(None, None, "queries, keys and values are not clipped"),
+    "scale_logits": _Rule(False, False, "logits are not scaled"),
+}
+
+
+def is_reference_folder(folder: Path) -> bool:
+    """Whether `folder` is laid out as one of the authors' checkpoints; reads no weights."""
+    if (folder / CONFIG_YAML).is_file():
+        return "d_model" in _model_section(_read_config(folder))
+    return (folder / CONFIG_JSON).is_file() and "d_model" in _read_config(folder)
+
+
+def read_reference(folder: Path) -> tuple[FANformerConfig, dict[str, Tensor]]:
+    """A checkpoint's configuration and its tensors under the reference's names, on the CPU.
+
+    p_ratio comes from the weights' shapes; so does whether FAN has a bias.
+
+    Raises:
+        InputError: not such a folder, or a model that FANformerConfig cannot express (all reasons at once),
+            or a stated p_ratio that disagrees with the weights.
+        CorruptError: the weights cannot be read, or have no FAN map where the configuration says they do.
+    """
+    fields = _model_section(_read_config(folder))
+    problems = _problems(fields)
+    if problems:
+        raise InputError(f"the model in {folder} cannot be converted: {'; '.join(problems)}")
+    tensors = _unwrapped(read_weights(folder))
+    config = _config(fields, _fan(fields, tensors))
+    if config.problems():
+        raise InputError(f"the model in {folder} cannot be built: {'; '.join(config.problems())}")
+    return config, tensors
+
+
+def write_reference(
+    destination: Path,
+    config: FANformerConfig,
+    tensors: Mapping[str, Tensor],
+    *,
+    end_of_text_id: int | None = None,
+) -> None:
+    """Write a folder that `read_reference` reads; `tensors` are the reference's.
+
+    The authors' own code reads it too, unless the FAN projection has no bias: theirs always has one.
+
+    Raises:
+        InputError: `destination` exists already.
+    """
+    with new_folder(destination) as folder:
+        text = yaml.safe_dump({"model": _fields(config, end_of_text_id)}, sort_keys=False)
+        (folder / CONFIG_YAML).write_text(text)
+        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        safetensors.torch.save_file(contiguous, folder / SAFETENSORS)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = next((folder / name for name in (CONFIG_YAML, CONFIG_JSON) if (folder / name).is_file()), None)
+    if path is None:
+        raise InputError(f"{folder} is no reference checkpoint: it must hold {CONFIG_YAML} or {CONFIG_JSON}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        config = yaml.safe_load(text) if path.name == CONFIG_YAML else json.loads(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise CorruptError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict):
+        raise CorruptError(f"{path} holds no configuration: it must be a mapping of fields to values")
+    return config
+
+
+def _model_section(config: dict[str, Any]) -> dict[str, Any]:
+    """The model's fields: a whole training configuration has them in a section, the wrap at the top."""
+    section = config.get("model")
+    return section if isinstance(section, dict) else config
+
+
+def _problems(fields: Mapping[str, Any]) -> list[str]:
+    found = [f"it states no {name}" for name in _REQUIRED if name not in fields]
+    for name, rule in _RULES.items():
+        value = fields.get(name, rule.default)
+        if value is None and name == "bias_for_layer_norm":
+            value = fields.get("include_bias", True)
+        if name == "block_type" and value == "fanformer":
+            found.append("block_type fanformer is fan placement qk_and_v, which is not supported yet")
+        elif value != rule.required:
+            found.append(f"{name} is {value!r} and must be {rule.required!r}, since {rule.reason}")
+    if fields.get("attention_activation") not in (None, "none", "gelu"):
+        found.append(f"attention_activation is {fields['attention_activation']!r} and must be gelu or null")
+    return found + ([] if found else _size_problems(fields))
+
+
+def _size_problems(fields: Mapping[str, Any]) -> list[str]:
+    found = []
+    heads, multi_query = fields.get("n_kv_heads"), fields.get("multi_query_attention")
+    if None not in (heads, multi_query) and heads != (1 if multi_query else fields["n_heads"]):
+        found.append(f"n_kv_heads is {heads}, which multi_query_attention {multi_query} contradicts")
+    if _mlp_size(fields) % 2:
+        found.append(
+            f"mlp_hidden_size is {_mlp_size(fields)} and must be even: it counts both halves of SwiGLU"
+        )
+    if _embedding_size(fields) < fields["vocab_size"]:
+        found.append(
+            f"embedding_size is {_embedding_size(fields)}, less than vocab_size {fields['vocab_size']}"
+        )
+    if fields.get("rope_theta", 10_000) % 1:
+        found.append(f"rope_theta is {fields['rope_theta']} and must be whole")
+    return found
+
+
+def _mlp_size(fields: Mapping[str, Any]) -> int:
+    stated = fields.get("mlp_hidden_size")
+    return int(fields.get("mlp_ratio", 4) * fields["d_model"] if stated is None else stated)
+
+
+def _embedding_size(fields: Mapping[str, Any]) -> int:
+    stated = fields.get("embedding_size", 50_304)
+    return int(fields["vocab_size"] if stated is None else stated)
+
+
+def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not all(name.startswith(WRAP_PREFIX) for name in tensors):
+        return tensors
+    return {name.removeprefix(WRAP_PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def _fan(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FANConfig:
+    if not fields.get("use_ATF"):
+        return FANConfig(placement="none")
+    if FAN_WEIGHT not in tensors:
+        raise CorruptError(f"the configuration says use_ATF, but the weights have no {FAN_WEIGHT}")
+    return FANConfig(
+        p_ratio=inferred_p_ratio(tensors[FAN_WEIGHT].shape[0], fields["d_model"], fields.get("p_ratio")),
+        activation="gelu" if fields.get("attention_activation") == "gelu" else "none",
+        bias=FAN_BIAS in tensors,
+    )
+
+
+def _config(fields: Mapping[str, Any], fan: FANConfig) -> FANformerConfig:
+    vocab_size, embedding_size = fields["vocab_size"], _embedding_size(fields)
+    # Megatron pads to a multiple; where its usual one gives another size, the size itself is one.
+    usual = FANformerConfig.make_vocab_size_divisible_by
+    multiple = usual if -(-vocab_size // usual) * usual == embedding_size else embedding_size
+    return FANformerConfig(
+        num_layers=fields["n_layers"],
+        hidden_size=fields["d_model"],
+        ffn_hidden_size=_mlp_size(fields) // 2,
+        num_attention_heads=fields["n_heads"],
+        num_query_groups=1 if fields.get("multi_query_attention") else fields.get("n_kv_heads"),
+        vocab_size=vocab_size,
+        make_vocab_size_divisible_by=multiple,
+        seq_length=fields.get("max_sequence_length", 1024),
+        rotary_base=int(fields.get("rope_theta", 10_000)),
+        layernorm_epsilon=float(fields.get("layer_norm_eps", 1e-5)),  # YAML 1.1 reads 1e-5 as a string
+        untie_embeddings_and_output_weights=not fields.get("weight_tying", True),
+        fan=fan,
+    )
+
+
+def _fields(config: FANformerConfig, end_of_text_id: int | None) -> dict[str, Any]:
+    fields = {
+        "d_model": config.hidden_size,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_query_groups,
+        "n_layers": config.num_layers,
+        "mlp_hidden_size": 2 * config.ffn_hidden_size,
+        "weight_tying": not config.untie_embeddings_and_output_weights,
+        "rope_theta": config.rotary_base,
+        "layer_norm_eps": config.layernorm_epsilon,
+        "max_sequence_length": config.seq_length,
+        "vocab_size": config.vocab_size,
+        "embedding_size": config.padded_vocab_size,
+        "use_ATF": config.has_fan,
+        "p_ratio": config.fan.p_ratio,
+        "attention_activation": None if config.fan.activation == "none" else config.fan.activation,
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+        "embedding_dropout": 0.0,
+        "attention_layer_norm_with_affine": False,
+        "init_fn": "mitchell",
+        **{name: rule.required for name, rule in _RULES.items()},
+    }
+    return fields if end_of_text_id is None else {**fields, "eos_token_id": end_of_text_id}

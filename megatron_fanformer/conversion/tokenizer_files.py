@@ -1,0 +1,198 @@
+"""Tokenizer files that `AutoTokenizer` opens anywhere, giving the ids that the model was trained on.
+
+A Hugging Face `tokenizer.json` is copied. A sentencepiece byte-pair model is rewritten as one, exactly:
+
+- its pieces keep their ids, and every way to make a piece out of two others becomes a merge, ranked by the
+  piece's score, since sentencepiece merges whichever neighbours make the best-scored piece;
+- sentencepiece writes a space as U+2581 inside its pieces. Here the pieces hold the space itself, so that no
+  normaliser is needed, and a literal U+2581 in a text goes by its bytes, as in this project's own encoding;
+- control pieces are never matched inside a text.
+
+What was written is read back and compared with the original on sample texts before it is let out.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_fanformer.errors import InputError
+
+SPACE_MARK = "\u2581"
+TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+# Spaces in every place, line ends, code, several scripts, combining marks, rare characters, look-alikes.
+SAMPLE_TEXTS = (
+    "",
+    " ",
+    "The quick brown fox jumps over the lazy dog.",
+    "  two leading,  two inside, two trailing  ",
+    "\n\n\tdef f(self, *args):\n\t\treturn {k: v for k, v in self.items() if v != 0x1F}\r\n",
+    '        if x is None:\n            raise ValueError(f"{x!r}")\n' * 3,
+    "    " * 9 + "aaaaaaaaaaaaa bababababab ------------- ==== ....... 1000000 3.14159",
+    "Größe naïve café e\u0301 \u00a0 ﬁ Ångström",
+    "北京 日本語テキスト 한국어 Привет мир العربية שלום हिन्दी ไทย",
+    "emoji 🙂👩‍👩‍👧 math ∑∫√ \u2581mark\u2581 \u200b\ufeff \x00 \x7f \ue000",
+    "<s></s><unk><pad> <|endoftext|> <0x0A> [EOS] <|padding|>",
+)
+
+
+def write_tokenizer(folder: Path, source: Path, *, end_of_text_id: int | None, model_max_length: int) -> int:
+    """Write the files of the tokenizer `source` (a `tokenizer.json` or sentencepiece `.model`) into `folder`.
+
+    Returns one more than its largest id.
+
+    Raises:
+        InputError: `source` is of neither kind, or a sentencepiece model that has no exact equal.
+    """
+    if source.suffix == ".model":
+        original, special_in_text = _write_sentencepiece(folder, source), False
+    elif source.suffix == ".json":
+        shutil.copyfile(source, folder / TOKENIZER_JSON)
+        original, special_in_text = _huggingface_encode(source), True
+    else:
+        raise InputError(f"tokenizer {source} is of no known kind: its name must end in .model or .json")
+    vocabulary = _vocabulary(folder)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model_max_length,
+        "padding_side": "left",
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": not special_in_text,
+    }
+    if end_of_text_id is not None:
+        config["eos_token"] = config["pad_token"] = _piece_of(end_of_text_id, vocabulary, source)
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    _verify(folder, source, original)
+    return max(vocabulary.values()) + 1
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_JSON))
+    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    return vocabulary
+
+
+def _piece_of(token_id: int, vocabulary: Mapping[str, int], source: Path) -> str:
+    for piece, piece_id in vocabulary.items():
+        if piece_id == token_id:
+            return piece
+    raise InputError(f"end-of-text id {token_id} is not in the vocabulary of {source}; name one that is")
+
+
+def _huggingface_encode(path: Path) -> Callable[[str], list[int]]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _write_sentencepiece(folder: Path, source: Path) -> Callable[[str], list[int]]:
+    """Write `tokenizer.json` for a sentencepiece model, and a copy of it; returns the original's encoding."""
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2
+
+    model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at run time
+    model.ParseFromString(source.read_bytes())
+    _check_model(model, source)
+    (folder / TOKENIZER_JSON).write_text(json.dumps(_tokenizer_json(model), indent=1, ensure_ascii=False))
+    shutil.copyfile(source, folder / TOKENIZER_MODEL)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(source))
+    mark_ids = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+
+    def encode(text: str) -> list[int]:
+        first, *others = text.split(SPACE_MARK)
+        marked = [token_id for part in others for token_id in (*mark_ids, *processor.encode(part))]
+        return [*processor.encode(first), *marked]
+
+    return encode
+
+
+def _check_model(model: Any, source: Path) -> None:
+    rules = (
+        (model.trainer_spec.model_type == model.trainer_spec.BPE, "is no byte-pair model"),
+        (model.trainer_spec.byte_fallback, "has no byte fallback"),
+        (not model.trainer_spec.treat_whitespace_as_suffix, "puts the space behind the word"),
+        (not model.normalizer_spec.precompiled_charsmap, "normalises the text"),
+        (not model.normalizer_spec.remove_extra_whitespaces, "removes spaces"),
+        (not model.normalizer_spec.add_dummy_prefix, "puts a space in front"),
+        (model.normalizer_spec.escape_whitespaces, "does not escape spaces"),
+        (not any(piece.type == piece.UNUSED for piece in model.pieces), "has unused pieces"),
+    )
+    found = [problem for kept, problem in rules if not kept]
+    if found:
+        raise InputError(
+            f"sentencepiece model {source} {', '.join(found)}, and so has no exact equal in Hugging Face's "
+            "format; export with a tokenizer.json instead, or without a tokenizer"
+        )
+
+
+def _tokenizer_json(model: Any) -> dict[str, Any]:
+    """The content of a `tokenizer.json` that encodes as the sentencepiece model does."""
+    pieces = [piece.piece.replace(SPACE_MARK, " ") for piece in model.pieces]
+    special = [piece.type in (piece.CONTROL, piece.UNKNOWN) for piece in model.pieces]
+    added = [
+        {
+            "id": index,
+            "content": pieces[index],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": special[index],
+        }
+        for index, piece in enumerate(model.pieces)
+        if special[index] or piece.type == piece.USER_DEFINED
+    ]
+    scores = {pieces[i]: piece.score for i, piece in enumerate(model.pieces) if piece.type == piece.NORMAL}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": {piece: index for index, piece in enumerate(pieces)},
+            "merges": list(_merges(scores)),
+        },
+    }
+
+
+def _merges(scores: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Every pair of pieces that makes a piece, the best-scored piece first."""
+    for piece in sorted(scores, key=lambda piece: -scores[piece]):
+        for cut in range(1, len(piece)):
+            if piece[:cut] in scores and piece[cut:] in scores:
+                yield piece[:cut], piece[cut:]
+
+
+def _verify(folder: Path, source: Path, original: Callable[[str], list[int]]) -> None:
+    """Read the files back as transformers does, and compare the ids with the original's."""
+    from transformers import PreTrainedTokenizerFast
+
+    written = PreTrainedTokenizerFast.from_pretrained(folder)
+    for text in SAMPLE_TEXTS:
+        ids = written.encode(text, add_special_tokens=False)
+        if ids != original(text):
+            raise InputError(
+                f"tokenizer {source} has no exact equal in Hugging Face's format: {text!r} gives {ids} "
+                f"instead of {original(text)}; export without a tokenizer"
+            )

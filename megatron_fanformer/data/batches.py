@@ -1,0 +1,65 @@
+"""Micro batches out of a dataset of samples, in an order that no layout and no process count changes."""
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+BATCH_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+def micro_batches(
+    dataset: Any,
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    num_workers: int = 0,
+) -> Iterator[dict[str, Tensor]]:
+    """This data-parallel rank's micro batches, one after the other, without end.
+
+    The k-th micro batch from here on is samples consumed_samples + (k * dp + r) * b up to b more, r being the
+    rank and dp the number of ranks. So a step of m micro batches takes the next m * dp * b samples in order,
+    on whatever ranks, and a resumed run passes what it has consumed. Past its end the dataset begins anew.
+
+    Yields `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [b, s], on the CPU.
+    """
+    sampler = _RankSampler(
+        len(dataset),
+        start=consumed_samples + data_parallel_rank * micro_batch_size,
+        stride=data_parallel_size * micro_batch_size,
+        size=micro_batch_size,
+    )
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=_stack,
+        # The loader draws a seed when it starts: not from the generator of the training, whose state is
+        # part of what a resumed run must find unchanged.
+        generator=torch.Generator(),
+    )
+    return iter(loader)
+
+
+class _RankSampler(Sampler[list[int]]):
+    """Sample numbers, a micro batch at a time, without end."""
+
+    def __init__(self, samples: int, *, start: int, stride: int, size: int) -> None:
+        self._samples = samples
+        self._start = start
+        self._stride = stride
+        self._size = size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in count(self._start, self._stride):
+            yield [sample % self._samples for sample in range(first, first + self._size)]
+
+
+def _stack(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """One batch of samples; what a blend says of its source is left out."""
+    return {name: torch.stack([sample[name] for sample in samples]) for name in BATCH_FIELDS}

@@ -1,0 +1,222 @@
+"""Tokenizers behind one small interface: sentencepiece models and Hugging Face `tokenizer.json` files."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_fanformer.errors import InputError
+
+END_OF_TEXT = "<|endoftext|>"
+# Names of the piece that ends a document, the likeliest first.
+END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+# sentencepiece's own mark for a space. A literal one in the text would come back as a space.
+SPACE_MARK = "\u2581"
+
+# Text handed to the sentencepiece trainer at most: it holds all of it in memory, several times over.
+TRAINING_TEXT_BYTES = 100_000_000
+
+
+class Tokenizer(Protocol):
+    """What the project asks of a tokenizer."""
+
+    @property
+    def path(self) -> Path:
+        """The file it was read from."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def eod_id(self) -> int:
+        """The id that ends a document."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, with no special one added."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on the calling thread alone."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`."""
+
+
+def load_tokenizer(path: str | Path, *, eod_id: int | None = None) -> Tokenizer:
+    """Read a sentencepiece `.model`, a Hugging Face `tokenizer.json` (by any name), or a folder.
+
+    Of a folder, `tokenizer.json` is taken, else `tokenizer.model`, else its only `.model` file. `eod_id` sets
+    the id that ends a document; by default it is that of `<|endoftext|>`, or of `</s>` and its like.
+
+    Raises:
+        InputError: no such file, another format, no end-of-text piece, or an `eod_id` outside the vocabulary.
+    """
+    file = _tokenizer_file(Path(path))
+    try:
+        if file.suffix == ".json":
+            return HuggingFaceTokenizer(file, eod_id=eod_id)
+        return SentencePieceTokenizer(file, eod_id=eod_id)
+    except InputError:
+        raise
+    except Exception as error:  # what the libraries raise for a file of another format
+        kind = "a Hugging Face tokenizer.json" if file.suffix == ".json" else "a sentencepiece model"
+        reason = " ".join(str(error).split())
+        raise InputError(f"tokenizer {file} cannot be read as {kind}: {reason}") from error
+
+
+def _tokenizer_file(path: Path) -> Path:
+    if path.is_dir():
+        models = sorted(path.glob("*.model"))
+        named = [path / "tokenizer.json", path / "tokenizer.model", *(models if len(models) == 1 else [])]
+        path = next((candidate for candidate in named if candidate.is_file()), path)
+        if path.is_dir():
+            raise InputError(
+                f"folder {path} holds no tokenizer: it needs a tokenizer.json or one .model file"
+            )
+    if not path.is_file():
+        raise InputError(
+            f"tokenizer {path} does not exist: give a .model file, a tokenizer.json or their folder"
+        )
+    if path.suffix not in (".json", ".model"):
+        raise InputError(f"tokenizer {path} is of no known kind: its name must end in .model or .json")
+    return path
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece model. With byte fallback and no normalisation (as trained here) it is exact."""
+
+    def __init__(self, path: Path, *, eod_id: int | None = None) -> None:
+        import sentencepiece
+
+        self.path = path
+        self._processor: Any = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        self.vocab_size: int = self._processor.vocab_size()
+        self._mark_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+        self._has_byte_fallback = all(map(self._processor.is_byte, self._mark_ids))
+        self.eod_id = _end_of_text_id(path, eod_id, self.vocab_size, self._find_end_of_text())
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`; a literal U+2581 goes by its bytes, since the model's piece means a space."""
+        if SPACE_MARK not in text or not self._has_byte_fallback:
+            return list(self._processor.encode(text))
+        first, *others = text.split(SPACE_MARK)
+        ids: list[int] = self._processor.encode(first)
+        for part in others:
+            ids.extend(self._mark_ids)
+            ids.extend(self._processor.encode(part))
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; control pieces, the end of text among them, have none."""
+        return str(self._processor.decode(list(ids)))
+
+    def _find_end_of_text(self) -> int | None:
+        for name in END_OF_TEXT_NAMES:
+            piece = self._processor.piece_to_id(name)
+            if self._processor.id_to_piece(piece) == name:
+                return int(piece)
+        end: int = self._processor.eos_id()
+        return end if end >= 0 else None
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`. Special pieces written out in a text are recognised, as the library does."""
+
+    def __init__(self, path: Path, *, eod_id: int | None = None) -> None:
+        import tokenizers
+
+        self.path = path
+        self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+        # The file may carry settings meant for batches of fixed length; documents must stay whole.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        found = next((vocabulary[name] for name in END_OF_TEXT_NAMES if name in vocabulary), None)
+        self.eod_id = _end_of_text_id(path, eod_id, self.vocab_size, found)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, with no special one added."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text; the library's own batches would start a thread pool in every worker."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special pieces written out."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _end_of_text_id(path: Path, stated: int | None, vocab_size: int, found: int | None) -> int:
+    if stated is not None:
+        if not 0 <= stated < vocab_size:
+            raise InputError(
+                f"eod_id {stated} is outside the vocabulary of {path}: it must be in [0, {vocab_size})"
+            )
+        return stated
+    if found is None:
+        names = ", ".join(END_OF_TEXT_NAMES)
+        raise InputError(f"tokenizer {path} has no end-of-text piece ({names}): state its id as eod_id")
+    return found
+
+
+def train_sentencepiece(
+    texts: Iterable[str], model_prefix: str | Path, *, vocab_size: int = 8192, num_threads: int = 1
+) -> Path:
+    """Train an exact byte-pair tokenizer and write `MODEL_PREFIX.model`; returns that path.
+
+    decode(encode(x)) == x for every text: no normalisation, no added or removed space, byte fallback for the
+    characters that have no piece. Runs of white space and line ends may become pieces, for the sake of code.
+    The end-of-text piece, `<|endoftext|>`, is never matched inside a text. At most 100 MB of text is used.
+
+    Raises InputError where the texts are too few for `vocab_size` pieces.
+    """
+    import sentencepiece
+
+    model = Path(f"{model_prefix}.model")
+    model.parent.mkdir(parents=True, exist_ok=True)
+    partial = model.with_name(model.name + ".partial")
+    try:
+        with partial.open("wb") as writer:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=_limited(texts),
+                model_writer=writer,
+                model_type="bpe",
+                vocab_size=vocab_size,
+                num_threads=num_threads,
+                byte_fallback=True,
+                character_coverage=0.9999,  # a rarer character costs a piece and saves next to nothing
+                normalization_rule_name="identity",
+                remove_extra_whitespaces=False,
+                add_dummy_prefix=False,
+                allow_whitespace_only_pieces=True,
+                max_sentence_length=TRAINING_TEXT_BYTES,  # longer ones would be left out in silence
+                unk_id=0,
+                eos_id=1,
+                eos_piece=END_OF_TEXT,
+                bos_id=-1,
+                pad_id=-1,
+                minloglevel=2,
+            )
+        partial.replace(model)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"no tokenizer of {vocab_size} pieces can be trained on these texts: {reason}"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return model
+
+
+def _limited(texts: Iterable[str]) -> Iterator[str]:
+    left = TRAINING_TEXT_BYTES
+    for text in texts:
+        left -= len(text.encode())
+        if left < 0:
+            return
+        yield text

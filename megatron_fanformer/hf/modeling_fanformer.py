@@ -1,0 +1,335 @@
+"""FANformer for transformers: forward, key/value cache, generation, gradient checkpointing.
+
+Source: "Reasoning is Periodicity?" (NeurIPS 2025). This file and `configuration_fanformer.py` are copied
+verbatim into every exported folder, so they import torch and transformers alone.
+
+Shapes: b batch, s tokens, t tokens with those of the cache, h hidden size, n query heads, k key and value
+heads, d head size, v vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration_fanformer import FANformerConfig
+
+
+class FANformerRMSNorm(nn.Module):
+    """RMSNorm, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h], in the dtype of `x`."""
+        normed = x.float()
+        normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class FANProjection(nn.Module):
+    """x -> [cos p, sin p, g] with [p | g] = W x + b; as wide as x."""
+
+    def __init__(self, config: FANformerConfig) -> None:
+        super().__init__()
+        self.sizes = [config.periodic_size, config.hidden_size - 2 * config.periodic_size]
+        self.gelu = config.fan_activation == "gelu"
+        self.weight = nn.Parameter(torch.empty(sum(self.sizes), config.hidden_size))
+        self.bias = nn.Parameter(torch.empty(sum(self.sizes))) if config.fan_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, h] -> [b, s, h]; cos and sin are taken in float32, whatever the dtype of `x`."""
+        p, g = F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+        phase = p.float()
+        activated = F.gelu(g) if self.gelu else g
+        return torch.cat([phase.cos().to(g.dtype), phase.sin().to(g.dtype), activated], dim=-1)
+
+
+class FANformerRotaryEmbedding(nn.Module):
+    """cos and sin of the rotary positions.
+
+    The frequencies are no buffer: they are as cheap to compute as to keep, and so stay in float32 when the
+    model is cast.
+    """
+
+    def __init__(self, config: FANformerConfig) -> None:
+        super().__init__()
+        self.theta = config.rope_theta
+        self.head_dim = config.head_dim
+
+    @torch.no_grad()
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """[b, s] -> cos and sin, each [b, 1, s, d] in float32."""
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=position_ids.device)
+        frequencies = 1.0 / self.theta ** (exponents / self.head_dim)
+        half = position_ids[:, None, :, None].float() * frequencies
+        angles = torch.cat([half, half], dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the halves of each head [b, n, s, d], in float32; returns the dtype of `x`."""
+    first, second = x.float().chunk(2, dim=-1)
+    return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+
+def eager_attention_forward(
+    module: "FANformerAttention",
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention that keeps its weights: [b, n, s, d], [b, k, t, d] twice -> [b, s, n, d] and [b, n, s, t]."""
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class FANformerAttention(nn.Module):
+    """Self-attention whose queries, keys and values are projected from the FAN projection's output."""
+
+    def __init__(self, config: FANformerConfig, layer_idx: int) -> None:
+        super().__init__()
+        heads, groups = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = heads // groups
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = True
+        self.fan = FANProjection(config) if config.fan_placement == "qkv" else None
+        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=False)
+        self.o_proj = ResidualLinear(heads * self.head_dim, config.hidden_size, layer_idx)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[b, s, h] -> [b, s, h] and, where the implementation keeps them, the weights [b, n, s, t]."""
+        shape = hidden_states.shape[:-1]
+        x = hidden_states if self.fan is None else self.fan(hidden_states)
+        query, key, value = (
+            projection(x).view(*shape, -1, self.head_dim).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attention: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        out, weights = attention(
+            self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+        )
+        return self.o_proj(out.reshape(*shape, -1)), weights
+
+
+class ResidualLinear(nn.Linear):
+    """A linear map that writes into the residual stream; its initial weights shrink with depth."""
+
+    def __init__(self, in_features: int, out_features: int, layer_idx: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+        self.layer_idx = layer_idx
+
+
+class FANformerMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: FANformerConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = ResidualLinear(config.intermediate_size, config.hidden_size, layer_idx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, h] -> [b, s, h]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class FANformerDecoderLayer(GradientCheckpointingLayer):
+    """Attention and SwiGLU, each behind its norm and added to the residual stream."""
+
+    def __init__(self, config: FANformerConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.input_layernorm = FANformerRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = FANformerAttention(config, layer_idx)
+        self.post_attention_layernorm = FANformerRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = FANformerMLP(config, layer_idx)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """[b, s, h] -> [b, s, h]; the other arguments are the attention's."""
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class FANformerPreTrainedModel(PreTrainedModel):
+    """What the two models share: loading, saving, initial weights, what they support."""
+
+    config: FANformerConfig
+    config_class = FANformerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["FANformerDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": FANformerDecoderLayer, "attentions": FANformerAttention}
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """The reference's `mitchell`: normal, cut at 3 standard deviations of 1/sqrt(fan in), biases zero.
+
+        Maps into the residual stream have 1/sqrt(2 * fan in * (layer + 1)), layers counted from 0.
+        """
+        if isinstance(module, FANformerRMSNorm):
+            nn.init.ones_(module.weight)
+        if not isinstance(module, nn.Linear | nn.Embedding | FANProjection):
+            return
+        variance = 1.0 / module.weight.shape[1]
+        if isinstance(module, ResidualLinear):
+            variance /= 2 * (module.layer_idx + 1)
+        std = variance**0.5
+        nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+            nn.init.zeros_(bias)
+
+
+class FANformerModel(FANformerPreTrainedModel):
+    """The decoder: token ids to hidden states."""
+
+    def __init__(self, config: FANformerConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(FANformerDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = FANformerRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = FANformerRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Ids [b, s], or their embeddings [b, s, h] -> hidden states [b, s, h] behind the last norm.
+
+        Raises:
+            ValueError: both or neither of `input_ids` and `inputs_embeds` were given.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds, and not both")
+        hidden_states: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + past)[None]
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=hidden_states,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        position_embeddings = self.rotary_emb(position_ids)
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values
+        )
+
+
+class FANformerForCausalLM(FANformerPreTrainedModel, GenerationMixin):
+    """The decoder with a language-model head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: FANformerConfig) -> None:
+        super().__init__(config)
+        self.model = FANformerModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Ids [b, s] -> logits [b, s, v], and the mean next-token loss where `labels` [b, s] are given.
+
+        Args:
+            labels: the ids again (they are shifted here), -100 for tokens that do not count.
+            logits_to_keep: logits of the last so many tokens alone (0: all), or of the token positions in it.
+        """
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )

@@ -1,0 +1,217 @@
+"""The shape of a FANformer, and the paper's sizes by name.
+
+Source: "Reasoning is Periodicity?" (NeurIPS 2025), its section on experimental settings, and the sizes of the
+authors' published configurations. Field names are Megatron's where Megatron has the field.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+PAPER_VOCAB_SIZE = 50_280  # allenai/gpt-neox-olmo-dolma-v1_5
+PAPER_P_RATIO = 0.25
+FFN_MULTIPLE = 64  # matched sizes are rounded to it, so that every usual tensor-parallel size divides them
+
+
+@dataclass(frozen=True, kw_only=True)
+class FANConfig:
+    """The FAN projection in front of the attention's QKV: X_F = [cos p, sin p, g] with [p | g] = W X + b."""
+
+    p_ratio: float = PAPER_P_RATIO
+    """Share of the hidden size that is periodic, in [0, 0.5]; int(p_ratio * hidden_size) rows are `p`."""
+    activation: Literal["none", "gelu"] = "none"
+    """Applied to the linear rows `g` alone; gelu there is the original FAN."""
+    bias: bool = True
+    """Whether the map has a bias, on all of its rows."""
+    placement: Literal["qkv", "none"] = "qkv"
+    """`qkv`: Q, K and V are projected from X_F (the paper's); `none`: an ordinary Transformer."""
+
+    def problems(self) -> list[str]:
+        """Rules of single fields that this configuration breaks, one line each."""
+        if not 0.0 <= self.p_ratio <= 0.5:
+            return [
+                f"model.fan.p_ratio is {self.p_ratio}; it must lie in [0, 0.5], since cos and sin of the periodic "
+                f"rows both enter X_F: the paper uses {PAPER_P_RATIO}"
+            ]
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class FANformerConfig:
+    """A decoder-only model: pre-norm RMSNorm, RoPE, SwiGLU, attention whose QKV input passes through FAN."""
+
+    num_layers: int
+    """Transformer layers."""
+    hidden_size: int
+    """Width of the residual stream (d in the paper)."""
+    ffn_hidden_size: int
+    """Width of the SwiGLU's inside, one half of its first map (d_ff)."""
+    num_attention_heads: int
+    """Query heads; the head size is hidden_size / num_attention_heads."""
+    num_query_groups: int | None = None
+    """Key and value heads: None for as many as query heads, 1 for multi-query attention."""
+    vocab_size: int
+    """Token ids, before padding."""
+    make_vocab_size_divisible_by: int = 128
+    """The embedding is padded to a multiple of this, whatever the layout."""
+    seq_length: int = 2048
+    """Tokens a training sample."""
+    rotary_base: int = 10_000
+    """Base of the rotary position embedding."""
+    layernorm_epsilon: float = 1e-6
+    """Epsilon of every RMSNorm."""
+    untie_embeddings_and_output_weights: bool = False
+    """Whether the output head has a weight of its own."""
+    fan: FANConfig = field(default_factory=FANConfig)
+    """The FAN projection."""
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding, and width of the logits."""
+        return -(-self.vocab_size // self.make_vocab_size_divisible_by) * self.make_vocab_size_divisible_by
+
+    @property
+    def kv_channels(self) -> int:
+        """Size of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads, `num_query_groups` resolved."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def has_fan(self) -> bool:
+        """Whether there is a FAN projection at all."""
+        return self.fan.placement != "none"
+
+    @property
+    def periodic_size(self) -> int:
+        """P, the rows of the FAN map whose cos and sin enter X_F."""
+        return int(self.fan.p_ratio * self.hidden_size)
+
+    @property
+    def linear_size(self) -> int:
+        """G, the rows of the FAN map that enter X_F as they are."""
+        return self.hidden_size - 2 * self.periodic_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the whole model, vocabulary padding included, tied ones counted once."""
+        embeddings = self.padded_vocab_size * self.hidden_size * (1 + self.untie_embeddings_and_output_weights)
+        return embeddings + self.num_layers * self._layer_parameters + self.hidden_size
+
+    @property
+    def _layer_parameters(self) -> int:
+        h = self.hidden_size
+        qkv_rows = (self.num_attention_heads + 2 * self.query_groups) * self.kv_channels
+        attention = qkv_rows * h + h * self.num_attention_heads * self.kv_channels
+        return attention + self._fan_parameters + 3 * h * self.ffn_hidden_size + 2 * h
+
+    @property
+    def _fan_parameters(self) -> int:
+        if not self.has_fan:
+            return 0
+        return (self.periodic_size + self.linear_size) * (self.hidden_size + self.fan.bias)
+
+    def problems(self) -> list[str]:
+        """Rules of the shape that this configuration breaks, one line each; empty if it can be built."""
+        found = self._size_problems()
+        if found:
+            return found + self.fan.problems()
+        if self.hidden_size % self.num_attention_heads:
+            found.append(
+                f"model.hidden_size {self.hidden_size} is no multiple of model.num_attention_heads "
+                f"{self.num_attention_heads}; choose a number of heads that divides it"
+            )
+        elif self.kv_channels % 2:
+            found.append(
+                f"the head size is {self.kv_channels} (hidden_size / num_attention_heads); RoPE rotates pairs, so it "
+                "must be even: change model.num_attention_heads"
+            )
+        if self.num_attention_heads % self.query_groups:
+            found.append(
+                f"model.num_query_groups {self.query_groups} does not divide model.num_attention_heads "
+                f"{self.num_attention_heads}; choose a divisor"
+            )
+        return found + self.fan.problems()
+
+    def _size_problems(self) -> list[str]:
+        sizes = (
+            "num_layers hidden_size ffn_hidden_size num_attention_heads vocab_size make_vocab_size_divisible_by "
+            "seq_length rotary_base"
+        ).split()
+        found = [
+            f"model.{name} is {getattr(self, name)}; it must be at least 1"
+            for name in sizes
+            if getattr(self, name) < 1
+        ]
+        if self.num_query_groups is not None and self.num_query_groups < 1:
+            found.append(f"model.num_query_groups is {self.num_query_groups}; it must be at least 1, or null")
+        return found
+
+
+def p_ratio_of(periodic_size: int, hidden_size: int) -> float:
+    """The p_ratio that gives `periodic_size` rows: the plain quotient, or its next float up where that truncates."""
+    p_ratio = periodic_size / hidden_size
+    return p_ratio if int(p_ratio * hidden_size) == periodic_size else math.nextafter(p_ratio, 1.0)
+
+
+def nearest_periodic_size(config: FANformerConfig, tensor_model_parallel_size: int) -> int | None:
+    """The periodic size nearest to the configured one whose p and g rows divide over the ranks; None if none does."""
+    ranks = tensor_model_parallel_size
+    if config.hidden_size % ranks:
+        return None
+    largest = config.hidden_size // 2 // ranks * ranks
+    return min(round(config.periodic_size / ranks) * ranks, largest)
+
+
+def as_transformer(config: FANformerConfig) -> FANformerConfig:
+    """The Transformer of the same shape: no FAN projection."""
+    return dataclasses.replace(config, fan=dataclasses.replace(config.fan, placement="none"))
+
+
+def with_same_parameters(config: FANformerConfig) -> FANformerConfig:
+    """The FANformer with as many parameters as its Transformer twin: what FAN adds is taken from d_ff.
+
+    d_ff is rounded to a multiple of 64; at p_ratio 0.25 the 1B model goes from 8192 to the paper's 7680.
+    """
+    exact = config.ffn_hidden_size - config._fan_parameters / (3 * config.hidden_size)
+    return dataclasses.replace(config, ffn_hidden_size=round(exact / FFN_MULTIPLE) * FFN_MULTIPLE)
+
+
+def _paper_size(num_layers: int, hidden_size: int, heads: int, *, untied: bool) -> FANformerConfig:
+    return FANformerConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=4 * hidden_size,
+        num_attention_heads=heads,
+        vocab_size=PAPER_VOCAB_SIZE,
+        untie_embeddings_and_output_weights=untied,
+    )
+
+
+_PAPER_SIZES = {
+    "fanformer-300m": _paper_size(16, 1024, 16, untied=False),
+    "fanformer-600m": _paper_size(16, 1536, 16, untied=False),
+    "fanformer-1b": _paper_size(16, 2048, 16, untied=False),
+    "fanformer-3b": _paper_size(24, 2560, 20, untied=True),
+    "fanformer-7b": _paper_size(24, 4096, 32, untied=True),
+}
+
+PRESETS: dict[str, FANformerConfig] = {
+    **_PAPER_SIZES,
+    **{f"{name}-transformer": as_transformer(size) for name, size in _PAPER_SIZES.items()},
+    **{f"{name}-same-params": with_same_parameters(size) for name, size in _PAPER_SIZES.items()},
+}
+"""The paper's sizes, each with its Transformer twin and its form of the twin's parameter count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """The numbers that weights and activations are held in."""
+
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16 keeps float32 main weights and gradients in the optimizer; `auto` is bf16 where the device has bf16
+    matrix units, else fp32."""

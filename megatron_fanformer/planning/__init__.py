@@ -1,0 +1,1 @@
+"""What a configuration costs, by formula: FLOPs (memory and communication come with their own files)."""

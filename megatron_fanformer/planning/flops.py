@@ -1,0 +1,26 @@
+"""Model FLOPs of a training token, by formula.
+
+Counted are the multiplications and additions (2 a weight) of every matrix product, and of causal attention the half
+that is not masked; backward costs twice the forward. Element-wise work (norms, cos and sin, SwiGLU) is left out.
+"""
+
+from megatron_fanformer.model.config import FANformerConfig
+
+BACKWARD_AND_FORWARD = 3
+
+
+def forward_flops_per_token(config: FANformerConfig, seq_length: int | None = None) -> int:
+    """FLOPs of one token's forward pass, at the mean context of a sample of `seq_length` tokens."""
+    h = config.hidden_size
+    heads = config.num_attention_heads * config.kv_channels
+    qkv = h * (heads + 2 * config.query_groups * config.kv_channels)
+    fan = h * (config.periodic_size + config.linear_size) if config.has_fan else 0
+    mlp = 3 * h * config.ffn_hidden_size
+    scores_and_context = 2 * heads * (seq_length or config.seq_length) // 2
+    layer = fan + qkv + heads * h + mlp + scores_and_context
+    return 2 * (config.num_layers * layer + h * config.padded_vocab_size)
+
+
+def training_flops_per_token(config: FANformerConfig, seq_length: int | None = None) -> int:
+    """FLOPs of one token's forward and backward pass."""
+    return BACKWARD_AND_FORWARD * forward_flops_per_token(config, seq_length)

@@ -1,0 +1,128 @@
+"""Launches local ranks by torch's elastic agent, and tells the caller which rank failed first, and of what.
+
+Each rank is this very program (`python -m megatron_fanformer` with the same arguments), which finds the rank's
+address in its environment and joins.
+"""
+
+import json
+import logging
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous
+
+from megatron_fanformer.errors import FanformerError, Interrupted
+from megatron_fanformer.runtime.device import prepare_launch
+
+STOP_GRACE_SECONDS = 600  # what a rank has for its checkpoint after a signal to stop
+PEER_FAILURE_WAIT_SECONDS = 5.0  # a rank that lost a peer lets the peer's own error be seen first
+PEER_FAILURE_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "unhandled system error")
+
+
+class RankFailed(FanformerError):
+    """A local rank failed; the message is that rank's own, and `exit_code` its own."""
+
+    def __init__(self, rank: int, message: str, exit_code: int, traceback: str = "") -> None:
+        super().__init__(f"rank {rank}: {message}")
+        self.exit_code = exit_code
+        self.rank_traceback = traceback
+
+
+class _FailFastAgent(LocalElasticAgent):
+    """The elastic agent, which ends all ranks at once when one fails, and lets them save when it is told to stop."""
+
+    def _stop_workers(self, *_args: Any, **_kwargs: Any) -> None:
+        if self._pcontext:
+            self._pcontext.close(signal.SIGKILL)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_args: Any, **_kwargs: Any) -> None:
+        if self._pcontext:
+            self._pcontext.close(death_sig, STOP_GRACE_SECONDS)
+
+
+def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int) -> None:
+    """Run `python -m megatron_fanformer ARGUMENTS` as `num_ranks` local ranks, and wait for them.
+
+    Raises:
+        RankFailed: a rank failed; the others were ended.
+        Interrupted: a signal stopped this process, and the ranks after they saved.
+    """
+    prepare_launch(threads)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint="localhost:0",
+        run_id=uuid.uuid4().hex,
+        min_nodes=1,
+        max_nodes=1,
+        local_addr="localhost",
+        is_host=True,
+    )
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=num_ranks,
+        entrypoint=sys.executable,
+        args=("-u", "-m", "megatron_fanformer", *arguments),
+        rdzv_handler=rendezvous.get_rendezvous_handler(parameters),
+        max_restarts=0,
+        monitor_interval=0.1,
+        local_addr="localhost",
+    )
+    agent = _FailFastAgent(spec=spec, logs_specs=DefaultLogsSpecs())
+    try:
+        result = agent.run()
+    except SignalException as stop:
+        raise Interrupted(
+            f"stopped on {stop.sigval.name}; the same command goes on from the last checkpoint"
+        ) from None
+    finally:
+        spec.rdzv_handler.shutdown()
+    if result.is_failed():
+        raise _first_failure(result.failures)
+
+
+def _first_failure(failures: dict[int, ProcessFailure]) -> RankFailed:
+    rank, failure = ChildFailedError(name="rank", failures=failures).get_first_failure()
+    details = failure.error_file_data.get("message") if isinstance(failure.error_file_data, dict) else None
+    if isinstance(details, dict):
+        return RankFailed(
+            rank, details["message"], failure.exitcode, details.get("extraInfo", {}).get("py_callstack", "")
+        )
+    if failure.exitcode < 0:
+        return RankFailed(rank, f"was killed by {failure.signal_name()}", 1)
+    return RankFailed(rank, f"ended with exit code {failure.exitcode}", failure.exitcode)
+
+
+@contextmanager
+def report_failure() -> Iterator[None]:
+    """Around a rank's work: leaves its error where the launcher finds it, then lets it pass on."""
+    try:
+        yield
+    except Exception as error:
+        if any(sign in str(error) for sign in PEER_FAILURE_SIGNS):
+            # Not this rank's own failure: the peer's is what the user must see, and is about to be noticed.
+            time.sleep(PEER_FAILURE_WAIT_SECONDS)
+        handler = get_error_handler()
+        handler.record_exception(error)
+        _shorten_message(handler, error)
+        raise
+
+
+def _shorten_message(handler: Any, error: Exception) -> None:
+    """The recorded message without the exception's class where it is one of ours, which speak for themselves."""
+    file = handler._get_error_file_path()
+    if file and isinstance(error, FanformerError):
+        data = json.loads(Path(file).read_text())
+        data["message"]["message"] = str(error)
+        Path(file).write_text(json.dumps(data))

@@ -1,0 +1,173 @@
+"""Every adaptation that lets megatron-core run without CUDA: a closed list, each entry with its reason.
+
+Nothing of it is installed where a GPU is usable. It goes in before the first import of `megatron.core`, which binds
+names at import, and is refused after. Seen on megatron-core 0.16.1 and 0.19.2.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+_installed = False
+
+# Factories that megatron-core calls with device="cuda", device=torch.cuda.current_device() or pin_memory=True:
+# optimizer scales, gradient norms, schedules, inference buffers, the exchange of loaded tensors.
+FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
+
+# What Tensor.type() must say for gradient clipping and the distributed optimizer to accept a tensor.
+CUDA_TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+}
+
+
+def install() -> None:
+    """Adapt torch and megatron-core to a machine without CUDA; does nothing where a GPU is usable, or twice.
+
+    Raises:
+        RuntimeError: megatron.core was imported before.
+    """
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("megatron.core was imported before runtime.megatron_cpu.install(); call install() first")
+    _hide_unusable_extensions()
+    _map_factories()
+    _map_cuda_module()
+    _map_tensor_methods()
+    _import_megatron_without_compiling()
+    _adapt_random_state()
+    _adapt_recomputation()
+    _adapt_inference()
+    _installed = True
+
+
+def _hide_unusable_extensions() -> None:
+    """An installed Transformer Engine or apex whose libraries do not load raises more than ImportError in 0.19."""
+    for name in ("transformer_engine", "apex"):
+        try:
+            importlib.import_module(f"{name}.pytorch" if name == "transformer_engine" else f"{name}.optimizers")
+        except Exception:  # whatever a broken binary package raises
+            for module in [m for m in sys.modules if m == name or m.startswith(name + ".")]:
+                del sys.modules[module]
+            sys.modules[name] = None  # type: ignore[assignment]  # the import system's own mark for "not there"
+
+
+def _map_factories() -> None:
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):  # pinning needs a GPU
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+class _InertStream:
+    """A stream or event of a device that works in order: nothing to wait for."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def _nothing(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    synchronize = wait_stream = wait_event = record_event = record = wait = _nothing
+
+    def query(self) -> bool:
+        return True
+
+
+def _map_cuda_module() -> None:
+    cuda: Any = torch.cuda
+    cpu = torch.device("cpu")
+    cuda.current_device = lambda: cpu  # gradient buffers, rotary embedding, distributed optimizer
+    cuda.set_device = lambda *_: None  # asynchronous save, schedules
+    cuda.device_count = lambda: 1  # the checkpoint writer divides by it
+    cuda.synchronize = lambda *_: None  # asynchronous save, timers
+    cuda.current_stream = lambda *_: _InertStream()  # overlap of gradient reduction
+    cuda.Stream = cuda.Event = _InertStream
+    cuda.stream = lambda *_: nullcontext()
+    cuda.get_rng_state = lambda *_: torch.get_rng_state()  # the tensor-parallel random tracker
+    cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    cuda.FloatTensor, cuda.HalfTensor = torch.FloatTensor, torch.HalfTensor  # bound by transformer.module
+    cuda.BFloat16Tensor = torch.BFloat16Tensor
+
+
+def _map_tensor_methods() -> None:
+    plain_type = torch.Tensor.type
+
+    def type_as_on_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return plain_type(self, *args, **kwargs)
+        return CUDA_TYPE_NAMES.get(self.dtype) or plain_type(self)
+
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_args, **_kwargs: self  # gathering of optimizer state, fully parallel load
+    tensor.type = type_as_on_cuda
+
+
+def _import_megatron_without_compiling() -> None:
+    """megatron.core.jit binds torch.compile when imported; inductor would want a compiler at run time."""
+    compile_ = torch.compile
+    torch.compile = lambda function=None, **_: function if function else (lambda f: f)  # type: ignore
+    try:
+        importlib.import_module("megatron.core")
+    finally:
+        torch.compile = compile_
+
+
+def _adapt_random_state() -> None:
+    """The tracker's setter queues its work for CUDA's lazy start, which never comes on a torch without CUDA."""
+    from megatron.core.tensor_parallel import random
+
+    def get_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
+        torch.set_rng_state(new_state)
+
+    random._get_cuda_rng_state = get_state
+    random._set_cuda_rng_state = set_state
+
+
+def _adapt_recomputation() -> None:
+    """Selective recomputation assumes Transformer Engine (fp8 `None` is not `False`), and compiles a C++ extension."""
+    from megatron.core.tensor_parallel import random
+
+    class CheckpointWithoutOutput(random.CheckpointWithoutOutput):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.fp8 = False
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("megatron.core") and hasattr(module, "CheckpointWithoutOutput"):
+            module.CheckpointWithoutOutput = CheckpointWithoutOutput  # type: ignore[attr-defined]
+    if hasattr(random, "_get_share_storage"):
+
+        def share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+            target.untyped_storage().resize_(source.untyped_storage().nbytes())
+            target.untyped_storage().copy_(source.untyped_storage())
+
+        random._get_share_storage = lambda: share_storage
+
+
+def _adapt_inference() -> None:
+    """Generation across pipeline stages asserts that what it sends is on a GPU."""
+    from megatron.core.inference import communication_utils
+
+    communication_utils._is_cuda = lambda _tensor: None

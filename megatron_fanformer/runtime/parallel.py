@@ -1,0 +1,191 @@
+"""The parallel degrees, the rank grid, and the start and end of a distributed run.
+
+The grid, written down once (Megatron's order tp-cp-dp-pp, tensor parallel ranks innermost so that they share a
+node); here tensor 2 x data 2 x pipeline 2, by global rank:
+
+        stage 0            stage 1
+      tp 0  tp 1         tp 0  tp 1
+dp 0    0     1            4     5
+dp 1    2     3            6     7
+"""
+
+import os.path
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime import megatron_cpu
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+BACKENDS: dict[devices.DeviceKind, str] = {"cuda": "nccl", "cpu": "gloo"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model and the data are spread over ranks, and what the ranks run on."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer's matrices."""
+    pipeline_model_parallel_size: int = 1
+    """Stages that share the layers."""
+    data_parallel_size: int | None = None
+    """Replicas of the model. null: what the world size leaves under torchrun or Slurm, else 1."""
+    sequence_parallel: bool = False
+    """Shard norms and residuals along the sequence over the tensor parallel ranks."""
+    use_distributed_optimizer: bool = True
+    """Shard the optimizer's state over the data parallel ranks."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """`auto` takes a usable GPU, else the CPU; a broken GPU installation is refused."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layers from Transformer Engine, or megatron-core's and torch's own; `auto` takes the Engine where it imports."""
+    threads_per_rank: int | None = None
+    """CPU threads a rank; null: the machine's cores, shared evenly by its ranks."""
+    distributed_timeout_minutes: float = 10.0
+    """How long a rank waits for the others before it gives up."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one replica of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    def problems(self) -> list[str]:
+        """Rules of single fields that this configuration breaks, one line each."""
+        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "threads_per_rank")
+        found = [
+            f"parallel.{name} is {value}; it must be at least 1"
+            for name in names
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        if self.distributed_timeout_minutes <= 0:
+            found.append(
+                f"parallel.distributed_timeout_minutes is {self.distributed_timeout_minutes}; it must be above 0"
+            )
+        if not found and self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            found.append(
+                "parallel.sequence_parallel is true at tensor_model_parallel_size 1, where there is nothing to shard; "
+                "set it to false or raise the tensor parallel size"
+            )
+        return found
+
+    def resolve_data_parallel_size(self, world_size: int | None) -> int:
+        """Replicas in a world of `world_size` ranks; None where the ranks are still to be launched here.
+
+        Raises:
+            InputError: the world size and the layout disagree.
+        """
+        if world_size is None:
+            return self.data_parallel_size or 1
+        if world_size % self.model_parallel_size:
+            raise InputError(
+                f"the world size is {world_size}, no multiple of tensor x pipeline parallel size "
+                f"{self.tensor_model_parallel_size} x {self.pipeline_model_parallel_size} = "
+                f"{self.model_parallel_size}; start a multiple of {self.model_parallel_size} ranks"
+            )
+        data_parallel_size = world_size // self.model_parallel_size
+        if self.data_parallel_size not in (None, data_parallel_size):
+            raise InputError(
+                f"parallel.data_parallel_size is {self.data_parallel_size}, but {world_size} ranks hold "
+                f"{data_parallel_size} replicas of {self.model_parallel_size} ranks; set it to null or start "
+                f"{self.data_parallel_size * self.model_parallel_size} ranks"
+            )
+        return data_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGrid:
+    """Where this rank stands, and the process groups that the rest of the code is handed."""
+
+    device: devices.DeviceKind
+    rank: int
+    world_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+    is_first_stage: bool
+    is_last_stage: bool
+    groups: "ProcessGroupCollection"
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device of this rank's tensors."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes what is written once."""
+        return self.rank == 0
+
+
+@contextmanager
+def process_group(config: ParallelConfig, address: devices.RankAddress | None) -> Iterator[devices.DeviceKind]:
+    """Join the ranks of `address`, or be the only rank where that is None; leave them at the end.
+
+    Yields the device kind. After an error the group is left as it is: its other ranks must not be waited for.
+    """
+    kind = devices.resolve_device(config.device)
+    if kind == "cpu":
+        megatron_cpu.install()
+    local_ranks = address.local_world_size if address else 1
+    threads = config.threads_per_rank or devices.threads_per_rank(local_ranks)
+    devices.configure_process(kind, address.local_rank if address else 0, threads)
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    if address is None:
+        with tempfile.TemporaryDirectory(prefix="fanformer-") as folder:
+            store = dist.FileStore(os.path.join(folder, "store"), 1)
+            dist.init_process_group(BACKENDS[kind], store=store, rank=0, world_size=1, timeout=timeout)
+            yield kind
+            dist.destroy_process_group()
+        return
+    dist.init_process_group(
+        BACKENDS[kind],
+        init_method=f"tcp://{address.master_address}:{address.master_port}",
+        rank=address.rank,
+        world_size=address.world_size,
+        timeout=timeout,
+    )
+    yield kind
+    dist.destroy_process_group()
+
+
+@contextmanager
+def rank_grid(config: ParallelConfig, kind: devices.DeviceKind) -> Iterator[RankGrid]:
+    """Megatron's process groups over the ranks of the present process group."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    config.resolve_data_parallel_size(dist.get_world_size())
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        distributed_timeout_minutes=max(1, round(config.distributed_timeout_minutes)),
+        create_gloo_process_groups=True,  # the distributed optimizer asks for them when it saves
+    )
+    try:
+        yield RankGrid(
+            device=kind,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            data_parallel_rank=parallel_state.get_data_parallel_rank(),
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            is_first_stage=parallel_state.is_pipeline_first_stage(),
+            is_last_stage=parallel_state.is_pipeline_last_stage(),
+            groups=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@contextmanager
+def distributed(config: ParallelConfig, address: devices.RankAddress | None = None) -> Iterator[RankGrid]:
+    """A whole run's setting: the process group and the rank grid on it."""
+    with process_group(config, address) as kind, rank_grid(config, kind) as grid:
+        yield grid

@@ -1,0 +1,67 @@
+"""Seeds, and initial weights that do not depend on the layout.
+
+A weight is drawn whole from its global name and the seed, and each rank keeps its own slice: so every layout starts
+from the same model.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+TRUNCATE_AT_STDS = 3.0
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy, torch and Megatron's tensor parallel random states."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def local_shards(sharded_state: dict[str, Any]) -> Iterator["ShardedTensor"]:
+    """Every local piece of a sharded state dict, with its global name, shape and offset; factories are expanded.
+
+    The pieces' data are views of the parameters.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    for value in nested_values(sharded_state):
+        if isinstance(value, ShardedTensorFactory):
+            yield from nested_values(value.build())
+        elif isinstance(value, ShardedTensor):
+            yield value
+
+
+@torch.no_grad()
+def initialize_by_name(sharded_state: dict[str, Any], seed: int, draw: Callable[..., torch.Tensor]) -> None:
+    """Fill each parameter of `sharded_state` with its slice of `draw(name, shape, generator)`, drawn in float32."""
+    drawn_name, drawn = "", torch.empty(0)
+    for shard in local_shards(sharded_state):
+        if shard.key != drawn_name:  # the pieces of one tensor follow one another
+            drawn_name = shard.key
+            drawn = draw(shard.key, tuple(shard.global_shape), generator_for(seed, shard.key))
+        shard.data.copy_(drawn[shard.global_slice()])
+
+
+def generator_for(seed: int, name: str) -> torch.Generator:
+    """A CPU random generator of its own for each name."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def truncated_normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> torch.Tensor:
+    """A float32 normal of mean 0, cut off at three standard deviations."""
+    weight = torch.empty(shape, dtype=torch.float32)
+    limit = TRUNCATE_AT_STDS * std
+    return torch.nn.init.trunc_normal_(weight, 0.0, std, -limit, limit, generator=generator)

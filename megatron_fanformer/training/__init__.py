@@ -1,0 +1,1 @@
+"""The run: its configuration, optimizer, schedule, step, metrics, evaluation and loop."""

@@ -1,0 +1,149 @@
+"""AdamW over megatron-core's optimizers, with the reference's decay groups.
+
+Weight decay falls on linear weights alone: not on norms, biases and embeddings (a tied head is the embedding).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:  # megatron-core takes seconds to import, and a configuration is checked before
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW; the defaults are the paper's recipe for 1B."""
+
+    lr: float = 4e-4
+    """Peak learning rate."""
+    weight_decay: float = 0.1
+    """Decoupled decay of linear weights."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.95
+    """Decay of the second moment."""
+    adam_eps: float = 1e-5
+    """Added to the root of the second moment."""
+    clip_grad: float = 1.0
+    """The global gradient norm is clipped to this; 0 does not clip."""
+
+    def problems(self) -> list[str]:
+        """Rules of single fields that this configuration breaks, one line each."""
+        found = [
+            f"optimizer.{name} is {getattr(self, name)}; it must not be negative"
+            for name in ("lr", "weight_decay", "clip_grad")
+            if getattr(self, name) < 0
+        ]
+        found += [
+            f"optimizer.{name} is {getattr(self, name)}; it must lie in [0, 1)"
+            for name in ("adam_beta1", "adam_beta2")
+            if not 0 <= getattr(self, name) < 1
+        ]
+        if self.adam_eps <= 0:
+            found.append(f"optimizer.adam_eps is {self.adam_eps}; it must be above 0")
+        return found
+
+
+def build_optimizer(
+    config: OptimizerConfig,
+    stages: "list[DistributedDataParallel]",
+    *,
+    dtype: torch.dtype,
+    use_distributed_optimizer: bool,
+) -> "MegatronOptimizer":
+    """megatron-core's optimizer over the stages of this rank."""
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer import ParamKey, get_megatron_optimizer
+    from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+
+    _provide_adam()
+    megatron_config = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=0.0,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=use_distributed_optimizer,
+    )
+    no_decay = ParamKey(with_name_predicate=ParamWithNamePredicate(name="no_decay", fn=_is_not_decayed))
+    return get_megatron_optimizer(
+        megatron_config, stages, config_overrides={no_decay: {"wd_mult": 0.0}}
+    )
+
+
+def _is_not_decayed(parameter: torch.nn.Parameter, name: str) -> bool:
+    # `shared_embedding` marks the last stage's copy of a tied embedding, which is called output_layer there
+    return parameter.ndim == 1 or "word_embeddings" in name or getattr(parameter, "shared_embedding", False)
+
+
+def _provide_adam() -> None:
+    """Use `Adam` below where neither Transformer Engine nor apex brings a fused one.
+
+    With torch's AdamW, megatron-core's distributed optimizer loads the *same* step tensor into every parameter's
+    state; it then advances once a parameter, and a resumed run goes wrong without a word.
+    """
+    import megatron.core.optimizer as megatron_optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    module: Any = megatron_optimizer
+    if module.USING_PYTORCH_OPTIMIZER:
+        module.Adam = Adam
+        module.USING_PYTORCH_OPTIMIZER = False
+        distrib_optimizer.HAVE_APEX_OR_TE = True
+
+
+class Adam(torch.optim.Optimizer):
+    """AdamW by torch's fused kernel, keeping its state as FusedAdam does: `step` in the parameter group."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+    ) -> None:
+        assert adam_w_mode and not capturable, "decoupled decay outside CUDA graphs alone"
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            if group["params"]:  # as FusedAdam does: an empty group of a shard keeps no step
+                group["step"] = group.get("step", 0) + 1
+                self._step_group(group)
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        beta1, beta2 = group["betas"]
+        torch.optim.adamw.adamw(
+            parameters,
+            [p.grad for p in parameters],
+            [self.state[p]["exp_avg"] for p in parameters],
+            [self.state[p]["exp_avg_sq"] for p in parameters],
+            [],
+            # the kernel counts each tensor's step on by one itself
+            [torch.tensor(group["step"] - 1.0, device=p.device) for p in parameters],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )

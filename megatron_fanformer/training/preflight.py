@@ -1,0 +1,80 @@
+"""What is checked before a run starts: its configuration, and every file that it is going to read."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.data.loader import check_token_ids
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.training.config import RunConfig
+
+
+def check_run(config: RunConfig, world_size: int | None) -> int:
+    """Check a run in a world of that many ranks (None: to be launched here); returns its data parallel size.
+
+    Raises:
+        InputError: all that is wrong, one line each.
+    """
+    found: list[str] = []
+    data_parallel_size = 1
+    if not config.parallel.problems():
+        try:
+            data_parallel_size = config.parallel.resolve_data_parallel_size(world_size)
+        except InputError as error:
+            found.append(str(error))
+    found += config.problems(data_parallel_size)
+    found += config.data.problems()
+    found += _file_problems(config)
+    if found:
+        raise InputError("\n".join(found))
+    check_token_ids(config.data, config.model.vocab_size)
+    return data_parallel_size
+
+
+def _file_problems(config: RunConfig) -> list[str]:
+    found = []
+    run = Path(config.training.run_dir)
+    if run.exists() and not run.is_dir():
+        return [f"training.run_dir {run} is a file; name a folder"]
+    resumed = store.latest_checkpoint(run)
+    if resumed:
+        found += _resume_problems(resumed, config)
+    elif config.checkpoint.load:
+        try:
+            start = store.find_checkpoint(Path(config.checkpoint.load))
+        except InputError as error:
+            found.append(f"checkpoint.load: {error}")
+        else:
+            found += _model_problems(start, config)
+    return found
+
+
+def _resume_problems(checkpoint: Path, config: RunConfig) -> list[str]:
+    """A run goes on with its own model, seed and batch size: with others its samples would repeat or be skipped."""
+    saved = store.saved_config(checkpoint)
+    found = _model_problems(checkpoint, config)
+    for name in ("seed", "global_batch_size"):
+        present, before = getattr(config.training, name), saved["training"].get(name)
+        if present != before:
+            found.append(
+                f"training.{name} is {present}, but the run in {config.training.run_dir} has {before}; set it back, "
+                "or name another training.run_dir"
+            )
+    return found
+
+
+def _model_problems(checkpoint: Path, config: RunConfig) -> list[str]:
+    present = _flat(config.as_dict()["model"])
+    saved = _flat(store.saved_config(checkpoint)["model"])
+    return [
+        f"model.{name} is {value}, but the checkpoint {checkpoint} was saved with {saved.get(name)}; set it to that"
+        for name, value in present.items()
+        if value != saved.get(name)
+    ]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value})
+    return flat

@@ -1,0 +1,83 @@
+"""The learning rate over the steps: megatron-core's scheduler, counted in steps.
+
+Step n (from 1) runs at the rate of n: the first step of a warm-up of W steps at peak / W, as in the reference.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # megatron-core takes seconds to import, and a configuration is checked before
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Linear warm-up, then a decay to `min_lr`."""
+
+    lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = "cosine"
+    """WSD holds the peak and decays over the last `lr_wsd_decay_iters` steps."""
+    lr_warmup_iters: int = 0
+    """Steps of linear warm-up from 0."""
+    lr_decay_iters: int | None = None
+    """The step at which `min_lr` is reached; null: the last one."""
+    min_lr: float | None = None
+    """The rate after the decay; null: a tenth of the peak."""
+    lr_wsd_decay_iters: int | None = None
+    """Length of WSD's decay, in steps; null: a tenth of `lr_decay_iters`."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "minus_sqrt"
+    """Form of WSD's decay."""
+
+    def problems(self) -> list[str]:
+        """Rules of single fields that this configuration breaks, one line each."""
+        found = []
+        if self.lr_warmup_iters < 0:
+            found.append(f"schedule.lr_warmup_iters is {self.lr_warmup_iters}; it must not be negative")
+        for name in ("lr_decay_iters", "lr_wsd_decay_iters"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(f"schedule.{name} is {value}; it must be at least 1, or null")
+        if self.min_lr is not None and self.min_lr < 0:
+            found.append(f"schedule.min_lr is {self.min_lr}; it must not be negative")
+        return found
+
+    def joint_problems(self, *, lr: float, train_iters: int) -> list[str]:
+        """Rules between this configuration, the peak rate and the length of the run that are broken."""
+        found = []
+        decay = self.lr_decay_iters or train_iters
+        if self.lr_warmup_iters >= decay:
+            found.append(
+                f"schedule.lr_warmup_iters {self.lr_warmup_iters} is not below the end of the decay, step {decay}; "
+                "shorten the warm-up or raise training.train_iters"
+            )
+        if self.min_lr is not None and self.min_lr > lr:
+            found.append(f"schedule.min_lr {self.min_lr} is above optimizer.lr {lr}; lower it")
+        return found
+
+
+def build_scheduler(
+    config: ScheduleConfig, optimizer: "MegatronOptimizer", *, lr: float, weight_decay: float, train_iters: int
+) -> "OptimizerParamScheduler":
+    """The scheduler at step 0; `scheduler.step(1)` sets the rate of the next step."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    decay_steps = config.lr_decay_iters or train_iters
+    min_lr = lr / 10 if config.min_lr is None else config.min_lr
+    for group in optimizer.param_groups:
+        group["max_lr"], group["min_lr"] = lr, min_lr
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=lr,
+        min_lr=min_lr,
+        lr_warmup_steps=config.lr_warmup_iters,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=weight_decay,
+        end_wd=weight_decay,
+        wd_incr_steps=train_iters,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        wsd_decay_steps=config.lr_wsd_decay_iters or max(1, decay_steps // 10),
+        lr_wsd_decay_style=config.lr_wsd_decay_style,
+    )

@@ -1,0 +1,272 @@
+"""The loop of a run: steps, metrics, evaluation, checkpoints, and an orderly end."""
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from rich.console import Console
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.training_state import load_training_state, load_weights, save_training_state
+from megatron_fanformer.data.loader import build_datasets, micro_batches
+from megatron_fanformer.errors import DivergenceError, Interrupted
+from megatron_fanformer.model.build import build_stage
+from megatron_fanformer.planning.flops import training_flops_per_token
+from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.training.config import RunConfig
+from megatron_fanformer.training.evaluation import evaluate_loss
+from megatron_fanformer.training.metrics import MetricsWriter, ProgressLine
+from megatron_fanformer.training.optimizer import build_optimizer
+from megatron_fanformer.training.schedule import build_scheduler
+from megatron_fanformer.training.step import StepResult, train_step, wrap_stage
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+CONFIG = "config.yaml"
+
+
+class Trainer:
+    """A run on this rank: what it is made of, and the loop.
+
+    Every rank builds one and calls `train`; `close` afterwards.
+    """
+
+    def __init__(self, config: RunConfig, grid: RankGrid) -> None:
+        self.config, self.grid = config, grid
+        self.run = Path(config.training.run_dir)
+        self.step = 0
+        self.consumed_samples = 0
+        self._stop = False
+        seed_everything(config.training.seed)
+        self._build()
+        self._start_or_resume()
+        self._load_data()
+        self._open_logs()
+
+    def train(self) -> None:
+        """Run to the last step.
+
+        Raises:
+            Interrupted: a signal came; the checkpoint is saved.
+            DivergenceError: the loss or the gradient norm is not finite.
+        """
+        with _signals_to(self._ask_to_stop):
+            while self.step < self.config.training.train_iters:
+                self._train_one_step()
+                self._evaluate_if_due()
+                stopping = self._shall_stop()
+                self._save_if_due(force=stopping is not None)
+                if stopping == "signal":
+                    raise Interrupted(f"stopped after step {self.step}, saved; the same command goes on from there")
+                if stopping == "exit_interval":
+                    return
+
+    def close(self) -> None:
+        """Close logs and progress."""
+        if self.grid.is_main:
+            self._progress.close()
+            self._metrics.close()
+
+    # -- one step
+
+    def _train_one_step(self) -> None:
+        started = time.monotonic()
+        self.step += 1
+        self._scheduler.step(1)
+        try:
+            result = train_step(
+                [self._wrapped],
+                self._optimizer,
+                self._batches,
+                self.grid,
+                num_micro_batches=self._num_micro_batches,
+                micro_batch_size=self.config.training.micro_batch_size,
+                seq_length=self.config.model.seq_length,
+            )
+        except DivergenceError as error:
+            raise DivergenceError(f"step {self.step}: {error}") from None
+        self.consumed_samples += self.config.training.global_batch_size
+        self._log_step(result, time.monotonic() - started)
+
+    def _log_step(self, result: StepResult, seconds: float) -> None:
+        if not self.grid.is_main:
+            return
+        tokens_per_second = result.tokens / seconds
+        self._metrics.write(
+            self.step,
+            {
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "learning_rate": self._optimizer.param_groups[0]["lr"],
+                "tokens": self.consumed_samples * self.config.model.seq_length,
+                "tokens_per_second": tokens_per_second,
+                "model_flops_per_second": tokens_per_second * training_flops_per_token(self.config.model),
+            },
+        )
+        self._progress.update(self.step, loss=result.loss, tokens_per_second=tokens_per_second)
+
+    # -- what is periodic
+
+    def _evaluate_if_due(self) -> None:
+        training = self.config.training
+        due = training.eval_interval is not None and self.step % training.eval_interval == 0
+        if not due and self.step != training.train_iters:
+            return
+        for name, dataset in self._data.valid.items():
+            loss = evaluate_loss(
+                self._wrapped,
+                dataset,
+                self.grid,
+                eval_iters=training.eval_iters,
+                num_micro_batches=self._num_micro_batches,
+                micro_batch_size=training.micro_batch_size,
+                seq_length=self.config.model.seq_length,
+            )
+            if self.grid.is_main:
+                self._metrics.write(self.step, {f"validation_loss/{name}": loss})
+                self._progress.note(f"step {self.step}  validation loss ({name}) {loss:.4f}")
+
+    def _save_if_due(self, *, force: bool) -> None:
+        interval = self.config.checkpoint.save_interval
+        due = interval is not None and self.step % interval == 0
+        if not (due or force or self.step == self.config.training.train_iters):
+            return
+        folder = save_training_state(
+            self.run,
+            step=self.step,
+            stage=self._stage,
+            optimizer=self._optimizer,
+            progress={"step": self.step, "consumed_samples": self.consumed_samples},
+            config=self._resolved_config(),
+            grid=self.grid,
+            keep=self.config.checkpoint.keep,
+            attachments=self._attachments(),
+        )
+        if self.grid.is_main:
+            self._progress.note(f"step {self.step}  saved {folder}")
+
+    def _shall_stop(self) -> str | None:
+        """Why to end after this step, agreed on by all ranks; None to go on."""
+        if self.step == self.config.training.train_iters:
+            return None
+        asked = torch.tensor(int(self._stop), device=self.grid.torch_device)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)  # a signal may reach some ranks only
+        if asked.item():
+            return "signal"
+        interval = self.config.training.exit_interval
+        return "exit_interval" if interval is not None and self.step % interval == 0 else None
+
+    def _ask_to_stop(self) -> None:
+        self._stop = True
+
+    # -- the start
+
+    def _build(self) -> None:
+        config, grid = self.config, self.grid
+        self.dtype = config.dtype(grid.device)
+        self._stage = build_stage(
+            config.model, config.parallel, grid, dtype=self.dtype, seed=config.training.seed
+        )
+        if config.checkpoint.load and not store.latest_checkpoint(self.run):
+            load_weights(store.find_checkpoint(Path(config.checkpoint.load)), self._stage, grid)
+        self._wrapped = wrap_stage(self._stage, config.parallel)
+        self._optimizer = build_optimizer(
+            config.optimizer,
+            [self._wrapped],
+            dtype=self.dtype,
+            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        )
+        self._scheduler = build_scheduler(
+            config.schedule,
+            self._optimizer,
+            lr=config.optimizer.lr,
+            weight_decay=config.optimizer.weight_decay,
+            train_iters=config.training.train_iters,
+        )
+        self._num_micro_batches = config.num_micro_batches(grid.data_parallel_size)
+
+    def _start_or_resume(self) -> None:
+        checkpoint = store.latest_checkpoint(self.run)
+        if checkpoint is None:
+            return
+        progress = load_training_state(
+            checkpoint,
+            stage=self._stage,
+            optimizer=self._optimizer,
+            config=self._resolved_config(),
+            grid=self.grid,
+        )
+        self.step, self.consumed_samples = progress["step"], progress["consumed_samples"]
+        self._scheduler.step(self.step)
+
+    def _load_data(self) -> None:
+        training, model = self.config.training, self.config.model
+        self._data = build_datasets(
+            self.config.data,
+            seq_length=model.seq_length,
+            train_samples=training.train_iters * training.global_batch_size,
+            valid_samples=training.eval_iters * training.global_batch_size,
+            seed=training.seed,
+            vocab_size=model.vocab_size,
+        )
+        self._batches = micro_batches(
+            self._data.train,
+            consumed_samples=self.consumed_samples,
+            micro_batch_size=training.micro_batch_size,
+            num_micro_batches=self._num_micro_batches,
+            data_parallel_rank=self.grid.data_parallel_rank,
+            data_parallel_size=self.grid.data_parallel_size,
+            num_workers=self.config.data.num_workers,
+        )
+
+    def _open_logs(self) -> None:
+        if not self.grid.is_main:
+            return
+        self.run.mkdir(parents=True, exist_ok=True)
+        store.write_atomically(
+            self.run / CONFIG, yaml.safe_dump(self._resolved_config(), sort_keys=False)
+        )
+        self._metrics = MetricsWriter(
+            self.run, first_step=self.step + 1, tensorboard=self.config.logging.tensorboard
+        )
+        self._progress = ProgressLine(
+            total_steps=self.config.training.train_iters,
+            done_steps=self.step,
+            log_interval=self.config.logging.log_interval,
+            console=Console(file=sys.stdout),
+        )
+        if self.step:
+            self._progress.note(f"going on after step {self.step} of {self.run}")
+
+    def _resolved_config(self) -> dict[str, Any]:
+        values = self.config.as_dict()
+        values["parallel"]["data_parallel_size"] = self.grid.data_parallel_size
+        values["precision"]["dtype"] = "bf16" if self.dtype == torch.bfloat16 else "fp32"
+        return values
+
+    def _attachments(self) -> list[Path]:
+        tokenizer = self.config.data.tokenizer
+        return [Path(tokenizer)] if tokenizer and Path(tokenizer).is_file() else []
+
+
+@contextmanager
+def _signals_to(ask_to_stop: Callable[[], None]) -> Iterator[None]:
+    """Turn the signals to stop into a request, for the loop to see after its step."""
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        ask_to_stop()
+
+    previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,24 @@
+"""What all tests share: megatron-core made ready for the CPU, and the pool of ranks."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fanformer.runtime import device, megatron_cpu
+from tests.ranks import RankPool
+
+device.quieten_libraries()
+megatron_cpu.install()
+
+REFERENCE = Path(__file__).parent / "reference"
+SAMPLES = Path(__file__).parent / "samples"
+
+
+@pytest.fixture(scope="session")
+def run_on_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """`run_on_ranks(world_size, function, *arguments)`: the results of all ranks."""
+    pool = RankPool()
+    yield pool.run
+    pool.close()

@@ -1,0 +1,355 @@
+"""Exported folders: what is in them, who can open them, and that tokenizers give the same ids."""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from megatron_fanformer.conversion.huggingface import (
+    export_huggingface,
+    is_huggingface_folder,
+    read_huggingface,
+)
+from megatron_fanformer.conversion.mapping import expected_shapes, hf_to_megatron, reference_to_megatron
+from megatron_fanformer.conversion.reference import read_reference
+from megatron_fanformer.data.tokenizer import load_tokenizer, train_sentencepiece
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.hf import FANformerForCausalLM
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+
+TESTS = Path(__file__).parent.parent
+ROOT = TESTS.parent
+OLMO_TOKENIZER = TESTS / "samples" / "tokenizers" / "allenai_gpt-neox-olmo-dolma-v1_5.json"
+SMALL = FANformerConfig(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=600,
+    seq_length=64,
+    untie_embeddings_and_output_weights=True,
+    fan=FANConfig(p_ratio=0.2, activation="gelu"),
+)
+# What a stranger runs: nothing of ours can be imported, nothing can be fetched, nobody answers a prompt.
+STRANGER = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+ids = tokenizer("def f(x):\\n    return", return_tensors="pt")
+out = model.generate(**ids, max_new_tokens=6, do_sample=False)
+assert "megatron_fanformer" not in sys.modules
+print(type(model).__name__, ids.input_ids.tolist(), out[0].tolist(), sep="|")
+"""
+# What a user of the installed package runs: one import more, and no flag.
+FRIEND = """
+import sys
+import megatron_fanformer.hf
+from transformers import AutoModel, AutoModelForCausalLM
+for auto in (AutoModel, AutoModelForCausalLM):
+    print(type(auto.from_pretrained(sys.argv[1])).__module__)
+"""
+
+
+def random_model(config=SMALL):
+    generator = torch.Generator().manual_seed(0)
+    shapes = expected_shapes(config, "megatron")
+    return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+
+
+def run_python(code, folder, tmp_path, *, path=""):
+    environment = {
+        **{k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "HF_"))},
+        "PYTHONPATH": str(path),
+        "HF_HUB_OFFLINE": "1",
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+    }
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    # -I leaves out the user's packages and the current folder; it would ignore PYTHONPATH as well.
+    flags = [] if path else ["-I"]
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", code, str(folder)],
+        cwd=elsewhere,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def training_texts():
+    files = sorted((ROOT / "megatron_fanformer").rglob("*.py"))
+    return [file.read_text() for file in files]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory):
+    return train_sentencepiece(training_texts(), tmp_path_factory.mktemp("tokenizer") / "bpe", vocab_size=600)
+
+
+@pytest.fixture(scope="module")
+def exported(sentencepiece_model, tmp_path_factory):
+    """A random model with a sentencepiece tokenizer; end of text is its piece 1."""
+    folder = tmp_path_factory.mktemp("export") / "model"
+    export_huggingface(
+        SMALL,
+        random_model(),
+        folder,
+        dtype=torch.float32,
+        tokenizer_path=sentencepiece_model,
+        end_of_text_id=load_tokenizer(sentencepiece_model).eod_id,
+    )
+    return folder
+
+
+def test_an_export_holds_what_transformers_asks_for(exported):
+    assert {path.name for path in exported.iterdir()} == {
+        "README.md",
+        "config.json",
+        "configuration_fanformer.py",
+        "generation_config.json",
+        "model.safetensors",
+        "modeling_fanformer.py",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+    }
+
+
+def test_the_code_is_copied_verbatim(exported):
+    for name in ("configuration_fanformer.py", "modeling_fanformer.py"):
+        assert (exported / name).read_bytes() == (ROOT / "megatron_fanformer" / "hf" / name).read_bytes()
+
+
+@pytest.mark.parametrize("case", ["atl", "fanformer-tied", "fanformer-untied-p0125", "transformer-tied"])
+def test_an_exported_reference_model_computes_the_references_logits(case, tmp_path):
+    config, tensors = read_reference(TESTS / "reference" / case)
+    expected = load_file(TESTS / "reference" / case / "expected.safetensors")
+    export_huggingface(config, reference_to_megatron(tensors, config), tmp_path / "out", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    logits = model(expected["input_ids"]).logits
+    assert logits.shape[-1] == config.vocab_size
+    assert (logits - expected["logits"][..., : config.vocab_size]).abs().max() < 2e-5
+
+
+def test_a_stranger_opens_it_and_generates_what_we_do(exported, tmp_path):
+    name, prompt, generated = run_python(STRANGER, exported, tmp_path).split("|")
+    model = FANformerForCausalLM.from_pretrained(exported)
+    ids = torch.tensor(json.loads(prompt))
+    ours = model.generate(ids, max_new_tokens=6, do_sample=False)
+    assert (name, json.loads(generated)) == ("FANformerForCausalLM", ours[0].tolist())
+
+
+def test_with_our_package_it_opens_without_the_flag(exported, tmp_path):
+    modules = run_python(FRIEND, exported, tmp_path, path=ROOT).split()
+    assert modules == ["megatron_fanformer.hf.modeling_fanformer"] * 2
+
+
+def test_a_fine_tuned_copy_is_self_contained_too(exported, tmp_path):
+    AutoModelForCausalLM.from_pretrained(exported).save_pretrained(tmp_path / "tuned")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(exported / file, tmp_path / "tuned" / file)
+    assert run_python(STRANGER, tmp_path / "tuned", tmp_path) == run_python(STRANGER, exported, tmp_path)
+
+
+def test_an_export_reads_back_as_it_was(exported):
+    config, tensors = read_huggingface(exported)
+    original = random_model()
+    restored = hf_to_megatron(tensors, config)
+    assert config == SMALL
+    for name, tensor in original.items():
+        rows = slice(SMALL.vocab_size) if tensor.shape[0] == SMALL.padded_vocab_size else slice(None)
+        assert torch.equal(restored[name][rows], tensor[rows])
+
+
+def test_weights_are_written_in_the_dtype_that_is_asked_for(tmp_path):
+    export_huggingface(SMALL, random_model(), tmp_path / "out", dtype=torch.bfloat16)
+    assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert AutoModel.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_large_models_are_written_in_shards(tmp_path):
+    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
+    export_huggingface(SMALL, random_model(), whole, dtype=torch.float32)
+    export_huggingface(SMALL, random_model(), sharded, dtype=torch.float32, max_shard_size="50KB")
+    left, right = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (whole, sharded))
+    assert len(list(sharded.glob("model-*.safetensors"))) > 2
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+    assert read_huggingface(sharded)[1].keys() == read_huggingface(whole)[1].keys()
+
+
+def test_the_end_of_text_ends_generation_and_pads(exported):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    assert (model.generation_config.eos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 1, 1)
+    assert tokenizer.eos_token == "<|endoftext|>"
+
+
+def test_a_sentencepiece_model_gives_the_same_ids(exported, sentencepiece_model):
+    """On files it was not trained on and on random strings of white space, code, rare characters."""
+    ours, theirs = load_tokenizer(sentencepiece_model), AutoTokenizer.from_pretrained(exported)
+    draw = random.Random(0)
+    texts = [Path(module.__file__).read_text() for module in (json, random, shutil)]
+    texts += ["".join(draw.choices("ab \n\t\u2581=-_.é北🙂\x00(){}0", k=40)) for _ in range(300)]
+    texts += ["".join(draw.choice("ab -=\n") * draw.randint(1, 9) for _ in range(8)) for _ in range(300)]
+    assert [text for text in texts if theirs.encode(text) != ours.encode(text)] == []
+
+
+def test_a_sentencepiece_export_decodes_to_the_text(exported):
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    for text in ("  x = 'é' \n\n\t北京 \u2581 🙂  ", "<|endoftext|>", "a , b ."):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_hugging_face_tokenizer_gives_the_same_ids(tmp_path):
+    config = dataclasses.replace(
+        SMALL, vocab_size=50_280, hidden_size=8, num_attention_heads=2, num_query_groups=1
+    )
+    export_huggingface(
+        config,
+        random_model(config),
+        tmp_path / "out",
+        dtype=torch.bfloat16,
+        tokenizer_path=OLMO_TOKENIZER,
+        end_of_text_id=50_279,
+    )
+    ours, theirs = load_tokenizer(OLMO_TOKENIZER), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == OLMO_TOKENIZER.read_bytes()
+    assert theirs.eos_token == "<|endoftext|>"
+    assert [t for t in training_texts()[:10] if theirs.encode(t) != ours.encode(t)] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_type": "unigram"}, "is no byte-pair model"),
+        ({"byte_fallback": False}, "has no byte fallback"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "normalises the text"),
+        ({"add_dummy_prefix": True}, "puts a space in front"),
+        ({"remove_extra_whitespaces": True}, "removes spaces"),
+    ],
+)
+def test_a_sentencepiece_model_without_an_equal_is_refused(settings, message, tmp_path):
+    exact = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "add_dummy_prefix": False,
+        "remove_extra_whitespaces": False,
+    }
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(training_texts()),
+        model_prefix=str(tmp_path / "other"),
+        vocab_size=500,
+        max_sentence_length=1_000_000,
+        minloglevel=2,
+        **exact | settings,
+    )
+    with pytest.raises(InputError, match=message):
+        export_huggingface(
+            SMALL,
+            random_model(),
+            tmp_path / "out",
+            dtype=torch.float32,
+            tokenizer_path=tmp_path / "other.model",
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_user_defined_pieces_stay_whole(tmp_path):
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(training_texts()),
+        model_prefix=str(tmp_path / "other"),
+        vocab_size=500,
+        max_sentence_length=1_000_000,
+        minloglevel=2,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        user_defined_symbols=["<tool>", "\n", "    "],
+    )
+    path = tmp_path / "other.model"
+    export_huggingface(SMALL, random_model(), tmp_path / "out", dtype=torch.float32, tokenizer_path=path)
+    theirs, text = AutoTokenizer.from_pretrained(tmp_path / "out"), "a<tool>b\n\n          c\n    d <tool>"
+    assert theirs.encode(text) == sentencepiece.SentencePieceProcessor(model_file=str(path)).encode(text)
+
+
+def test_an_existing_destination_is_refused(tmp_path):
+    with pytest.raises(InputError, match="exists already"):
+        export_huggingface(SMALL, random_model(), tmp_path, dtype=torch.float32)
+
+
+def test_a_failed_export_leaves_nothing_behind(tmp_path):
+    tensors = random_model()
+    del tensors["output_layer.weight"]
+    with pytest.raises(CorruptError, match=r"missing: output_layer\.weight"):
+        export_huggingface(SMALL, tensors, tmp_path / "out", dtype=torch.float32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"has 50280 ids, the model's vocabulary 600"):
+        export_huggingface(
+            SMALL, random_model(), tmp_path / "out", dtype=torch.float32, tokenizer_path=OLMO_TOKENIZER
+        )
+
+
+def test_an_end_of_text_that_the_tokenizer_has_not_is_refused(sentencepiece_model, tmp_path):
+    with pytest.raises(InputError, match="end-of-text id 700 is not in the vocabulary"):
+        export_huggingface(
+            SMALL,
+            random_model(),
+            tmp_path / "out",
+            dtype=torch.float32,
+            tokenizer_path=sentencepiece_model,
+            end_of_text_id=700,
+        )
+
+
+def test_a_missing_tokenizer_is_refused(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        export_huggingface(
+            SMALL, random_model(), tmp_path / "out", dtype=torch.float32, tokenizer_path=tmp_path / "no.json"
+        )
+
+
+def edited_copy(exported, tmp_path, **fields):
+    folder = tmp_path / "edited"
+    shutil.copytree(exported, folder)
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"p_ratio": 0.25}, r"p_ratio is stated as 0\.25"),
+        ({"p_ratio": 0.7}, r"p_ratio 0\.7 must lie in"),
+        ({"rope_theta": 10_000.5}, "must be whole"),
+        ({"model_type": "llama"}, "no Hugging Face folder of a FANformer"),
+    ],
+)
+def test_a_folder_that_contradicts_itself_is_refused(fields, message, exported, tmp_path):
+    with pytest.raises(InputError, match=message):
+        read_huggingface(edited_copy(exported, tmp_path, **fields))
+
+
+def test_hugging_face_folders_are_recognised(exported):
+    assert is_huggingface_folder(exported)
+    assert not is_huggingface_folder(TESTS / "reference" / "atl")

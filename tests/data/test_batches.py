@@ -1,0 +1,82 @@
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fanformer.data.batches import micro_batches
+
+SEQ_LENGTH = 4
+
+
+class Numbers:
+    """A dataset whose sample n is full of n."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, sample: int) -> dict[str, Any]:
+        tokens = torch.full((SEQ_LENGTH,), sample)
+        mask = torch.ones(SEQ_LENGTH)
+        return {
+            "dataset_id": 0,
+            "tokens": tokens,
+            "labels": tokens + 1,
+            "loss_mask": mask,
+            "position_ids": torch.arange(SEQ_LENGTH),
+        }
+
+
+def drawn(batches: int, *, samples: int = 1000, **settings: int) -> list[list[int]]:
+    """The sample numbers of the first micro batches."""
+    arguments = {"consumed_samples": 0, "data_parallel_rank": 0, "data_parallel_size": 1, **settings}
+    stream = micro_batches(Numbers(samples), **arguments)
+    return [batch["tokens"][:, 0].tolist() for batch in islice(stream, batches)]
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 2), (2, 3), (4, 1)])
+def test_all_ranks_together_take_the_samples_in_order(ranks: int, size: int) -> None:
+    per_rank = [
+        drawn(5, micro_batch_size=size, data_parallel_rank=rank, data_parallel_size=ranks, consumed_samples=7)
+        for rank in range(ranks)
+    ]
+    interleaved = [sample for batches in zip(*per_rank, strict=True) for batch in batches for sample in batch]
+    assert interleaved == list(range(7, 7 + 5 * ranks * size))
+
+
+def test_a_resumed_stream_goes_on_where_the_first_one_was() -> None:
+    straight = drawn(6, micro_batch_size=2, data_parallel_rank=1, data_parallel_size=2)
+    resumed = drawn(3, micro_batch_size=2, data_parallel_rank=1, data_parallel_size=2, consumed_samples=12)
+    assert resumed == straight[3:]
+
+
+def test_loader_processes_do_not_change_the_order() -> None:
+    assert drawn(6, micro_batch_size=2, num_workers=2) == drawn(6, micro_batch_size=2)
+
+
+def test_past_its_end_the_dataset_begins_anew() -> None:
+    assert drawn(3, samples=5, micro_batch_size=2) == [[0, 1], [2, 3], [4, 0]]
+
+
+def test_a_batch_holds_what_a_step_needs_and_no_more() -> None:
+    batch = next(
+        micro_batches(
+            Numbers(9), consumed_samples=0, micro_batch_size=3, data_parallel_rank=0, data_parallel_size=1
+        )
+    )
+    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()} == {
+        "tokens": ((3, SEQ_LENGTH), torch.int64),
+        "labels": ((3, SEQ_LENGTH), torch.int64),
+        "loss_mask": ((3, SEQ_LENGTH), torch.float32),
+        "position_ids": ((3, SEQ_LENGTH), torch.int64),
+    }
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_trainings_random_state_is_not_touched(num_workers: int) -> None:
+    before = torch.get_rng_state()
+    drawn(2, micro_batch_size=1, num_workers=num_workers)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,284 @@
+"""The architecture's rules, read off the sources: who may import whom, and what may stand where.
+
+`MAY_IMPORT` is the table of the rooms. Each rule is a function from a package's folder to the lines that
+break it; each is tested on the package, on folders with a planted violation, and on one without any.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "megatron_fanformer"
+ROOT = Path(__file__).parent.parent / PACKAGE
+
+# A room may import itself, what stands here, and (hf excepted) `errors`. An entry with a dot is one module.
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "hf": (),
+    "runtime": (),
+    "model": ("runtime.parallel",),
+    "data": (),
+    "checkpoint": ("runtime", "model.config"),
+    "planning": ("model.config",),
+    "training": ("runtime", "model", "data", "checkpoint", "planning"),
+    "conversion": ("runtime", "model", "checkpoint", "hf"),
+    "experiments": ("runtime", "model", "data", "checkpoint", "planning", "training", "conversion", "hf"),
+    "cli": (
+        "runtime",
+        "model",
+        "data",
+        "checkpoint",
+        "planning",
+        "training",
+        "conversion",
+        "experiments",
+        "hf",
+    ),
+    "__main__": ("cli",),
+    "errors": (),
+    "__init__": (),
+}
+FOR_EVERYBODY = "errors"  # and the package itself, for its version
+NAMES_THAT_SAY_NOTHING = {"util", "utils", "common", "helper", "helpers", "misc"}
+MAX_LINES = 500
+
+Rule = Callable[[Path], list[str]]
+
+
+def sources(root: Path) -> Iterator[tuple[Path, ast.Module]]:
+    """Every module under `root` with its syntax tree, in a fixed order; paths are relative to `root`."""
+    for path in sorted(root.rglob("*.py")):
+        yield path.relative_to(root), ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def room_of(path: Path) -> str:
+    return path.parts[0] if len(path.parts) > 1 else path.stem
+
+
+def imported_modules(root: Path, path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, absolute module) of each import anywhere in the file: top, function, relative or by name."""
+    here = [PACKAGE, *path.parent.parts]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, _target(root, module, alias.name)) for alias in node.names)
+        elif isinstance(node, ast.Call) and _last_name(node.func) in {"import_module", "__import__"}:
+            yield from (
+                (node.lineno, str(arg.value)) for arg in node.args[:1] if isinstance(arg, ast.Constant)
+            )
+
+
+def _target(root: Path, module: str, name: str) -> str:
+    """What `from module import name` imports: the submodule `module.name` if there is one, else `module`."""
+    if module.split(".")[0] != PACKAGE:
+        return module
+    candidate = root.joinpath(*module.split(".")[1:], name)
+    return f"{module}.{name}" if candidate.is_dir() or candidate.with_suffix(".py").is_file() else module
+
+
+def _last_name(node: ast.AST) -> str | None:
+    """`c` of the expression `a.b.c`, and of the bare name `c`."""
+    return getattr(node, "attr", getattr(node, "id", None))
+
+
+def _inside_package(module: str) -> str | None:
+    """`model.config` for `megatron_fanformer.model.config`; None for other packages' modules."""
+    head, _, rest = module.partition(".")
+    return rest if head == PACKAGE else None
+
+
+def _covers(allowed: str, target: str) -> bool:
+    return target == allowed or target.startswith(allowed + ".")
+
+
+def rooms_are_in_the_table(root: Path) -> list[str]:
+    return [
+        f"{path}: no row in MAY_IMPORT for it" for path, _ in sources(root) if room_of(path) not in MAY_IMPORT
+    ]
+
+
+def imports_follow_the_table(root: Path) -> list[str]:
+    found = []
+    for path, tree in sources(root):
+        room = room_of(path)
+        shared = () if room == "hf" else (FOR_EVERYBODY,)
+        allowed = (room, *MAY_IMPORT.get(room, ()), *shared)
+        for line, module in imported_modules(root, path, tree):
+            target = _inside_package(module)
+            if target is None or (target == "" and room != "hf"):
+                continue
+            if not any(_covers(entry, target) for entry in allowed):
+                found.append(f"{path}:{line}: {room} imports {module}")
+    return found
+
+
+def hf_stands_alone(root: Path) -> list[str]:
+    """Its files are copied into exports, where nothing but torch and transformers is there for sure."""
+    available = {*sys.stdlib_module_names, "torch", "transformers"}
+    found = []
+    for path, tree in sources(root):
+        if room_of(path) != "hf":
+            continue
+        found += [
+            f"{path}:{line}: imports {module}, not torch, transformers or (relatively) a neighbour"
+            for line, module in imported_modules(root, path, tree)
+            if module.split(".")[0] not in available and not _is_relative(tree, line)
+        ]
+    return found
+
+
+def _is_relative(tree: ast.Module, line: int) -> bool:
+    return any(
+        isinstance(node, ast.ImportFrom) and node.lineno == line and node.level for node in ast.walk(tree)
+    )
+
+
+def environment_is_read_in_device(root: Path) -> list[str]:
+    """Setting or deleting one variable is no reading."""
+    found = []
+    for path, tree in sources(root):
+        if path == Path("runtime/device.py"):
+            continue
+        written = {
+            id(node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del)
+        }
+        for node in ast.walk(tree):
+            imported = isinstance(node, ast.ImportFrom) and node.module == "os"
+            names = [alias.name for alias in node.names] if imported else [_last_name(node)]
+            if {"environ", "environb", "getenv", "getenvb"}.intersection(names) and id(node) not in written:
+                found.append(f"{path}:{node.lineno}: reads the environment")
+    return found
+
+
+def names_say_something(root: Path) -> list[str]:
+    return [
+        f"{path}: a function lives where its subject lives"
+        for path, _ in sources(root)
+        if NAMES_THAT_SAY_NOTHING.intersection([*path.parts[:-1], path.stem])
+    ]
+
+
+def files_are_short(root: Path) -> list[str]:
+    counts = (
+        (path, len((root / path).read_text(encoding="utf-8").splitlines())) for path, _ in sources(root)
+    )
+    return [f"{path}: {count} lines, over {MAX_LINES}" for path, count in counts if count > MAX_LINES]
+
+
+def model_chooses_no_device(root: Path) -> list[str]:
+    """Neither torch.cuda nor the string "cuda"; docstrings may speak of it."""
+    found = []
+    for path, tree in sources(root):
+        if room_of(path) != "model":
+            continue
+        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            text = node.value if isinstance(node, ast.Constant) and id(node) not in prose else None
+            named = _last_name(node) == "cuda"
+            if named or (isinstance(text, str) and re.search(r"\bcuda\b", text)):
+                found.append(f"{path}:{node.lineno}: names cuda")
+    return found
+
+
+def build_alone_names_gpt_model(root: Path) -> list[str]:
+    found = []
+    for path, tree in sources(root):
+        if path == Path("model/build.py"):
+            continue
+        for node in ast.walk(tree):
+            name = node.name if isinstance(node, ast.alias) else _last_name(node)
+            if name == "GPTModel":
+                found.append(f"{path}:{node.lineno}: names GPTModel")
+    return found
+
+
+# (rule, file of a package that breaks it, its text)
+PLANTED: list[tuple[Rule, str, str]] = [
+    (rooms_are_in_the_table, "attic/box.py", ""),
+    (rooms_are_in_the_table, "loose.py", ""),
+    (imports_follow_the_table, "data/a.py", "from megatron_fanformer.runtime import device"),
+    (imports_follow_the_table, "data/a.py", "import megatron_fanformer.training.trainer"),
+    (imports_follow_the_table, "data/a.py", "from ..model import config"),
+    (imports_follow_the_table, "data/a.py", "def f():\n    from megatron_fanformer import model"),
+    (
+        imports_follow_the_table,
+        "data/a.py",
+        "import importlib\nimportlib.import_module('megatron_fanformer.model')",
+    ),
+    (imports_follow_the_table, "checkpoint/a.py", "from megatron_fanformer.model.build import build_model"),
+    (imports_follow_the_table, "planning/a.py", "from megatron_fanformer.runtime import device"),
+    (imports_follow_the_table, "model/a.py", "from megatron_fanformer.runtime import device"),
+    (imports_follow_the_table, "conversion/a.py", "from megatron_fanformer.training import config"),
+    (imports_follow_the_table, "training/a.py", "from megatron_fanformer.conversion import names"),
+    (imports_follow_the_table, "experiments/a.py", "from megatron_fanformer import cli"),
+    (imports_follow_the_table, "hf/a.py", "from megatron_fanformer.errors import InputError"),
+    (hf_stands_alone, "hf/a.py", "import safetensors"),
+    (hf_stands_alone, "hf/a.py", "from megatron_fanformer.hf.configuration_fanformer import FANformerConfig"),
+    (environment_is_read_in_device, "training/a.py", "import os\nrank = os.environ['RANK']"),
+    (environment_is_read_in_device, "training/a.py", "import os\nrank = os.getenv('RANK')"),
+    (environment_is_read_in_device, "training/a.py", "from os import environ"),
+    (names_say_something, "data/utils.py", ""),
+    (names_say_something, "helpers/a.py", ""),
+    (files_are_short, "data/a.py", "x = 1\n" * (MAX_LINES + 1)),
+    (model_chooses_no_device, "model/a.py", "import torch\nx = torch.zeros(1, device='cuda:0')"),
+    (model_chooses_no_device, "model/a.py", "import torch\ntorch.cuda.is_available()"),
+    (build_alone_names_gpt_model, "training/a.py", "from megatron.core.models.gpt import GPTModel as Model"),
+    (build_alone_names_gpt_model, "model/a.py", "from megatron.core.models import gpt\ngpt.GPTModel"),
+]
+RULES = list(dict.fromkeys(rule for rule, _, _ in PLANTED))
+
+# (file, its text) that break no rule
+INNOCENT = [
+    ("hf/modeling_fanformer.py", "import torch\nfrom .configuration_fanformer import FANformerConfig"),
+    (
+        "checkpoint/save.py",
+        "from megatron_fanformer.model import config\nfrom megatron_fanformer.runtime import device",
+    ),
+    (
+        "data/prepare.py",
+        "from megatron_fanformer import __version__\nfrom megatron_fanformer.errors import InputError",
+    ),
+    ("model/build.py", '"""Runs on cuda or cpu."""\nfrom megatron.core.models.gpt import GPTModel'),
+    ("model/attention.py", "from ..runtime.parallel import ParallelConfig"),
+    ("runtime/device.py", "import os\nrank = os.environ.get('RANK')"),
+    ("runtime/parallel.py", "import os\nos.environ['OMP_NUM_THREADS'] = '1'"),
+    ("__main__.py", "from megatron_fanformer.cli import entry_point"),
+]
+
+
+def write(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps_the_rule(rule: Rule) -> None:
+    assert rule(ROOT) == []
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), PLANTED)
+def test_a_planted_violation_is_found(rule: Rule, path: str, text: str, tmp_path: Path) -> None:
+    for file, innocent in [("model/config.py", ""), ("model/__init__.py", ""), ("cli.py", ""), *INNOCENT]:
+        write(tmp_path, file, innocent)
+    write(tmp_path, path, text)
+    assert [line.split(":")[0] for line in rule(tmp_path)] == [path]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_innocent_files_break_no_rule(rule: Rule, tmp_path: Path) -> None:
+    for path, text in INNOCENT:
+        write(tmp_path, path, text)
+    write(tmp_path, "model/config.py", "")
+    assert rule(tmp_path) == []
+
+
+def test_there_is_a_package_to_read() -> None:
+    assert (ROOT / "__init__.py").is_file()

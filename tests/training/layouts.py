@@ -1,0 +1,127 @@
+"""Building blocks of tests that train reference cases in some layout, to be run on every rank."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from megatron_fanformer.conversion.mapping import reference_to_megatron
+from megatron_fanformer.conversion.reference import read_reference
+from megatron_fanformer.model.build import build_stage, sharded_state
+from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
+from megatron_fanformer.runtime.seeding import local_shards
+from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
+from megatron_fanformer.training.step import train_step, wrap_stage
+
+REFERENCE = Path(__file__).parents[1] / "reference"
+CASES = ("fanformer-tied", "fanformer-untied-p0125", "transformer-tied", "atl")
+RECIPE = OptimizerConfig(lr=5e-3, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-5, clip_grad=1.0)
+
+
+def layout(**degrees: Any) -> ParallelConfig:
+    """A parallel configuration on CPUs, of local layers."""
+    return ParallelConfig(device="cpu", transformer_impl="local", **degrees)
+
+
+def reference_tensors(case: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A reference case's configuration, and its weights under our global names."""
+    config, tensors = read_reference(REFERENCE / case)
+    return config, reference_to_megatron(tensors, config)
+
+
+@torch.no_grad()
+def set_weights(stage: torch.nn.Module, grid: RankGrid, tensors: dict[str, torch.Tensor]) -> None:
+    """Give a stage its shards of whole tensors."""
+    for shard in local_shards(sharded_state(stage, grid)):
+        shard.data.copy_(tensors[shard.key][shard.global_slice()])
+
+
+def shards_of(stage: torch.nn.Module, grid: RankGrid, *, gradients: bool = False) -> list[tuple[str, Any, Any, Any]]:
+    """(global name, global shape, global slice, values) of each piece of this rank's weights, or their gradients."""
+    state = sharded_state(stage, grid)
+    if gradients:
+        state = {name: _gradient_of(value) for name, value in state.items() if isinstance(value.data, torch.Tensor)}
+    return [
+        (shard.key, tuple(shard.global_shape), shard.global_slice(), shard.data.detach().float().clone())
+        for shard in local_shards(state)
+    ]
+
+
+def _gradient_of(value: Any) -> Any:
+    gradient = getattr(value.data, "main_grad", None)
+    gradient = value.data.grad if gradient is None else gradient
+    kind = {} if not hasattr(value, "dtype") else {"dtype": gradient.dtype}
+    return dataclasses.replace(value, data=gradient, **kind)
+
+
+def gather(pieces_of_ranks: list[list[tuple[str, Any, Any, Any]]]) -> dict[str, torch.Tensor]:
+    """Whole tensors by global name, out of the pieces of all ranks; replicated pieces must be equal."""
+    whole: dict[str, torch.Tensor] = {}
+    for name, shape, where, values in (piece for pieces in pieces_of_ranks for piece in pieces):
+        tensor = whole.setdefault(name, torch.full(shape, float("nan")))
+        before = tensor[where]
+        assert before.isnan().all() or torch.equal(before, values), f"{name} differs between replicas"
+        tensor[where] = values
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole
+
+
+@dataclass
+class TrainedCase:
+    """What one rank saw of a training run on a reference case's stream."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    weights: list[tuple[str, Any, Any, Any]]
+
+
+def train_reference(case: str, parallel: ParallelConfig, steps: int = 40) -> TrainedCase:
+    """Train a reference case by its recipe on its stream of batches, in a layout, on this rank."""
+    config, tensors = reference_tensors(case)
+    stream = load_file(REFERENCE / case / "stream.safetensors")["stream"]
+    with rank_grid(parallel, "cpu") as grid:
+        stage = build_stage(config, parallel, grid, dtype=torch.float32, seed=None)
+        set_weights(stage, grid, tensors)
+        wrapped = wrap_stage(stage, parallel)
+        optimizer = build_optimizer(
+            RECIPE,
+            [wrapped],
+            dtype=torch.float32,
+            use_distributed_optimizer=parallel.use_distributed_optimizer,
+        )
+        results = [
+            train_step(
+                [wrapped],
+                optimizer,
+                stream_batches(stream[step], grid),
+                grid,
+                num_micro_batches=4 // grid.data_parallel_size,
+                micro_batch_size=1,
+                seq_length=64,
+            )
+            for step in range(steps)
+        ]
+        return TrainedCase(
+            [r.loss for r in results], [r.grad_norm for r in results], shards_of(stage, grid)
+        )
+
+
+def stream_batches(batch: torch.Tensor, grid: RankGrid) -> Any:
+    """One step's [4, 65] tokens as this replica's micro batches of one sample."""
+    position_ids = torch.arange(64).unsqueeze(0)
+    for sample in batch[grid.data_parallel_rank :: grid.data_parallel_size]:
+        yield {
+            "tokens": sample[None, :-1],
+            "labels": sample[None, 1:],
+            "loss_mask": torch.ones(1, 64),
+            "position_ids": position_ids,
+        }
+
+
+def expected_training(case: str) -> dict[str, Any]:
+    """The reference's own losses, gradient norms and final sum of weights."""
+    return json.loads((REFERENCE / case / "training.json").read_text())
