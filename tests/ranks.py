@@ -93,5 +93,5 @@ def _serve(connection: Any, rank: int) -> None:
             dist.destroy_process_group()
             connection.send((True, result))
         except BaseException:
-            connection.send((False, traceback.format_exc()))
+            connection.send((False, traceback.format_exc(limit=-4)))
             return

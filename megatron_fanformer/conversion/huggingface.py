@@ -200,7 +200,7 @@ vocabulary {config.vocab_size}, sequences of {config.seq_length} tokens.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
 ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
 print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))

@@ -94,7 +94,7 @@ def _gather(pre_sbk: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
     if ranks == 1:
         return pre_sbk.unsqueeze(0)
     gathered_tsbk = pre_sbk.new_empty(ranks, *pre_sbk.shape)
-    dist.all_gather_into_tensor(gathered_tsbk, pre_sbk.contiguous(), group=group)
+    dist.all_gather_into_tensor(gathered_tsbk.flatten(0, 1), pre_sbk.contiguous(), group=group)
     return gathered_tsbk
 
 
@@ -102,7 +102,7 @@ def _reduce_scatter(grad_tsbk: Tensor, ranks: int, group: dist.ProcessGroup) -> 
     if ranks == 1:
         return grad_tsbk.squeeze(0)
     grad_sbk = torch.empty_like(grad_tsbk[0])
-    dist.reduce_scatter_tensor(grad_sbk, grad_tsbk, group=group)
+    dist.reduce_scatter_tensor(grad_sbk, grad_tsbk.flatten(0, 1), group=group)
     return grad_sbk
 
 

@@ -94,10 +94,11 @@ def _provide_adam() -> None:
     from megatron.core.optimizer import distrib_optimizer
 
     module: Any = megatron_optimizer
+    sharding: Any = distrib_optimizer
     if module.USING_PYTORCH_OPTIMIZER:
-        module.Adam = Adam
+        module.Adam = sharding.Adam = Adam
         module.USING_PYTORCH_OPTIMIZER = False
-        distrib_optimizer.HAVE_APEX_OR_TE = True
+        sharding.HAVE_APEX_OR_TE = True
 
 
 class Adam(torch.optim.Optimizer):
@@ -130,20 +131,18 @@ class Adam(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         beta1, beta2 = group["betas"]
-        torch.optim.adamw.adamw(
+        torch._fused_adamw_(
             parameters,
             [p.grad for p in parameters],
             [self.state[p]["exp_avg"] for p in parameters],
             [self.state[p]["exp_avg_sq"] for p in parameters],
             [],
-            # the kernel counts each tensor's step on by one itself
-            [torch.tensor(group["step"] - 1.0, device=p.device) for p in parameters],
-            fused=True,
-            amsgrad=False,
+            [torch.tensor(float(group["step"]), device=p.device) for p in parameters],
+            lr=group["lr"],
             beta1=beta1,
             beta2=beta2,
-            lr=group["lr"],
             weight_decay=group["weight_decay"],
             eps=group["eps"],
+            amsgrad=False,
             maximize=False,
         )

@@ -1,4 +1,4 @@
-"""The name table: both directions of every pair, and the model behind the names against the reference's numbers."""
+"""The name table: both directions of every pair, and the Hugging Face model against the reference's numbers."""
 
 import dataclasses
 from pathlib import Path
@@ -67,7 +67,7 @@ def case(request):
 
 @pytest.fixture(scope="module")
 def run(case):
-    """The case's batch through the Hugging Face model: its output, and its gradients under reference names."""
+    """The case's batch through the Hugging Face model: its output, and its gradients by reference names."""
     config, tensors, expected = case
     model = FANformerForCausalLM(to_huggingface_config(config))
     weights = megatron_to_hf(reference_to_megatron(tensors, config), config)

@@ -25,7 +25,7 @@ def prefix(token_prefix: str, tmp_path: Path) -> str:
 @pytest.fixture
 def other_prefix(tmp_path: Path, small_tokenizer_file: Path) -> str:
     """Token files of one short document."""
-    (tmp_path / "other.jsonl").write_bytes(as_line("another document, of other words " * 20) + b"\n")
+    (tmp_path / "other.jsonl").write_bytes(as_line(" ".join(f"another {n * n}" for n in range(50))) + b"\n")
     prepare_files(str(tmp_path / "other"), [tmp_path / "other.jsonl"], small_tokenizer_file)
     return str(tmp_path / "other")
 

@@ -1,10 +1,9 @@
+import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from megatron_fanformer.data.documents import BLOCK_BYTES
@@ -181,9 +180,11 @@ def test_a_worker_that_is_killed_is_noticed_and_nothing_is_left(
 ) -> None:
     long = write_lines("long.jsonl", [as_line("word " * 50_000)] * 40)
 
-    def kill_a_worker(progress: PrepareProgress) -> None:
-        workers = [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
-        os.kill(workers[0].pid, signal.SIGKILL)
+    others = set(multiprocessing.active_children())
+
+    def kill_workers(progress: PrepareProgress) -> None:
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.kill()
 
     config = PrepareConfig(
         inputs=(str(long),),
@@ -192,7 +193,7 @@ def test_a_worker_that_is_killed_is_noticed_and_nothing_is_left(
         workers=2,
     )
     with pytest.raises(FanformerError, match="worker process died"):
-        prepare(config, kill_a_worker)
+        prepare(config, kill_workers)
     assert not (tmp_path / "new").exists()
 
 

@@ -13,8 +13,9 @@ from megatron_fanformer.conversion.mapping import reference_to_megatron
 from megatron_fanformer.conversion.reference import read_reference
 from megatron_fanformer.model.build import build_stage, sharded_state
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
-from megatron_fanformer.runtime.seeding import local_shards
+from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
+from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
 from megatron_fanformer.training.step import train_step, wrap_stage
 
 REFERENCE = Path(__file__).parents[1] / "reference"
@@ -84,6 +85,7 @@ def train_reference(case: str, parallel: ParallelConfig, steps: int = 40) -> Tra
     config, tensors = reference_tensors(case)
     stream = load_file(REFERENCE / case / "stream.safetensors")["stream"]
     with rank_grid(parallel, "cpu") as grid:
+        seed_everything(0)
         stage = build_stage(config, parallel, grid, dtype=torch.float32, seed=None)
         set_weights(stage, grid, tensors)
         wrapped = wrap_stage(stage, parallel)
@@ -93,6 +95,14 @@ def train_reference(case: str, parallel: ParallelConfig, steps: int = 40) -> Tra
             dtype=torch.float32,
             use_distributed_optimizer=parallel.use_distributed_optimizer,
         )
+        scheduler = build_scheduler(
+            ScheduleConfig(lr_decay_style="constant"),
+            optimizer,
+            lr=RECIPE.lr,
+            weight_decay=RECIPE.weight_decay,
+            train_iters=steps,
+        )
+        scheduler.step(1)  # megatron-core sets each group's decay there
         results = [
             train_step(
                 [wrapped],

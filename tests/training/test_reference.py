@@ -10,6 +10,7 @@ from megatron_fanformer.conversion.mapping import reference_to_megatron
 from megatron_fanformer.conversion.reference import read_reference
 from megatron_fanformer.model.build import build_stage
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
+from megatron_fanformer.runtime.seeding import seed_everything
 from tests.training.layouts import (
     CASES,
     REFERENCE,
@@ -37,6 +38,7 @@ def forward_and_backward(case: str, parallel: ParallelConfig) -> tuple[torch.Ten
     expected = load_file(REFERENCE / case / "expected.safetensors")
     positions = torch.arange(64).expand(4, 64)
     with rank_grid(parallel, "cpu") as grid:
+        seed_everything(0)
         stage = build_stage(config, parallel, grid, dtype=torch.float32, seed=None)
         set_weights(stage, grid, tensors)
         with torch.no_grad():
