@@ -19,13 +19,24 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "hf": (),
     "runtime": (),
-    "model": ("runtime.parallel",),
+    "model": ("runtime.parallel", "runtime.seeding"),
     "data": (),
     "checkpoint": ("runtime", "model.config"),
     "planning": ("model.config",),
     "training": ("runtime", "model", "data", "checkpoint", "planning"),
     "conversion": ("runtime", "model", "checkpoint", "hf"),
-    "experiments": ("runtime", "model", "data", "checkpoint", "planning", "training", "conversion", "hf"),
+    "generation": ("runtime", "model", "data", "checkpoint", "conversion"),
+    "experiments": (
+        "runtime",
+        "model",
+        "data",
+        "checkpoint",
+        "planning",
+        "training",
+        "conversion",
+        "generation",
+        "hf",
+    ),
     "cli": (
         "runtime",
         "model",
@@ -34,6 +45,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "planning",
         "training",
         "conversion",
+        "generation",
         "experiments",
         "hf",
     ),
@@ -67,7 +79,7 @@ def imported_modules(root: Path, path: Path, tree: ast.Module) -> Iterator[tuple
         elif isinstance(node, ast.ImportFrom):
             base = here[: len(here) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((node.lineno, _target(root, module, alias.name)) for alias in node.names)
+            yield from dict.fromkeys((node.lineno, _target(root, module, alias.name)) for alias in node.names)
         elif isinstance(node, ast.Call) and _last_name(node.func) in {"import_module", "__import__"}:
             yield from (
                 (node.lineno, str(arg.value)) for arg in node.args[:1] if isinstance(arg, ast.Constant)

@@ -86,9 +86,7 @@ def read_huggingface(folder: Path) -> tuple[FANformerConfig, dict[str, Tensor]]:
         CorruptError: the configuration or the weights cannot be read.
     """
     if not is_huggingface_folder(folder):
-        raise InputError(
-            f"{folder} is no Hugging Face folder of a FANformer: name one that {CONFIG_JSON} says is"
-        )
+        raise InputError(f"{folder} is no Hugging Face folder of a FANformer: name one that {CONFIG_JSON} says is")
     try:
         stated = HuggingFaceConfig.from_pretrained(folder)
     except (ValueError, TypeError) as error:
@@ -97,9 +95,7 @@ def read_huggingface(folder: Path) -> tuple[FANformerConfig, dict[str, Tensor]]:
     if stated.fan_placement != "none" and FAN_WEIGHT in tensors:
         inferred_p_ratio(tensors[FAN_WEIGHT].shape[0], stated.hidden_size, stated.p_ratio)
     if stated.rope_theta % 1:
-        raise InputError(
-            f"the model in {folder} has rope_theta {stated.rope_theta}, which must be whole here"
-        )
+        raise InputError(f"the model in {folder} has rope_theta {stated.rope_theta}, which must be whole here")
     config = from_huggingface_config(stated)
     if config.problems():
         raise InputError(f"the model in {folder} cannot be built: {'; '.join(config.problems())}")
@@ -170,9 +166,7 @@ def _write_tokenizer(folder: Path, source: Path, config: FANformerConfig, end_of
         )
 
 
-def _write_configuration(
-    folder: Path, config: FANformerConfig, dtype: torch.dtype, end_of_text_id: int | None
-) -> None:
+def _write_configuration(folder: Path, config: FANformerConfig, dtype: torch.dtype, end_of_text_id: int | None) -> None:
     written = to_huggingface_config(config, end_of_text_id)
     written.architectures = ["FANformerForCausalLM"]
     written.auto_map = AUTO_MAP

@@ -144,13 +144,9 @@ def _size_problems(fields: Mapping[str, Any]) -> list[str]:
     if None not in (heads, multi_query) and heads != (1 if multi_query else fields["n_heads"]):
         found.append(f"n_kv_heads is {heads}, which multi_query_attention {multi_query} contradicts")
     if _mlp_size(fields) % 2:
-        found.append(
-            f"mlp_hidden_size is {_mlp_size(fields)} and must be even: it counts both halves of SwiGLU"
-        )
+        found.append(f"mlp_hidden_size is {_mlp_size(fields)} and must be even: it counts both halves of SwiGLU")
     if _embedding_size(fields) < fields["vocab_size"]:
-        found.append(
-            f"embedding_size is {_embedding_size(fields)}, less than vocab_size {fields['vocab_size']}"
-        )
+        found.append(f"embedding_size is {_embedding_size(fields)}, less than vocab_size {fields['vocab_size']}")
     if fields.get("rope_theta", 10_000) % 1:
         found.append(f"rope_theta is {fields['rope_theta']} and must be whole")
     return found

@@ -125,6 +125,8 @@ def _check_model(model: Any, source: Path) -> None:
         (not model.normalizer_spec.add_dummy_prefix, "puts a space in front"),
         (model.normalizer_spec.escape_whitespaces, "does not escape spaces"),
         (not any(piece.type == piece.UNUSED for piece in model.pieces), "has unused pieces"),
+        # sentencepiece never finds such a piece in a text; the one written here would be found.
+        (not any(" " in piece.piece for piece in model.pieces), "has pieces with a plain space"),
     )
     found = [problem for kept, problem in rules if not kept]
     if found:

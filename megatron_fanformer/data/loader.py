@@ -39,7 +39,7 @@ class DataConfig:
     num_workers: int = 0
     """Loader processes a rank; 0 loads in the rank's own process."""
 
-    def validate(self) -> list[str]:
+    def problems(self) -> list[str]:
         """Everything that is wrong with it, a line each; no token file is opened."""
         problems = blend_problems("data.train_data", self.train_data)
         for name, items in self.valid_data.items():

@@ -5,6 +5,7 @@ The only module of the package that reads environment variables.
 
 import logging
 import os
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,9 +98,18 @@ def _slurm_address(env: "os._Environ[str]") -> RankAddress:
     )
 
 
+LAUNCHED_HERE = "FANFORMER_LAUNCHED_HERE"
+
+
 def prepare_launch(threads: int) -> None:
-    """Say to child processes how many threads each may use (read by OpenMP when a process starts)."""
+    """Say to child processes that we launch them, and how many threads each may use (OpenMP reads it at start)."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ[LAUNCHED_HERE] = "1"
+
+
+def launched_here() -> bool:
+    """Whether this process is a rank that `launch` started, which tells the user of failures itself."""
+    return LAUNCHED_HERE in os.environ and "RANK" in os.environ
 
 
 def threads_per_rank(local_ranks: int) -> int:
@@ -117,21 +127,35 @@ def configure_process(device: DeviceKind, local_rank: int, threads: int) -> None
         torch.set_num_threads(threads)
 
 
+# How megatron-core's and torch's notices begin that tell a user of this package nothing: what a CPU run does without,
+# and names that megatron-core itself still uses.
+NOTICES = (
+    "Transformer Engine and Apex are not installed",
+    "transformer_engine and apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+    "The 'megatron.core.transformer.custom_layers.transformer_engine'",
+    "The .grad attribute of a Tensor that is not a leaf Tensor",
+    "`torch.distributed.all_gather_into_tensor` is deprecated",
+    "`torch.distributed.reduce_scatter_tensor` is deprecated",
+    "`torch.distributed._all_gather_base` is deprecated",
+    "`torch.distributed._reduce_scatter_base` is deprecated",
+    "torch.distributed._all_gather_base is a private function",
+    "torch.distributed._reduce_scatter_base is a private function",
+    "When using async grad allreduce",
+    "When using sequence parallelism it is recommended",
+    "TypedStorage is deprecated",
+)
+
+
 def quieten_libraries() -> None:
-    """Silence the notices of megatron-core and torch that name packages which a CPU run does without."""
+    """Silence exactly `NOTICES`, here and in child processes (checkpoint writers import megatron-core anew)."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    for message in (
-        ".*[Tt]ransformer ?[Ee]ngine.*",
-        ".*[Aa]pex.*",
-        ".*nvidia-modelopt.*",
-        ".*torch_dtype.*",
-        ".*CUDA_DEVICE_MAX_CONNECTIONS.*",
-        ".*async grad allreduce.*",
-        ".*TypedStorage is deprecated.*",
-        ".*full scope is deprecated.*",
-        ".*isn't supported by the current version of mcore.*",
-    ):
-        warnings.filterwarnings("ignore", message=message)
+    for notice in NOTICES:
+        warnings.filterwarnings("ignore", message=r"\s*" + re.escape(notice))
+    inherited = os.environ.get("PYTHONWARNINGS")
+    ours = [f"ignore:{notice}" for notice in NOTICES if ":" not in notice and "," not in notice]
+    os.environ["PYTHONWARNINGS"] = ",".join(([inherited] if inherited else []) + ours)
     for name in ("megatron.core", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -3,7 +3,7 @@
 import itertools
 from typing import Any
 
-from megatron_fanformer.data.loader import micro_batches
+from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.step import evaluation_step
 
@@ -23,7 +23,6 @@ def evaluate_loss(
         dataset,
         consumed_samples=0,
         micro_batch_size=micro_batch_size,
-        num_micro_batches=num_micro_batches,
         data_parallel_rank=grid.data_parallel_rank,
         data_parallel_size=grid.data_parallel_size,
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.data.loader import check_token_ids
+from megatron_fanformer.data.token_files import check_token_ids
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.training.config import RunConfig
 
@@ -23,11 +23,10 @@ def check_run(config: RunConfig, world_size: int | None) -> int:
         except InputError as error:
             found.append(str(error))
     found += config.problems(data_parallel_size)
-    found += config.data.problems()
     found += _file_problems(config)
     if found:
         raise InputError("\n".join(found))
-    check_token_ids(config.data, config.model.vocab_size)
+    check_token_ids(config.data.prefixes(), config.model.vocab_size)
     return data_parallel_size
 
 

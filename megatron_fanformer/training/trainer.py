@@ -16,7 +16,8 @@ from rich.console import Console
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.training_state import load_training_state, load_weights, save_training_state
-from megatron_fanformer.data.loader import build_datasets, micro_batches
+from megatron_fanformer.data.batches import micro_batches
+from megatron_fanformer.data.loader import build_datasets
 from megatron_fanformer.errors import DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stage
 from megatron_fanformer.planning.flops import training_flops_per_token
@@ -216,12 +217,12 @@ class Trainer:
             valid_samples=training.eval_iters * training.global_batch_size,
             seed=training.seed,
             vocab_size=model.vocab_size,
+            eod_id=model.vocab_size - 1,  # no document boundary is looked for: samples run over them
         )
         self._batches = micro_batches(
             self._data.train,
             consumed_samples=self.consumed_samples,
             micro_batch_size=training.micro_batch_size,
-            num_micro_batches=self._num_micro_batches,
             data_parallel_rank=self.grid.data_parallel_rank,
             data_parallel_size=self.grid.data_parallel_size,
             num_workers=self.config.data.num_workers,

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from megatron_fanformer.conversion import tokenizer_files
 from megatron_fanformer.conversion.huggingface import (
     export_huggingface,
     is_huggingface_folder,
@@ -250,9 +251,7 @@ def test_a_sentencepiece_export_decodes_to_the_text(exported):
 
 
 def test_a_hugging_face_tokenizer_gives_the_same_ids(tmp_path):
-    config = dataclasses.replace(
-        SMALL, vocab_size=50_280, hidden_size=8, num_attention_heads=2, num_query_groups=1
-    )
+    config = dataclasses.replace(SMALL, vocab_size=50_280, hidden_size=8, num_attention_heads=2, num_query_groups=1)
     export_huggingface(
         config,
         random_model(config),
@@ -284,21 +283,26 @@ def test_a_sentencepiece_model_without_an_equal_is_refused(settings, message, tm
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("pieces", "message"), [(["<tool>", "\n"], None), (["<tool>", "    "], "has no exact equal")]
-)
-def test_user_defined_pieces_stay_whole_or_are_refused(pieces, message, tmp_path):
-    """sentencepiece never finds a piece of spaces in a text, since it has escaped them by then; the written
-    tokenizer would: the comparison at the export sees it."""
-    train_plain(tmp_path, user_defined_symbols=pieces)
-    if message is not None:
-        with pytest.raises(InputError, match=message):
-            export_with(tmp_path / "plain.model", tmp_path)
-        return
+@pytest.mark.parametrize("spaces", ["\u2581\u2581\u2581\u2581", "\n"])
+def test_user_defined_pieces_stay_whole(spaces, tmp_path):
+    train_plain(tmp_path, user_defined_symbols=["<tool>", spaces])
     export_with(tmp_path / "plain.model", tmp_path)
     theirs, text = AutoTokenizer.from_pretrained(tmp_path / "out"), "a<tool>b\n\n          c\n    d <tool>"
     ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "plain.model"))
     assert theirs.encode(text) == ours.encode(text)
+
+
+def test_user_defined_pieces_with_a_plain_space_are_refused(tmp_path):
+    train_plain(tmp_path, user_defined_symbols=["a b"])
+    with pytest.raises(InputError, match="has pieces with a plain space"):
+        export_with(tmp_path / "plain.model", tmp_path)
+
+
+def test_a_tokenizer_that_came_out_different_is_not_let_out(sentencepiece_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer_files, "_merges", lambda scores: iter(()))
+    with pytest.raises(InputError, match="has no exact equal"):
+        export_with(sentencepiece_model, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_existing_destination_is_refused(tmp_path):

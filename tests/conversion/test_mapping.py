@@ -1,4 +1,4 @@
-"""The name table: both directions of every pair, and the Hugging Face model against the reference's numbers."""
+"""The name table: both directions of every pair, and the Hugging Face model against the reference."""
 
 import dataclasses
 from pathlib import Path
@@ -46,9 +46,7 @@ SHAPES = {
 
 def random_tensors(config, form="megatron"):
     generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(shape, generator=generator) for name, shape in expected_shapes(config, form).items()
-    }
+    return {name: torch.randn(shape, generator=generator) for name, shape in expected_shapes(config, form).items()}
 
 
 def assert_same(left, right):

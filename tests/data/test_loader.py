@@ -181,7 +181,7 @@ def test_a_complete_configuration_has_no_problems(prefix: str, small_tokenizer_f
         valid_data={"v": [prefix]},
         tokenizer=str(small_tokenizer_file),
     )
-    assert config.validate() == []
+    assert config.problems() == []
 
 
 @pytest.mark.parametrize(
@@ -201,4 +201,4 @@ def test_a_complete_configuration_has_no_problems(prefix: str, small_tokenizer_f
     ],
 )
 def test_each_problem_of_a_configuration_is_named(settings: dict[str, Any], problem: str) -> None:
-    assert any(problem in line for line in DataConfig(**settings).validate())
+    assert any(problem in line for line in DataConfig(**settings).problems())

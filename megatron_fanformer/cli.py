@@ -1,0 +1,234 @@
+"""The command `megatron-fanformer VERB`: parses, then calls one function.
+
+Exit codes: 0 done, 2 the user's input is wrong, 3 data or a checkpoint is corrupt, 4 the numbers went bad, 5 stopped on
+a signal after saving, 1 anything else. Errors are one line each, without a traceback unless --debug.
+
+Each verb imports what it needs when it runs: torch and megatron-core take seconds, and so would every worker process
+that imports `__main__` again.
+"""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_fanformer import __version__
+from megatron_fanformer.errors import FanformerError, InputError
+
+PROGRAM = "megatron-fanformer"
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with our errors: one line, exit code 2."""
+
+    def error(self, message: str) -> Any:
+        raise InputError(f"{message}; {self.prog} --help lists the options")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    try:
+        options, rest = _parser().parse_known_args([argument for argument in arguments if argument != "--debug"])
+        if rest and options.verb != "train":
+            raise InputError(f"unknown argument {rest[0]}; {PROGRAM} {options.verb} --help lists the options")
+        options.run(options, rest, arguments)
+    except KeyboardInterrupt:
+        return _tell("stopped by the keyboard", 1)
+    except FanformerError as error:
+        if debug:
+            print(getattr(error, "rank_traceback", "") or traceback.format_exc(), file=sys.stderr)
+        return _tell(str(error), error.exit_code)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        return _tell(f"{type(error).__name__}: {error} (--debug shows where)", 1)
+    return 0
+
+
+def entry_point() -> None:
+    """What the installed command calls."""
+    sys.exit(main())
+
+
+def _tell(message: str, exit_code: int) -> int:
+    """Print an error, unless this rank's launcher will: then it is told there, once."""
+    if not _launcher_tells():
+        for line in message.splitlines() or [""]:
+            print(f"{PROGRAM}: {line}", file=sys.stderr)
+    return exit_code
+
+
+def _launcher_tells() -> bool:
+    if "torch" not in sys.modules:
+        return False
+    from megatron_fanformer.runtime.device import launched_here
+
+    return launched_here()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog=PROGRAM, description="Pretrain FANformer language models, on CPUs and GPUs.")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks (anywhere on the line)")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
+    for name, (describe, run, text) in VERBS.items():
+        verb = verbs.add_parser(name, help=text, description=text)
+        describe(verb)
+        verb.set_defaults(run=run)
+    return parser
+
+
+# -- demo
+
+
+def _demo_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", default="runs/demo", help="folder of everything that it makes")
+
+
+def _demo(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+    _ready()
+    from megatron_fanformer.experiments.demo import run_demo
+
+    run_demo(Path(options.output))
+
+
+# -- prepare
+
+
+def _prepare_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help=".jsonl, .jsonl.gz, .json.gz files, or folders of them")
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="PREFIX.bin, PREFIX.idx, PREFIX.manifest.json")
+    parser.add_argument("--tokenizer", required=True, help="sentencepiece .model, Hugging Face tokenizer.json, or a folder")
+    parser.add_argument("--workers", type=int, help="worker processes (all cores)")
+    parser.add_argument("--text-field", default="text", help="the field of a document that is its text (text)")
+    parser.add_argument("--eod-id", type=int, help="the id that ends a document (the tokenizer's end of text)")
+    parser.add_argument("--strict", action="store_true", help="stop at the first line that is no document")
+
+
+def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.data.prepare import PrepareConfig, available_cores, prepare
+    from megatron_fanformer.data.progress import progress_line
+
+    config = PrepareConfig(
+        inputs=tuple(options.inputs),
+        output=options.output,
+        tokenizer=options.tokenizer,
+        text_field=options.text_field,
+        eod_id=options.eod_id,
+        workers=available_cores() if options.workers is None else options.workers,
+        strict=options.strict,
+    )
+    with progress_line("preparing") as show:
+        report = prepare(config, show)
+    manifest = report.manifest
+    if report.already_there:
+        print(f"{options.output} is there already, made of the same input with the same settings")
+    print(f"{manifest.lines_read:,} lines read: {manifest.documents:,} documents, {manifest.tokens:,} tokens")
+    for reason, number in manifest.refused.items():
+        print(f"{number:,} lines refused: {reason}")
+    for example in manifest.refused_examples:
+        print(f"  {example}")
+
+
+# -- train
+
+
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, help="configuration file (YAML)")
+    parser.epilog = "Any field of the configuration can be set as --section.field VALUE, e.g. --training.train_iters 100."
+
+
+def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> None:
+    _ready()
+    from megatron_fanformer.runtime.device import rank_address
+    from megatron_fanformer.runtime.launch import report_failure
+    from megatron_fanformer.training.start import run_rank, start_run
+
+    address = rank_address()
+    if address is None:
+        start_run(Path(options.config), rest, arguments)
+    else:
+        with report_failure():
+            run_rank(Path(options.config), rest, address)
+
+
+# -- generate
+
+
+def _generate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="a run's folder, one checkpoint, or an exported Hugging Face folder")
+    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="at most this many (64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0: all (0)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of that mass (1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (0)")
+    parser.add_argument("--tokenizer", help="instead of the checkpoint's own")
+
+
+def _generate(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+    _ready()
+    from megatron_fanformer.generation.generate import GenerateConfig, generate
+
+    config = GenerateConfig(
+        checkpoint=options.checkpoint,
+        prompt=options.prompt,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        tokenizer=options.tokenizer,
+    )
+    print(options.prompt + generate(config).text)
+
+
+# -- convert
+
+
+def _convert_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="a checkpoint of ours, a reference checkpoint or a Hugging Face folder")
+    parser.add_argument("destination", help="a folder that does not exist yet")
+    parser.add_argument("--to", required=True, choices=("megatron", "hf", "reference"))
+    parser.add_argument("--tokenizer", help="tokenizer to put beside the weights, where the source has none")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the written weights (the source's own)")
+
+
+def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+    _ready()
+    from megatron_fanformer.conversion.convert import convert_checkpoint
+
+    convert_checkpoint(
+        Path(options.source),
+        Path(options.destination),
+        to=options.to,
+        tokenizer=Path(options.tokenizer) if options.tokenizer else None,
+        dtype=options.dtype,
+    )
+    print(f"wrote {options.destination}")
+
+
+def _ready() -> None:
+    """Before the first import of megatron-core: quiet it, and adapt it to a machine without CUDA."""
+    from megatron_fanformer.runtime.device import quieten_libraries
+
+    quieten_libraries()
+    from megatron_fanformer.runtime import megatron_cpu
+
+    megatron_cpu.install()
+
+
+_Describe = Callable[[argparse.ArgumentParser], None]
+_Run = Callable[[argparse.Namespace, list[str], list[str]], None]
+
+VERBS: dict[str, tuple[_Describe, _Run, str]] = {
+    "demo": (_demo_options, _demo, "From text to a trained FANformer, on this machine, in minutes."),
+    "prepare": (_prepare_options, _prepare, "Turn documents into token files."),
+    "train": (_train_options, _train, "Train, or go on with a run."),
+    "generate": (_generate_options, _generate, "Continue a prompt."),
+    "convert": (_convert_options, _convert, "Convert between our checkpoints, Hugging Face and the reference."),
+}

@@ -1,0 +1,96 @@
+"""`convert`: from any kind of checkpoint to any other, through whole tensors under our global names."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.full_tensors import read_full_tensors, write_full_tensors
+from megatron_fanformer.conversion.huggingface import export_huggingface, is_huggingface_folder, read_huggingface
+from megatron_fanformer.conversion.mapping import hf_to_megatron, megatron_to_reference, reference_to_megatron
+from megatron_fanformer.conversion.reference import is_reference_folder, read_reference, write_reference
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
+
+Kind = Literal["megatron", "hf", "reference"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Checkpoint(NamedTuple):
+    """A model out of a checkpoint of any kind: whole tensors under our global names, on the CPU."""
+
+    config: FANformerConfig
+    tensors: dict[str, torch.Tensor]
+    tokenizer: Path | None
+
+
+def convert_checkpoint(
+    source: Path, destination: Path, *, to: Kind, tokenizer: Path | None = None, dtype: str | None = None
+) -> None:
+    """Convert `source`, whose kind is recognised, into a new folder `destination`.
+
+    Args:
+        tokenizer: a file to put beside the weights; None: the source's own, if it has one.
+        dtype: `fp32` or `bf16`; None: the source's own.
+
+    Raises:
+        InputError: the source is no checkpoint, the destination exists, or the tokenizer is missing.
+        CorruptError: the source is damaged.
+    """
+    if destination.exists():
+        raise InputError(f"{destination} exists; name a folder that does not, or remove it")
+    if tokenizer is not None and not tokenizer.is_file():
+        raise InputError(f"{tokenizer} is no file; name a sentencepiece .model or a tokenizer.json")
+    with distributed(ParallelConfig(device="cpu")):  # megatron-core's reader and writer ask for a process group
+        checkpoint = read_checkpoint(source)
+        if tokenizer is not None:
+            checkpoint = checkpoint._replace(tokenizer=tokenizer)
+        if dtype is not None:
+            tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in checkpoint.tensors.items()}
+            checkpoint = checkpoint._replace(tensors=tensors)
+        WRITERS[to](checkpoint, destination)
+
+
+def read_checkpoint(source: Path) -> Checkpoint:
+    """Read a checkpoint of any kind; needs a process group.
+
+    Raises:
+        InputError: it is none.
+    """
+    if is_huggingface_folder(source):
+        config, tensors = read_huggingface(source)
+        return Checkpoint(config, hf_to_megatron(tensors, config), store.attached_tokenizer(source))
+    if is_reference_folder(source):
+        config, tensors = read_reference(source)
+        return Checkpoint(config, reference_to_megatron(tensors, config), store.attached_tokenizer(source))
+    found = store.find_checkpoint(source)
+    config = FANformerConfig.from_dict(store.saved_config(found)["model"])
+    return Checkpoint(config, read_full_tensors(found), store.attached_tokenizer(found))
+
+
+def _write_megatron(checkpoint: Checkpoint, destination: Path) -> None:
+    saved = {"model": dataclasses.asdict(checkpoint.config)}
+    attachments = [checkpoint.tokenizer] if checkpoint.tokenizer else []
+    write_full_tensors(destination, checkpoint.tensors, saved, attachments)
+
+
+def _write_huggingface(checkpoint: Checkpoint, destination: Path) -> None:
+    export_huggingface(
+        checkpoint.config, checkpoint.tensors, destination, tokenizer_path=checkpoint.tokenizer, dtype=None
+    )
+
+
+def _write_reference(checkpoint: Checkpoint, destination: Path) -> None:
+    tensors = megatron_to_reference(checkpoint.tensors, checkpoint.config)
+    write_reference(checkpoint.config, tensors, destination)
+
+
+WRITERS: dict[str, Callable[[Checkpoint, Path], Any]] = {
+    "megatron": _write_megatron,
+    "hf": _write_huggingface,
+    "reference": _write_reference,
+}
