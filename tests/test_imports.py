@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "checkpoint": ("runtime", "model.config"),
     "planning": ("model.config",),
     "training": ("runtime", "model", "data", "checkpoint", "planning"),
-    "conversion": ("runtime", "model", "checkpoint", "hf"),
+    "conversion": ("runtime", "model", "data.tokenizer", "checkpoint", "hf"),
     "generation": ("runtime", "model", "data", "checkpoint", "conversion"),
     "experiments": (
         "runtime",

@@ -12,6 +12,7 @@ from megatron_fanformer.checkpoint.full_tensors import read_full_tensors, write_
 from megatron_fanformer.conversion.huggingface import export_huggingface, is_huggingface_folder, read_huggingface
 from megatron_fanformer.conversion.mapping import hf_to_megatron, megatron_to_reference, reference_to_megatron
 from megatron_fanformer.conversion.reference import is_reference_folder, read_reference, write_reference
+from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
@@ -26,6 +27,11 @@ class Checkpoint(NamedTuple):
     config: FANformerConfig
     tensors: dict[str, torch.Tensor]
     tokenizer: Path | None
+
+    @property
+    def end_of_text_id(self) -> int | None:
+        """What the tokenizer ends a document with."""
+        return load_tokenizer(self.tokenizer).eod_id if self.tokenizer else None
 
 
 def convert_checkpoint(
@@ -80,13 +86,18 @@ def _write_megatron(checkpoint: Checkpoint, destination: Path) -> None:
 
 def _write_huggingface(checkpoint: Checkpoint, destination: Path) -> None:
     export_huggingface(
-        checkpoint.config, checkpoint.tensors, destination, tokenizer_path=checkpoint.tokenizer, dtype=None
+        checkpoint.config,
+        checkpoint.tensors,
+        destination,
+        dtype=next(iter(checkpoint.tensors.values())).dtype,
+        tokenizer_path=checkpoint.tokenizer,
+        end_of_text_id=checkpoint.end_of_text_id,
     )
 
 
 def _write_reference(checkpoint: Checkpoint, destination: Path) -> None:
     tensors = megatron_to_reference(checkpoint.tensors, checkpoint.config)
-    write_reference(checkpoint.config, tensors, destination)
+    write_reference(destination, checkpoint.config, tensors, end_of_text_id=checkpoint.end_of_text_id)
 
 
 WRITERS: dict[str, Callable[[Checkpoint, Path], Any]] = {

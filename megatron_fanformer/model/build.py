@@ -39,9 +39,17 @@ def transformer_config(
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         deallocate_pipeline_outputs=True,
-        perform_initialization=False,  # weights are drawn by their global names afterwards
+        # Weights are drawn by their global names afterwards. megatron-core's own initialisation must run all the same:
+        # it marks the tensor parallel shards, without which the gradient norm counts one rank's alone.
+        init_method=_leave_as_it_is,
+        output_layer_init_method=_leave_as_it_is,
+        embedding_init_method=_leave_as_it_is,
         use_cpu_initialization=grid.device == "cpu",
     )
+
+
+def _leave_as_it_is(_weight: torch.Tensor) -> None:
+    """An initialisation that does nothing."""
 
 
 def build_stage(

@@ -6,8 +6,9 @@ authors' published configurations. Field names are Megatron's where Megatron has
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 PAPER_VOCAB_SIZE = 50_280  # allenai/gpt-neox-olmo-dolma-v1_5
 PAPER_P_RATIO = 0.25
@@ -65,6 +66,16 @@ class FANformerConfig:
     """Whether the output head has a weight of its own."""
     fan: FANConfig = field(default_factory=FANConfig)
     """The FAN projection."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "FANformerConfig":
+        """The configuration that `dataclasses.asdict` made `values` of, as checkpoints hold it.
+
+        Raises:
+            TypeError: a field is unknown or missing.
+            KeyError: the section `fan` is missing.
+        """
+        return cls(**{**values, "fan": FANConfig(**values["fan"])})
 
     @property
     def padded_vocab_size(self) -> int:

@@ -145,6 +145,7 @@ NOTICES = (
     "When using async grad allreduce",
     "When using sequence parallelism it is recommended",
     "TypedStorage is deprecated",
+    "MimoModelConfig is experimental",
 )
 
 
@@ -157,5 +158,5 @@ def quieten_libraries() -> None:
     inherited = os.environ.get("PYTHONWARNINGS")
     ours = [f"ignore:{notice}" for notice in NOTICES if ":" not in notice and "," not in notice]
     os.environ["PYTHONWARNINGS"] = ",".join(([inherited] if inherited else []) + ours)
-    for name in ("megatron.core", "torch.distributed"):
+    for name in ("megatron.core", "torch.distributed", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)

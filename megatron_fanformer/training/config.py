@@ -4,11 +4,10 @@ Every problem of a configuration is reported together, one line each, before any
 """
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 import yaml
@@ -25,6 +24,7 @@ from megatron_fanformer.model.config import (
 )
 from megatron_fanformer.runtime.device import DeviceKind, has_bf16_matrix_units
 from megatron_fanformer.runtime.parallel import ParallelConfig
+from megatron_fanformer.training.config_values import value_problems, without_empty_sections
 from megatron_fanformer.training.metrics import LoggingConfig
 from megatron_fanformer.training.optimizer import OptimizerConfig
 from megatron_fanformer.training.schedule import ScheduleConfig
@@ -219,24 +219,16 @@ def config_from_dict(values: dict[str, Any]) -> RunConfig:
     """Build the RunConfig from nested plain values, `model.preset` included.
 
     Raises:
-        InputError: a key is unknown or missing, or a value has the wrong type.
+        InputError: keys are unknown or missing, or values have a wrong type; a line each.
     """
-    values = _with_preset(values)
-    unknown = _unknown_keys(values, RunConfig)
-    if unknown:
-        raise InputError("\n".join(unknown))
+    values = _with_preset(without_empty_sections(values))
+    found = list(value_problems(values, RunConfig))
+    if found:
+        raise InputError("\n".join(found))
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--run", type=RunConfig)
-    try:
-        return parser.instantiate(parser.parse_object({"run": values})).run
-    except Exception as error:  # jsonargparse wraps whatever a type's check raised
-        raise InputError(_first_reason(error)) from None
-
-
-def _first_reason(error: Exception) -> str:
-    """jsonargparse's account of a wrong value on one line, with our section names."""
-    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    return "configuration: " + text.replace("run.", "").replace('Parser key "run": ', "").replace('key "run', 'key "')
+    run: RunConfig = parser.instantiate(parser.parse_object({"run": values})).run
+    return run
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
@@ -285,7 +277,7 @@ def _with_preset(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(model, dict) or model.get("preset") is None:
         return values
     name = model["preset"]
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise InputError(f"{PRESET_KEY} is {name}; it must be one of {', '.join(PRESETS)}")
     merged = dataclasses.asdict(PRESETS[name])
     for key, value in model.items():
@@ -294,16 +286,3 @@ def _with_preset(values: dict[str, Any]) -> dict[str, Any]:
         elif key != "preset":
             merged[key] = value
     return {**values, "model": merged}
-
-
-def _unknown_keys(values: dict[str, Any], owner: type, prefix: str = "") -> list[str]:
-    """A line for each key that the dataclass does not have, with the nearest that it has."""
-    hints = get_type_hints(owner)
-    found = []
-    for key, value in values.items():
-        if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, n=1, cutoff=0.0)
-            found.append(f"unknown configuration key {prefix}{key}; did you mean {prefix}{near[0]}?")
-        elif dataclasses.is_dataclass(hints[key]) and isinstance(value, dict):
-            found += _unknown_keys(value, hints[key], f"{prefix}{key}.")
-    return found

@@ -38,18 +38,15 @@ class StepResult:
     """Tokens that the loss was taken over."""
 
 
-def wrap_stage(
-    stage: torch.nn.Module, parallel: ParallelConfig, *, sync_config: bool = True
-) -> DistributedDataParallel:
-    """The stage in megatron-core's data parallelism: float32 gradients, reduced over the replicas."""
+def wrap_stage(stage: torch.nn.Module, parallel: ParallelConfig) -> DistributedDataParallel:
+    """The stage in megatron-core's data parallelism: float32 gradients, summed over the replicas."""
+    stage.config.finalize_model_grads_func = finalize_model_grads
+    # Read when the wrapper is made: without it gradients are averaged over replicas, and then divided by all tokens.
+    stage.config.calculate_per_token_loss = True
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.use_distributed_optimizer
     )
-    wrapped = DistributedDataParallel(stage.config, ddp_config, stage)
-    if sync_config:
-        stage.config.finalize_model_grads_func = finalize_model_grads
-        stage.config.calculate_per_token_loss = True
-    return wrapped
+    return DistributedDataParallel(stage.config, ddp_config, stage)
 
 
 def train_step(

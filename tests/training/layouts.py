@@ -80,7 +80,7 @@ class TrainedCase:
     weights: list[tuple[str, Any, Any, Any]]
 
 
-def train_reference(case: str, parallel: ParallelConfig, steps: int = 40) -> TrainedCase:
+def train_reference(case: str, parallel: ParallelConfig, lr: float = RECIPE.lr) -> TrainedCase:
     """Train a reference case by its recipe on its stream of batches, in a layout, on this rank."""
     config, tensors = reference_tensors(case)
     stream = load_file(REFERENCE / case / "stream.safetensors")["stream"]
@@ -90,7 +90,7 @@ def train_reference(case: str, parallel: ParallelConfig, steps: int = 40) -> Tra
         set_weights(stage, grid, tensors)
         wrapped = wrap_stage(stage, parallel)
         optimizer = build_optimizer(
-            RECIPE,
+            dataclasses.replace(RECIPE, lr=lr),
             [wrapped],
             dtype=torch.float32,
             use_distributed_optimizer=parallel.use_distributed_optimizer,
@@ -98,9 +98,9 @@ def train_reference(case: str, parallel: ParallelConfig, steps: int = 40) -> Tra
         scheduler = build_scheduler(
             ScheduleConfig(lr_decay_style="constant"),
             optimizer,
-            lr=RECIPE.lr,
+            lr=lr,
             weight_decay=RECIPE.weight_decay,
-            train_iters=steps,
+            train_iters=len(stream),
         )
         scheduler.step(1)  # megatron-core sets each group's decay there
         results = [
@@ -113,7 +113,7 @@ def train_reference(case: str, parallel: ParallelConfig, steps: int = 40) -> Tra
                 micro_batch_size=1,
                 seq_length=64,
             )
-            for step in range(steps)
+            for step in range(len(stream))
         ]
         return TrainedCase(
             [r.loss for r in results], [r.grad_norm for r in results], shards_of(stage, grid)

@@ -1,5 +1,6 @@
 """The trainer against the numbers of the authors' implementation, in float32."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from megatron_fanformer.conversion.reference import read_reference
 from megatron_fanformer.model.build import build_stage
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
+from tests.plain_model import plain_logits, train_plain
 from tests.training.layouts import (
     CASES,
+    RECIPE,
     REFERENCE,
     expected_training,
     gather,
@@ -23,11 +26,18 @@ from tests.training.layouts import (
     train_reference,
 )
 
-LOGITS = 2e-5  # absolute
+LOGITS = 2e-5  # absolute, at tensor parallel 1
 GRADIENT = 1e-4  # relative, in norm
 TRAINING_LOSS = 1e-3  # absolute, each of 40 steps
 TRAINING_GRAD_NORM = 0.01  # relative, each of 40 steps
-FINAL_WEIGHTS_SUM = 0.05  # absolute, of a sum over all weights of about 500
+FINAL_WEIGHTS_SUM = 0.01  # absolute, of a sum over all weights of about 500
+CHAOTIC_LOSS = 0.2  # absolute; float64 alone leaves the reference by up to 0.15 in the FAN cases
+COMPARABLE_STEPS = {"fanformer-tied": 7, "fanformer-untied-p0125": 3, "atl": 3, "transformer-tied": 40}
+
+STABLE_LR = 1e-4  # float32 rounding grows to 3e-6 of the loss and 7e-5 of the gradient norm in 40 steps
+PLAIN_LOSS = 2e-5  # absolute
+PLAIN_GRAD_NORM = 5e-4  # relative
+PLAIN_WEIGHTS = 2e-5  # absolute; 40 steps move a weight by up to 4e-3
 
 
 def forward_and_backward(case: str, parallel: ParallelConfig) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -56,6 +66,17 @@ def sum_sequence_parallel_gradients(stage: torch.nn.Module, grid: Any) -> None:
             torch.distributed.all_reduce(parameter.grad, group=grid.groups.tp)
 
 
+def rounding_of_reference(case: str) -> float:
+    """How far the reference's own float32 logits lie from the plain model's in float64: 5e-6 to 6e-5.
+
+    Sums over tensor parallel shards are rounded in another order than the reference's, so no closer can be asked.
+    """
+    weights = load_file(REFERENCE / case / "model.safetensors")
+    expected = load_file(REFERENCE / case / "expected.safetensors")
+    exact = plain_logits({n: w.double() for n, w in weights.items()}, expected["input_ids"], heads=4)
+    return float((expected["logits"] - exact).abs().max())
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     ("tensor", "sequence_parallel"), [(1, False), (2, False), (4, False), (2, True)], ids=["tp1", "tp2", "tp4", "tp2-sp"]
@@ -64,8 +85,9 @@ def test_logits_losses_and_gradients(run_on_ranks: Any, case: str, tensor: int, 
     parallel = layout(tensor_model_parallel_size=tensor, sequence_parallel=sequence_parallel)
     ranks = run_on_ranks(tensor, forward_and_backward, case, parallel)
     expected = load_file(REFERENCE / case / "expected.safetensors")
+    bound = LOGITS if tensor == 1 else max(LOGITS, rounding_of_reference(case))
     for logits, losses, _ in ranks:
-        torch.testing.assert_close(logits, expected["logits"], atol=LOGITS, rtol=0)
+        torch.testing.assert_close(logits, expected["logits"], atol=bound, rtol=0)
         torch.testing.assert_close(losses, expected["token_loss"], atol=LOGITS, rtol=0)
     gradients = gather([pieces for _, _, pieces in ranks])
     config, _ = read_reference(REFERENCE / case)
@@ -94,16 +116,62 @@ def training_layouts(case: str) -> dict[str, ParallelConfig]:
     }
 
 
+@functools.cache
+def plain_training(case: str, lr: float) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """The same training by the plain model in float64: what arithmetic without rounding gives."""
+    weights = load_file(REFERENCE / case / "model.safetensors")
+    stream = load_file(REFERENCE / case / "stream.safetensors")["stream"]
+    return train_plain(weights, stream, heads=4, lr=lr, dtype=torch.float64)
+
+
+def comparable_steps(case: str) -> int:
+    """How many of the reference's steps say something about an implementation.
+
+    At its peak rate of 5e-3 with no warm-up, training of the FAN cases is chaotic: the float32 rounding of one step
+    grows about threefold a step, and the very same recipe in float64 leaves the reference's losses by more than 1e-3
+    after 3 to 8 steps. The Transformer's case is not; there all 40 count.
+    """
+    losses, norms, _ = plain_training(case, RECIPE.lr)
+    expected = expected_training(case)
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
+        near = abs(loss - expected["loss"][step]) < TRAINING_LOSS
+        if not near or abs(norm / expected["grad_norm"][step] - 1) > TRAINING_GRAD_NORM:
+            return step
+    return len(losses)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", training_layouts("atl"))
-def test_forty_steps_of_training(run_on_ranks: Any, case: str, name: str) -> None:
+def test_training_follows_the_reference(run_on_ranks: Any, case: str, name: str) -> None:
     parallel = training_layouts(case)[name]
     world = parallel.model_parallel_size * (parallel.data_parallel_size or 1)
     ranks = run_on_ranks(world, train_reference, case, parallel)
     expected = expected_training(case)
+    steps = comparable_steps(case)
+    assert steps >= COMPARABLE_STEPS[case]
     for trained in ranks:
-        assert trained.losses == pytest.approx(expected["loss"], abs=TRAINING_LOSS, rel=0)
-        assert trained.grad_norms == pytest.approx(expected["grad_norm"], rel=TRAINING_GRAD_NORM, abs=0)
+        assert trained.losses[:steps] == pytest.approx(expected["loss"][:steps], abs=TRAINING_LOSS, rel=0)
+        assert trained.grad_norms[:steps] == pytest.approx(expected["grad_norm"][:steps], rel=TRAINING_GRAD_NORM, abs=0)
+        assert trained.losses == pytest.approx(expected["loss"], abs=CHAOTIC_LOSS, rel=0)
+    if steps == len(expected["loss"]):
+        weights = gather([trained.weights for trained in ranks])
+        total = sum(float(weight.double().sum()) for weight in weights.values())
+        assert total == pytest.approx(expected["final_params_sum"], abs=FINAL_WEIGHTS_SUM)
+
+
+@pytest.mark.parametrize("case", ["fanformer-tied", "fanformer-untied-p0125", "atl"])
+@pytest.mark.parametrize("name", training_layouts("atl"))
+def test_forty_steps_follow_the_plain_model(run_on_ranks: Any, case: str, name: str) -> None:
+    """At a rate where rounding does not grow, all 40 steps and the final weights are held against float64."""
+    parallel = training_layouts(case)[name]
+    world = parallel.model_parallel_size * (parallel.data_parallel_size or 1)
+    ranks = run_on_ranks(world, train_reference, case, parallel, STABLE_LR)
+    losses, norms, plain_weights = plain_training(case, STABLE_LR)
+    for trained in ranks:
+        assert trained.losses == pytest.approx(losses, abs=PLAIN_LOSS, rel=0)
+        assert trained.grad_norms == pytest.approx(norms, rel=PLAIN_GRAD_NORM, abs=0)
     weights = gather([trained.weights for trained in ranks])
-    total = sum(float(weight.double().sum()) for weight in weights.values())
-    assert total == pytest.approx(expected["final_params_sum"], abs=FINAL_WEIGHTS_SUM)
+    config, _ = read_reference(REFERENCE / case)
+    expected = reference_to_megatron({name: weight.float() for name, weight in plain_weights.items()}, config)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], atol=PLAIN_WEIGHTS, rtol=0, msg=lambda m, n=name: f"{n}: {m}")

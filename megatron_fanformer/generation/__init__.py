@@ -1,0 +1,1 @@
+"""Text from a trained model: sampling, and decoding with megatron-core's key/value cache."""

@@ -1,0 +1,177 @@
+"""Trained models as one process runs them: found without reading weights, loaded, and asked for logits.
+
+A checkpoint of any layout and an exported Hugging Face folder both become the same thing: the whole model as a single
+stage of megatron-core, at tensor and pipeline parallel size 1.
+
+Shapes: b batch, s sequence, v vocabulary without padding.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+from torch import Tensor
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.training_state import load_weights
+from megatron_fanformer.conversion.huggingface import (
+    from_huggingface_config,
+    is_huggingface_folder,
+    read_huggingface,
+)
+from megatron_fanformer.conversion.mapping import hf_to_megatron
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.hf import FANformerConfig as HuggingFaceConfig
+from megatron_fanformer.model.build import build_stage, sharded_state
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, distributed
+from megatron_fanformer.runtime.seeding import local_shards
+
+# An export's tokenizer.json is the .model rewritten; the original reads special pieces in a text as plain text, as
+# it did in training.
+HUGGINGFACE_TOKENIZERS = ("tokenizer.model", "tokenizer.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A trained model that was found; its weights are not read yet."""
+
+    path: Path
+    """The checkpoint or exported folder itself."""
+    config: FANformerConfig
+    """The model's shape."""
+    dtype: torch.dtype
+    """Of the saved weights."""
+    tokenizer: Path | None
+    """The tokenizer beside the weights, if there is one."""
+    end_of_text_id: int | None
+    """Ends a document, where that is stated beside the weights."""
+    fill: Callable[[torch.nn.Module, RankGrid], None]
+    """Reads the weights into a stage."""
+
+
+def find_model(checkpoint: Path) -> ModelSource:
+    """Find a trained model: in a run's folder (its latest), one checkpoint, or an exported Hugging Face folder.
+
+    Raises:
+        InputError: there is none, or it cannot be built.
+        CorruptError: its configuration cannot be read.
+    """
+    if is_huggingface_folder(checkpoint):
+        return _huggingface_source(checkpoint)
+    found = store.find_checkpoint(checkpoint)
+    saved = store.saved_config(found)
+    try:
+        config = FANformerConfig.from_dict(saved["model"])
+    except (KeyError, TypeError) as error:
+        raise CorruptError(f"{found / store.CONFIG} states no model ({error}); take another checkpoint") from None
+    is_bf16 = saved.get("precision", {}).get("dtype") == "bf16"
+    return ModelSource(
+        path=found,
+        config=config,
+        dtype=torch.bfloat16 if is_bf16 else torch.float32,
+        tokenizer=store.attached_tokenizer(found),
+        end_of_text_id=None,
+        fill=functools.partial(load_weights, found),
+    )
+
+
+def _huggingface_source(folder: Path) -> ModelSource:
+    try:
+        stated = HuggingFaceConfig.from_pretrained(folder)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"the model in {folder} cannot be built: {' '.join(str(error).split())}") from None
+    tokenizers = (folder / name for name in HUGGINGFACE_TOKENIZERS)
+    return ModelSource(
+        path=folder,
+        config=from_huggingface_config(stated),
+        dtype=torch.bfloat16 if stated.dtype == torch.bfloat16 else torch.float32,
+        tokenizer=next((path for path in tokenizers if path.is_file()), None),
+        end_of_text_id=stated.eos_token_id if isinstance(stated.eos_token_id, int) else None,
+        fill=functools.partial(_fill_from_huggingface, folder),
+    )
+
+
+@torch.no_grad()
+def _fill_from_huggingface(folder: Path, stage: torch.nn.Module, grid: RankGrid) -> None:
+    config, tensors = read_huggingface(folder)
+    whole = hf_to_megatron(tensors, config)
+    for shard in local_shards(sharded_state(stage, grid)):
+        shard.data.copy_(whole[shard.key][shard.global_slice()])
+
+
+class TrainedModel:
+    """A whole model on this process, without gradients."""
+
+    def __init__(self, stage: torch.nn.Module, config: FANformerConfig, device: torch.device) -> None:
+        self.config = config
+        self._stage = stage.eval()
+        self._device = device
+
+    def logits(self, ids_bs: Tensor) -> Tensor:
+        """Logits [b, s, v] of every position of token ids [b, s], in float32, without vocabulary padding."""
+        return self._forward(ids_bs, first_position=0, cache=None)
+
+    def decoder(self, batch_size: int, max_length: int) -> "Decoder":
+        """A decoder of `batch_size` sequences of up to `max_length` tokens."""
+        return Decoder(self, StaticInferenceContext(batch_size, max_length))
+
+    @torch.no_grad()
+    def _forward(self, ids_bs: Tensor, *, first_position: int, cache: StaticInferenceContext | None) -> Tensor:
+        ids_bs = ids_bs.to(self._device)
+        positions = torch.arange(first_position, first_position + ids_bs.shape[1], device=self._device)
+        logits = self._stage(
+            input_ids=ids_bs,
+            position_ids=positions.expand_as(ids_bs),
+            attention_mask=None,  # the layers' own: causal, or none for a single query on a filled cache
+            inference_context=cache,
+            runtime_gather_output=True,
+        )
+        return logits[..., : self.config.vocab_size].float()
+
+
+class Decoder:
+    """Decodes token by token: keys and values of the tokens given so far stay in megatron-core's cache."""
+
+    def __init__(self, model: TrainedModel, cache: StaticInferenceContext) -> None:
+        self._model, self._cache = model, cache
+
+    def next_logits(self, ids_bs: Tensor) -> Tensor:
+        """Logits [b, v] of the token after `ids_bs`: the prompts [b, s] at first, then one token [b, 1] a call."""
+        length = self._cache.sequence_len_offset
+        # A filled cache turns megatron-core's causal mask off: several queries would see each other's future.
+        assert length == 0 or ids_bs.shape[1] == 1, "after the prompt, one token a call"
+        logits = self._model._forward(ids_bs, first_position=length, cache=self._cache)
+        self._cache.increment_sequence_len_offset(ids_bs.shape[1])
+        self._cache.enable_decode_mode()
+        return logits[:, -1]
+
+
+def build_model(source: ModelSource, grid: RankGrid) -> TrainedModel:
+    """Build a model and read its weights: in bf16 if they were saved so and a GPU is there, else in float32.
+
+    Raises:
+        InputError, CorruptError: the weights are damaged, or of another model.
+    """
+    dtype = source.dtype if grid.device == "cuda" else torch.float32
+    stage = build_stage(source.config, ParallelConfig(), grid, dtype=dtype, seed=None)
+    source.fill(stage, grid)
+    return TrainedModel(stage, source.config, grid.torch_device)
+
+
+@contextmanager
+def load_model(checkpoint: Path) -> Iterator[TrainedModel]:
+    """The model of a checkpoint as `find_model` finds it, in a process group of this process alone.
+
+    There must be no process group yet.
+
+    Raises:
+        InputError, CorruptError: as `find_model` and `build_model`.
+    """
+    source = find_model(checkpoint)
+    with distributed(ParallelConfig()) as grid:
+        yield build_model(source, grid)

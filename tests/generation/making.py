@@ -1,0 +1,127 @@
+"""Makes a small checkpoint, its export and its tokenizer for the tests of generation.
+
+The model is a reference case: 250 token ids, embedding rows for 256, trained-looking weights in the padding too.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
+from megatron_fanformer.conversion.huggingface import export_huggingface
+from megatron_fanformer.conversion.mapping import expected_shapes
+from megatron_fanformer.generation.generate import continuation
+from megatron_fanformer.generation.models import TrainedModel, build_model, find_model
+from megatron_fanformer.generation.sampling import SamplingConfig
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
+from tests.training.layouts import reference_tensors
+
+END_OF_TEXT_ID = 0
+PROMPT = "def f(x):"
+GREEDY = SamplingConfig()
+
+
+def write_tokenizer(folder: Path, vocab_size: int = 250) -> Path:
+    """A tokenizer of single characters, each with its code point as id; id 0 is the end of text."""
+    vocabulary = {chr(code): code for code in range(1, vocab_size)}
+    content = {
+        "version": "1.0",
+        "added_tokens": [
+            {
+                "id": END_OF_TEXT_ID,
+                "content": "<|endoftext|>",
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+        ],
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "BPE", "vocab": {"<|endoftext|>": END_OF_TEXT_ID, **vocabulary}, "merges": []},
+    }
+    path = folder / f"characters-{vocab_size}.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def grouped_queries() -> tuple[FANformerConfig, dict[str, torch.Tensor]]:
+    """A random model whose heads share keys and values, which no reference case has."""
+    config = FANformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_attention_heads=4,
+        num_query_groups=2,
+        vocab_size=250,
+        seq_length=64,
+        fan=FANConfig(activation="gelu"),
+    )
+    generator = torch.Generator().manual_seed(0)
+    shapes = expected_shapes(config, "megatron")
+    return config, {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+
+
+def model_and_tensors(case: str, dtype: torch.dtype = torch.float32) -> tuple[FANformerConfig, dict[str, torch.Tensor]]:
+    config, tensors = grouped_queries() if case == "grouped-queries" else reference_tensors(case)
+    return config, {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+def write_checkpoint(run: Path, case: str, tokenizer: Path, precision: str = "fp32") -> Path:
+    """A run's folder with one checkpoint; to be called on a rank."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    config, tensors = model_and_tensors(case, dtype)
+    saved = {"model": dataclasses.asdict(config), "precision": {"dtype": precision}}
+    with rank_grid(ParallelConfig(device="cpu"), "cpu"):
+        return write_full_tensors(run, tensors, saved, [tokenizer])
+
+
+def write_export(folder: Path, case: str, tokenizer: Path) -> None:
+    config, tensors = model_and_tensors(case)
+    export_huggingface(
+        config,
+        tensors,
+        folder,
+        dtype=torch.float32,
+        tokenizer_path=tokenizer,
+        end_of_text_id=END_OF_TEXT_ID,
+    )
+
+
+def greedy_ids(checkpoint: Path, prompt_ids: list[int], new_tokens: int) -> list[int]:
+    """Greedy new ids by the cache; to be called on a rank."""
+    with rank_grid(ParallelConfig(device="cpu"), "cpu") as grid:
+        model = build_model(find_model(checkpoint), grid)
+        return list(continuation(model, prompt_ids, max_new_tokens=new_tokens, sampling=GREEDY, end_of_text_id=None))
+
+
+def with_model(checkpoint: Path, ask: Any, *arguments: Any) -> Any:
+    """`ask(model, *arguments)`; to be called on a rank."""
+    with rank_grid(ParallelConfig(device="cpu"), "cpu") as grid:
+        return ask(build_model(find_model(checkpoint), grid), *arguments)
+
+
+def new_ids(
+    model: TrainedModel, prompt_ids: list[int], new_tokens: int, sampling: SamplingConfig = GREEDY
+) -> list[int]:
+    """Ids that follow a prompt, greedy unless told otherwise; nothing ends them early."""
+    return list(continuation(model, prompt_ids, max_new_tokens=new_tokens, sampling=sampling, end_of_text_id=None))
+
+
+def all_logits(model: TrainedModel, ids_bs: list[list[int]]) -> list[Any]:
+    return model.logits(torch.tensor(ids_bs)).tolist()
+
+
+def cached_logits(model: TrainedModel, ids_bs: list[list[int]], prompt_length: int) -> list[Any]:
+    """Logits [b, s - prompt_length + 1, v] that the cache gives for the tokens from the prompt's end on."""
+    ids = torch.tensor(ids_bs)
+    decoder = model.decoder(ids.shape[0], ids.shape[1])
+    steps = [ids[:, :prompt_length], *ids[:, prompt_length:].split(1, dim=1)]
+    return torch.stack([decoder.next_logits(step) for step in steps], dim=1).tolist()

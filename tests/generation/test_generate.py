@@ -1,0 +1,153 @@
+"""The verb `generate`: text from a checkpoint and from an export, where it stops, and what it refuses."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_fanformer.checkpoint.store import find_checkpoint
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.generation.generate import GenerateConfig, continuation, generate
+from tests.generation.making import GREEDY, PROMPT, write_tokenizer
+
+# What a user of the export runs where this package cannot be imported.
+STRANGER = """
+import sys
+sys.modules["megatron_fanformer"] = None
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, prompt = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+ids = tokenizer(prompt, return_tensors="pt").input_ids
+out = model.generate(ids, max_new_tokens=24, do_sample=False)
+sys.stdout.buffer.write(tokenizer.decode(out[0], skip_special_tokens=True).encode())
+"""
+
+
+class FixedModel:
+    """Stands in for a model: after `n` tokens, the likeliest next one is `sequence[n]`."""
+
+    def __init__(self, sequence):
+        self.sequence, self.seen = sequence, 0
+
+    def decoder(self, batch_size, max_length):
+        assert (batch_size, max_length) == (1, len(self.sequence))
+        return self
+
+    def next_logits(self, ids_bs):
+        self.seen += ids_bs.shape[1]
+        return torch.nn.functional.one_hot(torch.tensor([self.sequence[self.seen]]), 10).float()
+
+
+def run(folder, **settings):
+    return generate(GenerateConfig(**{"checkpoint": str(folder), "prompt": PROMPT, "max_new_tokens": 24, **settings}))
+
+
+def problems_of(folder, **settings) -> list[str]:
+    with pytest.raises(InputError) as caught:
+        run(folder, **settings)
+    return str(caught.value).splitlines()
+
+
+@pytest.fixture(scope="module")
+def greedy(run_folder):
+    return run(run_folder)
+
+
+def test_text_follows_the_prompt(greedy):
+    assert greedy.prompt_ids == [ord(character) for character in PROMPT]
+    assert len(greedy.ids) == 24
+    assert greedy.text == "".join(map(chr, greedy.ids))
+
+
+def test_a_checkpoint_and_its_export_give_the_same_text(greedy, run_folder, exported_folder):
+    assert run(find_checkpoint(run_folder)) == greedy
+    assert run(exported_folder) == greedy
+
+
+def test_transformers_without_this_package_gives_the_same_text(greedy, exported_folder, tmp_path):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "HF_"))}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    command = [sys.executable, "-c", STRANGER, str(exported_folder), PROMPT]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode() == PROMPT + greedy.text
+
+
+def test_top_k_one_is_greedy(greedy, run_folder):
+    assert run(run_folder, temperature=2.0, top_k=1) == greedy
+
+
+def test_text_depends_on_the_seed_alone(run_folder, exported_folder):
+    first = run(run_folder, temperature=1.0, seed=3)
+    torch.manual_seed(5)
+    assert run(exported_folder, temperature=1.0, seed=3) == first
+    assert run(run_folder, temperature=1.0, seed=4).ids != first.ids
+
+
+def test_ids_that_the_tokenizer_has_not_stand_for_no_text(run_folder, tmp_path):
+    generation = run(run_folder, temperature=1000.0, tokenizer=str(write_tokenizer(tmp_path, vocab_size=128)))
+    known = [token for token in generation.ids if 0 < token < 128]
+    assert len(known) < len(generation.ids)
+    assert generation.text == "".join(map(chr, known))
+
+
+def test_an_empty_prompt_starts_a_document(run_folder):
+    generation = run(run_folder, prompt="", max_new_tokens=5)
+    assert generation.prompt_ids == [0]
+    assert len(generation.text) == len([token for token in generation.ids if token])
+
+
+def test_the_whole_sequence_length_can_be_used(run_folder):
+    assert len(run(run_folder, prompt="x" * 120, max_new_tokens=8).ids) == 8
+
+
+def test_generation_stops_with_the_end_of_text():
+    model = FixedModel([1, 2, 3, 4, 9, 5, 6])
+    ids = continuation(model, [1, 2], max_new_tokens=5, sampling=GREEDY, end_of_text_id=9)
+    assert list(ids) == [3, 4, 9]
+
+
+def test_generation_stops_after_max_new_tokens():
+    model = FixedModel([1, 2, 3, 4, 5])
+    assert list(continuation(model, [1, 2], max_new_tokens=3, sampling=GREEDY, end_of_text_id=9)) == [3, 4, 5]
+
+
+def test_all_problems_are_told_together_on_a_line_each(tmp_path):
+    found = problems_of(
+        tmp_path / "nowhere",
+        temperature=-1.0,
+        top_p=0.0,
+        top_k=-1,
+        seed=-1,
+        max_new_tokens=0,
+        tokenizer=str(tmp_path / "no.model"),
+    )
+    subjects = ("temperature", "top_k", "top_p", "seed", "max_new_tokens", str(tmp_path), "tokenizer")
+    assert [line.split(" ")[0].startswith(subject) for line, subject in zip(found, subjects, strict=True)] == [True] * 7
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_what_there_is(run_folder):
+    (problem,) = problems_of(run_folder, max_new_tokens=120)
+    assert problem.endswith("set max_new_tokens to 119 or less")
+
+
+def test_a_prompt_beyond_the_sequence_length_is_refused(run_folder):
+    (problem,) = problems_of(run_folder, prompt="x" * 130)
+    assert problem.endswith("shorten it to 127 tokens or less")
+
+
+def test_a_checkpoint_without_a_tokenizer_asks_for_one(run_folder, tmp_path):
+    checkpoint = find_checkpoint(run_folder)
+    for name in ("metadata.json", "config.yaml"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    (problem,) = problems_of(tmp_path)
+    assert problem == f"{tmp_path} holds no tokenizer; name one with --tokenizer"
+
+
+def test_a_larger_tokenizer_than_the_model_has_ids_is_refused(run_folder, tmp_path):
+    (problem,) = problems_of(run_folder, tokenizer=str(write_tokenizer(tmp_path, vocab_size=251)))
+    assert "251 ids" in problem
+    assert "250" in problem

@@ -1,0 +1,102 @@
+"""Loaded models: the same logits from every form of a model, with and without the key/value cache."""
+
+import dataclasses
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megatron_fanformer.checkpoint.store import find_checkpoint
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.generation.models import find_model
+from megatron_fanformer.generation.sampling import SamplingConfig
+from tests.generation.making import all_logits, cached_logits, new_ids, with_model, write_checkpoint
+from tests.training.layouts import REFERENCE
+
+PROMPT_IDS = [7, 99, 3, 200, 41]
+
+
+def test_logits_are_the_references_without_vocabulary_padding(run_folder, run_on_ranks):
+    expected = load_file(REFERENCE / "fanformer-tied" / "expected.safetensors")
+    (found,) = run_on_ranks(1, with_model, run_folder, all_logits, expected["input_ids"].tolist())
+    assert torch.allclose(torch.tensor(found), expected["logits"][..., :250], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", ["fanformer-tied", "fanformer-untied-p0125", "transformer-tied", "grouped-queries"])
+def test_the_cache_gives_the_logits_of_a_whole_pass(case, tmp_path, tokenizer_file, run_on_ranks):
+    run_on_ranks(1, write_checkpoint, tmp_path, case, tokenizer_file)
+    ids = [[7, 99, 3, 200, 41, 5, 6, 149], [1, 2, 3, 4, 5, 6, 7, 8]]
+    (whole,) = run_on_ranks(1, with_model, tmp_path, all_logits, ids)
+    (cached,) = run_on_ranks(1, with_model, tmp_path, cached_logits, ids, 3)
+    assert torch.allclose(torch.tensor(cached), torch.tensor(whole)[:, 2:], rtol=0, atol=2e-5)
+
+
+def test_the_cache_gives_the_greedy_ids_of_recomputing(run_folder, run_on_ranks):
+    (ids,) = run_on_ranks(1, with_model, run_folder, new_ids, PROMPT_IDS, 20)
+    (whole,) = run_on_ranks(1, with_model, run_folder, all_logits, [PROMPT_IDS + ids])
+    assert torch.tensor(whole[0])[len(PROMPT_IDS) - 1 : -1].argmax(-1).tolist() == ids
+
+
+def test_greedy_ids_are_those_of_transformers(run_folder, exported_folder, run_on_ranks):
+    (ids,) = run_on_ranks(1, with_model, run_folder, new_ids, PROMPT_IDS, 40)
+    model = AutoModelForCausalLM.from_pretrained(exported_folder, trust_remote_code=True)
+    prompt = torch.tensor([PROMPT_IDS])
+    out = model.generate(prompt, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert out[0, len(PROMPT_IDS) :].tolist() == ids
+
+
+def test_vocabulary_padding_is_never_sampled(run_folder, run_on_ranks):
+    uniform = SamplingConfig(temperature=1000.0)
+    (ids,) = run_on_ranks(1, with_model, run_folder, new_ids, PROMPT_IDS, 120, uniform)
+    assert len(set(ids)) > 60  # all tokens are about equally likely
+    assert max(ids) < 250
+
+
+def test_an_export_gives_the_checkpoints_logits(run_folder, exported_folder, run_on_ranks):
+    (saved,) = run_on_ranks(1, with_model, run_folder, all_logits, [PROMPT_IDS])
+    (exported,) = run_on_ranks(1, with_model, exported_folder, all_logits, [PROMPT_IDS])
+    assert exported == saved
+
+
+def test_bf16_weights_are_computed_with_in_float32_on_a_cpu(tmp_path, run_folder, tokenizer_file, run_on_ranks):
+    run_on_ranks(1, write_checkpoint, tmp_path, "fanformer-tied", tokenizer_file, "bf16")
+    assert find_model(tmp_path).dtype == torch.bfloat16
+    (rounded,) = run_on_ranks(1, with_model, tmp_path, all_logits, [PROMPT_IDS])
+    (exact,) = run_on_ranks(1, with_model, run_folder, all_logits, [PROMPT_IDS])
+    rounded, exact = torch.tensor(rounded), torch.tensor(exact)
+    assert not torch.equal(rounded, exact)
+    assert not torch.equal(rounded, rounded.bfloat16().float())
+    assert (rounded - exact).norm() < 0.02 * exact.norm()  # of weights of 8 bits
+
+
+def test_a_run_and_its_checkpoint_are_found_alike(run_folder):
+    checkpoint = find_checkpoint(run_folder)
+    assert find_model(run_folder).path == find_model(checkpoint).path == checkpoint
+
+
+def test_an_export_states_what_the_checkpoint_does(run_folder, exported_folder):
+    saved, exported = find_model(run_folder), find_model(exported_folder)
+    assert exported.config == dataclasses.replace(saved.config, num_query_groups=saved.config.query_groups)
+    assert exported.tokenizer == exported_folder / "tokenizer.json"
+    assert exported.end_of_text_id == 0
+
+
+def test_an_exports_original_tokenizer_comes_before_its_rewriting(exported_folder, tmp_path):
+    (tmp_path / "config.json").write_text((exported_folder / "config.json").read_text())
+    for name in ("tokenizer.json", "tokenizer.model"):
+        (tmp_path / name).touch()
+    assert find_model(tmp_path).tokenizer == tmp_path / "tokenizer.model"
+
+
+def test_a_missing_checkpoint_is_refused(tmp_path):
+    with pytest.raises(InputError, match="no checkpoint"):
+        find_model(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("text", ["{}", "model: {colour: blue}", "model: {fan: {}, colour: blue}"])
+def test_a_checkpoint_that_states_no_model_is_corrupt(tmp_path, text):
+    (tmp_path / "metadata.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(CorruptError, match="states no model"):
+        find_model(tmp_path)

@@ -1,0 +1,119 @@
+"""Sampling: what each setting cuts off, and that draws depend on the seed alone."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_fanformer.errors import DivergenceError
+from megatron_fanformer.generation.sampling import Sampler, SamplingConfig, token_probabilities
+
+PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1])
+LOGITS = PROBABILITIES.log() + 3.0
+
+
+def kept(**settings) -> list[int]:
+    probabilities = token_probabilities(LOGITS, SamplingConfig(**{"temperature": 1.0, **settings}))
+    assert probabilities.sum().item() == pytest.approx(1.0, abs=1e-12)
+    return probabilities.nonzero().flatten().tolist()
+
+
+def draws(number: int, **settings) -> list[int]:
+    sampler = Sampler(SamplingConfig(**{"temperature": 1.0, **settings}))
+    return [sampler(LOGITS) for _ in range(number)]
+
+
+def test_without_cuts_the_distribution_is_the_softmax():
+    found = token_probabilities(LOGITS, SamplingConfig(temperature=1.0))
+    assert torch.allclose(found, PROBABILITIES.double(), rtol=1e-6, atol=0)
+
+
+def test_temperature_divides_the_logits():
+    found = token_probabilities(LOGITS, SamplingConfig(temperature=0.5))
+    squared = PROBABILITIES.double() ** 2
+    assert torch.allclose(found, squared / squared.sum(), rtol=1e-6, atol=0)
+
+
+def test_temperature_zero_takes_the_likeliest():
+    assert draws(20, temperature=0.0) == [1] * 20
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 5e-324])
+def test_low_temperatures_come_to_greedy(temperature):
+    assert draws(20, temperature=temperature) == [1] * 20
+
+
+def test_top_k_one_is_greedy_at_any_temperature():
+    assert draws(20, temperature=5.0, top_k=1) == [1] * 20
+
+
+@pytest.mark.parametrize(("top_k", "ids"), [(0, [0, 1, 2, 3, 4]), (2, [1, 3]), (3, [1, 2, 3]), (99, [0, 1, 2, 3, 4])])
+def test_top_k_keeps_the_k_likeliest(top_k, ids):
+    assert kept(top_k=top_k) == ids
+
+
+def test_top_k_keeps_k_of_equal_logits():
+    found = token_probabilities(torch.zeros(8), SamplingConfig(temperature=1.0, top_k=3))
+    assert found.nonzero().flatten().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("top_p", "ids"), [(1e-9, [1]), (0.39, [1]), (0.5, [1, 3]), (0.71, [1, 2, 3]), (1.0, [0, 1, 2, 3, 4])]
+)
+def test_top_p_keeps_the_fewest_tokens_of_that_mass_and_at_least_one(top_p, ids):
+    assert kept(top_p=top_p) == ids
+
+
+def test_top_p_counts_what_top_k_left():
+    assert kept(top_k=2, top_p=0.57) == [1]  # 0.4 of the 0.7 that two tokens have
+    assert kept(top_k=2, top_p=0.58) == [1, 3]
+
+
+def test_draws_follow_the_probabilities():
+    counts = torch.bincount(torch.tensor(draws(4000)), minlength=5) / 4000
+    assert torch.allclose(counts, PROBABILITIES, atol=0.03)  # four standard deviations
+
+
+def test_equal_seeds_draw_alike_and_leave_the_global_state_alone():
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = draws(50, seed=7)
+    torch.manual_seed(2)
+    assert draws(50, seed=7) == first
+    torch.manual_seed(1)
+    draws(50, seed=7)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_other_seeds_draw_otherwise():
+    assert draws(50, seed=7) != draws(50, seed=8)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_refused(value):
+    with pytest.raises(DivergenceError, match="earlier checkpoint"):
+        Sampler(SamplingConfig())(torch.tensor([0.0, value]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"top_p": math.nan}, "top_p"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+    ],
+)
+def test_impossible_settings_are_problems(settings, name):
+    (problem,) = SamplingConfig(**settings).problems()
+    assert problem.startswith(name)
+
+
+def test_the_largest_seed_serves():
+    assert SamplingConfig(seed=2**63 - 1).problems() == []
+    assert len(draws(3, seed=2**63 - 1)) == 3

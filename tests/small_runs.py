@@ -1,0 +1,82 @@
+"""Runs of a model so small that twenty steps take a second, on random tokens, for tests of the whole trainer."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+ROOT = Path(__file__).parents[1]
+VOCAB_SIZE = 100
+SEQ_LENGTH = 16
+
+
+def write_tokens(prefix: Path, *, vocab_size: int = VOCAB_SIZE, documents: int = 60) -> str:
+    """Random documents as token files, by megatron-core's own writer; returns the prefix."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(documents):
+        length = 40 + number
+        builder.add_document(torch.randint(vocab_size, (length,), generator=generator), [length])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def small_run(tokens: str, run_dir: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's plain values: one rank, fp32, 20 steps; `sections` are laid over it, key by key."""
+    values: dict[str, dict[str, Any]] = {
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "ffn_hidden_size": 64,
+            "num_attention_heads": 4,
+            "vocab_size": VOCAB_SIZE,
+            "seq_length": SEQ_LENGTH,
+        },
+        "parallel": {"device": "cpu", "transformer_impl": "local", "threads_per_rank": 1},
+        "precision": {"dtype": "fp32"},
+        "data": {"train_data": [tokens]},
+        "optimizer": {"lr": 1e-2},
+        "schedule": {"lr_warmup_iters": 5},
+        "training": {
+            "run_dir": str(run_dir),
+            "train_iters": 20,
+            "global_batch_size": 4,
+            "micro_batch_size": 1,
+        },
+        "logging": {"tensorboard": False},
+    }
+    for section, fields in sections.items():
+        values[section] = {**values.get(section, {}), **copy.deepcopy(fields)}
+    return values
+
+
+def write_config(file: Path, values: dict[str, Any]) -> Path:
+    """Write plain values as a configuration file."""
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def start_command(*arguments: str, **options: Any) -> "subprocess.Popen[str]":
+    """Start `python -m megatron_fanformer ARGUMENTS` in a session of its own, its output captured."""
+    return start_program(sys.executable, "-m", "megatron_fanformer", *arguments, **options)
+
+
+def start_program(*command: str, environment: dict[str, str] | None = None) -> "subprocess.Popen[str]":
+    """Start a program that finds this checkout's package, in a session of its own, its output captured."""
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )

@@ -1,0 +1,314 @@
+"""Whole runs of a small model: resumed, in other layouts, and ended by numbers that went bad."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megatron_fanformer.errors import DivergenceError
+from megatron_fanformer.model.build import build_stage
+from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.training.config import RunConfig, config_from_dict
+from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.training.optimizer import build_optimizer
+from megatron_fanformer.training.schedule import build_scheduler
+from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run, write_tokens
+from tests.training.layouts import gather, shards_of
+
+SAME_LOSS = 1e-6  # relative, between layouts
+
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "tp1-plain": {"parallel": {"use_distributed_optimizer": False}},
+    "tp2": {"parallel": {"tensor_model_parallel_size": 2}},
+    "dp2": {"parallel": {"data_parallel_size": 2}},
+    "tp2-bf16": {"parallel": {"tensor_model_parallel_size": 2}, "precision": {"dtype": "bf16"}},
+}
+
+RunOnRanks = Callable[..., list[Any]]
+
+
+def world_size(values: dict[str, Any]) -> int:
+    parallel = config_from_dict(values).parallel
+    return parallel.model_parallel_size * (parallel.data_parallel_size or 1)
+
+
+# -- on every rank
+
+
+def train(values: dict[str, Any]) -> tuple[Any, Any]:
+    """Run a configuration; this rank's pieces of the weights before and after."""
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid)
+        before = shards_of(trainer._stage, grid)
+        trainer.train()
+        trainer.close()
+        return before, shards_of(trainer._stage, grid)
+
+
+def stored_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All that a checkpoint holds as tensors, the optimizer's included; one rank."""
+    from megatron.core import dist_checkpointing
+
+    return dist_checkpointing.load_plain_tensors(str(checkpoint))
+
+
+# -- resuming
+
+
+class Runs(NamedTuple):
+    """The same run three times over: in one go, stopped half-way, and gone on with to the end."""
+
+    values: dict[str, Any]
+    straight: Path
+    half: Path
+    resumed: Path
+    weights_at_half: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("tokens") / "random")
+
+
+@pytest.fixture(scope="module")
+def runs_in(
+    run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory, tokens: str
+) -> Callable[[str], Runs]:
+    """The runs of a layout, made when first asked for."""
+    made: dict[str, Runs] = {}
+
+    def runs(layout: str) -> Runs:
+        if layout not in made:
+            made[layout] = make_runs(run_on_ranks, tmp_path_factory.mktemp(layout), tokens, LAYOUTS[layout])
+        return made[layout]
+
+    return runs
+
+
+def make_runs(run_on_ranks: RunOnRanks, folder: Path, tokens: str, layout: dict[str, dict[str, Any]]) -> Runs:
+    straight = small_run(tokens, folder / "straight", **layout)
+    stopping = small_run(tokens, folder / "resumed", **layout)
+    stopping["training"]["exit_interval"] = 10
+    ranks = world_size(straight)
+    run_on_ranks(ranks, train, straight)
+    at_half = run_on_ranks(ranks, train, stopping)
+    shutil.copytree(folder / "resumed", folder / "half")
+    run_on_ranks(ranks, train, stopping)
+    weights = gather([after for _, after in at_half])
+    return Runs(stopping, folder / "straight", folder / "half", folder / "resumed", weights)
+
+
+def numbers(run: Path) -> list[tuple[int, float, float, float]]:
+    return [(m["step"], m["loss"], m["grad_norm"], m["learning_rate"]) for m in read_metrics(run)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_logs_what_an_uninterrupted_one_does(
+    runs_in: Callable[[str], Runs], layout: str
+) -> None:
+    runs = runs_in(layout)
+    assert [step for step, *_ in numbers(runs.half)] == list(range(1, 11))
+    assert [step for step, *_ in numbers(runs.straight)] == list(range(1, 21))
+    assert numbers(runs.resumed) == numbers(runs.straight)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_ends_with_the_same_weights_and_optimizer_bit_for_bit(
+    run_on_ranks: RunOnRanks, runs_in: Callable[[str], Runs], layout: str
+) -> None:
+    runs = runs_in(layout)
+    [straight], [resumed] = (
+        run_on_ranks(1, stored_tensors, run / "checkpoints" / "step-00000020")
+        for run in (runs.straight, runs.resumed)
+    )
+    assert straight.keys() == resumed.keys()
+    assert any("exp_avg_sq" in name for name in straight)
+    assert [name for name in straight if not torch.equal(straight[name], resumed[name])] == []
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [{"pipeline_model_parallel_size": 2}, {"data_parallel_size": 2}, {}],
+    ids=["pp2", "dp2", "tp1"],
+)
+def test_a_checkpoint_of_tp2_goes_on_in_another_layout(
+    run_on_ranks: RunOnRanks, runs_in: Callable[[str], Runs], tmp_path: Path, tokens: str, degrees: dict[str, int]
+) -> None:
+    runs = runs_in("tp2")
+    shutil.copytree(runs.half, tmp_path / "run")
+    values = small_run(tokens, tmp_path / "run", parallel=degrees, training={"exit_interval": 14})
+    ranks = run_on_ranks(world_size(values), train, values)
+    loaded = gather([before for before, _ in ranks])
+    assert loaded.keys() == runs.weights_at_half.keys()
+    assert [name for name in loaded if not torch.equal(loaded[name], runs.weights_at_half[name])] == []
+    losses = [metrics["loss"] for metrics in read_metrics(tmp_path / "run")]
+    expected = [metrics["loss"] for metrics in read_metrics(runs.straight)]
+    assert losses == pytest.approx(expected[:14], rel=SAME_LOSS, abs=0)
+
+
+# -- initial weights
+
+
+def initial_weights(values: dict[str, Any], seed: int) -> Any:
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid:
+        seed_everything(seed)
+        stage = build_stage(config.model, config.parallel, grid, dtype=torch.float32, seed=seed)
+        return shards_of(stage, grid)
+
+
+@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+def test_the_seed_alone_decides_the_initial_weights(
+    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, untied: bool
+) -> None:
+    def weights(seed: int, **degrees: int) -> dict[str, torch.Tensor]:
+        model = {"untie_embeddings_and_output_weights": untied}
+        values = small_run(tokens, tmp_path, model=model, parallel=degrees)
+        return gather(run_on_ranks(world_size(values), initial_weights, values, seed))
+
+    first = weights(1)
+    for degrees in ({"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}):
+        other = weights(1, **degrees)
+        assert first.keys() == other.keys()
+        assert [name for name in first if not torch.equal(first[name], other[name])] == []
+    reseeded = weights(2)
+    matrices = {name for name, weight in first.items() if weight.ndim == 2}
+    assert {name for name in first if not torch.equal(first[name], reseeded[name])} == matrices
+
+
+# -- the model that is trained
+
+
+def outputs_before_and_after_scaling_a_norm(values: dict[str, Any], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    config = config_from_dict(values)
+    tokens = torch.arange(SEQ_LENGTH).unsqueeze(0) % VOCAB_SIZE
+    positions = torch.arange(SEQ_LENGTH).unsqueeze(0)
+    with rank_grid(config.parallel, "cpu") as grid, torch.no_grad():
+        seed_everything(1)
+        stage = build_stage(config.model, config.parallel, grid, dtype=torch.float32, seed=1)
+        before = stage(tokens, positions, None)
+        stage.decoder.layers[layer].input_layernorm.weight.mul_(1.5)
+        return before, stage(tokens, positions, None)
+
+
+@pytest.mark.parametrize("placement", ["qkv", "none"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_no_input_norm_is_dropped(
+    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, placement: str, layer: int
+) -> None:
+    values = small_run(tokens, tmp_path, model={"fan": {"placement": placement}})
+    [(before, after)] = run_on_ranks(1, outputs_before_and_after_scaling_a_norm, values, layer)
+    assert (before - after).abs().max() > 1e-2
+
+
+def pieces_around_a_step_without_gradient(values: dict[str, Any]) -> tuple[Any, Any]:
+    """Weight decay alone moves a weight then. All weights are away from zero."""
+    from megatron_fanformer.training.step import wrap_stage
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid:
+        seed_everything(1)
+        stage = build_stage(config.model, config.parallel, grid, dtype=torch.float32, seed=1)
+        for name, parameter in stage.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.ones_(parameter)
+        before = shards_of(stage, grid)
+        update_without_gradient(config, wrap_stage(stage, config.parallel))
+        return before, shards_of(stage, grid)
+
+
+def update_without_gradient(config: RunConfig, wrapped: Any) -> None:
+    optimizer = build_optimizer(
+        config.optimizer,
+        [wrapped],
+        dtype=torch.float32,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+    )
+    lr, weight_decay = config.optimizer.lr, config.optimizer.weight_decay
+    scheduler = build_scheduler(config.schedule, optimizer, lr=lr, weight_decay=weight_decay, train_iters=20)
+    scheduler.step(1)
+    wrapped.zero_grad_buffer()
+    optimizer.zero_grad()
+    wrapped.start_grad_sync()
+    wrapped.finish_grad_sync()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"use_distributed_optimizer": False},
+        {"tensor_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2},
+        {"data_parallel_size": 2},
+    ],
+    ids=["tp1-plain", "tp2", "pp2", "dp2"],
+)
+def test_weight_decay_falls_on_linear_weights_alone(
+    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, degrees: dict[str, Any], untied: bool
+) -> None:
+    values = small_run(
+        tokens, tmp_path, model={"untie_embeddings_and_output_weights": untied}, parallel=degrees
+    )
+    ranks = run_on_ranks(world_size(values), pieces_around_a_step_without_gradient, values)
+    before, after = (gather([pieces[which] for pieces in ranks]) for which in (0, 1))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    linear = {name for name, weight in before.items() if weight.ndim == 2 and "embedding" not in name}
+    assert moved == linear
+    assert ("output_layer.weight" in moved) is untied
+
+
+# -- numbers that go bad
+
+
+def diverge(values: dict[str, Any], spoil: Callable[[Any], None]) -> tuple[str, int, Any, Any]:
+    """Spoil the model, and train; the error, and this rank's weights before and after it."""
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid)
+        spoil(trainer._stage)
+        before = [parameter.detach().clone() for parameter in trainer._stage.parameters()]
+        with pytest.raises(DivergenceError) as caught:
+            trainer.train()
+        trainer.close()
+        unchanged = all(map(torch.equal, before, trainer._stage.parameters()))
+        return str(caught.value), caught.value.exit_code, unchanged, read_metrics(trainer.run)
+
+
+def spoil_loss(stage: Any) -> None:
+    stage.decoder.final_layernorm.weight.data.fill_(float("inf"))
+
+
+def spoil_gradient(stage: Any) -> None:
+    """The loss stays finite, the gradient of one weight does not; on one rank."""
+    if torch.distributed.get_rank() == 1:
+        stage.decoder.final_layernorm.weight.register_hook(lambda gradient: gradient * float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"), [(spoil_loss, "the loss is nan"), (spoil_gradient, "the gradient norm is inf")]
+)
+@pytest.mark.parametrize("degrees", [{"data_parallel_size": 2}, {"tensor_model_parallel_size": 2}], ids=["dp2", "tp2"])
+def test_a_number_that_is_not_finite_ends_the_run_and_changes_no_weight(
+    run_on_ranks: RunOnRanks,
+    tmp_path: Path,
+    tokens: str,
+    spoil: Callable[[Any], None],
+    what: str,
+    degrees: dict[str, int],
+) -> None:
+    values = small_run(tokens, tmp_path / "run", parallel=degrees)
+    for message, exit_code, unchanged, metrics in run_on_ranks(2, diverge, values, spoil):
+        assert message.startswith(f"step 1: {what}")
+        assert (exit_code, unchanged, metrics) == (4, True, [])
+    assert not (tmp_path / "run" / "checkpoints").exists()
