@@ -100,9 +100,15 @@ def _demo(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) 
 
 
 def _prepare_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help=".jsonl, .jsonl.gz, .json.gz files, or folders of them")
-    parser.add_argument("--output", required=True, metavar="PREFIX", help="PREFIX.bin, PREFIX.idx, PREFIX.manifest.json")
-    parser.add_argument("--tokenizer", required=True, help="sentencepiece .model, Hugging Face tokenizer.json, or a folder")
+    parser.add_argument(
+        "inputs", nargs="+", metavar="INPUT", help=".jsonl, .jsonl.gz, .json.gz files, or folders of them"
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="PREFIX", help="PREFIX.bin, PREFIX.idx, PREFIX.manifest.json"
+    )
+    parser.add_argument(
+        "--tokenizer", required=True, help="sentencepiece .model, Hugging Face tokenizer.json, or a folder"
+    )
     parser.add_argument("--workers", type=int, help="worker processes (all cores)")
     parser.add_argument("--text-field", default="text", help="the field of a document that is its text (text)")
     parser.add_argument("--eod-id", type=int, help="the id that ends a document (the tokenizer's end of text)")
@@ -139,7 +145,9 @@ def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True, help="configuration file (YAML)")
-    parser.epilog = "Any field of the configuration can be set as --section.field VALUE, e.g. --training.train_iters 100."
+    parser.epilog = (
+        "Any field of the configuration can be set as --section.field VALUE, e.g. --training.train_iters 100."
+    )
 
 
 def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> None:

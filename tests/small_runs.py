@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
 
 ROOT = Path(__file__).parents[1]
@@ -21,10 +20,10 @@ def write_tokens(prefix: Path, *, vocab_size: int = VOCAB_SIZE, documents: int =
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    generator = torch.Generator().manual_seed(0)
+    generator = np.random.default_rng(0)
     for number in range(documents):
         length = 40 + number
-        builder.add_document(torch.randint(vocab_size, (length,), generator=generator), [length])
+        builder.add_document(generator.integers(vocab_size, size=length), [length])
     builder.finalize(f"{prefix}.idx")
     return str(prefix)
 

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "planning": ("model.config",),
     "training": ("runtime", "model", "data", "checkpoint", "planning"),
     "conversion": ("runtime", "model", "data.tokenizer", "checkpoint", "hf"),
-    "generation": ("runtime", "model", "data", "checkpoint", "conversion"),
+    "generation": ("runtime", "model", "data", "checkpoint", "conversion", "hf"),
     "experiments": (
         "runtime",
         "model",
@@ -81,9 +81,7 @@ def imported_modules(root: Path, path: Path, tree: ast.Module) -> Iterator[tuple
             module = ".".join([*base, *([node.module] if node.module else [])])
             yield from dict.fromkeys((node.lineno, _target(root, module, alias.name)) for alias in node.names)
         elif isinstance(node, ast.Call) and _last_name(node.func) in {"import_module", "__import__"}:
-            yield from (
-                (node.lineno, str(arg.value)) for arg in node.args[:1] if isinstance(arg, ast.Constant)
-            )
+            yield from ((node.lineno, str(arg.value)) for arg in node.args[:1] if isinstance(arg, ast.Constant))
 
 
 def _target(root: Path, module: str, name: str) -> str:
@@ -110,9 +108,7 @@ def _covers(allowed: str, target: str) -> bool:
 
 
 def rooms_are_in_the_table(root: Path) -> list[str]:
-    return [
-        f"{path}: no row in MAY_IMPORT for it" for path, _ in sources(root) if room_of(path) not in MAY_IMPORT
-    ]
+    return [f"{path}: no row in MAY_IMPORT for it" for path, _ in sources(root) if room_of(path) not in MAY_IMPORT]
 
 
 def imports_follow_the_table(root: Path) -> list[str]:
@@ -146,9 +142,7 @@ def hf_stands_alone(root: Path) -> list[str]:
 
 
 def _is_relative(tree: ast.Module, line: int) -> bool:
-    return any(
-        isinstance(node, ast.ImportFrom) and node.lineno == line and node.level for node in ast.walk(tree)
-    )
+    return any(isinstance(node, ast.ImportFrom) and node.lineno == line and node.level for node in ast.walk(tree))
 
 
 def environment_is_read_in_device(root: Path) -> list[str]:
@@ -179,9 +173,7 @@ def names_say_something(root: Path) -> list[str]:
 
 
 def files_are_short(root: Path) -> list[str]:
-    counts = (
-        (path, len((root / path).read_text(encoding="utf-8").splitlines())) for path, _ in sources(root)
-    )
+    counts = ((path, len((root / path).read_text(encoding="utf-8").splitlines())) for path, _ in sources(root))
     return [f"{path}: {count} lines, over {MAX_LINES}" for path, count in counts if count > MAX_LINES]
 
 

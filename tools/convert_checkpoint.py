@@ -1,4 +1,4 @@
-"""`megatron-fanformer convert`, as a script: `convert_checkpoint.py SOURCE DESTINATION --to {megatron,hf,reference}`."""
+"""`megatron-fanformer convert`, as a script: `... SOURCE DESTINATION --to {megatron,hf,reference}`."""
 
 import sys
 from collections.abc import Sequence

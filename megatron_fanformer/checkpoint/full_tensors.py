@@ -35,8 +35,6 @@ def write_full_tensors(
     """Publish whole tensors as the checkpoint of step 0 of a run's folder, for any layout to load."""
     checkpoints = run / store.CHECKPOINTS
     folder = store.temporary_folder(checkpoints, 0)
-    sharded = {
-        name: ShardedTensor.from_rank_offsets(name, tensor.contiguous()) for name, tensor in tensors.items()
-    }
+    sharded = {name: ShardedTensor.from_rank_offsets(name, tensor.contiguous()) for name, tensor in tensors.items()}
     megatron_versions.save(sharded, folder)
     return store.publish(folder, checkpoints, 0, config, attachments=attachments)

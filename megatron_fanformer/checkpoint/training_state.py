@@ -25,7 +25,7 @@ def save_training_state(
     run: Path,
     *,
     step: int,
-    stage: torch.nn.Module,
+    stage: Any,
     optimizer: Any,
     progress: dict[str, Any],
     config: dict[str, Any],
@@ -61,7 +61,7 @@ def save_training_state(
 
 
 def load_training_state(
-    checkpoint: Path, *, stage: torch.nn.Module, optimizer: Any, config: dict[str, Any], grid: RankGrid
+    checkpoint: Path, *, stage: Any, optimizer: Any, config: dict[str, Any], grid: RankGrid
 ) -> dict[str, Any]:
     """Load weights, optimizer and random states in place; returns the saved progress.
 
@@ -87,7 +87,7 @@ def load_training_state(
     return loaded["progress"]
 
 
-def load_weights(checkpoint: Path, stage: torch.nn.Module, grid: RankGrid) -> None:
+def load_weights(checkpoint: Path, stage: Any, grid: RankGrid) -> None:
     """Load a stage's weights alone, from a checkpoint of any layout.
 
     Raises:
@@ -97,7 +97,7 @@ def load_weights(checkpoint: Path, stage: torch.nn.Module, grid: RankGrid) -> No
     stage.load_state_dict(loaded["model"], strict=False)
 
 
-def model_state(stage: torch.nn.Module, grid: RankGrid) -> dict[str, Any]:
+def model_state(stage: Any, grid: RankGrid) -> dict[str, Any]:
     """A stage's parameters as sharded tensors, under one global name a layer.
 
     Layers' extra state (None here; Transformer Engine's FP8 scales) is left out: local and Transformer Engine layers

@@ -56,9 +56,7 @@ def pack_standard_library(folder: Path, *, shards: int = 4, root: Path | None = 
     train = [source for source in sources if not _is_held_out(source.name)]
     held_out = [source for source in sources if _is_held_out(source.name)]
     if len(train) < shards or not held_out:
-        raise InputError(
-            f"{root} holds {len(sources)} Python files: too few for {shards} shards and a held-out part"
-        )
+        raise InputError(f"{root} holds {len(sources)} Python files: too few for {shards} shards and a held-out part")
     added = max(source.modified for source in sources)
     folder.mkdir(parents=True, exist_ok=True)
     train_paths = tuple(folder / f"train-{shard:05d}.jsonl.gz" for shard in range(shards))

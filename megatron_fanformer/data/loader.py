@@ -49,13 +49,9 @@ class DataConfig:
                 problems.append("data.split: cannot stand beside data.valid_data; remove one of the two")
             problems += split_problems(self.split)
         if self.tokenizer is not None and not Path(self.tokenizer).exists():
-            problems.append(
-                f"data.tokenizer: {self.tokenizer} does not exist; give a .model or tokenizer.json"
-            )
+            problems.append(f"data.tokenizer: {self.tokenizer} does not exist; give a .model or tokenizer.json")
         if self.num_workers < 0:
-            problems.append(
-                f"data.num_workers: {self.num_workers} is negative; 0 loads in the rank's own process"
-            )
+            problems.append(f"data.num_workers: {self.num_workers} is negative; 0 loads in the rank's own process")
         return problems
 
     def prefixes(self) -> list[str]:

@@ -92,9 +92,7 @@ def read_manifest(prefix: str) -> Manifest | None:
     except FileNotFoundError:
         return None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CorruptError(
-            f"{path} is no manifest ({error}): remove the prefix's files, prepare again"
-        ) from error
+        raise CorruptError(f"{path} is no manifest ({error}): remove the prefix's files, prepare again") from error
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

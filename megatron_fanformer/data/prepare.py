@@ -117,9 +117,7 @@ def _existing(job: Job) -> Manifest | None:
     if difference:
         raise InputError(f"output prefix {prefix} exists already with {difference}: {remedy}")
     if job.strict and manifest.refused:
-        raise InputError(
-            f"{manifest.refused_examples[0]} (and the prefix {prefix} exists without it: {remedy})"
-        )
+        raise InputError(f"{manifest.refused_examples[0]} (and the prefix {prefix} exists without it: {remedy})")
     return manifest
 
 

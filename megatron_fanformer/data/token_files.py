@@ -91,12 +91,8 @@ def _parse_index(path: Path) -> tuple[np.dtype[Any], np.ndarray, int]:
     if magic != INDEX_MAGIC or version != 1 or code not in DTYPES:
         raise CorruptError(f"{path} is no Megatron index of int32 or uint16 token ids: prepare it again")
     if size < INDEX_HEADER.size + 12 * count + 8 * documents:
-        raise CorruptError(
-            f"{path} is truncated ({size} bytes for {count} sequences): copy or prepare it again"
-        )
-    data = np.memmap(
-        path, mode="r", dtype=np.uint8, offset=INDEX_HEADER.size, shape=(size - INDEX_HEADER.size,)
-    )
+        raise CorruptError(f"{path} is truncated ({size} bytes for {count} sequences): copy or prepare it again")
+    data = np.memmap(path, mode="r", dtype=np.uint8, offset=INDEX_HEADER.size, shape=(size - INDEX_HEADER.size,))
     lengths = data[: 4 * count].view(np.int32)
     offsets = data[4 * count : 12 * count].view(np.int64)
     bin_bytes = int(offsets[-1]) + int(lengths[-1]) * DTYPES[code].itemsize if count else 0
@@ -217,9 +213,7 @@ def _open_locked(partial: Path, prefix: str) -> IO[bytes]:
         ours = True
     if not ours or bin_path(prefix).exists() or idx_path(prefix).exists():
         stream.close()
-        raise InputError(
-            f"{prefix} is being written by another process: wait for it, or choose another prefix"
-        )
+        raise InputError(f"{prefix} is being written by another process: wait for it, or choose another prefix")
     stream.truncate(0)
     return stream
 
@@ -231,10 +225,6 @@ def writing_to(prefix: str) -> Iterator[None]:
         yield
     except (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError) as error:
         path = error.filename or prefix
-        raise InputError(
-            f"{path} cannot be written ({error.strerror}): choose another output prefix"
-        ) from error
+        raise InputError(f"{path} cannot be written ({error.strerror}): choose another output prefix") from error
     except OSError as error:
-        raise FanformerError(
-            f"writing {prefix} failed ({error.strerror or error}): nothing was published"
-        ) from error
+        raise FanformerError(f"writing {prefix} failed ({error.strerror or error}): nothing was published") from error

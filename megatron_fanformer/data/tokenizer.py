@@ -69,13 +69,9 @@ def _tokenizer_file(path: Path) -> Path:
         named = [path / "tokenizer.json", path / "tokenizer.model", *(models if len(models) == 1 else [])]
         path = next((candidate for candidate in named if candidate.is_file()), path)
         if path.is_dir():
-            raise InputError(
-                f"folder {path} holds no tokenizer: it needs a tokenizer.json or one .model file"
-            )
+            raise InputError(f"folder {path} holds no tokenizer: it needs a tokenizer.json or one .model file")
     if not path.is_file():
-        raise InputError(
-            f"tokenizer {path} does not exist: give a .model file, a tokenizer.json or their folder"
-        )
+        raise InputError(f"tokenizer {path} does not exist: give a .model file, a tokenizer.json or their folder")
     if path.suffix not in (".json", ".model"):
         raise InputError(f"tokenizer {path} is of no known kind: its name must end in .model or .json")
     return path
@@ -154,9 +150,7 @@ class HuggingFaceTokenizer:
 def _end_of_text_id(path: Path, stated: int | None, vocab_size: int, found: int | None) -> int:
     if stated is not None:
         if not 0 <= stated < vocab_size:
-            raise InputError(
-                f"eod_id {stated} is outside the vocabulary of {path}: it must be in [0, {vocab_size})"
-            )
+            raise InputError(f"eod_id {stated} is outside the vocabulary of {path}: it must be in [0, {vocab_size})")
         return stated
     if found is None:
         names = ", ".join(END_OF_TEXT_NAMES)
@@ -205,9 +199,7 @@ def train_sentencepiece(
         partial.replace(model)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise InputError(
-            f"no tokenizer of {vocab_size} pieces can be trained on these texts: {reason}"
-        ) from error
+        raise InputError(f"no tokenizer of {vocab_size} pieces can be trained on these texts: {reason}") from error
     finally:
         partial.unlink(missing_ok=True)
     return model

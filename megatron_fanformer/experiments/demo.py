@@ -144,9 +144,7 @@ def _texts(corpus: Corpus) -> Iterator[str]:
 
 def _tokenize(places: Places, part: str, inputs: list[Path]) -> int:
     report = prepare(
-        PrepareConfig(
-            inputs=tuple(map(str, inputs)), output=str(places.tokens(part)), tokenizer=str(places.tokenizer)
-        )
+        PrepareConfig(inputs=tuple(map(str, inputs)), output=str(places.tokens(part)), tokenizer=str(places.tokenizer))
     )
     return report.manifest.tokens
 
@@ -198,10 +196,12 @@ def compare_logits(places: Places, corpus: Corpus) -> float:
         FanformerError: it is above the tolerance of the precision.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
     import megatron_fanformer.hf  # noqa: F401  registers the model with transformers' auto classes
     from megatron_fanformer.generation.models import load_model
 
+    transformers_logging.disable_progress_bar()
     text = next(text for text in read_documents(corpus.held_out) if isinstance(text, str))
     ids = torch.tensor([load_tokenizer(places.tokenizer).encode(text)[: MODEL.seq_length]])
     exported = AutoModelForCausalLM.from_pretrained(places.huggingface, dtype=torch.float32).eval()

@@ -45,9 +45,7 @@ class FANSelfAttention(SelfAttention):
     ) -> None:
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         assert submodules.fan_linear is not None, "the layer spec names no linear layer for the FAN map"
-        self.fan = FANProjection(
-            config, fan=fan, linear=submodules.fan_linear, tp_group=self.pg_collection.tp
-        )
+        self.fan = FANProjection(config, fan=fan, linear=submodules.fan_linear, tp_group=self.pg_collection.tp)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Queries, keys and values [s, b, n, d] of hidden states [s, b, h] (this rank's part under SP)."""
@@ -103,23 +101,28 @@ class TorchCoreAttention(MegatronModule):
     ) -> Tensor:
         """Queries [s, b, n, d], keys and values [s, b, n or fewer, d] -> [s, b, n * d]."""
         mask_type = attn_mask_type or self.attn_mask_type
-        if mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask) or packed_seq_params or attention_bias is not None:
+        if (
+            mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask)
+            or packed_seq_params
+            or attention_bias is not None
+        ):
             raise ValueError(f"the local core attention has causal masks only, not {mask_type}")
         # Heads shared by several queries are repeated: with enable_gqa torch leaves its fused CPU kernel.
         repeats = query.shape[2] // key.shape[2]
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         context_bnsd = F.scaled_dot_product_attention(
-            *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
-            is_causal=mask_type == AttnMaskType.causal,
-            scale=self.softmax_scale,
+            query, key, value, is_causal=mask_type == AttnMaskType.causal, scale=self.softmax_scale
         )
         return context_bnsd.permute(2, 0, 1, 3).flatten(2)
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm that tells Megatron to sum its weight's gradient under sequence parallelism (torch's wrapped one
-    refuses to run there)."""
+    """RMSNorm that tells Megatron to sum its weight's gradient under sequence parallelism.
+
+    (megatron-core's wrapper of torch's own refuses to run there.)
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_ignored: Any) -> None:
         super().__init__()

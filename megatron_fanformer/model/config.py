@@ -14,6 +14,17 @@ PAPER_VOCAB_SIZE = 50_280  # allenai/gpt-neox-olmo-dolma-v1_5
 PAPER_P_RATIO = 0.25
 FFN_MULTIPLE = 64  # matched sizes are rounded to it, so that every usual tensor-parallel size divides them
 
+SIZE_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
+    "seq_length",
+    "rotary_base",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FANConfig:
@@ -149,13 +160,9 @@ class FANformerConfig:
         return found + self.fan.problems()
 
     def _size_problems(self) -> list[str]:
-        sizes = (
-            "num_layers hidden_size ffn_hidden_size num_attention_heads vocab_size make_vocab_size_divisible_by "
-            "seq_length rotary_base"
-        ).split()
         found = [
             f"model.{name} is {getattr(self, name)}; it must be at least 1"
-            for name in sizes
+            for name in SIZE_FIELDS
             if getattr(self, name) < 1
         ]
         if self.num_query_groups is not None and self.num_query_groups < 1:

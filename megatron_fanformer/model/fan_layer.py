@@ -131,8 +131,7 @@ class FANProjection(MegatronModule):
         if periodic % ranks or rows % ranks:
             raise ValueError(
                 f"the FAN map's {periodic} periodic and {rows - periodic} linear rows do not divide over tensor "
-                f"parallel size {ranks}; the nearest periodic size that does is "
-                f"{nearest_valid_periodic_size(periodic, config.hidden_size, ranks)}"
+                f"parallel size {ranks}; choose a p_ratio for which both do"
             )
         self.shard = FANShard(ranks, tp_group.rank(), periodic // ranks, (rows - periodic) // ranks)
         self.tp_group = tp_group
@@ -159,7 +158,8 @@ class FANProjection(MegatronModule):
         self, prefix: str = "", sharded_offsets: Sequence[tuple[int, int, int]] = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """The map's shards under their places in the canonical [p | g] rows, which no layout changes."""
-        state = self.linear.sharded_state_dict(f"{prefix}linear.", sharded_offsets, metadata)
+        linear: Any = self.linear  # a module whose class the layer spec chooses
+        state = linear.sharded_state_dict(f"{prefix}linear.", sharded_offsets, metadata)
         for name in ("weight", "bias"):
             key = f"{prefix}linear.{name}"
             if key in state:

@@ -22,9 +22,7 @@ def initialize(sharded_state: dict[str, Any], config: FANformerConfig, seed: int
     initialize_by_name(sharded_state, seed, partial(_draw, config))
 
 
-def _draw(
-    config: FANformerConfig, name: str, shape: tuple[int, ...], generator: torch.Generator
-) -> torch.Tensor:
+def _draw(config: FANformerConfig, name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if "layernorm" in name:

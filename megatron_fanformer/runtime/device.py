@@ -145,6 +145,9 @@ NOTICES = (
     "When using async grad allreduce",
     "When using sequence parallelism it is recommended",
     "TypedStorage is deprecated",
+    "`load_state_dict` is deprecated",
+    "argument order of load",
+    "torch.distributed is disabled, unavailable",
     "MimoModelConfig is experimental",
 )
 

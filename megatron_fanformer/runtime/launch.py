@@ -83,9 +83,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int) -> N
     try:
         result = agent.run()
     except SignalException as stop:
-        raise Interrupted(
-            f"stopped on {stop.sigval.name}; the same command goes on from the last checkpoint"
-        ) from None
+        raise Interrupted(f"stopped on {stop.sigval.name}; the same command goes on from the last checkpoint") from None
     finally:
         spec.rdzv_handler.shutdown()
     if result.is_failed():

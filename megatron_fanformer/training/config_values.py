@@ -7,6 +7,7 @@ every field is tried, and each that fails gets its line.
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Iterator
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -15,11 +16,11 @@ from jsonargparse import ArgumentParser
 
 IN_WORDS: dict[Any, str] = {
     int: "an integer",
-    float: "a number",
+    float: "a finite number",
     bool: "true or false",
     str: "text",
-    list: "a list, such as [a, b]",
-    dict: "a mapping, such as {name: [a, b]}",
+    list: "a list of text, such as [a, b]",
+    dict: "a mapping to lists of text, such as {name: [a, b]}",
     NoneType: "null",
 }
 
@@ -65,10 +66,10 @@ def _fits(value: Any, hint: Any) -> bool:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=hint)
     try:
-        parser.parse_object({"value": value})
+        parsed = parser.parse_object({"value": value}).value
     except Exception:  # of whatever class the type's check raises
         return False
-    return True
+    return not isinstance(parsed, float) or math.isfinite(parsed)
 
 
 def _in_words(hint: Any) -> str:

@@ -74,9 +74,7 @@ def build_optimizer(
         use_distributed_optimizer=use_distributed_optimizer,
     )
     no_decay = ParamKey(with_name_predicate=ParamWithNamePredicate(name="no_decay", fn=_is_not_decayed))
-    return get_megatron_optimizer(
-        megatron_config, stages, config_overrides={no_decay: {"wd_mult": 0.0}}
-    )
+    return get_megatron_optimizer(megatron_config, stages, config_overrides={no_decay: {"wd_mult": 0.0}})
 
 
 def _is_not_decayed(parameter: torch.nn.Parameter, name: str) -> bool:

@@ -38,7 +38,7 @@ class StepResult:
     """Tokens that the loss was taken over."""
 
 
-def wrap_stage(stage: torch.nn.Module, parallel: ParallelConfig) -> DistributedDataParallel:
+def wrap_stage(stage: Any, parallel: ParallelConfig) -> DistributedDataParallel:
     """The stage in megatron-core's data parallelism: float32 gradients, summed over the replicas."""
     stage.config.finalize_model_grads_func = finalize_model_grads
     # Read when the wrapper is made: without it gradients are averaged over replicas, and then divided by all tokens.
@@ -72,8 +72,17 @@ def train_step(
     )
     if not math.isfinite(loss):
         raise DivergenceError(f"the loss is {loss}; lower optimizer.lr, or look at the step's documents")
-    _, grad_norm, _ = optimizer.step()
-    return StepResult(loss=loss, grad_norm=float(grad_norm), tokens=tokens)
+    grad_norm = _gradient_norm(optimizer)
+    if not math.isfinite(grad_norm):
+        raise DivergenceError(f"the gradient norm is {grad_norm}; lower optimizer.lr, or look at the step's documents")
+    optimizer.step()
+    return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens)
+
+
+def _gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """The global norm, before clipping; taken before the update, which would spread what is not finite."""
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
 
 
 @torch.no_grad()
@@ -87,9 +96,7 @@ def evaluation_step(
     seq_length: int,
 ) -> tuple[float, int]:
     """Mean loss and number of tokens of the next `num_micro_batches`, over all replicas."""
-    return _run_schedule(
-        stages, batches, grid, num_micro_batches, micro_batch_size, seq_length, forward_only=True
-    )
+    return _run_schedule(stages, batches, grid, num_micro_batches, micro_batch_size, seq_length, forward_only=True)
 
 
 def _run_schedule(

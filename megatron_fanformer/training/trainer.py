@@ -18,6 +18,7 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.training_state import load_training_state, load_weights, save_training_state
 from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.data.loader import build_datasets
+from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stage
 from megatron_fanformer.planning.flops import training_flops_per_token
@@ -173,9 +174,7 @@ class Trainer:
     def _build(self) -> None:
         config, grid = self.config, self.grid
         self.dtype = config.dtype(grid.device)
-        self._stage = build_stage(
-            config.model, config.parallel, grid, dtype=self.dtype, seed=config.training.seed
-        )
+        self._stage = build_stage(config.model, config.parallel, grid, dtype=self.dtype, seed=config.training.seed)
         if config.checkpoint.load and not store.latest_checkpoint(self.run):
             load_weights(store.find_checkpoint(Path(config.checkpoint.load)), self._stage, grid)
         self._wrapped = wrap_stage(self._stage, config.parallel)
@@ -232,12 +231,8 @@ class Trainer:
         if not self.grid.is_main:
             return
         self.run.mkdir(parents=True, exist_ok=True)
-        store.write_atomically(
-            self.run / CONFIG, yaml.safe_dump(self._resolved_config(), sort_keys=False)
-        )
-        self._metrics = MetricsWriter(
-            self.run, first_step=self.step + 1, tensorboard=self.config.logging.tensorboard
-        )
+        store.write_atomically(self.run / CONFIG, yaml.safe_dump(self._resolved_config(), sort_keys=False))
+        self._metrics = MetricsWriter(self.run, first_step=self.step + 1, tensorboard=self.config.logging.tensorboard)
         self._progress = ProgressLine(
             total_steps=self.config.training.train_iters,
             done_steps=self.step,
@@ -255,7 +250,7 @@ class Trainer:
 
     def _attachments(self) -> list[Path]:
         tokenizer = self.config.data.tokenizer
-        return [Path(tokenizer)] if tokenizer and Path(tokenizer).is_file() else []
+        return [Path(load_tokenizer(tokenizer).path)] if tokenizer else []
 
 
 @contextmanager

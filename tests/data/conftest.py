@@ -31,9 +31,7 @@ def olmo_tokenizer_file() -> Path:
 @pytest.fixture(scope="session")
 def small_tokenizer_file(tmp_path_factory: pytest.TempPathFactory, sample_texts: list[str]) -> Path:
     code = ["def f(x):\n    if x:\n        return [x]\n\n" * 20]
-    return train_sentencepiece(
-        sample_texts + code, tmp_path_factory.mktemp("tokenizer") / "small", vocab_size=600
-    )
+    return train_sentencepiece(sample_texts + code, tmp_path_factory.mktemp("tokenizer") / "small", vocab_size=600)
 
 
 @pytest.fixture
@@ -50,9 +48,7 @@ def write_lines(tmp_path: Path) -> Callable[[str, Iterable[bytes]], Path]:
 
 
 @pytest.fixture(scope="session")
-def token_prefix(
-    tmp_path_factory: pytest.TempPathFactory, sample_files: list[Path], small_tokenizer_file: Path
-) -> str:
+def token_prefix(tmp_path_factory: pytest.TempPathFactory, sample_files: list[Path], small_tokenizer_file: Path) -> str:
     """Token files of the thirty sample documents, with the small tokenizer."""
     prefix = str(tmp_path_factory.mktemp("tokens") / "samples")
     prepare_files(prefix, sample_files, small_tokenizer_file)

@@ -63,9 +63,7 @@ def test_past_its_end_the_dataset_begins_anew() -> None:
 
 def test_a_batch_holds_what_a_step_needs_and_no_more() -> None:
     batch = next(
-        micro_batches(
-            Numbers(9), consumed_samples=0, micro_batch_size=3, data_parallel_rank=0, data_parallel_size=1
-        )
+        micro_batches(Numbers(9), consumed_samples=0, micro_batch_size=3, data_parallel_rank=0, data_parallel_size=1)
     )
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()} == {
         "tokens": ((3, SEQ_LENGTH), torch.int64),

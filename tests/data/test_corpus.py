@@ -16,9 +16,7 @@ def library(tmp_path: Path) -> Path:
     """A library of 60 modules, and files that do not belong to the corpus."""
     root = tmp_path / "library"
     for number in range(MODULES):
-        write(
-            root / f"package{number % 3}" / f"module{number}.py", f"x = {number}\n\n\ndef f():\n\treturn x\n"
-        )
+        write(root / f"package{number % 3}" / f"module{number}.py", f"x = {number}\n\n\ndef f():\n\treturn x\n")
     for folder in (
         "test",
         "json/tests",

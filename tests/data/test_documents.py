@@ -97,9 +97,7 @@ def test_a_damaged_gzip_file_is_corrupt_and_named(tmp_path: Path, damage: str) -
     middle = len(whole) // 2
     data = {
         "truncated": whole[:-20],
-        "flipped": whole[:middle]
-        + bytes(255 - byte for byte in whole[middle : middle + 8])
-        + whole[middle + 8 :],
+        "flipped": whole[:middle] + bytes(255 - byte for byte in whole[middle : middle + 8]) + whole[middle + 8 :],
         "plain text": as_line("not compressed") * 100,
         "followed by rubbish": whole + b"rubbish that is no gzip member",
     }[damage]

@@ -30,9 +30,7 @@ def other_prefix(tmp_path: Path, small_tokenizer_file: Path) -> str:
     return str(tmp_path / "other")
 
 
-def build(
-    config: DataConfig, train_samples: int = 50, valid_samples: int | None = 8, **settings: Any
-) -> Datasets:
+def build(config: DataConfig, train_samples: int = 50, valid_samples: int | None = 8, **settings: Any) -> Datasets:
     arguments: dict[str, Any] = {
         "seq_length": SEQ_LENGTH,
         "seed": 1,
@@ -77,9 +75,7 @@ def test_a_set_repeats_as_often_as_asked(prefix: str, other_prefix: str) -> None
     assert (len(datasets.train) >= 5_000, len(datasets.valid["v"]) >= 500) == (True, True)
 
 
-def test_files_without_weights_are_drawn_once_each_where_that_suffices(
-    prefix: str, other_prefix: str
-) -> None:
+def test_files_without_weights_are_drawn_once_each_where_that_suffices(prefix: str, other_prefix: str) -> None:
     whole = sum((read_index(p).tokens - 1) // SEQ_LENGTH for p in (prefix, other_prefix))
     drawn = tokens(build(DataConfig(train_data=[prefix, other_prefix]), train_samples=whole).train, whole)
     assert len(torch.unique(drawn, dim=0)) == whole
@@ -93,9 +89,7 @@ def test_a_blends_weights_decide_where_samples_come_from(prefix: str, other_pref
 
 def test_a_split_gives_disjoint_documents(prefix: str) -> None:
     datasets = build(DataConfig(train_data=[prefix], split="80,20,0"), valid_samples=None)
-    documents = {
-        name: set(d.indices.tolist()) for name, d in (("t", datasets.train), *datasets.valid.items())
-    }
+    documents = {name: set(d.indices.tolist()) for name, d in (("t", datasets.train), *datasets.valid.items())}
     assert documents == {"t": set(range(24)), "validation": set(range(24, 30))}
 
 
@@ -136,9 +130,7 @@ def test_replaced_data_do_not_meet_the_old_indices(
     file = write_lines("new.jsonl", [as_line(f"quite new text {n} " * 40) for n in range(30)])
     prepare_files(prefix, [file], small_tokenizer_file)
     fresh = DataConfig(train_data=[prefix], cache_path=str(tmp_path / "fresh"))
-    assert torch.equal(
-        tokens(build(DataConfig(train_data=[prefix])).train, 50), tokens(build(fresh).train, 50)
-    )
+    assert torch.equal(tokens(build(DataConfig(train_data=[prefix])).train, 50), tokens(build(fresh).train, 50))
 
 
 def test_indices_that_a_killed_job_left_are_built_again(prefix: str, tmp_path: Path) -> None:

@@ -51,9 +51,7 @@ def test_every_sample_document_ends_with_50279_under_the_papers_tokenizer(
 def test_the_bytes_do_not_depend_on_the_number_of_workers(
     tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
 ) -> None:
-    long = write_lines(
-        "a.jsonl.gz", (as_line(f"{n} line\n" * 3000) for n in range(BLOCK_BYTES * 3 // 25_000))
-    )
+    long = write_lines("a.jsonl.gz", (as_line(f"{n} line\n" * 3000) for n in range(BLOCK_BYTES * 3 // 25_000)))
     mixed = write_lines("b.jsonl", [b"{" if n % 5 == 0 else as_line(f"document {n}") for n in range(2000)])
     for workers in (1, 2, 3):
         prefix = str(tmp_path / str(workers) / "tokens")
@@ -61,9 +59,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(
     assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
 
 
-def test_lines_are_documents_or_counted_by_reason(
-    tmp_path: Path, mixed: Path, small_tokenizer_file: Path
-) -> None:
+def test_lines_are_documents_or_counted_by_reason(tmp_path: Path, mixed: Path, small_tokenizer_file: Path) -> None:
     manifest = prepare_files(str(tmp_path / "out"), [mixed], small_tokenizer_file).manifest
     assert (manifest.lines_read, manifest.documents, manifest.refused) == (
         7,
@@ -106,9 +102,7 @@ def test_the_manifest_tells_what_the_files_hold(token_prefix: str, sample_files:
         assert record.sha256 == sha256_of(Path(f"{token_prefix}.{suffix}"))
 
 
-def test_the_same_preparation_again_does_nothing(
-    tmp_path: Path, mixed: Path, small_tokenizer_file: Path
-) -> None:
+def test_the_same_preparation_again_does_nothing(tmp_path: Path, mixed: Path, small_tokenizer_file: Path) -> None:
     prefix = str(tmp_path / "new" / "out")
     first = prepare_files(prefix, [mixed], small_tokenizer_file)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "new").iterdir()}
@@ -117,9 +111,7 @@ def test_the_same_preparation_again_does_nothing(
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "new").iterdir()}
 
 
-def test_an_input_touched_but_unchanged_is_the_same(
-    tmp_path: Path, mixed: Path, small_tokenizer_file: Path
-) -> None:
+def test_an_input_touched_but_unchanged_is_the_same(tmp_path: Path, mixed: Path, small_tokenizer_file: Path) -> None:
     prefix = str(tmp_path / "out")
     prepare_files(prefix, [mixed], small_tokenizer_file)
     os.utime(mixed, (1, 1))

@@ -50,9 +50,7 @@ def test_an_id_beyond_the_vocabulary_is_named_out_of_the_manifest(token_prefix: 
 
 def test_an_id_beyond_the_vocabulary_is_named_without_a_manifest(copied: str) -> None:
     largest = int(np.fromfile(copied + ".bin", np.uint16).max())
-    with pytest.raises(
-        InputError, match=f"copy holds token id {largest}, outside the vocabulary of {largest}"
-    ):
+    with pytest.raises(InputError, match=f"copy holds token id {largest}, outside the vocabulary of {largest}"):
         check_token_ids([copied], largest)
 
 

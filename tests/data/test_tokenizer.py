@@ -43,9 +43,7 @@ def test_a_trained_tokenizer_gives_every_text_back(small: Tokenizer, text: str) 
 def test_a_trained_tokenizer_gives_random_characters_back(small: Tokenizer) -> None:
     draw = random.Random(1)
     for _ in range(2000):
-        codes = [
-            draw.choice([32, 9, 10, draw.randrange(0x3000), draw.randrange(0x110000)]) for _ in range(12)
-        ]
+        codes = [draw.choice([32, 9, 10, draw.randrange(0x3000), draw.randrange(0x110000)]) for _ in range(12)]
         text = "".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000)
         assert small.decode(small.encode(text)) == text
 

@@ -115,9 +115,7 @@ def train_reference(case: str, parallel: ParallelConfig, lr: float = RECIPE.lr) 
             )
             for step in range(len(stream))
         ]
-        return TrainedCase(
-            [r.loss for r in results], [r.grad_norm for r in results], shards_of(stage, grid)
-        )
+        return TrainedCase([r.loss for r in results], [r.grad_norm for r in results], shards_of(stage, grid))
 
 
 def stream_batches(batch: torch.Tensor, grid: RankGrid) -> Any:

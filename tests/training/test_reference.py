@@ -79,7 +79,9 @@ def rounding_of_reference(case: str) -> float:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    ("tensor", "sequence_parallel"), [(1, False), (2, False), (4, False), (2, True)], ids=["tp1", "tp2", "tp4", "tp2-sp"]
+    ("tensor", "sequence_parallel"),
+    [(1, False), (2, False), (4, False), (2, True)],
+    ids=["tp1", "tp2", "tp4", "tp2-sp"],
 )
 def test_logits_losses_and_gradients(run_on_ranks: Any, case: str, tensor: int, sequence_parallel: bool) -> None:
     parallel = layout(tensor_model_parallel_size=tensor, sequence_parallel=sequence_parallel)
@@ -174,4 +176,6 @@ def test_forty_steps_follow_the_plain_model(run_on_ranks: Any, case: str, name: 
     config, _ = read_reference(REFERENCE / case)
     expected = reference_to_megatron({name: weight.float() for name, weight in plain_weights.items()}, config)
     for name, weight in weights.items():
-        torch.testing.assert_close(weight, expected[name], atol=PLAIN_WEIGHTS, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            weight, expected[name], atol=PLAIN_WEIGHTS, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -1,0 +1,162 @@
+"""The FAN layer and the attention behind it: what is kept, what is summed, and what never stands in memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_fanformer.model.attention import TorchCoreAttention
+from megatron_fanformer.model.build import build_stage, sharded_state
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.fan_layer import FANActivation, FANProjection, FANShard
+from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
+from megatron_fanformer.runtime.seeding import local_shards, seed_everything
+
+CONFIG = FANformerConfig(
+    num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, vocab_size=256, seq_length=32
+)
+
+
+def activation(pre: torch.Tensor, periodic: int, *, gelu: bool = False) -> torch.Tensor:
+    return FANActivation.apply(pre, FANShard(1, 0, periodic, pre.shape[-1] - periodic), None, gelu)
+
+
+@pytest.mark.parametrize("periodic", [0, 3, 5])
+@pytest.mark.parametrize("gelu", [False, True])
+def test_activation_is_cos_sin_and_linear_in_that_order(periodic: int, gelu: bool) -> None:
+    pre = torch.randn(7, 2, 10, requires_grad=True)
+    p, g = pre[..., :periodic], pre[..., periodic:]
+    expected = torch.cat([p.cos(), p.sin(), torch.nn.functional.gelu(g) if gelu else g], -1)
+    x_f = activation(pre, periodic, gelu=gelu)
+    torch.testing.assert_close(x_f, expected, atol=0, rtol=0)
+    cotangent = torch.randn_like(x_f)
+    (gradient,) = torch.autograd.grad(x_f, pre, cotangent)
+    (expected_gradient,) = torch.autograd.grad(expected, pre, cotangent)
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-6)
+
+
+def test_activation_keeps_its_output_alone() -> None:
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        x_f = activation(torch.randn(7, 2, 10, requires_grad=True), 3)
+    assert [tensor.data_ptr() for tensor in kept] == [x_f.data_ptr()]
+
+
+def test_a_large_bf16_phase_is_taken_in_float32() -> None:
+    phases = torch.arange(0, 4096, 16, dtype=torch.float32).bfloat16().reshape(1, 1, -1)
+    x_f = activation(phases, phases.shape[-1])
+    exact = torch.cat([phases.double().cos(), phases.double().sin()], -1)
+    torch.testing.assert_close(x_f.double(), exact, atol=2**-8, rtol=0)  # one bf16 rounding of a value below 1
+
+
+def tensor_parallel_projection(fan: FANConfig, x: torch.Tensor, cotangent: torch.Tensor) -> Any:
+    """X_F, this rank's weight pieces and their gradients, and X's gradient, for the layer's FAN map at TP = world."""
+    world = torch.distributed.get_world_size()
+    parallel = ParallelConfig(device="cpu", transformer_impl="local", tensor_model_parallel_size=world)
+    with rank_grid(parallel, "cpu") as grid:
+        seed_everything(0)
+        config = FANformerConfig(**{**CONFIG.__dict__, "fan": fan})
+        stage = build_stage(config, parallel, grid, dtype=torch.float32, seed=5)
+        projection = stage.decoder.layers[0].self_attention.fan
+        assert isinstance(projection, FANProjection)
+        x = x.clone().requires_grad_()
+        x_f = projection(x)
+        # behind the layer each rank has its own part of the gradient: here a world-th of the whole
+        x_f.backward(cotangent / world)
+        weight = projection.linear.weight
+        pieces = [
+            (shard.global_slice(), weight.grad[start:end].clone())
+            for shard, (start, end, _) in zip(
+                [
+                    s
+                    for s in local_shards(sharded_state(stage, grid))
+                    if s.key.endswith("layers.0.self_attention.fan.linear.weight")
+                ],
+                projection.shard.pieces(),
+                strict=True,
+            )
+        ]
+        return x_f.detach(), x.grad, pieces
+
+
+@pytest.mark.parametrize("fan", [FANConfig(), FANConfig(p_ratio=0.125, activation="gelu"), FANConfig(p_ratio=0.0)])
+def test_the_column_form_equals_the_single_rank(run_on_ranks: Any, fan: FANConfig) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(5, 2, 64, generator=generator)
+    cotangent = torch.randn(5, 2, 64, generator=generator)
+    single_x_f, single_x_grad, single_pieces = run_on_ranks(1, tensor_parallel_projection, fan, x, cotangent)[0]
+    whole = torch.zeros(64 - int(fan.p_ratio * 64), 64)
+    for where, gradient in single_pieces:
+        whole[where] = gradient
+    for x_f, x_grad, pieces in run_on_ranks(4, tensor_parallel_projection, fan, x, cotangent):
+        torch.testing.assert_close(x_f, single_x_f, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(x_grad, single_x_grad, atol=1e-5, rtol=1e-5)
+        for where, gradient in pieces:
+            torch.testing.assert_close(gradient, whole[where], atol=1e-5, rtol=1e-5)
+
+
+def stage_outputs(parallel: ParallelConfig, scale: float) -> torch.Tensor:
+    with rank_grid(parallel, "cpu") as grid:
+        seed_everything(0)
+        stage = build_stage(CONFIG, parallel, grid, dtype=torch.float32, seed=3)
+        with torch.no_grad():
+            stage.decoder.layers[0].input_layernorm.weight.mul_(scale)
+            return stage(torch.arange(32).unsqueeze(0), torch.arange(32).unsqueeze(0), None)
+
+
+def test_scaling_an_input_norm_changes_the_output(run_on_ranks: Any) -> None:
+    parallel = ParallelConfig(device="cpu", transformer_impl="local")
+    plain, scaled = (run_on_ranks(1, stage_outputs, parallel, scale)[0] for scale in (1.0, 1.1))
+    assert (plain - scaled).abs().max() > 1e-3
+
+
+def initial_pieces(parallel: ParallelConfig, untied: bool, seed: int) -> list[Any]:
+    with rank_grid(parallel, "cpu") as grid:
+        seed_everything(0)
+        config = FANformerConfig(**{**CONFIG.__dict__, "untie_embeddings_and_output_weights": untied})
+        stage = build_stage(config, parallel, grid, dtype=torch.float32, seed=seed)
+        return [
+            (s.key, s.global_shape, s.global_slice(), s.data.detach().clone())
+            for s in local_shards(sharded_state(stage, grid))
+        ]
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_initial_weights_do_not_depend_on_the_layout(run_on_ranks: Any, untied: bool) -> None:
+    from tests.training.layouts import gather
+
+    layouts = [{}, {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {"data_parallel_size": 2}]
+    whole = []
+    for degrees in layouts:
+        parallel = ParallelConfig(device="cpu", transformer_impl="local", **degrees)
+        world = 2 if degrees else 1
+        whole.append(gather(run_on_ranks(world, initial_pieces, parallel, untied, 7)))
+    for other in whole[1:]:
+        assert other.keys() == whole[0].keys()
+        for name, weight in other.items():
+            assert torch.equal(weight, whole[0][name]), name
+    (elsewhere,) = run_on_ranks(1, initial_pieces, ParallelConfig(device="cpu", transformer_impl="local"), untied, 8)
+    assert not torch.equal(
+        gather([elsewhere])["embedding.word_embeddings.weight"], whole[0]["embedding.word_embeddings.weight"]
+    )
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_core_attention_runs_in_a_fused_kernel(groups: int) -> None:
+    """Forward and backward where torch may not fall back on the kernel that holds an s x s matrix."""
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, attention_dropout=0.0)
+    core = TorchCoreAttention(config, 1, AttnMaskType.causal, "self")
+    query = torch.randn(33, 2, 4, 16, requires_grad=True)
+    key, value = (torch.randn(33, 2, groups, 16, requires_grad=True) for _ in range(2))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        output = core(query, key, value)
+        output.sum().backward()
+    repeated = [x.repeat_interleave(4 // groups, 2).permute(1, 2, 0, 3) for x in (key, value)]
+    scores = query.permute(1, 2, 0, 3) @ repeated[0].transpose(-1, -2) / 4
+    scores = scores.masked_fill(torch.ones(33, 33, dtype=torch.bool).triu(1), -torch.inf)
+    expected = (scores.softmax(-1) @ repeated[1]).permute(2, 0, 1, 3).flatten(2)
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)

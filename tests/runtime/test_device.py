@@ -1,0 +1,62 @@
+"""What the environment says about this process."""
+
+import pytest
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.runtime import device
+from megatron_fanformer.runtime.parallel import ParallelConfig
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_a_plain_start_has_no_address(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("SLURM_NTASKS", "16")  # a batch script sees this too; only srun's own tasks join
+    assert device.rank_address() is None
+
+
+def test_torchruns_variables(environment: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
+        environment.setenv(name, value)
+    environment.setenv("MASTER_ADDR", "node-0")
+    environment.setenv("MASTER_PORT", "1234")
+    address = device.rank_address()
+    assert address == device.RankAddress(
+        rank=5, world_size=8, local_rank=1, local_world_size=4, master_address="node-0", master_port=1234
+    )
+
+
+def test_slurms_variables(environment: pytest.MonkeyPatch) -> None:
+    for name, value in {"STEP_NUM_TASKS": "16", "PROCID": "9", "LOCALID": "1", "STEP_TASKS_PER_NODE": "8(x2)"}.items():
+        environment.setenv(f"SLURM_{name}", value)
+    with pytest.raises(InputError, match="MASTER_ADDR"):
+        device.rank_address()
+    environment.setenv("MASTER_ADDR", "node-0")
+    address = device.rank_address()
+    assert address is not None
+    assert (address.rank, address.world_size, address.local_rank, address.local_world_size) == (9, 16, 1, 8)
+
+
+def test_cuda_is_not_replaced_quietly(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(InputError, match="finds no usable GPU"):
+        device.resolve_device("cuda")
+    monkeypatch.setattr(device, "NVIDIA_DRIVER", tmp_path)  # exists: a driver is loaded, torch cannot use it
+    with pytest.raises(InputError, match="cannot use a GPU"):
+        device.resolve_device("auto")
+    assert device.resolve_device("cpu") == "cpu"
+
+
+def test_world_size_and_layout_must_agree() -> None:
+    config = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    assert config.resolve_data_parallel_size(8) == 2
+    with pytest.raises(InputError, match=r"no multiple of .* 2 x 2 = 4"):
+        config.resolve_data_parallel_size(6)
+    with pytest.raises(InputError, match="data_parallel_size is 3"):
+        ParallelConfig(data_parallel_size=3).resolve_data_parallel_size(2)

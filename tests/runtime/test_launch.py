@@ -1,0 +1,126 @@
+"""Runs on two local ranks that are launched: stopped by a signal and gone on with, and ended by one rank's failure."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.training.config import config_from_dict
+from megatron_fanformer.training.metrics import METRICS, read_metrics
+from tests.small_runs import small_run, start_command, write_config, write_tokens
+
+START_SECONDS = 240  # two ranks import for ten seconds on idle cores
+ENDED_SECONDS = 10.0  # from one rank's failure to the end of all
+
+TP2 = {"tensor_model_parallel_size": 2}
+ENDLESS = {"train_iters": 100_000}
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> str:
+    return write_tokens(tmp_path / "tokens")
+
+
+def wait_for_first_step(run: Path, process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + START_SECONDS
+    metrics = run / METRICS
+    while not (metrics.is_file() and metrics.stat().st_size):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no step was taken"
+        time.sleep(0.02)
+
+
+def rank_processes(launcher: int) -> dict[int, int]:
+    """The process of each rank that a launcher started."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    environments = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+    return {
+        int(entry.removeprefix(b"RANK=")): pid
+        for pid, entries in environments.items()
+        for entry in entries
+        if entry.startswith(b"RANK=")
+    }
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def error_lines(stderr: str) -> list[str]:
+    return stderr.splitlines()
+
+
+def train_here(values: dict[str, Any]) -> None:
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid)
+        trainer.train()
+        trainer.close()
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(metrics["step"], metrics["loss"]) for metrics in read_metrics(run)]
+
+
+def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
+    run_on_ranks: Callable[..., list[Any]], tmp_path: Path, tokens: str
+) -> None:
+    """The signal goes to all processes, loader workers included, as Slurm and a terminal send it."""
+    sections: dict[str, Any] = {"parallel": TP2, "training": {"train_iters": 60}}
+    values = small_run(tokens, tmp_path / "stopped", data={"train_data": [tokens], "num_workers": 1}, **sections)
+    config = str(write_config(tmp_path / "config.yaml", values))
+    process = start_command("train", "--config", config)
+    wait_for_first_step(tmp_path / "stopped", process)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 5, errors
+    assert error_lines(errors) == [
+        "megatron-fanformer: stopped on SIGTERM; the same command goes on from the last checkpoint"
+    ]
+    steps_before = len(losses(tmp_path / "stopped"))
+    assert [folder.name for folder in (tmp_path / "stopped" / "checkpoints").glob("step-*")] == [
+        f"step-{steps_before:08d}"
+    ]
+
+    process = start_command("train", "--config", config)
+    output, errors = process.communicate(timeout=START_SECONDS)
+    assert (process.returncode, errors) == (0, "")
+    assert f"going on after step {steps_before}" in output
+    run_on_ranks(2, train_here, small_run(tokens, tmp_path / "straight", **sections))
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "straight")
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_is_named(tmp_path: Path, tokens: str) -> None:
+    values = small_run(tokens, tmp_path / "run", parallel=TP2, training=ENDLESS)
+    process = start_command("train", "--config", str(write_config(tmp_path / "config.yaml", values)))
+    wait_for_first_step(tmp_path / "run", process)
+    ranks = rank_processes(process.pid)
+    assert sorted(ranks) == [0, 1]
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=ENDED_SECONDS)
+    assert process.returncode == 1
+    assert error_lines(errors) == ["megatron-fanformer: rank 1: was killed by SIGKILL"]
+    assert not any(map(is_running, ranks.values()))
+
+
+def test_the_error_of_the_rank_that_failed_is_shown_and_no_others(tmp_path: Path, tokens: str) -> None:
+    """Rank 0 alone writes metrics; rank 1 only sees that it is gone."""
+    values = small_run(tokens, tmp_path / "run", parallel=TP2, training=ENDLESS)
+    (tmp_path / "run" / METRICS).mkdir(parents=True)
+    process = start_command("train", "--config", str(write_config(tmp_path / "config.yaml", values)))
+    _, errors = process.communicate(timeout=START_SECONDS)
+    assert process.returncode == 1
+    [line] = error_lines(errors)
+    assert line.startswith("megatron-fanformer: rank 0: IsADirectoryError")
+    assert METRICS in line

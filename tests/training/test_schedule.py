@@ -1,0 +1,81 @@
+"""The learning rate at chosen steps, against the formulas."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
+
+PEAK = 4e-4
+WARMUP, STEPS = 20, 100
+EXACT = 1e-12  # relative: the formulas in double precision
+
+
+def rates(train_iters: int = STEPS, **settings: Any) -> list[float]:
+    """The rate of each step, from the first."""
+    config = ScheduleConfig(lr_warmup_iters=WARMUP, **settings)
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 0.0, "weight_decay": 0.1, "params": []}])
+    scheduler = build_scheduler(config, optimizer, lr=PEAK, weight_decay=0.1, train_iters=train_iters)
+    found = []
+    for _ in range(train_iters):
+        scheduler.step(1)
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def progress(step: int, start: int = WARMUP, end: int = STEPS) -> float:
+    return (step - start) / (end - start)
+
+
+@pytest.mark.parametrize("style", ["cosine", "linear", "constant", "WSD"])
+def test_the_warm_up_is_linear_from_the_first_step(style: str) -> None:
+    assert rates(lr_decay_style=style)[:WARMUP] == pytest.approx(
+        [PEAK * step / WARMUP for step in range(1, WARMUP + 1)], rel=EXACT
+    )
+
+
+@pytest.mark.parametrize("step", [21, 40, 60, 99, 100])
+def test_cosine_falls_to_a_tenth_of_the_peak(step: int) -> None:
+    low = PEAK / 10
+    expected = low + (PEAK - low) * 0.5 * (1 + math.cos(math.pi * progress(step)))
+    assert rates()[step - 1] == pytest.approx(expected, rel=EXACT)
+
+
+@pytest.mark.parametrize("step", [21, 60, 99, 100])
+def test_linear_falls_to_min_lr(step: int) -> None:
+    low = 1e-5
+    expected = low + (PEAK - low) * (1 - progress(step))
+    assert rates(lr_decay_style="linear", min_lr=low)[step - 1] == pytest.approx(expected, rel=EXACT)
+
+
+def test_constant_stays_at_the_peak() -> None:
+    assert rates(lr_decay_style="constant")[WARMUP - 1 :] == [PEAK] * (STEPS - WARMUP + 1)
+
+
+@pytest.mark.parametrize(
+    ("form", "share"),
+    [
+        ("linear", lambda done: 1 - done),
+        ("cosine", lambda done: 0.5 * (1 + math.cos(math.pi * done))),
+        ("exponential", lambda done: 2 * 0.5**done - 1),
+        ("minus_sqrt", lambda done: 1 - math.sqrt(done)),
+    ],
+)
+def test_wsd_holds_the_peak_and_then_decays(form: str, share: Any) -> None:
+    found = rates(lr_decay_style="WSD", lr_wsd_decay_iters=30, lr_wsd_decay_style=form, min_lr=0.0)
+    assert found[WARMUP - 1 : 70] == [PEAK] * 51
+    expected = [PEAK * share(progress(step, start=70)) for step in range(71, 101)]
+    assert found[70:] == pytest.approx(expected, rel=EXACT, abs=1e-18)
+
+
+def test_wsd_decays_over_the_last_tenth_by_default() -> None:
+    found = rates(lr_decay_style="WSD")
+    assert found[89] == PEAK > found[90]
+
+
+def test_a_decay_may_end_before_the_run() -> None:
+    found = rates(lr_decay_iters=60)
+    assert found[58] > found[59]
+    assert found[59:] == pytest.approx([PEAK / 10] * 41, rel=EXACT)
