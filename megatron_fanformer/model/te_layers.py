@@ -3,7 +3,6 @@
 from typing import Any
 
 from megatron.core.extensions.transformer_engine import TELinear
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
@@ -41,7 +40,9 @@ class WholeInputTEColumnParallelLinear(TELinear):
         )
         self.shard_group = tp_group
         for parameter in self.parameters():
-            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+            # set already by the Engine, to what a plain layer is
+            parameter.tensor_model_parallel = True
+            parameter.partition_dim, parameter.partition_stride = 0, 1
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -38,7 +38,7 @@ def install() -> None:
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core was imported before runtime.megatron_cpu.install(); call install() first")
-    _hide_unusable_extensions()
+    _hide_cuda_extensions()
     _map_factories()
     _map_cuda_module()
     _map_tensor_methods()
@@ -49,15 +49,15 @@ def install() -> None:
     _installed = True
 
 
-def _hide_unusable_extensions() -> None:
-    """An installed Transformer Engine or apex whose libraries do not load raises more than ImportError in 0.19."""
-    for name in ("transformer_engine", "apex"):
-        try:
-            importlib.import_module(f"{name}.pytorch" if name == "transformer_engine" else f"{name}.optimizers")
-        except Exception:  # whatever a broken binary package raises
-            for module in [m for m in sys.modules if m == name or m.startswith(name + ".")]:
-                del sys.modules[module]
-            sys.modules[name] = None  # type: ignore[assignment]  # the import system's own mark for "not there"
+def _hide_cuda_extensions() -> None:
+    """Transformer Engine and apex may import without CUDA, but can do nothing there but raise.
+
+    An installed Engine whose libraries do not load raises more than the ImportError that megatron-core expects.
+    """
+    for extension in ("transformer_engine", "apex"):
+        for module in [name for name in sys.modules if name == extension or name.startswith(extension + ".")]:
+            del sys.modules[module]
+        sys.modules[extension] = None  # type: ignore[assignment]  # the import system's own mark for "not there"
 
 
 def _map_factories() -> None:
