@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 JOB_SECONDS = 240
+END_SECONDS = 5
 
 
 class RankPool:
@@ -51,8 +52,10 @@ class RankPool:
 
     def close(self) -> None:
         """End all ranks."""
-        for process, connection in self._ranks:
+        for _, connection in self._ranks:
             connection.close()
+        for process, _ in self._ranks:
+            process.join(END_SECONDS)  # a rank that ends by itself ends its checkpoint writer's processes too
             process.kill()
             process.join()
         self._ranks = []

@@ -1,5 +1,7 @@
 """Micro batches out of a dataset of samples, in an order that no layout and no process count changes."""
 
+import os
+import signal
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -42,6 +44,7 @@ def micro_batches(
         # The loader draws a seed when it starts: not from the generator of the training, whose state is
         # part of what a resumed run must find unchanged.
         generator=torch.Generator(),
+        worker_init_fn=_leave_signals_to_the_rank,
     )
     return iter(loader)
 
@@ -58,6 +61,13 @@ class _RankSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         for first in count(self._start, self._stride):
             yield [sample % self._samples for sample in range(first, first + self._size)]
+
+
+def _leave_signals_to_the_rank(_worker: int) -> None:
+    """A signal to stop reaches whole process groups; the rank needs its batches until it has saved."""
+    os.setpgrp()  # SIGTERM itself keeps its effect: torch ends a worker by it
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _stack(samples: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ address in its environment and joins.
 
 import json
 import logging
+import os
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous
 from megatron_fanformer.errors import FanformerError, Interrupted
 from megatron_fanformer.runtime.device import prepare_launch
 
+STOP_SIGNALS = "SIGTERM,SIGINT,SIGUSR1,SIGHUP"  # handed on to the ranks as SIGTERM
 STOP_GRACE_SECONDS = 600  # what a rank has for its checkpoint after a signal to stop
 PEER_FAILURE_WAIT_SECONDS = 5.0  # a rank that lost a peer lets the peer's own error be seen first
 PEER_FAILURE_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "unhandled system error")
@@ -46,20 +48,32 @@ class _FailFastAgent(LocalElasticAgent):
         if self._pcontext:
             self._pcontext.close(signal.SIGKILL)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_args: Any, **_kwargs: Any) -> None:
+    def _shutdown(self, *_args: Any, **_kwargs: Any) -> None:
         if self._pcontext:
-            self._pcontext.close(death_sig, STOP_GRACE_SECONDS)
+            self._pcontext.close(signal.SIGTERM, STOP_GRACE_SECONDS)
+
+    def ends(self) -> dict[int, ProcessFailure]:
+        """How each rank ended, by its number, after all have; empty if none was started."""
+        context: Any = self._pcontext
+        if context is None:
+            return {}
+        return {
+            rank: ProcessFailure(rank, handler.proc.pid, handler.proc.returncode, context.error_files[rank])
+            for rank, handler in context.subprocess_handlers.items()
+        }
 
 
 def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int) -> None:
     """Run `python -m megatron_fanformer ARGUMENTS` as `num_ranks` local ranks, and wait for them.
 
     Raises:
-        RankFailed: a rank failed; the others were ended.
+        RankFailed: a rank failed, and the others were ended; or a rank could not save after a signal.
         Interrupted: a signal stopped this process, and the ranks after they saved.
+        FanformerError: a signal came before there was a rank.
     """
     prepare_launch(threads)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = STOP_SIGNALS
+    _quieten_agent()
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint="localhost:0",
@@ -83,11 +97,30 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int) -> N
     try:
         result = agent.run()
     except SignalException as stop:
-        raise Interrupted(f"stopped on {stop.sigval.name}; the same command goes on from the last checkpoint") from None
+        _tell_how_ranks_stopped(agent.ends(), stop.sigval.name)
+        return
     finally:
         spec.rdzv_handler.shutdown()
     if result.is_failed():
         raise _first_failure(result.failures)
+
+
+def _quieten_agent() -> None:
+    """What it has to tell is told here; its loggers have levels of their own."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _tell_how_ranks_stopped(ends: dict[int, ProcessFailure], signal_name: str) -> None:
+    """Raise what a signal led to; nothing where the run was over before it took effect."""
+    failed = {rank: end for rank, end in ends.items() if end.exitcode not in (0, Interrupted.exit_code)}
+    if failed:
+        raise _first_failure(failed)
+    if not ends:
+        raise FanformerError(f"stopped on {signal_name} before a rank had started; start again")
+    if any(end.exitcode for end in ends.values()):
+        raise Interrupted(f"stopped on {signal_name}, saved; the same command goes on from there")
 
 
 def _first_failure(failures: dict[int, ProcessFailure]) -> RankFailed:

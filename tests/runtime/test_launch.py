@@ -55,10 +55,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def error_lines(stderr: str) -> list[str]:
-    return stderr.splitlines()
-
-
 def train_here(values: dict[str, Any]) -> None:
     from megatron_fanformer.training.trainer import Trainer
 
@@ -76,17 +72,17 @@ def losses(run: Path) -> list[tuple[int, float]]:
 def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
     run_on_ranks: Callable[..., list[Any]], tmp_path: Path, tokens: str
 ) -> None:
-    """The signal goes to all processes, loader workers included, as Slurm and a terminal send it."""
-    sections: dict[str, Any] = {"parallel": TP2, "training": {"train_iters": 60}}
-    values = small_run(tokens, tmp_path / "stopped", data={"train_data": [tokens], "num_workers": 1}, **sections)
+    """The signal reaches loader workers too, whose batches the step in progress still needs."""
+    sections: dict[str, Any] = {"parallel": TP2, "training": {"train_iters": 25, "global_batch_size": 16, "micro_batch_size": 4}}
+    values = small_run(tokens, tmp_path / "stopped", data={"num_workers": 1}, **sections)
     config = str(write_config(tmp_path / "config.yaml", values))
     process = start_command("train", "--config", config)
     wait_for_first_step(tmp_path / "stopped", process)
     os.killpg(process.pid, signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 5, errors
-    assert error_lines(errors) == [
-        "megatron-fanformer: stopped on SIGTERM; the same command goes on from the last checkpoint"
+    assert errors.splitlines() == [
+        "megatron-fanformer: stopped on SIGTERM, saved; the same command goes on from there"
     ]
     steps_before = len(losses(tmp_path / "stopped"))
     assert [folder.name for folder in (tmp_path / "stopped" / "checkpoints").glob("step-*")] == [
@@ -110,7 +106,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(tmp_path: Path, toke
     os.kill(ranks[1], signal.SIGKILL)
     _, errors = process.communicate(timeout=ENDED_SECONDS)
     assert process.returncode == 1
-    assert error_lines(errors) == ["megatron-fanformer: rank 1: was killed by SIGKILL"]
+    assert errors.splitlines() == ["megatron-fanformer: rank 1: was killed by SIGKILL"]
     assert not any(map(is_running, ranks.values()))
 
 
@@ -121,6 +117,6 @@ def test_the_error_of_the_rank_that_failed_is_shown_and_no_others(tmp_path: Path
     process = start_command("train", "--config", str(write_config(tmp_path / "config.yaml", values)))
     _, errors = process.communicate(timeout=START_SECONDS)
     assert process.returncode == 1
-    [line] = error_lines(errors)
+    [line] = errors.splitlines()
     assert line.startswith("megatron-fanformer: rank 0: IsADirectoryError")
     assert METRICS in line

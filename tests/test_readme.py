@@ -1,0 +1,52 @@
+"""The commands that the documentation shows: each parses, and names verbs, options and configuration keys that exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_fanformer import cli
+from megatron_fanformer.training.config import config_from_dict, load_config
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def shown_commands(page: Path) -> list[list[str]]:
+    """Every `megatron-fanformer …` of a page's shell blocks, as its words."""
+    blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", page.read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines]
+    return [words[1:] for words in commands if words and words[0] == "megatron-fanformer"]
+
+
+COMMANDS = [(page.name, words) for page in PAGES for words in shown_commands(page)]
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page}: {' '.join(words)[:60]}" for page, words in COMMANDS])
+def test_a_shown_command_parses(page: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    options, rest = cli._parser().parse_known_args(words)
+    assert options.verb != "train" or Path(options.config).suffix == ".yaml"
+    if options.verb != "train":
+        assert rest == []
+    elif Path(options.config).exists():
+        load_config(Path(options.config), rest)
+
+
+def test_commands_of_every_verb_are_shown() -> None:
+    assert {words[0] for _, words in COMMANDS} >= set(cli.VERBS)
+
+
+def test_the_configuration_page_names_every_field() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    config = config_from_dict(
+        {
+            "model": {"preset": "fanformer-1b"},
+            "data": {"train_data": ["x"]},
+            "training": {"run_dir": "r", "train_iters": 1, "global_batch_size": 1},
+        }
+    )
+    fields = [name for section in config.as_dict().values() for name in section]
+    assert [name for name in fields if f"`{name}`" not in page and f".{name}`" not in page] == []
