@@ -21,7 +21,8 @@
 #SBATCH --requeue
 set -euo pipefail
 
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=${nodes[0]}
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 export MASTER_ADDR MASTER_PORT
 

@@ -48,7 +48,7 @@ def small_run(tokens: str, run_dir: Path, **sections: dict[str, Any]) -> dict[st
             "run_dir": str(run_dir),
             "train_iters": 20,
             "global_batch_size": 4,
-            "micro_batch_size": 1,
+            "micro_batch_size": 2,
         },
         "logging": {"tensorboard": False},
     }

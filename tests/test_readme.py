@@ -1,4 +1,4 @@
-"""The commands that the documentation shows: each parses, and names verbs, options and configuration keys that exist."""
+"""The commands that the documentation shows: each parses, and names what exists."""
 
 import re
 import shlex
@@ -24,7 +24,9 @@ def shown_commands(page: Path) -> list[list[str]]:
 COMMANDS = [(page.name, words) for page in PAGES for words in shown_commands(page)]
 
 
-@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page}: {' '.join(words)[:60]}" for page, words in COMMANDS])
+@pytest.mark.parametrize(
+    ("page", "words"), COMMANDS, ids=[f"{page}: {' '.join(words)[:60]}" for page, words in COMMANDS]
+)
 def test_a_shown_command_parses(page: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     options, rest = cli._parser().parse_known_args(words)

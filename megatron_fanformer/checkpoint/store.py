@@ -20,6 +20,8 @@ from megatron_fanformer.errors import CorruptError, InputError
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 CONFIG = "config.yaml"
+# An export's tokenizer.json is the .model rewritten: the original comes first.
+TOKENIZERS = ("tokenizer.model", "tokenizer.json")
 MEGATRON_METADATA = "metadata.json"  # written last by megatron-core
 
 
@@ -55,7 +57,9 @@ def publish(
     os.rename(temporary, final)
     write_atomically(checkpoints / LATEST, final.name + "\n")
     if keep is not None:
-        for old in _steps(checkpoints)[:-keep]:
+        # later steps are of a run that was rewound: not this run's to count or remove
+        earlier = [folder for folder in _steps(checkpoints) if folder.name < final.name]
+        for old in earlier[: max(0, len(earlier) + 1 - keep)]:
             shutil.rmtree(old)
     return final
 
@@ -66,8 +70,8 @@ def attachment_name(file: Path) -> str:
 
 
 def attached_tokenizer(checkpoint: Path) -> Path | None:
-    """The tokenizer's file in a checkpoint, if there is one."""
-    return next(iter(sorted(checkpoint.glob("tokenizer.*"))), None)
+    """The tokenizer's file in a checkpoint or an exported folder, if there is one."""
+    return next((path for name in TOKENIZERS if (path := checkpoint / name).is_file()), None)
 
 
 def write_atomically(path: Path, text: str) -> None:

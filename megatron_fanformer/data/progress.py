@@ -13,7 +13,8 @@ from megatron_fanformer.data.pipeline import PrepareProgress, ProgressListener
 def progress_line(title: str, console: Console | None = None) -> Iterator[ProgressListener]:
     """Show a live line while the block runs; give what is yielded to `prepare` as its `progress`.
 
-    Where the output is no terminal, one line is printed at the end.
+    The line appears with the first progress: what is refused before shows none. Where the output is no terminal, one
+    line is printed at the end.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -24,17 +25,22 @@ def progress_line(title: str, console: Console | None = None) -> Iterator[Progre
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as line:
-        task = line.add_task(title, total=None, documents=0, megabytes_per_second=0.0)
+    line = Progress(*columns, console=console)
+    task = line.add_task(title, total=None, documents=0, megabytes_per_second=0.0)
 
-        def show(progress: PrepareProgress) -> None:
-            seconds = line.tasks[0].elapsed or 0.0
-            line.update(
-                task,
-                total=progress.input_bytes_total,
-                completed=progress.input_bytes,
-                documents=progress.documents,
-                megabytes_per_second=progress.text_bytes / 1e6 / seconds if seconds else 0.0,
-            )
+    def show(progress: PrepareProgress) -> None:
+        line.start()
+        seconds = line.tasks[0].elapsed or 0.0
+        line.update(
+            task,
+            total=progress.input_bytes_total,
+            completed=progress.input_bytes,
+            documents=progress.documents,
+            megabytes_per_second=progress.text_bytes / 1e6 / seconds if seconds else 0.0,
+        )
 
+    try:
         yield show
+    finally:
+        if line.live.is_started:
+            line.stop()

@@ -30,7 +30,7 @@ from megatron_fanformer.experiments.loss_curve import draw_loss_curve
 from megatron_fanformer.generation.generate import GenerateConfig, generate
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.training.metrics import VALIDATION_LOSS, read_metrics
 from megatron_fanformer.training.start import start_run
 
 VOCAB_SIZE = 8192
@@ -231,9 +231,8 @@ def unigram_entropy(prefix: Path) -> float:
 
 
 def _summary(places: Places, corpus: Corpus, tokens: dict[str, int], difference: float, seconds: float) -> Table:
-    metrics = read_metrics(places.run)
-    steps = [entry for entry in metrics if "loss" in entry]
-    validation = next(entry[f"validation_loss/{VALIDATION}"] for entry in reversed(metrics) if "loss" not in entry)
+    steps = read_metrics(places.run)
+    validation = steps[-1][f"{VALIDATION_LOSS}/{VALIDATION}"]
     entropy = unigram_entropy(places.tokens(VALIDATION))
     speeds = [entry["tokens_per_second"] for entry in steps]
     table = Table(title="The demo, summed up", show_header=False)

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-VALIDATION_PREFIX = "validation_loss/"
+from megatron_fanformer.training.metrics import VALIDATION_LOSS
+
+VALIDATION_PREFIX = f"{VALIDATION_LOSS}/"
 
 
 def draw_loss_curve(metrics: list[dict[str, Any]], path: Path, *, entropy: float | None = None) -> None:
@@ -19,7 +21,7 @@ def draw_loss_curve(metrics: list[dict[str, Any]], path: Path, *, entropy: float
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), dpi=150)
-    training = [(entry["step"], entry["loss"]) for entry in metrics if "loss" in entry]
+    training = [(entry["step"], entry["loss"]) for entry in metrics]
     axes.plot(*zip(*training, strict=True), linewidth=1, label="training")
     names = sorted({name for entry in metrics for name in entry if name.startswith(VALIDATION_PREFIX)})
     for name in names:

@@ -31,10 +31,6 @@ from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, distributed
 from megatron_fanformer.runtime.seeding import local_shards
 
-# An export's tokenizer.json is the .model rewritten; the original reads special pieces in a text as plain text, as
-# it did in training.
-HUGGINGFACE_TOKENIZERS = ("tokenizer.model", "tokenizer.json")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
@@ -85,12 +81,11 @@ def _huggingface_source(folder: Path) -> ModelSource:
         stated = HuggingFaceConfig.from_pretrained(folder)
     except (ValueError, TypeError) as error:
         raise InputError(f"the model in {folder} cannot be built: {' '.join(str(error).split())}") from None
-    tokenizers = (folder / name for name in HUGGINGFACE_TOKENIZERS)
     return ModelSource(
         path=folder,
         config=from_huggingface_config(stated),
         dtype=torch.bfloat16 if stated.dtype == torch.bfloat16 else torch.float32,
-        tokenizer=next((path for path in tokenizers if path.is_file()), None),
+        tokenizer=store.attached_tokenizer(folder),
         end_of_text_id=stated.eos_token_id if isinstance(stated.eos_token_id, int) else None,
         fill=functools.partial(_fill_from_huggingface, folder),
     )

@@ -129,7 +129,7 @@ class RankGrid:
 def process_group(config: ParallelConfig, address: devices.RankAddress | None) -> Iterator[devices.DeviceKind]:
     """Join the ranks of `address`, or be the only rank where that is None; leave them at the end.
 
-    Yields the device kind. After an error the group is left as it is: its other ranks must not be waited for.
+    Yields the device kind. After an error a group of several is left as it is: its other ranks must not be waited for.
     """
     kind = devices.resolve_device(config.device)
     if kind == "cpu":
@@ -142,8 +142,10 @@ def process_group(config: ParallelConfig, address: devices.RankAddress | None) -
         with tempfile.TemporaryDirectory(prefix="fanformer-") as folder:
             store = dist.FileStore(os.path.join(folder, "store"), 1)
             dist.init_process_group(BACKENDS[kind], store=store, rank=0, world_size=1, timeout=timeout)
-            yield kind
-            dist.destroy_process_group()
+            try:
+                yield kind
+            finally:
+                dist.destroy_process_group()
         return
     dist.init_process_group(
         BACKENDS[kind],

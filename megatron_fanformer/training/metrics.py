@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
+VALIDATION_LOSS = "validation_loss"  # the first part of a validation loss's name, before its set's
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,13 @@
 """What is checked before a run starts: its configuration, and every file that it is going to read."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.token_files import check_token_ids
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.config import RunConfig
 
 
@@ -44,7 +46,7 @@ def _file_problems(config: RunConfig) -> list[str]:
         except InputError as error:
             found.append(f"checkpoint.load: {error}")
         else:
-            found += _model_problems(start, config)
+            found += _model_problems(start, config, ignoring=("seq_length",))  # weights fit any length
     return found
 
 
@@ -62,14 +64,21 @@ def _resume_problems(checkpoint: Path, config: RunConfig) -> list[str]:
     return found
 
 
-def _model_problems(checkpoint: Path, config: RunConfig) -> list[str]:
-    present = _flat(config.as_dict()["model"])
-    saved = _flat(store.saved_config(checkpoint)["model"])
+def _model_problems(checkpoint: Path, config: RunConfig, ignoring: tuple[str, ...] = ()) -> list[str]:
+    try:
+        saved = _shape(FANformerConfig.from_dict(store.saved_config(checkpoint)["model"]))
+    except (KeyError, TypeError) as error:
+        raise CorruptError(f"{checkpoint} states no model ({error}); take another checkpoint") from None
     return [
-        f"model.{name} is {value}, but the checkpoint {checkpoint} was saved with {saved.get(name)}; set it to that"
-        for name, value in present.items()
-        if value != saved.get(name)
+        f"model.{name} is {value}, but the checkpoint {checkpoint} was saved with {saved[name]}; set it to that"
+        for name, value in _shape(config.model).items()
+        if value != saved[name] and name not in ignoring
     ]
+
+
+def _shape(model: FANformerConfig) -> dict[str, Any]:
+    """A model's fields by their dotted names; a number of query groups left open is filled in."""
+    return _flat(dataclasses.asdict(dataclasses.replace(model, num_query_groups=model.query_groups)))
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -26,7 +26,7 @@ from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.evaluation import evaluate_loss
-from megatron_fanformer.training.metrics import MetricsWriter, ProgressLine
+from megatron_fanformer.training.metrics import VALIDATION_LOSS, MetricsWriter, ProgressLine
 from megatron_fanformer.training.optimizer import build_optimizer
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import StepResult, train_step, wrap_stage
@@ -62,8 +62,9 @@ class Trainer:
         """
         with _signals_to(self._ask_to_stop):
             while self.step < self.config.training.train_iters:
-                self._train_one_step()
-                self._evaluate_if_due()
+                metrics = self._train_one_step()
+                metrics.update(self._evaluate_if_due())
+                self._log(metrics)
                 stopping = self._shall_stop()
                 self._save_if_due(force=stopping is not None)
                 if stopping == "signal":
@@ -79,7 +80,8 @@ class Trainer:
 
     # -- one step
 
-    def _train_one_step(self) -> None:
+    def _train_one_step(self) -> dict[str, float]:
+        """Take the next step; returns its metrics."""
         started = time.monotonic()
         self.step += 1
         self._scheduler.step(1)
@@ -96,32 +98,33 @@ class Trainer:
         except DivergenceError as error:
             raise DivergenceError(f"step {self.step}: {error}") from None
         self.consumed_samples += self.config.training.global_batch_size
-        self._log_step(result, time.monotonic() - started)
+        return self._metrics_of(result, time.monotonic() - started)
 
-    def _log_step(self, result: StepResult, seconds: float) -> None:
-        if not self.grid.is_main:
-            return
+    def _metrics_of(self, result: StepResult, seconds: float) -> dict[str, float]:
         tokens_per_second = result.tokens / seconds
-        self._metrics.write(
-            self.step,
-            {
-                "loss": result.loss,
-                "grad_norm": result.grad_norm,
-                "learning_rate": self._optimizer.param_groups[0]["lr"],
-                "tokens": self.consumed_samples * self.config.model.seq_length,
-                "tokens_per_second": tokens_per_second,
-                "model_flops_per_second": tokens_per_second * training_flops_per_token(self.config.model),
-            },
-        )
-        self._progress.update(self.step, loss=result.loss, tokens_per_second=tokens_per_second)
+        return {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": self._optimizer.param_groups[0]["lr"],
+            "tokens": self.consumed_samples * self.config.model.seq_length,
+            "tokens_per_second": tokens_per_second,
+            "model_flops_per_second": tokens_per_second * training_flops_per_token(self.config.model),
+        }
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        if self.grid.is_main:
+            self._metrics.write(self.step, metrics)
+            self._progress.update(self.step, loss=metrics["loss"], tokens_per_second=metrics["tokens_per_second"])
 
     # -- what is periodic
 
-    def _evaluate_if_due(self) -> None:
+    def _evaluate_if_due(self) -> dict[str, float]:
+        """The loss on each validation set, where this step evaluates."""
         training = self.config.training
         due = training.eval_interval is not None and self.step % training.eval_interval == 0
         if not due and self.step != training.train_iters:
-            return
+            return {}
+        losses = {}
         for name, dataset in self._data.valid.items():
             loss = evaluate_loss(
                 self._wrapped,
@@ -132,9 +135,10 @@ class Trainer:
                 micro_batch_size=training.micro_batch_size,
                 seq_length=self.config.model.seq_length,
             )
+            losses[f"{VALIDATION_LOSS}/{name}"] = loss
             if self.grid.is_main:
-                self._metrics.write(self.step, {f"validation_loss/{name}": loss})
                 self._progress.note(f"step {self.step}  validation loss ({name}) {loss:.4f}")
+        return losses
 
     def _save_if_due(self, *, force: bool) -> None:
         interval = self.config.checkpoint.save_interval

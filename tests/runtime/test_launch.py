@@ -73,7 +73,10 @@ def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
     run_on_ranks: Callable[..., list[Any]], tmp_path: Path, tokens: str
 ) -> None:
     """The signal reaches loader workers too, whose batches the step in progress still needs."""
-    sections: dict[str, Any] = {"parallel": TP2, "training": {"train_iters": 25, "global_batch_size": 16, "micro_batch_size": 4}}
+    sections: dict[str, Any] = {
+        "parallel": TP2,
+        "training": {"train_iters": 25, "global_batch_size": 16, "micro_batch_size": 4},
+    }
     values = small_run(tokens, tmp_path / "stopped", data={"num_workers": 1}, **sections)
     config = str(write_config(tmp_path / "config.yaml", values))
     process = start_command("train", "--config", config)
@@ -81,9 +84,7 @@ def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
     os.killpg(process.pid, signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 5, errors
-    assert errors.splitlines() == [
-        "megatron-fanformer: stopped on SIGTERM, saved; the same command goes on from there"
-    ]
+    assert errors.splitlines() == ["megatron-fanformer: stopped on SIGTERM, saved; the same command goes on from there"]
     steps_before = len(losses(tmp_path / "stopped"))
     assert [folder.name for folder in (tmp_path / "stopped" / "checkpoints").glob("step-*")] == [
         f"step-{steps_before:08d}"

@@ -109,8 +109,8 @@ def train_reference(case: str, parallel: ParallelConfig, lr: float = RECIPE.lr) 
                 optimizer,
                 stream_batches(stream[step], grid),
                 grid,
-                num_micro_batches=4 // grid.data_parallel_size,
-                micro_batch_size=1,
+                num_micro_batches=2,
+                micro_batch_size=2 // grid.data_parallel_size,
                 seq_length=64,
             )
             for step in range(len(stream))
@@ -119,14 +119,13 @@ def train_reference(case: str, parallel: ParallelConfig, lr: float = RECIPE.lr) 
 
 
 def stream_batches(batch: torch.Tensor, grid: RankGrid) -> Any:
-    """One step's [4, 65] tokens as this replica's micro batches of one sample."""
-    position_ids = torch.arange(64).unsqueeze(0)
-    for sample in batch[grid.data_parallel_rank :: grid.data_parallel_size]:
+    """One step's [4, 65] tokens as this replica's two micro batches."""
+    for samples in batch[grid.data_parallel_rank :: grid.data_parallel_size].chunk(2):
         yield {
-            "tokens": sample[None, :-1],
-            "labels": sample[None, 1:],
-            "loss_mask": torch.ones(1, 64),
-            "position_ids": position_ids,
+            "tokens": samples[:, :-1],
+            "labels": samples[:, 1:],
+            "loss_mask": torch.ones(len(samples), 64),
+            "position_ids": torch.arange(64).expand(len(samples), 64),
         }
 
 

@@ -1,0 +1,339 @@
+"""Bad input, as a user meets it: a line for each problem, exit code 2, nothing written."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fanformer.cli import PROGRAM, main
+from megatron_fanformer.training.config import load_config
+from megatron_fanformer.training.preflight import check_run
+from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
+
+TOKENIZER = Path(__file__).parent / "samples" / "tokenizers" / "allenai_gpt-neox-olmo-dolma-v1_5.json"
+
+Refused = Callable[..., list[str]]
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """Run a command that is to be refused; the lines that it says."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> list[str]:
+        before = contents(tmp_path)
+        capsys.readouterr()
+        assert main(arguments) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert contents(tmp_path) == before
+        lines = said.err.splitlines()
+        assert all(line.startswith(f"{PROGRAM}: ") for line in lines), lines
+        return [line.removeprefix(f"{PROGRAM}: ") for line in lines]
+
+    return run
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    """A configuration that is in order, of a run that does not exist yet."""
+    return str(write_config(tmp_path / "config.yaml", small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run")))
+
+
+def one_line(lines: list[str], *parts: str) -> None:
+    assert len(lines) == 1, lines
+    for part in parts:
+        assert part in lines[0]
+
+
+# -- the command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "required: VERB"),
+        (["tran"], "invalid choice: 'tran'"),
+        (["train"], "required: --config"),
+        (["prepare", "x", "--output", "y", "--tokenizer", "z", "--speed", "9"], "unknown argument --speed"),
+        (["prepare", "x", "--output", "y", "--tokenizer", "z", "--workers", "two"], "invalid int value: 'two'"),
+        (["convert", "x", "y", "--to", "zip"], "invalid choice: 'zip'"),
+        (["train", "--config", "none.yaml"], "none.yaml cannot be read"),
+    ],
+)
+def test_a_command_line_that_is_no_command(refused: Refused, arguments: list[str], said: str) -> None:
+    one_line(refused(*arguments), said)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["--nonsense"], "'--nonsense' is no override; write --section.field VALUE"),
+        (["--training.seed"], "--training.seed has no value; write --section.field VALUE"),
+        (["--training.seed", "["], "--training.seed '[' is no YAML value; quote it"),
+    ],
+)
+def test_an_override_that_is_none(refused: Refused, config: str, overrides: list[str], said: str) -> None:
+    assert refused("train", "--config", config, *overrides) == [said]
+
+
+def test_the_installed_command_exits_with_the_same_code_and_line(tmp_path: Path, config: str) -> None:
+    before = contents(tmp_path)
+    process = start_command("train", "--config", config, "--model.hiden_size", "64")
+    output, errors = process.communicate()
+    assert (process.returncode, output) == (2, "")
+    assert errors == f"{PROGRAM}: unknown configuration key model.hiden_size; did you mean model.hidden_size?\n"
+    assert contents(tmp_path) == before
+
+
+# -- a configuration's values
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (("modle.hidden_size", "3"), "unknown configuration key modle; did you mean model?"),
+        (("model.fan.pratio", "0.25"), "unknown configuration key model.fan.pratio; did you mean model.fan.p_ratio?"),
+        (("model.hidden_size", "many"), 'model.hidden_size is "many"; it must be an integer'),
+        (("model.hidden_size", "2.5"), "model.hidden_size is 2.5; it must be an integer"),
+        (("model.hidden_size", "null"), "model.hidden_size is null; it must be an integer"),
+        (("model.hidden_size", "true"), "model.hidden_size is true; it must be an integer"),
+        (("optimizer.lr", "fast"), 'optimizer.lr is "fast"; it must be a finite number'),
+        (("optimizer.lr", ".nan"), "optimizer.lr is NaN; it must be a finite number"),
+        (("logging.tensorboard", "3"), "logging.tensorboard is 3; it must be true or false"),
+        (("training.run_dir", "7"), "training.run_dir is 7; it must be text"),
+        (("checkpoint.keep", "few"), 'checkpoint.keep is "few"; it must be an integer, or null'),
+        (("data.train_data", "a"), 'data.train_data is "a"; it must be a list of text, such as [a, b]'),
+        (("model.fan", "5"), "model.fan is 5; it must be a section with keys such as p_ratio"),
+        (("parallel.device", "tpu"), 'parallel.device is "tpu"; it must be one of auto, cuda, cpu'),
+        (("training.train_iters", "0"), "training.train_iters is 0; it must be at least 1"),
+    ],
+)
+def test_a_value_of_the_wrong_kind(refused: Refused, config: str, override: tuple[str, str], said: str) -> None:
+    name, value = override
+    assert refused("train", "--config", config, f"--{name}", value) == [said]
+
+
+def test_a_number_without_a_point_before_its_exponent_is_a_number(config: str) -> None:
+    assert load_config(Path(config), ["--optimizer.lr", "4e-4"]).optimizer.lr == 4e-4
+
+
+def test_an_empty_section_has_its_defaults(tmp_path: Path, config: str) -> None:
+    file = tmp_path / "empty.yaml"
+    file.write_text(Path(config).read_text() + "checkpoint:\n  # save_interval: 10\n")
+    assert load_config(file).checkpoint.save_interval is None
+
+
+def test_missing_values_are_named(refused: Refused, tmp_path: Path) -> None:
+    values = small_run("tokens", tmp_path / "run")
+    del values["training"], values["model"]["vocab_size"]
+    file = write_config(tmp_path / "config.yaml", values)
+    assert [line.split(" is missing;")[0] for line in refused("train", "--config", str(file))] == [
+        "model.vocab_size",
+        "training.run_dir",
+        "training.train_iters",
+        "training.global_batch_size",
+    ]
+
+
+@pytest.mark.parametrize(("text", "said"), [("- a\n- b\n", "holds no configuration"), ("a: [", "is no YAML")])
+def test_a_file_that_is_no_configuration(refused: Refused, tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    one_line(refused("train", "--config", "config.yaml"), said)
+
+
+@pytest.mark.parametrize("name", ["fanformer-2b", "[a]"])
+def test_an_unknown_preset(refused: Refused, config: str, name: str) -> None:
+    one_line(refused("train", "--config", config, "--model.preset", name), "model.preset is", "fanformer-1b")
+
+
+@pytest.mark.parametrize("p_ratio", ["-0.1", "0.51", "1"])
+def test_a_p_ratio_outside_its_range(refused: Refused, config: str, p_ratio: str) -> None:
+    lines = refused("train", "--config", config, "--model.fan.p_ratio", p_ratio)
+    one_line(lines, f"model.fan.p_ratio is {float(p_ratio)}; it must lie in [0, 0.5]")
+
+
+def test_several_problems_are_reported_together(refused: Refused, config: str) -> None:
+    overrides = ["--model.hiden_size", "3", "--optimizer.lr", "fast", "--training.seed", "x"]
+    assert refused("train", "--config", config, *overrides) == [
+        "unknown configuration key model.hiden_size; did you mean model.hidden_size?",
+        'optimizer.lr is "fast"; it must be a finite number',
+        'training.seed is "x"; it must be an integer',
+    ]
+
+
+def test_problems_of_sound_values_and_missing_files_are_reported_together(refused: Refused, config: str) -> None:
+    overrides = ["--training.global_batch_size", "5", "--checkpoint.load", "none", "--schedule.lr_warmup_iters", "30"]
+    lines = refused("train", "--config", config, *overrides)
+    assert [line.split()[0] for line in lines] == [
+        "training.global_batch_size",
+        "schedule.lr_warmup_iters",
+        "checkpoint.load:",
+    ]
+
+
+# -- the layout
+
+
+def test_tensor_parallel_ranks_that_do_not_divide_the_heads(refused: Refused, config: str) -> None:
+    lines = refused(
+        "train", "--config", config, "--parallel.tensor_model_parallel_size", "8", "--model.hidden_size", "64"
+    )
+    assert lines[0] == (
+        "parallel.tensor_model_parallel_size 8 does not divide model.num_attention_heads 4; choose one of 1, 2, 4"
+    )
+
+
+def test_tensor_parallel_ranks_that_do_not_divide_the_fan_shards(refused: Refused, config: str) -> None:
+    """The p_ratio that the message names is then accepted."""
+    overrides = ["--parallel.tensor_model_parallel_size", "4", "--model.fan.p_ratio", "0.2"]
+    lines = refused("train", "--config", config, *overrides)
+    one_line(lines, "does not divide the FAN map's 6 periodic and 20 linear rows")
+    nearest = lines[0].rpartition("the nearest valid model.fan.p_ratio is ")[2]
+    assert float(nearest) in (0.125, 0.25)
+    assert check_run(load_config(Path(config), [*overrides, "--model.fan.p_ratio", nearest]), None) == 1
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world"),
+    [(["--parallel.tensor_model_parallel_size", "2"], 3), (["--parallel.data_parallel_size", "2"], 4)],
+)
+def test_a_world_that_the_layout_does_not_fill(
+    refused: Refused, config: str, monkeypatch: pytest.MonkeyPatch, degrees: list[str], world: int
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    one_line(refused("train", "--config", config, *degrees), str(world))
+
+
+def test_a_global_batch_that_does_not_divide(refused: Refused, config: str) -> None:
+    lines = refused(
+        "train", "--config", config, "--training.global_batch_size", "7", "--parallel.data_parallel_size", "2"
+    )
+    one_line(lines, "training.global_batch_size 7 is no multiple", "2 x 2 = 4; the nearest is 8")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(refused: Refused, config: str) -> None:
+    one_line(refused("train", "--config", config, "--parallel.device", "cuda"), "parallel.device is cuda")
+
+
+# -- files
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (("data.tokenizer", "none.model"), "data.tokenizer: none.model does not exist"),
+        (("checkpoint.load", "none"), "checkpoint.load: none is no checkpoint and no run's folder with one"),
+        (("training.run_dir", "config.yaml"), "training.run_dir config.yaml is a file; name a folder"),
+        (("model.vocab_size", "50"), "holds token id 99, outside the vocabulary of 50"),
+    ],
+)
+def test_files_that_do_not_fit(refused: Refused, config: str, override: tuple[str, str], said: str) -> None:
+    name, value = override
+    one_line(refused("train", "--config", config, f"--{name}", value), said)
+
+
+def test_missing_data_is_named(refused: Refused, config: str) -> None:
+    lines = refused("train", "--config", config, "--data.train_data", "[none]", "--data.valid_data", "{web: [nil]}")
+    assert {line.split(" does not exist")[0] for line in lines} == {
+        "data.train_data: none.bin",
+        "data.train_data: none.idx",
+        "data.valid_data.web: nil.bin",
+        "data.valid_data.web: nil.idx",
+    }
+
+
+@pytest.fixture
+def started_run(tmp_path: Path, config: str) -> Path:
+    """The folder of a run with a checkpoint of 0 bytes: what is looked at here is its configuration alone."""
+    values = load_config(Path(config)).as_dict()
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "metadata.json").write_text("{}")
+    (checkpoint.parent / "latest").write_text(checkpoint.name)
+    write_config(checkpoint / "config.yaml", values)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (("model.num_layers", "4"), "model.num_layers is 4, but the checkpoint"),
+        (("model.fan.p_ratio", "0.125"), "model.fan.p_ratio is 0.125, but the checkpoint"),
+        (("training.seed", "5"), "training.seed is 5, but the run in"),
+        (("training.global_batch_size", "8"), "training.global_batch_size is 8, but the run in"),
+    ],
+)
+def test_a_runs_folder_whose_run_is_another(
+    refused: Refused, config: str, started_run: Path, override: tuple[str, str], said: str
+) -> None:
+    name, value = override
+    one_line(refused("train", "--config", config, f"--{name}", value), said, str(started_run))
+
+
+@pytest.mark.parametrize("verb", [["convert", "none", "out", "--to", "hf"], ["generate", "none", "--prompt", "a"]])
+def test_a_checkpoint_that_is_none(refused: Refused, verb: list[str]) -> None:
+    one_line(refused(*verb), "none is no checkpoint and no run's folder with one")
+
+
+def test_a_conversion_into_a_folder_that_exists(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    source = Path(__file__).parent / "reference" / "atl"
+    one_line(refused("convert", str(source), "there", "--to", "hf"), "there exists; name a folder that does not")
+
+
+def test_the_conversion_script_is_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("convert_checkpoint", ROOT / "tools" / "convert_checkpoint.py")
+    assert spec is not None and spec.loader is not None
+    script: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    source = Path(__file__).parent / "reference" / "atl"
+    assert script.main([str(source), str(tmp_path / "out"), "--to", "megatron"]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'out'}\n"
+    assert (tmp_path / "out" / "checkpoints" / "latest").is_file()
+
+
+# -- documents
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    """Two documents with a line between them that is none."""
+    lines = [json.dumps({"text": "one"}), "{", json.dumps({"text": "two"})]
+    (tmp_path / "documents.jsonl").write_text("".join(line + "\n" for line in lines))
+    return tmp_path / "documents.jsonl"
+
+
+def prepare(documents: Path | str, *options: str) -> list[str]:
+    return ["prepare", str(documents), "--output", "out", "--tokenizer", str(TOKENIZER), "--workers", "1", *options]
+
+
+def test_documents_or_a_tokenizer_that_are_missing(refused: Refused, documents: Path) -> None:
+    one_line(refused(*prepare("none.jsonl")), "none.jsonl does not exist")
+    one_line(refused("prepare", str(documents), "--output", "out", "--tokenizer", "none.model"), "none.model")
+
+
+def test_a_line_that_is_no_document_stops_strict_preparation(refused: Refused, documents: Path) -> None:
+    one_line(refused(*prepare(documents, "--strict")), "documents.jsonl:2: not JSON")
+
+
+def test_a_line_that_is_no_document_is_counted_otherwise(
+    refused: Refused, documents: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prefix that stands is not prepared again with other settings."""
+    assert main(prepare(documents)) == 0
+    assert "3 lines read: 2 documents" in (told := capsys.readouterr().out)
+    assert "1 lines refused: not JSON" in told
+    one_line(
+        refused(*prepare(documents, "--eod-id", "0")), "output prefix out exists already with eod_id 50279 and not 0"
+    )

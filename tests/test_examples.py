@@ -1,0 +1,165 @@
+"""The run configurations and scripts in examples/."""
+
+import dataclasses
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_fanformer.model.config import PRESETS
+from megatron_fanformer.training.config import RunConfig, load_config
+from megatron_fanformer.training.metrics import read_metrics
+from tests.small_runs import ROOT, start_command, start_program, write_tokens
+
+EXAMPLES = ROOT / "examples"
+CONFIGS = sorted(EXAMPLES.glob("*.yaml"))
+PAPER_SIZES = [name for name in PRESETS if re.fullmatch(r"fanformer-\d+[mb]", name)]
+TRAIN_SECONDS = 240  # two ranks import for ten seconds on idle cores
+
+
+def stated(file: Path, what: str) -> int:
+    """A number of the comment at the top."""
+    match = re.search(rf"^# {what}: ([\d,]+)", file.read_text(), re.MULTILINE)
+    assert match, f"{file.name} does not state its {what.lower()}"
+    return int(match[1].replace(",", ""))
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> str:
+    return write_tokens(tmp_path / "tokens")
+
+
+def on_data_that_exists(config: RunConfig, tokens: str) -> RunConfig:
+    data = dataclasses.replace(
+        config.data,
+        train_data=[tokens],
+        valid_data={name: [tokens] for name in config.data.valid_data},
+        tokenizer=None,
+    )
+    return dataclasses.replace(config, data=data)
+
+
+def test_there_is_one_for_each_of_the_papers_sizes_and_a_tiny_one() -> None:
+    assert sorted(file.stem for file in CONFIGS) == sorted([*PAPER_SIZES, "tiny-cpu"])
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_only_its_data_is_missing(file: Path, tokens: str) -> None:
+    config = load_config(file)
+    data_parallel_size = config.parallel.resolve_data_parallel_size(stated(file, "Ranks"))
+    assert on_data_that_exists(config, tokens).problems(data_parallel_size) == []
+    assert all("does not exist" in problem for problem in config.problems(data_parallel_size))
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_the_model_has_the_stated_size(file: Path) -> None:
+    assert load_config(file).model.num_parameters == stated(file, "Parameters")
+
+
+@pytest.mark.parametrize("name", PAPER_SIZES)
+def test_a_papers_size_is_its_preset_under_the_papers_recipe(name: str) -> None:
+    config = load_config(EXAMPLES / f"{name}.yaml")
+    assert config.model == PRESETS[name]
+    optimizer, schedule, training = config.optimizer, config.schedule, config.training
+    assert (optimizer.lr, optimizer.adam_beta1, optimizer.adam_beta2) == (4e-4, 0.9, 0.95)
+    assert (optimizer.adam_eps, optimizer.weight_decay, optimizer.clip_grad) == (1e-5, 0.1, 1.0)
+    assert (schedule.lr_decay_style, schedule.lr_warmup_iters, schedule.min_lr) == ("cosine", 2000, 4e-5)
+    assert (training.train_iters, training.global_batch_size, config.model.seq_length) == (250_000, 2048, 2048)
+    assert config.precision.dtype == "bf16"
+
+
+def test_the_tiny_one_reads_what_the_demo_writes() -> None:
+    data = load_config(EXAMPLES / "tiny-cpu.yaml").data
+    assert data.prefixes() == ["runs/demo/tokens/train", "runs/demo/tokens/held-out"]
+    assert data.tokenizer == "runs/demo/tokenizer.model"
+
+
+# -- the scripts
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_two_nodes_under_torchrun_learn_what_one_node_does(tmp_path: Path) -> None:
+    """The tiny example for five steps: two launcher agents of one rank each, and two ranks launched by ourselves."""
+    tokens = write_tokens(tmp_path / "tokens", vocab_size=8192)
+
+    def arguments(run: str) -> list[str]:
+        overrides = {
+            "data.train_data": f"[{tokens}]",
+            "data.valid_data": f"{{random: [{tokens}]}}",
+            "data.tokenizer": "null",
+            "model.num_layers": "2",
+            "model.seq_length": "32",
+            "parallel.threads_per_rank": "1",
+            "schedule.lr_warmup_iters": "1",
+            "training.run_dir": str(tmp_path / run),
+            "training.train_iters": "5",
+            "training.eval_iters": "1",
+        }
+        options = [part for name, value in overrides.items() for part in (f"--{name}", value)]
+        return ["--config", str(EXAMPLES / "tiny-cpu.yaml"), *options]
+
+    meeting = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
+    nodes = [
+        start_program(
+            "bash", str(EXAMPLES / "torchrun.sh"), *arguments("nodes"), environment={**meeting, "NODE_RANK": str(node)}
+        )
+        for node in (0, 1)
+    ]
+    for node in nodes:
+        _, errors = node.communicate(timeout=TRAIN_SECONDS)
+        assert node.returncode == 0, errors
+    ours = start_command("train", *arguments("ours"))
+    _, errors = ours.communicate(timeout=TRAIN_SECONDS)
+    assert ours.returncode == 0, errors
+
+    metrics = {run: read_metrics(tmp_path / run) for run in ("nodes", "ours")}
+    assert len(metrics["ours"]) == 5 and "validation_loss/random" in metrics["ours"][-1]
+    for name in ("step", "loss", "grad_norm", "validation_loss/random"):
+        assert [m.get(name) for m in metrics["nodes"]] == [m.get(name) for m in metrics["ours"]]
+
+
+def stand_in(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def run_slurm_script(folder: Path, exit_code: int) -> tuple[int, str, str]:
+    """Run slurm.sh where Slurm's commands only tell what they are asked; its exit code, srun's words and scontrol's."""
+    stand_in(folder, "srun", f'echo "$MASTER_ADDR $MASTER_PORT $*" > {folder}/srun.told; exit {exit_code}')
+    stand_in(folder, "scontrol", f'echo "$*" >> {folder}/scontrol.told; printf "node-7\\nnode-8\\n"')
+    environment = {
+        "PATH": f"{folder}:/usr/bin:/bin",
+        "SLURM_JOB_NODELIST": "node-[7-8]",
+        "SLURM_JOB_ID": "12345",
+        "PYTHON": "python",
+    }
+    script = subprocess.run(["bash", EXAMPLES / "slurm.sh", "--config", "a file.yaml"], env=environment, check=False)
+    return script.returncode, (folder / "srun.told").read_text(), (folder / "scontrol.told").read_text()
+
+
+@pytest.mark.parametrize("exit_code", [0, 1, 5])
+def test_the_slurm_script_joins_the_ranks_and_requeues_what_stopped_after_saving(
+    tmp_path: Path, exit_code: int
+) -> None:
+    code, srun, scontrol = run_slurm_script(tmp_path, exit_code)
+    assert code == exit_code
+    assert srun.startswith("node-7 22345 ")
+    assert srun.endswith("python -m megatron_fanformer train --config a file.yaml\n")
+    requeued = ["requeue 12345"] if exit_code == 5 else []
+    assert scontrol.splitlines() == ["show hostnames node-[7-8]", *requeued]
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.sh")), ids=lambda script: script.name)
+def test_the_scripts_pass_shellcheck(script: Path) -> None:
+    checked = subprocess.run(["shellcheck", script], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
