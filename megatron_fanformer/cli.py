@@ -90,7 +90,7 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
-    _ready()
+    _ready(on_cpu=True)
     from megatron_fanformer.experiments.demo import run_demo
 
     run_demo(Path(options.output))
@@ -151,17 +151,21 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> None:
-    _ready()
     from megatron_fanformer.runtime.device import rank_address
     from megatron_fanformer.runtime.launch import report_failure
-    from megatron_fanformer.training.start import run_rank, start_run
 
     address = rank_address()
     if address is None:
+        _ready()
+        from megatron_fanformer.training.start import start_run
+
         start_run(Path(options.config), rest, arguments)
-    else:
-        with report_failure():
-            run_rank(Path(options.config), rest, address)
+        return
+    with report_failure():
+        _ready()
+        from megatron_fanformer.training.start import run_rank
+
+        run_rank(Path(options.config), rest, address)
 
 
 # -- generate
@@ -203,11 +207,12 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("destination", help="a folder that does not exist yet")
     parser.add_argument("--to", required=True, choices=("megatron", "hf", "reference"))
     parser.add_argument("--tokenizer", help="tokenizer to put beside the weights, where the source has none")
+    parser.add_argument("--eod-id", type=int, help="the id that ends a document (the tokenizer's end of text)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the written weights (the source's own)")
 
 
 def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
-    _ready()
+    _ready(on_cpu=True)
     from megatron_fanformer.conversion.convert import convert_checkpoint
 
     convert_checkpoint(
@@ -215,15 +220,21 @@ def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str
         Path(options.destination),
         to=options.to,
         tokenizer=Path(options.tokenizer) if options.tokenizer else None,
+        eod_id=options.eod_id,
         dtype=options.dtype,
     )
     print(f"wrote {options.destination}")
 
 
-def _ready() -> None:
-    """Before the first import of megatron-core: quiet it, and adapt it to a machine without CUDA."""
-    from megatron_fanformer.runtime.device import quieten_libraries
+def _ready(*, on_cpu: bool = False) -> None:
+    """Before the first import of megatron-core: quiet it, and adapt it to a machine without CUDA.
 
+    `on_cpu` is for what runs on the CPU wherever it is.
+    """
+    from megatron_fanformer.runtime.device import hide_gpus, quieten_libraries
+
+    if on_cpu:
+        hide_gpus()
     quieten_libraries()
     from megatron_fanformer.runtime import megatron_cpu
 

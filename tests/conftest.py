@@ -1,5 +1,6 @@
 """What all tests share: megatron-core made ready for the CPU, and the pool of ranks."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 from megatron_fanformer.runtime import device, megatron_cpu
 from tests.ranks import RankPool
 
+if not any("gpu" in argument for argument in sys.argv):  # `pytest -m gpu` and `pytest tests/gpu` want to see it
+    device.hide_gpus()
 device.quieten_libraries()
 megatron_cpu.install()
 

@@ -24,6 +24,8 @@ def read_full_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
         stored = dist_checkpointing.load_tensors_metadata(str(checkpoint))
         weights = {name: value for name, value in stored.items() if not name.startswith(OPTIMIZER_PREFIX)}
         loaded = dist_checkpointing.load(weights, str(checkpoint), validate_access_integrity=False)
+    except torch.OutOfMemoryError:  # not the checkpoint's fault
+        raise
     except (CheckpointingException, OSError, RuntimeError, KeyError, ValueError) as error:
         raise CorruptError(f"{checkpoint} cannot be read ({error}); take an earlier checkpoint") from error
     return {name: loaded[name] for name in weights}

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.model.config import FANformerConfig
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
@@ -32,8 +33,9 @@ def checkpoint_name(step: int) -> str:
 
 def temporary_folder(checkpoints: Path, step: int) -> Path:
     """An empty folder to write a step's checkpoint into; what an interrupted save left there is removed."""
+    for left in checkpoints.glob(".step-*.tmp"):
+        shutil.rmtree(left)
     folder = checkpoints / f".{checkpoint_name(step)}.tmp"
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
 
@@ -55,6 +57,7 @@ def publish(
     if final.exists():  # saved before by a run that was then rewound: the new one replaces it
         shutil.rmtree(final)
     os.rename(temporary, final)
+    _sync(checkpoints)
     write_atomically(checkpoints / LATEST, final.name + "\n")
     if keep is not None:
         # later steps are of a run that was rewound: not this run's to count or remove
@@ -78,17 +81,23 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace a small file as a whole."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text)
+    _sync(temporary)
     os.replace(temporary, path)
+    _sync(path.parent)
 
 
 def _flush(folder: Path) -> None:
     """Ask the system to put the files on disk before they get a name that promises they are there."""
     for path in [*folder.iterdir(), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _steps(checkpoints: Path) -> list[Path]:
@@ -146,3 +155,15 @@ def saved_config(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CorruptError(f"{checkpoint / CONFIG} holds no configuration; take another checkpoint")
     return config
+
+
+def saved_model(checkpoint: Path) -> FANformerConfig:
+    """The shape of a checkpoint's model.
+
+    Raises:
+        CorruptError: it is not stated, or cannot be read.
+    """
+    try:
+        return FANformerConfig.from_dict(saved_config(checkpoint)["model"])
+    except (KeyError, TypeError) as error:
+        raise CorruptError(f"{checkpoint / CONFIG} states no model ({error}); take another checkpoint") from None

@@ -5,6 +5,7 @@ belong to a rank and come back where the layout is the same.
 """
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_fanformer.checkpoint import megatron_versions, store
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.runtime.parallel import RankGrid
 
-LAYOUT_FIELDS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+LAYOUT_FIELDS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "device")
 
 
 def save_training_state(
@@ -48,7 +49,7 @@ def save_training_state(
     state = model_state(stage, grid)
     sharded = {
         "model": state,
-        "optimizer": optimizer.sharded_state_dict(state, metadata=_metadata(grid)),
+        "optimizer": optimizer.sharded_state_dict(state, metadata=grid.sharding_metadata),
         "progress": progress,
         "random": _random_state(grid, capture=True),
     }
@@ -61,9 +62,19 @@ def save_training_state(
 
 
 def load_training_state(
-    checkpoint: Path, *, stage: Any, optimizer: Any, config: dict[str, Any], grid: RankGrid
+    checkpoint: Path,
+    *,
+    stage: Any,
+    optimizer: Any,
+    config: dict[str, Any],
+    grid: RankGrid,
+    amend_optimizer_state: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Load weights, optimizer and random states in place; returns the saved progress.
+
+    Args:
+        config: the run's resolved configuration.
+        amend_optimizer_state: changes the loaded optimizer state before it is taken over.
 
     Raises:
         InputError: the checkpoint was saved with another form of optimizer.
@@ -74,13 +85,14 @@ def load_training_state(
     state = model_state(stage, grid)
     sharded: dict[str, Any] = {
         "model": state,
-        "optimizer": optimizer.sharded_state_dict(state, is_loading=True, metadata=_metadata(grid)),
+        "optimizer": optimizer.sharded_state_dict(state, is_loading=True, metadata=grid.sharding_metadata),
     }
     same_layout = all(saved["parallel"].get(name) == config["parallel"][name] for name in LAYOUT_FIELDS)
     if same_layout:
         sharded["random"] = _random_state(grid, capture=False)
     loaded = _load(checkpoint, sharded)
     stage.load_state_dict(loaded["model"], strict=False)
+    amend_optimizer_state(loaded["optimizer"])
     optimizer.load_state_dict(loaded["optimizer"])
     if same_layout:
         _restore_random_state(loaded["random"])
@@ -103,21 +115,15 @@ def model_state(stage: Any, grid: RankGrid) -> dict[str, Any]:
     Layers' extra state (None here; Transformer Engine's FP8 scales) is left out: local and Transformer Engine layers
     load each other's checkpoints.
     """
-    state = stage.sharded_state_dict(metadata=_metadata(grid))
+    state = stage.sharded_state_dict(metadata=grid.sharding_metadata)
     return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
-
-
-def _metadata(grid: RankGrid) -> dict[str, Any]:
-    return {
-        "non_homogeneous_layers": True,
-        "dp_cp_group": grid.groups.dp_cp,
-        "distrib_optim_sharding_type": "fully_reshardable",  # loads in every layout
-    }
 
 
 def _load(checkpoint: Path, sharded: dict[str, Any]) -> dict[str, Any]:
     try:
         return megatron_versions.load(sharded, checkpoint)
+    except (torch.OutOfMemoryError, dist.DistError):  # not the checkpoint's fault
+        raise
     except (CheckpointingException, OSError, RuntimeError, KeyError, ValueError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CorruptError(f"{checkpoint} cannot be loaded ({reason[0]}); take an earlier checkpoint") from error

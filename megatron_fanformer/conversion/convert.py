@@ -9,10 +9,11 @@ import torch
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import read_full_tensors, write_full_tensors
+from megatron_fanformer.conversion.files import new_folder
 from megatron_fanformer.conversion.huggingface import export_huggingface, is_huggingface_folder, read_huggingface
 from megatron_fanformer.conversion.mapping import hf_to_megatron, megatron_to_reference, reference_to_megatron
 from megatron_fanformer.conversion.reference import is_reference_folder, read_reference, write_reference
-from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
@@ -27,20 +28,28 @@ class Checkpoint(NamedTuple):
     config: FANformerConfig
     tensors: dict[str, torch.Tensor]
     tokenizer: Path | None
+    eod_id: int | None = None
 
     @property
     def end_of_text_id(self) -> int | None:
-        """What the tokenizer ends a document with."""
-        return load_tokenizer(self.tokenizer).eod_id if self.tokenizer else None
+        """What ends a document: the id that was stated, or the tokenizer's own."""
+        return load_tokenizer(self.tokenizer, eod_id=self.eod_id).eod_id if self.tokenizer else self.eod_id
 
 
 def convert_checkpoint(
-    source: Path, destination: Path, *, to: Kind, tokenizer: Path | None = None, dtype: str | None = None
+    source: Path,
+    destination: Path,
+    *,
+    to: Kind,
+    tokenizer: Path | None = None,
+    eod_id: int | None = None,
+    dtype: str | None = None,
 ) -> None:
     """Convert `source`, whose kind is recognised, into a new folder `destination`.
 
     Args:
         tokenizer: a file to put beside the weights; None: the source's own, if it has one.
+        eod_id: the id that ends a document; None: the tokenizer's own.
         dtype: `fp32` or `bf16`; None: the source's own.
 
     Raises:
@@ -49,10 +58,10 @@ def convert_checkpoint(
     """
     if destination.exists():
         raise InputError(f"{destination} exists; name a folder that does not, or remove it")
-    if tokenizer is not None and not tokenizer.is_file():
-        raise InputError(f"{tokenizer} is no file; name a sentencepiece .model or a tokenizer.json")
+    if tokenizer is not None:
+        tokenizer = tokenizer_file(tokenizer)
     with distributed(ParallelConfig(device="cpu")):  # megatron-core's reader and writer ask for a process group
-        checkpoint = read_checkpoint(source)
+        checkpoint = read_checkpoint(source)._replace(eod_id=eod_id)
         if tokenizer is not None:
             checkpoint = checkpoint._replace(tokenizer=tokenizer)
         if dtype is not None:
@@ -74,14 +83,14 @@ def read_checkpoint(source: Path) -> Checkpoint:
         config, tensors = read_reference(source)
         return Checkpoint(config, reference_to_megatron(tensors, config), store.attached_tokenizer(source))
     found = store.find_checkpoint(source)
-    config = FANformerConfig.from_dict(store.saved_config(found)["model"])
-    return Checkpoint(config, read_full_tensors(found), store.attached_tokenizer(found))
+    return Checkpoint(store.saved_model(found), read_full_tensors(found), store.attached_tokenizer(found))
 
 
 def _write_megatron(checkpoint: Checkpoint, destination: Path) -> None:
     saved = {"model": dataclasses.asdict(checkpoint.config)}
     attachments = [checkpoint.tokenizer] if checkpoint.tokenizer else []
-    write_full_tensors(destination, checkpoint.tensors, saved, attachments)
+    with new_folder(destination) as folder:
+        write_full_tensors(folder, checkpoint.tensors, saved, attachments)
 
 
 def _write_huggingface(checkpoint: Checkpoint, destination: Path) -> None:

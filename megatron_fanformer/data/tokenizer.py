@@ -50,7 +50,7 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None) -> Tokenizer:
     Raises:
         InputError: no such file, another format, no end-of-text piece, or an `eod_id` outside the vocabulary.
     """
-    file = _tokenizer_file(Path(path))
+    file = tokenizer_file(Path(path))
     try:
         if file.suffix == ".json":
             return HuggingFaceTokenizer(file, eod_id=eod_id)
@@ -63,7 +63,12 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None) -> Tokenizer:
         raise InputError(f"tokenizer {file} cannot be read as {kind}: {reason}") from error
 
 
-def _tokenizer_file(path: Path) -> Path:
+def tokenizer_file(path: Path) -> Path:
+    """The file that `load_tokenizer` reads for a path.
+
+    Raises:
+        InputError: there is none, or it is of no known kind.
+    """
     if path.is_dir():
         models = sorted(path.glob("*.model"))
         named = [path / "tokenizer.json", path / "tokenizer.model", *(models if len(models) == 1 else [])]

@@ -24,12 +24,12 @@ from megatron_fanformer.conversion.huggingface import (
     read_huggingface,
 )
 from megatron_fanformer.conversion.mapping import hf_to_megatron
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.hf import FANformerConfig as HuggingFaceConfig
 from megatron_fanformer.model.build import build_stage, sharded_state
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, distributed
-from megatron_fanformer.runtime.seeding import local_shards
+from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +60,10 @@ def find_model(checkpoint: Path) -> ModelSource:
     if is_huggingface_folder(checkpoint):
         return _huggingface_source(checkpoint)
     found = store.find_checkpoint(checkpoint)
-    saved = store.saved_config(found)
-    try:
-        config = FANformerConfig.from_dict(saved["model"])
-    except (KeyError, TypeError) as error:
-        raise CorruptError(f"{found / store.CONFIG} states no model ({error}); take another checkpoint") from None
-    is_bf16 = saved.get("precision", {}).get("dtype") == "bf16"
+    is_bf16 = store.saved_config(found).get("precision", {}).get("dtype") == "bf16"
     return ModelSource(
         path=found,
-        config=config,
+        config=store.saved_model(found),
         dtype=torch.bfloat16 if is_bf16 else torch.float32,
         tokenizer=store.attached_tokenizer(found),
         end_of_text_id=None,
@@ -169,4 +164,5 @@ def load_model(checkpoint: Path) -> Iterator[TrainedModel]:
     """
     source = find_model(checkpoint)
     with distributed(ParallelConfig()) as grid:
+        seed_everything(0)  # megatron-core builds layers on a GPU from random states that must be there
         yield build_model(source, grid)

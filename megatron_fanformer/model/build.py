@@ -87,5 +87,4 @@ def build_stage(
 
 def sharded_state(stage: GPTModel, grid: RankGrid) -> dict[str, Any]:
     """A stage's parameters under their global names (one name a layer), as megatron-core's sharded tensors."""
-    metadata = {"non_homogeneous_layers": True, "dp_cp_group": grid.groups.dp_cp}
-    return stage.sharded_state_dict(metadata=metadata)
+    return stage.sharded_state_dict(metadata=grid.sharding_metadata)

@@ -16,6 +16,7 @@ import torch
 from megatron_fanformer.errors import InputError
 
 DeviceKind = Literal["cuda", "cpu"]
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -26,10 +27,16 @@ def resolve_device(wanted: Literal["auto", "cuda", "cpu"]) -> DeviceKind:
         InputError: CUDA is asked for and not usable, or a GPU's driver is loaded that this torch cannot use: a
             broken installation must not start a CPU run quietly.
     """
-    if wanted == "cpu":
-        return "cpu"
     if torch.cuda.is_available():
+        if wanted == "cpu":
+            raise InputError(
+                "parallel.device is cpu on a machine with a usable GPU, which megatron-core would use in part; hide it "
+                f"with an empty {VISIBLE_GPUS} in the environment, or set parallel.device to auto"
+            )
         return "cuda"
+    is_hidden = os.environ.get(VISIBLE_GPUS) == ""
+    if wanted == "cpu" or (wanted == "auto" and is_hidden):
+        return "cpu"
     if wanted == "cuda":
         raise InputError(
             "parallel.device is cuda, but torch finds no usable GPU; check the driver with nvidia-smi, or set it to cpu"
@@ -37,9 +44,14 @@ def resolve_device(wanted: Literal["auto", "cuda", "cpu"]) -> DeviceKind:
     if NVIDIA_DRIVER.exists():
         raise InputError(
             "parallel.device is auto and an NVIDIA driver is loaded, but torch cannot use a GPU; install a CUDA build "
-            "of torch that the driver supports, or set parallel.device to cpu"
+            f"of torch that the driver supports, or hide the GPU with an empty {VISIBLE_GPUS} in the environment"
         )
     return "cpu"
+
+
+def hide_gpus() -> None:
+    """Make this process and its children see no GPU; to be called before torch looks for one."""
+    os.environ[VISIBLE_GPUS] = ""
 
 
 def has_bf16_matrix_units(device: DeviceKind) -> bool:
@@ -101,9 +113,10 @@ def _slurm_address(env: "os._Environ[str]") -> RankAddress:
 LAUNCHED_HERE = "FANFORMER_LAUNCHED_HERE"
 
 
-def prepare_launch(threads: int) -> None:
-    """Say to child processes that we launch them, and how many threads each may use (OpenMP reads it at start)."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+def prepare_launch(*, threads: int, stop_signals: str) -> None:
+    """Say to torch's agent which signals stop a run, and to child processes that we launch them, on so many threads."""
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = stop_signals
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # OpenMP reads it when a process starts
     os.environ[LAUNCHED_HERE] = "1"
 
 

@@ -6,7 +6,6 @@ address in its environment and joins.
 
 import json
 import logging
-import os
 import signal
 import sys
 import time
@@ -71,8 +70,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int) -> N
         Interrupted: a signal stopped this process, and the ranks after they saved.
         FanformerError: a signal came before there was a rank.
     """
-    prepare_launch(threads)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = STOP_SIGNALS
+    prepare_launch(threads=threads, stop_signals=STOP_SIGNALS)
     _quieten_agent()
     parameters = RendezvousParameters(
         backend="c10d",
@@ -95,7 +93,8 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int) -> N
     )
     agent = _FailFastAgent(spec=spec, logs_specs=DefaultLogsSpecs())
     try:
-        result = agent.run()
+        with _signal_handlers_kept():
+            result = agent.run()
     except SignalException as stop:
         _tell_how_ranks_stopped(agent.ends(), stop.sigval.name)
         return
@@ -103,6 +102,18 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int) -> N
         spec.rdzv_handler.shutdown()
     if result.is_failed():
         raise _first_failure(result.failures)
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """The agent installs handlers and leaves them: afterwards this process answers signals as before."""
+    numbers = [signal.Signals[name] for name in STOP_SIGNALS.split(",")]
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _quieten_agent() -> None:

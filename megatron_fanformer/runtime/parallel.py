@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -118,6 +118,15 @@ class RankGrid:
     def torch_device(self) -> torch.device:
         """The device of this rank's tensors."""
         return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+
+    @property
+    def sharding_metadata(self) -> dict[str, Any]:
+        """What megatron-core asks when it names shards: one name a layer, optimizer state that any layout loads."""
+        return {
+            "non_homogeneous_layers": True,
+            "dp_cp_group": self.groups.dp_cp,
+            "distrib_optim_sharding_type": "fully_reshardable",
+        }
 
     @property
     def is_main(self) -> bool:

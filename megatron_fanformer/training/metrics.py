@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megatron_fanformer.checkpoint.store import write_atomically
+
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 VALIDATION_LOSS = "validation_loss"  # the first part of a validation loss's name, before its set's
@@ -66,7 +68,7 @@ def _drop_steps_from(path: Path, first_step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in path.read_text().splitlines() if _step_of(line) < first_step]
-    path.write_text("".join(line + "\n" for line in kept))
+    write_atomically(path, "".join(line + "\n" for line in kept))
 
 
 def _step_of(line: str) -> float:

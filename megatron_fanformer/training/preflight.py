@@ -6,7 +6,8 @@ from typing import Any
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.token_files import check_token_ids
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.config import RunConfig
 
@@ -33,7 +34,7 @@ def check_run(config: RunConfig, world_size: int | None) -> int:
 
 
 def _file_problems(config: RunConfig) -> list[str]:
-    found = []
+    found = _tokenizer_problems(config)
     run = Path(config.training.run_dir)
     if run.exists() and not run.is_dir():
         return [f"training.run_dir {run} is a file; name a folder"]
@@ -50,9 +51,31 @@ def _file_problems(config: RunConfig) -> list[str]:
     return found
 
 
+def _tokenizer_problems(config: RunConfig) -> list[str]:
+    """It goes into every checkpoint: better found wanting now than when the first is saved."""
+    path = config.data.tokenizer
+    if path is None or not Path(path).exists():  # the latter is told with the data's own problems
+        return []
+    try:
+        tokenizer = load_tokenizer(path, eod_id=0)  # whichever: the token files hold the real one
+    except InputError as error:
+        return [f"data.tokenizer: {error}"]
+    if tokenizer.vocab_size > config.model.vocab_size:
+        return [
+            f"model.vocab_size is {config.model.vocab_size}, but {path} has {tokenizer.vocab_size} ids; "
+            "raise it to that"
+        ]
+    return []
+
+
 def _resume_problems(checkpoint: Path, config: RunConfig) -> list[str]:
     """A run goes on with its own model, seed and batch size: with others its samples would repeat or be skipped."""
     saved = store.saved_config(checkpoint)
+    if "training" not in saved:
+        return [
+            f"training.run_dir {config.training.run_dir} holds converted weights, not a run; name it as "
+            "checkpoint.load, and another run_dir"
+        ]
     found = _model_problems(checkpoint, config)
     for name in ("seed", "global_batch_size"):
         present, before = getattr(config.training, name), saved["training"].get(name)
@@ -65,10 +88,7 @@ def _resume_problems(checkpoint: Path, config: RunConfig) -> list[str]:
 
 
 def _model_problems(checkpoint: Path, config: RunConfig, ignoring: tuple[str, ...] = ()) -> list[str]:
-    try:
-        saved = _shape(FANformerConfig.from_dict(store.saved_config(checkpoint)["model"]))
-    except (KeyError, TypeError) as error:
-        raise CorruptError(f"{checkpoint} states no model ({error}); take another checkpoint") from None
+    saved = _shape(store.saved_model(checkpoint))
     return [
         f"model.{name} is {value}, but the checkpoint {checkpoint} was saved with {saved[name]}; set it to that"
         for name, value in _shape(config.model).items()
@@ -77,8 +97,10 @@ def _model_problems(checkpoint: Path, config: RunConfig, ignoring: tuple[str, ..
 
 
 def _shape(model: FANformerConfig) -> dict[str, Any]:
-    """A model's fields by their dotted names; a number of query groups left open is filled in."""
-    return _flat(dataclasses.asdict(dataclasses.replace(model, num_query_groups=model.query_groups)))
+    """A model's fields by their dotted names, those that say the same in other words resolved."""
+    fields = _flat(dataclasses.asdict(dataclasses.replace(model, num_query_groups=model.query_groups)))
+    del fields["make_vocab_size_divisible_by"]
+    return {**fields, "padded_vocab_size": model.padded_vocab_size}
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

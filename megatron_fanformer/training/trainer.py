@@ -1,5 +1,6 @@
 """The loop of a run: steps, metrics, evaluation, checkpoints, and an orderly end."""
 
+import functools
 import signal
 import sys
 import time
@@ -18,7 +19,7 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.training_state import load_training_state, load_weights, save_training_state
 from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.data.loader import build_datasets
-from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stage
 from megatron_fanformer.planning.flops import training_flops_per_token
@@ -27,7 +28,7 @@ from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.evaluation import evaluate_loss
 from megatron_fanformer.training.metrics import VALIDATION_LOSS, MetricsWriter, ProgressLine
-from megatron_fanformer.training.optimizer import build_optimizer
+from megatron_fanformer.training.optimizer import build_optimizer, keep_hyperparameters
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import StepResult, train_step, wrap_stage
 
@@ -178,8 +179,11 @@ class Trainer:
     def _build(self) -> None:
         config, grid = self.config, self.grid
         self.dtype = config.dtype(grid.device)
-        self._stage = build_stage(config.model, config.parallel, grid, dtype=self.dtype, seed=config.training.seed)
-        if config.checkpoint.load and not store.latest_checkpoint(self.run):
+        resumed = store.latest_checkpoint(self.run) is not None
+        is_drawn = not (resumed or config.checkpoint.load)  # else the weights are about to be loaded
+        seed = config.training.seed if is_drawn else None
+        self._stage = build_stage(config.model, config.parallel, grid, dtype=self.dtype, seed=seed)
+        if config.checkpoint.load and not resumed:
             load_weights(store.find_checkpoint(Path(config.checkpoint.load)), self._stage, grid)
         self._wrapped = wrap_stage(self._stage, config.parallel)
         self._optimizer = build_optimizer(
@@ -207,6 +211,7 @@ class Trainer:
             optimizer=self._optimizer,
             config=self._resolved_config(),
             grid=self.grid,
+            amend_optimizer_state=functools.partial(keep_hyperparameters, self._optimizer),
         )
         self.step, self.consumed_samples = progress["step"], progress["consumed_samples"]
         self._scheduler.step(self.step)
@@ -249,12 +254,13 @@ class Trainer:
     def _resolved_config(self) -> dict[str, Any]:
         values = self.config.as_dict()
         values["parallel"]["data_parallel_size"] = self.grid.data_parallel_size
+        values["parallel"]["device"] = self.grid.device
         values["precision"]["dtype"] = "bf16" if self.dtype == torch.bfloat16 else "fp32"
         return values
 
     def _attachments(self) -> list[Path]:
         tokenizer = self.config.data.tokenizer
-        return [Path(load_tokenizer(tokenizer).path)] if tokenizer else []
+        return [tokenizer_file(Path(tokenizer))] if tokenizer else []
 
 
 @contextmanager

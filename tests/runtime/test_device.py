@@ -44,6 +44,7 @@ def test_slurms_variables(environment: pytest.MonkeyPatch) -> None:
 
 
 def test_cuda_is_not_replaced_quietly(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(InputError, match="finds no usable GPU"):
         device.resolve_device("cuda")
@@ -51,6 +52,15 @@ def test_cuda_is_not_replaced_quietly(monkeypatch: pytest.MonkeyPatch, tmp_path:
     with pytest.raises(InputError, match="cannot use a GPU"):
         device.resolve_device("auto")
     assert device.resolve_device("cpu") == "cpu"
+    device.hide_gpus()
+    assert device.resolve_device("auto") == "cpu"
+
+
+def test_a_usable_gpu_must_be_hidden_for_a_cpu_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert device.resolve_device("auto") == "cuda"
+    with pytest.raises(InputError, match="hide it with an empty CUDA_VISIBLE_DEVICES"):
+        device.resolve_device("cpu")
 
 
 def test_world_size_and_layout_must_agree() -> None:

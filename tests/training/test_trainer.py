@@ -1,5 +1,6 @@
 """Whole runs of a small model: resumed, in other layouts, and ended by numbers that went bad."""
 
+import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +103,22 @@ def make_runs(run_on_ranks: RunOnRanks, folder: Path, tokens: str, layout: dict[
     run_on_ranks(ranks, train, stopping)
     weights = gather([after for _, after in at_half])
     return Runs(stopping, folder / "straight", folder / "half", folder / "resumed", weights)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp1-plain"])
+def test_a_resume_takes_the_present_learning_rate(
+    run_on_ranks: RunOnRanks, runs_in: Callable[[str], Runs], tmp_path: Path, layout: str
+) -> None:
+    runs = runs_in(layout)
+    values = copy.deepcopy(runs.values)
+    shutil.copytree(runs.half, tmp_path / "run")
+    values["training"]["run_dir"] = str(tmp_path / "run")
+    values["optimizer"] = {"lr": 4e-3}
+    values["schedule"] = {"lr_decay_style": "constant"}
+    run_on_ranks(world_size(values), train, values)
+    rates = {metrics["step"]: metrics["learning_rate"] for metrics in read_metrics(tmp_path / "run")}
+    assert [rates[step] for step in range(11, 21)] == pytest.approx([4e-3] * 10)
+    assert rates[10] > 4e-3
 
 
 def numbers(run: Path) -> list[tuple[int, float, float, float]]:
