@@ -34,7 +34,7 @@ from megatron_fanformer.training.metrics import VALIDATION_LOSS, read_metrics
 from megatron_fanformer.training.start import start_run
 
 VOCAB_SIZE = 8192
-STEPS = 300
+STEPS = 240
 MARK = ".fanformer-demo"  # a folder that bears it is the demo's own, and may be made anew
 VALIDATION = "held-out"
 LOGITS_TOLERANCE = 1e-4  # the trainer's own against transformers', absolute; both in float32
