@@ -160,3 +160,33 @@ def test_core_attention_runs_in_a_fused_kernel(groups: int) -> None:
     scores = scores.masked_fill(torch.ones(33, 33, dtype=torch.bool).triu(1), -torch.inf)
     expected = (scores.softmax(-1) @ repeated[1]).permute(2, 0, 1, 3).flatten(2)
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+
+
+def losses_and_gradients(parallel: ParallelConfig, groups: int) -> Any:
+    """Token losses of the initial model of seed 3, and this rank's pieces of its gradients."""
+    from tests.training.layouts import shards_of
+
+    with rank_grid(parallel, "cpu") as grid:
+        seed_everything(0)
+        config = FANformerConfig(**{**CONFIG.__dict__, "num_query_groups": groups})
+        stage = build_stage(config, parallel, grid, dtype=torch.float32, seed=3)
+        tokens = torch.arange(32).unsqueeze(0)
+        losses = stage(tokens, tokens, None, labels=tokens + 1)
+        losses.mean().backward()
+        return losses.detach(), shards_of(stage, grid, gradients=True)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_grouped_queries_over_more_ranks_than_groups(run_on_ranks: Any, groups: int) -> None:
+    from tests.training.layouts import gather
+
+    single = ParallelConfig(device="cpu", transformer_impl="local")
+    ((losses, pieces),) = run_on_ranks(1, losses_and_gradients, single, groups)
+    expected = gather([pieces])
+    four = ParallelConfig(device="cpu", transformer_impl="local", tensor_model_parallel_size=4)
+    ranks = run_on_ranks(4, losses_and_gradients, four, groups)
+    for rank_losses, _ in ranks:
+        torch.testing.assert_close(rank_losses, losses, atol=1e-5, rtol=0)
+    for name, gradient in gather([pieces for _, pieces in ranks]).items():
+        error = (gradient - expected[name]).norm() / expected[name].norm().clamp_min(1e-12)
+        assert error < 1e-4, f"{name}: {error}"
