@@ -159,7 +159,7 @@ NOTICES = (
     "When using sequence parallelism it is recommended",
     "TypedStorage is deprecated",
     "`load_state_dict` is deprecated",
-    "argument order of load",
+    "The argument order of load",
     "torch.distributed is disabled, unavailable",
     "MimoModelConfig is experimental",
 )
