@@ -152,7 +152,8 @@ def _layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> list[s
             f"{size} does not divide model.num_attention_heads {model.num_attention_heads}; "
             f"choose one of {_divisors(model.num_attention_heads)}"
         )
-    if model.query_groups % tensor and tensor % model.query_groups:
+    is_grouped = model.query_groups != model.num_attention_heads
+    if is_grouped and model.query_groups % tensor and tensor % model.query_groups:
         found.append(
             f"{size} neither divides nor is a multiple of model.num_query_groups {model.query_groups}; "
             f"choose one of {_divisors(model.query_groups)}"
