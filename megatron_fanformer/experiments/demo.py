@@ -116,8 +116,20 @@ def run_demo(output: Path) -> None:
     with _step(console, 6, "generation: greedy, from the checkpoint"):
         generated = generate(GenerateConfig(checkpoint=str(places.run), prompt=PROMPT, max_new_tokens=64))
         console.print(PROMPT + generated.text, markup=False, highlight=False, style="cyan")
-    draw_loss_curve(read_metrics(places.run), places.loss_curve, entropy=unigram_entropy(places.tokens(VALIDATION)))
-    console.print(_summary(places, corpus, tokens, difference, time.monotonic() - started))
+    entropy = unigram_entropy(places.tokens(VALIDATION))
+    metrics = read_metrics(places.run)
+    draw_loss_curve(metrics, places.loss_curve, entropy=entropy)
+    console.print(
+        _summary(
+            places,
+            corpus,
+            tokens,
+            steps=metrics,
+            entropy=entropy,
+            difference=difference,
+            seconds=time.monotonic() - started,
+        )
+    )
 
 
 def _claim(root: Path) -> None:
@@ -229,10 +241,17 @@ def unigram_entropy(prefix: Path) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def _summary(places: Places, corpus: Corpus, tokens: dict[str, int], difference: float, seconds: float) -> Table:
-    steps = read_metrics(places.run)
+def _summary(
+    places: Places,
+    corpus: Corpus,
+    tokens: dict[str, int],
+    *,
+    steps: list[dict[str, Any]],
+    entropy: float,
+    difference: float,
+    seconds: float,
+) -> Table:
     validation = steps[-1][f"{VALIDATION_LOSS}/{VALIDATION}"]
-    entropy = unigram_entropy(places.tokens(VALIDATION))
     speeds = [entry["tokens_per_second"] for entry in steps]
     table = Table(title="The demo, summed up", show_header=False)
     for name, value in {
