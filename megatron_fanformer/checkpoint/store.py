@@ -9,6 +9,7 @@ whatever bears a checkpoint's name is whole.
 
 import os
 import shutil
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,13 @@ def checkpoint_name(step: int) -> str:
 
 
 def temporary_folder(checkpoints: Path, step: int) -> Path:
-    """An empty folder to write a step's checkpoint into; what an interrupted save left there is removed."""
+    """An empty folder to write a step's checkpoint into; what an interrupted save left there is removed.
+
+    Its name is its own: a writer of a run that was killed may outlive it, and must not write into the next one's.
+    """
     for left in checkpoints.glob(".step-*.tmp"):
-        shutil.rmtree(left)
-    folder = checkpoints / f".{checkpoint_name(step)}.tmp"
+        shutil.rmtree(left, ignore_errors=True)
+    folder = checkpoints / f".{checkpoint_name(step)}.{uuid.uuid4().hex}.tmp"
     folder.mkdir(parents=True)
     return folder
 

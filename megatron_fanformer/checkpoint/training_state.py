@@ -1,141 +1,148 @@
-"""Saves and loads all that a run is: weights, optimizer, progress and random states, in megatron-core's torch_dist.
+"""All that a run is, as a sharded state dict, and its way back: weights, optimizer, progress and random states.
 
 The weights and the optimizer's state stand under global names, so that any layout loads any other's; random states
 belong to a rank and come back where the layout is the same.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint import CheckpointException
 
-from megatron_fanformer.checkpoint import megatron_versions, store
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.checkpoint import megatron_versions, optimizer_state, store
+from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.runtime.parallel import RankGrid
 
-LAYOUT_FIELDS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "device")
+LAYOUT_FIELDS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "data_parallel_size",
+    "device",
+)
+"""What the random states of the ranks depend on."""
 
 
-def save_training_state(
-    run: Path,
-    *,
-    step: int,
-    stage: Any,
-    optimizer: Any,
-    progress: dict[str, Any],
-    config: dict[str, Any],
-    grid: RankGrid,
-    keep: int | None,
-    attachments: list[Path],
-) -> Path:
-    """Write and publish the checkpoint of a step; every rank calls it, and returns when it is published.
+def training_state(stages: list[Any], optimizer: Any, progress: dict[str, Any], grid: RankGrid) -> dict[str, Any]:
+    """What a checkpoint holds of this rank; every rank calls it.
 
     Args:
-        progress: plain values that the run goes on from.
-        config: the run's resolved configuration, written into the checkpoint.
-        keep: how many checkpoints to keep; None for all.
-        attachments: small files (a tokenizer) to copy into the checkpoint.
+        stages: this rank's pipeline stage, as its chunks.
+        progress: plain values that the run goes on from, the same on all ranks.
     """
-    checkpoints = run / store.CHECKPOINTS
-    folder = [store.temporary_folder(checkpoints, step) if grid.is_main else None]
-    dist.broadcast_object_list(folder, src=0)
-    assert folder[0] is not None
-    state = model_state(stage, grid)
-    sharded = {
-        "model": state,
-        "optimizer": optimizer.sharded_state_dict(state, metadata=grid.sharding_metadata),
+    weights = model_state(stages, grid)
+    state = optimizer_state.own_state(optimizer, weights, grid)
+    return {
+        **weights,
+        **optimizer_state.stored_state(state, weights),
         "progress": progress,
         "random": _random_state(grid, capture=True),
     }
-    megatron_versions.save(sharded, folder[0])
-    dist.barrier()
-    if grid.is_main:
-        store.publish(folder[0], checkpoints, step, config, keep, attachments)
-    dist.barrier()
-    return checkpoints / store.checkpoint_name(step)
 
 
 def load_training_state(
     checkpoint: Path,
     *,
-    stage: Any,
+    stages: list[Any],
     optimizer: Any,
     config: dict[str, Any],
     grid: RankGrid,
     amend_optimizer_state: Callable[[dict[str, Any]], None],
+    fully_parallel: bool = True,
 ) -> dict[str, Any]:
     """Load weights, optimizer and random states in place; returns the saved progress.
 
     Args:
+        stages: this rank's pipeline stage, as its chunks.
         config: the run's resolved configuration.
         amend_optimizer_state: changes the loaded optimizer state before it is taken over.
+        fully_parallel: replicas read a part each, and exchange what they read.
 
     Raises:
-        InputError: the checkpoint was saved with another form of optimizer.
         CorruptError: the checkpoint is damaged.
     """
     saved = store.saved_config(checkpoint)
-    _check_optimizer_form(checkpoint, saved, config)
-    state = model_state(stage, grid)
-    sharded: dict[str, Any] = {
-        "model": state,
-        "optimizer": optimizer.sharded_state_dict(state, is_loading=True, metadata=grid.sharding_metadata),
-    }
-    same_layout = all(saved["parallel"].get(name) == config["parallel"][name] for name in LAYOUT_FIELDS)
-    if same_layout:
-        sharded["random"] = _random_state(grid, capture=False)
-    loaded = _load(checkpoint, sharded)
-    stage.load_state_dict(loaded["model"], strict=False)
-    amend_optimizer_state(loaded["optimizer"])
-    optimizer.load_state_dict(loaded["optimizer"])
+    group = grid.groups.dp_cp if fully_parallel else None
+    stored = _stored_names(checkpoint)
+    weights = model_state(stages, grid)
+    # Named after the weights while these are still the parameters themselves: loading detaches them.
+    state = optimizer_state.own_state(optimizer, weights, grid, is_loading=True)
+    wanted = optimizer_state.requested_weights(weights, stored)
+    if same_layout := _is_same_layout(saved["parallel"], config["parallel"]):
+        wanted["random"] = _random_state(grid, capture=False)
+    loaded = _load(checkpoint, wanted, group)
+    _set_weights(stages, loaded)
+    # Apart from the weights, of which it may want some in another type: one load returns a name in one type.
+    moments = _load(checkpoint, {"optimizer_tensors": optimizer_state.requested_tensors(state, stored)}, group)
+    optimizer_state.fill(state, moments["optimizer_tensors"], moments["optimizer"])
+    amend_optimizer_state(state)
+    optimizer.load_state_dict(state)
     if same_layout:
         _restore_random_state(loaded["random"])
     return loaded["progress"]
 
 
-def load_weights(checkpoint: Path, stage: Any, grid: RankGrid) -> None:
-    """Load a stage's weights alone, from a checkpoint of any layout.
+def load_weights(checkpoint: Path, stages: list[Any], grid: RankGrid) -> None:
+    """Load the weights of a stage's chunks alone, from a checkpoint of any layout.
 
     Raises:
         CorruptError: the checkpoint is damaged, or holds another model.
     """
-    loaded = _load(checkpoint, {"model": model_state(stage, grid)})
-    stage.load_state_dict(loaded["model"], strict=False)
+    _set_weights(stages, _load(checkpoint, model_state(stages, grid), grid.groups.dp_cp))
 
 
-def model_state(stage: Any, grid: RankGrid) -> dict[str, Any]:
-    """A stage's parameters as sharded tensors, under one global name a layer.
+def model_state(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, Any]]:
+    """The parameters of a stage's chunks as sharded tensors, by chunk: {"model0": {name: tensor}, ...}.
 
-    Layers' extra state (None here; Transformer Engine's FP8 scales) is left out: local and Transformer Engine layers
-    load each other's checkpoints.
+    Their global names are those of the layers, whatever chunk they stand in. Layers' extra state (None here;
+    Transformer Engine's FP8 scales) is left out: local and Transformer Engine layers load each other's checkpoints.
     """
-    state = stage.sharded_state_dict(metadata=grid.sharding_metadata)
+    return {f"model{number}": _chunk_state(chunk, grid) for number, chunk in enumerate(stages)}
+
+
+def _chunk_state(chunk: Any, grid: RankGrid) -> dict[str, Any]:
+    state = chunk.sharded_state_dict(metadata=grid.sharding_metadata)
     return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
 
 
-def _load(checkpoint: Path, sharded: dict[str, Any]) -> dict[str, Any]:
+def _set_weights(stages: list[Any], loaded: dict[str, Any]) -> None:
+    for number, chunk in enumerate(stages):
+        chunk.load_state_dict(loaded[f"model{number}"], strict=False)
+
+
+def _stored_names(checkpoint: Path) -> set[str]:
+    with _damage_told(checkpoint):
+        return set(dist_checkpointing.load_tensors_metadata(str(checkpoint)))
+
+
+def _load(checkpoint: Path, sharded: dict[str, Any], group: "dist.ProcessGroup | None") -> dict[str, Any]:
+    with _damage_told(checkpoint):
+        return megatron_versions.load(sharded, checkpoint, group)
+
+
+@contextmanager
+def _damage_told(checkpoint: Path) -> Iterator[None]:
+    """Around reading: what a damaged checkpoint leads to becomes a CorruptError."""
     try:
-        return megatron_versions.load(sharded, checkpoint)
+        yield
     except (torch.OutOfMemoryError, dist.DistError):  # not the checkpoint's fault
         raise
-    except (CheckpointingException, OSError, RuntimeError, KeyError, ValueError) as error:
+    except (CheckpointingException, CheckpointException, OSError, RuntimeError, KeyError, ValueError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CorruptError(f"{checkpoint} cannot be loaded ({reason[0]}); take an earlier checkpoint") from error
 
 
-def _check_optimizer_form(checkpoint: Path, saved: dict[str, Any], config: dict[str, Any]) -> None:
-    form = saved["parallel"]["use_distributed_optimizer"]
-    if form != config["parallel"]["use_distributed_optimizer"]:
-        raise InputError(
-            f"{checkpoint} was saved with parallel.use_distributed_optimizer {str(form).lower()}, whose state has "
-            "another form; set it to that, or start from the weights alone with checkpoint.load"
-        )
+def _is_same_layout(saved: dict[str, Any], present: dict[str, Any]) -> bool:
+    return all(saved.get(name, 1) == present[name] for name in LAYOUT_FIELDS)
 
 
 def _random_state(grid: RankGrid, *, capture: bool) -> ShardedObject:
@@ -167,3 +174,12 @@ def _restore_random_state(state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["tensor_parallel"])
     torch.cuda.set_rng_state(state["device"])
     torch.set_rng_state(state["torch"])
+
+
+def save_training_state(run: Path, *, grid: RankGrid, keep: int | None, **state: Any) -> Path:
+    """Shim of the earlier interface, until the trainer has a CheckpointSaver."""
+    from megatron_fanformer.checkpoint.saving import CheckpointSaver
+
+    folder = CheckpointSaver(run, grid, keep=keep).save(**state)
+    assert folder is not None
+    return folder

@@ -83,6 +83,10 @@ def read_checkpoint(source: Path) -> Checkpoint:
         config, tensors = read_reference(source)
         return Checkpoint(config, reference_to_megatron(tensors, config), store.attached_tokenizer(source))
     found = store.find_checkpoint(source)
+    if store.saved_model(found).fan.placement == "qk_and_v":
+        raise InputError(
+            f"{found} is of placement qk_and_v, which convert does not know yet; train on and generate from it as it is"
+        )
     return Checkpoint(store.saved_model(found), read_full_tensors(found), store.attached_tokenizer(found))
 
 

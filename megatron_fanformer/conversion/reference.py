@@ -130,7 +130,7 @@ def _problems(fields: Mapping[str, Any]) -> list[str]:
         if value is None and name == "bias_for_layer_norm":
             value = fields.get("include_bias", True)
         if name == "block_type" and value == "fanformer":
-            found.append("block_type fanformer is fan placement qk_and_v, which is not supported yet")
+            found.append("block_type fanformer is fan placement qk_and_v, which convert does not know yet")
         elif value != rule.required:
             found.append(f"{name} is {value!r} and must be {rule.required!r}, since {rule.reason}")
     if fields.get("attention_activation") not in (None, "none", "gelu"):

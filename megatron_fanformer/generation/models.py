@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
@@ -26,7 +27,7 @@ from megatron_fanformer.conversion.huggingface import (
 from megatron_fanformer.conversion.mapping import hf_to_megatron
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.hf import FANformerConfig as HuggingFaceConfig
-from megatron_fanformer.model.build import build_stage, sharded_state
+from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, distributed
 from megatron_fanformer.runtime.seeding import local_shards, seed_everything
@@ -46,8 +47,8 @@ class ModelSource:
     """The tokenizer beside the weights, if there is one."""
     end_of_text_id: int | None
     """Ends a document, where that is stated beside the weights."""
-    fill: Callable[[torch.nn.Module, RankGrid], None]
-    """Reads the weights into a stage."""
+    fill: Callable[[list[Any], RankGrid], None]
+    """Reads the weights into a stage's chunks."""
 
 
 def find_model(checkpoint: Path) -> ModelSource:
@@ -87,10 +88,10 @@ def _huggingface_source(folder: Path) -> ModelSource:
 
 
 @torch.no_grad()
-def _fill_from_huggingface(folder: Path, stage: torch.nn.Module, grid: RankGrid) -> None:
+def _fill_from_huggingface(folder: Path, stages: list[Any], grid: RankGrid) -> None:
     config, tensors = read_huggingface(folder)
     whole = hf_to_megatron(tensors, config)
-    for shard in local_shards(sharded_state(stage, grid)):
+    for shard in local_shards({number: sharded_state(chunk, grid) for number, chunk in enumerate(stages)}):
         shard.data.copy_(whole[shard.key][shard.global_slice()])
 
 
@@ -148,8 +149,8 @@ def build_model(source: ModelSource, grid: RankGrid) -> TrainedModel:
         InputError, CorruptError: the weights are damaged, or of another model.
     """
     dtype = source.dtype if grid.device == "cuda" else torch.float32
-    stage = build_stage(source.config, ParallelConfig(), grid, dtype=dtype, seed=None)
-    source.fill(stage, grid)
+    (stage,) = build_stages(source.config, ParallelConfig(), grid, dtype=dtype, seed=None)
+    source.fill([stage], grid)
     return TrainedModel(stage, source.config, grid.torch_device)
 
 

@@ -1,24 +1,23 @@
-"""Self-attention whose QKV input passes through FAN, and the plain-torch parts of the local layer spec.
+"""Self-attention whose input passes through FAN.
 
-Shapes: s sequence, b micro batch, h hidden size, n heads of this rank, d head size.
+Shapes: s sequence, b micro batch, h hidden size, v width of all values, n heads of this rank, d head size.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import all_to_all_sp2hp
+from megatron.core.transformer.attention import Attention, SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.model.fan_layer import FANProjection
+from megatron_fanformer.runtime.layout import FANForm
 
 
 @dataclass
@@ -31,7 +30,8 @@ class FANSelfAttentionSubmodules(SelfAttentionSubmodules):
 class FANSelfAttention(SelfAttention):
     """Megatron's self-attention; queries, keys and values are projected from X_F in place of X.
 
-    `linear_qkv` must take an input that is whole on every rank and leave its gradient unsummed.
+    In the FAN map's `column` form `linear_qkv` must take an input that is whole on every rank and leave its gradient
+    unsummed; in the `sequence` form it gathers the sequence, as it does without FAN.
     """
 
     def __init__(
@@ -41,95 +41,81 @@ class FANSelfAttention(SelfAttention):
         layer_number: int,
         *args: Any,
         fan: FANConfig,
+        fan_form: FANForm = "column",
         **kwargs: Any,
     ) -> None:
         super().__init__(config, submodules, layer_number, *args, **kwargs)
-        assert submodules.fan_linear is not None, "the layer spec names no linear layer for the FAN map"
-        self.fan = FANProjection(config, fan=fan, linear=submodules.fan_linear, tp_group=self.pg_collection.tp)
+        self.fan = _fan_projection(config, submodules, fan, fan_form, self.pg_collection.tp)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Queries, keys and values [s, b, n, d] of hidden states [s, b, h] (this rank's part under SP)."""
-        return super().get_query_key_value_tensors(self.fan(hidden_states), *args, **kwargs)
+        (x_f_sbh,) = self.fan(hidden_states)
+        return super().get_query_key_value_tensors(x_f_sbh, *args, **kwargs)
 
 
-def without_sequence_parallel(config: TransformerConfig) -> TransformerConfig:
-    """A copy for the layer behind FAN, whose input is whole on every rank: it must not be gathered again."""
-    config = copy.copy(config)
-    config.sequence_parallel = False
-    return config
+class FANValueAttention(Attention):
+    """Self-attention at placement `qk_and_v`: queries and keys from X_F, values straight from a FAN layer of their own.
 
-
-class WholeInputColumnParallelLinear(ColumnParallelLinear):
-    """A column parallel linear whose input is whole on every rank and whose input gradient is summed by its maker."""
-
-    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
-        super().__init__(*args, config=without_sequence_parallel(config), disable_grad_reduce=True, **kwargs)
-
-
-class TorchCoreAttention(MegatronModule):
-    """softmax(q k^T / sqrt(d)) v by torch's scaled-dot-product attention, which holds no s x s matrix.
-
-    Takes what Megatron hands to any core attention; masks other than causal and none, packed sequences and dropout
-    are refused.
+    `linear_qkv` of the submodules makes queries and keys here, interleaved by query group as Megatron's are.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
+        submodules: FANSelfAttentionSubmodules,
         layer_number: int,
         attn_mask_type: AttnMaskType,
-        attention_type: str,
-        softmax_scale: float | None = None,
-        **_ignored: Any,
+        *,
+        fan: FANConfig,
+        fan_form: FANForm = "column",
+        **kwargs: Any,
     ) -> None:
-        super().__init__(config=config)
-        if config.attention_dropout:
-            raise ValueError(f"attention_dropout is {config.attention_dropout}; the local core attention has none")
-        self.attn_mask_type = attn_mask_type
-        self.softmax_scale = softmax_scale
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-        **_ignored: Any,
-    ) -> Tensor:
-        """Queries [s, b, n, d], keys and values [s, b, n or fewer, d] -> [s, b, n * d]."""
-        mask_type = attn_mask_type or self.attn_mask_type
-        if (
-            mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask)
-            or packed_seq_params
-            or attention_bias is not None
-        ):
-            raise ValueError(f"the local core attention has causal masks only, not {mask_type}")
-        # Heads shared by several queries are repeated: with enable_gqa torch leaves its fused CPU kernel.
-        repeats = query.shape[2] // key.shape[2]
-        if repeats > 1:
-            key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        context_bnsd = F.scaled_dot_product_attention(
-            query, key, value, is_causal=mask_type == AttnMaskType.causal, scale=self.softmax_scale
+        super().__init__(config, submodules, layer_number, attn_mask_type, attention_type="self", **kwargs)
+        self.fan_form = fan_form
+        self.fan = _fan_projection(config, submodules, fan, fan_form, self.pg_collection.tp)
+        self.linear_qk = submodules.linear_qkv(
+            config.hidden_size,
+            self.query_projection_size + self.kv_projection_size,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="qkv",
+            tp_group=self.pg_collection.tp,
         )
-        return context_bnsd.permute(2, 0, 1, 3).flatten(2)
+        self.q_layernorm = self.k_layernorm = None  # Megatron's attention looks for them
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Tensor | None = None, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [s, b, n, d] of hidden states [s, b, h] (this rank's part under SP)."""
+        x_f_sbh, values = self.fan(hidden_states)
+        qk, _ = self.linear_qk(x_f_sbh)
+        groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        qk = qk.unflatten(-1, (groups, -1, size))
+        query, key = qk.split([qk.shape[-2] - 1, 1], dim=-2)
+        own_values = self._own_heads(values).unflatten(-1, (groups, size))
+        return query.flatten(2, 3), key.squeeze(-2), own_values
+
+    def _own_heads(self, values: Tensor) -> Tensor:
+        """This rank's heads of the values, over the whole sequence: [s, b, v / T]."""
+        group = self.pg_collection.tp
+        if group.size() == 1:
+            return values
+        if self.fan_form == "column":  # whole on every rank
+            return values.chunk(group.size(), dim=-1)[group.rank()]
+        own = all_to_all_sp2hp(values, group)  # from all heads of a part of the sequence
+        return own.unflatten(0, (-1, values.shape[1]))
 
 
-class RMSNorm(torch.nn.Module):
-    """RMSNorm that tells Megatron to sum its weight's gradient under sequence parallelism.
-
-    (megatron-core's wrapper of torch's own refuses to run there.)
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_ignored: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last axis; the mean square is taken in float32."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+def _fan_projection(
+    config: TransformerConfig,
+    submodules: FANSelfAttentionSubmodules,
+    fan: FANConfig,
+    form: FANForm,
+    tp_group: dist.ProcessGroup,
+) -> FANProjection:
+    assert submodules.fan_linear is not None, "the layer spec names no linear layer for the FAN map"
+    return FANProjection(config, fan=fan, form=form, linear=submodules.fan_linear, tp_group=tp_group)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fanformer.model.config import FANformerConfig
@@ -37,8 +38,22 @@ def transformer_config(
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_stages if parallel.virtual_stages > 1 else None,
+        num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
+        context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
-        deallocate_pipeline_outputs=True,
+        # Two ways in which the interleaved schedule gives wrong numbers without an error, both seen over gloo at two
+        # stages: outputs are freed while they are still being sent (NCCL holds on to what it sends, gloo does not), and
+        # a batched exchange mispairs the messages that wrap around from the last stage to the first.
+        deallocate_pipeline_outputs=parallel.virtual_stages == 1 or grid.device != "cpu",
+        overlap_p2p_comm=parallel.virtual_stages > 1,
+        batch_p2p_comm=parallel.virtual_stages == 1,
+        recompute_granularity=parallel.recompute_granularity,
+        recompute_method=parallel.recompute_method,
+        recompute_num_layers=parallel.recompute_num_layers,
+        recompute_modules=list(parallel.recompute_modules),
+        gradient_accumulation_fusion=parallel.fuses_gradient_accumulation,
         # Weights are drawn by their global names afterwards. megatron-core's own initialisation must run all the same:
         # it marks the tensor parallel shards, without which the gradient norm counts one rank's alone.
         init_method=_leave_as_it_is,
@@ -52,39 +67,48 @@ def _leave_as_it_is(_weight: torch.Tensor) -> None:
     """An initialisation that does nothing."""
 
 
-def build_stage(
+def build_stages(
     model: FANformerConfig,
     parallel: ParallelConfig,
     grid: RankGrid,
     *,
     dtype: torch.dtype,
     seed: int | None,
-) -> GPTModel:
-    """This rank's pipeline stage, with the initial weights of `seed`, or uninitialised where that is None.
+) -> list[GPTModel]:
+    """This rank's pipeline stage as its chunks (one, unless the schedule is interleaved).
 
-    Layers are spread evenly over the stages: `num_layers` is a multiple of the pipeline parallel size.
+    They have the initial weights of `seed`, or are uninitialised where that is None.
     """
     config = transformer_config(model, parallel, grid, dtype)
-    layers = model.num_layers // parallel.pipeline_model_parallel_size
+    chunks = [_build_chunk(model, parallel, grid, config, number) for number in range(parallel.virtual_stages)]
+    for chunk in chunks:
+        chunk.to(grid.torch_device)
+        if seed is not None:
+            initialize(sharded_state(chunk, grid), model, seed)
+    return chunks
+
+
+def _build_chunk(
+    model: FANformerConfig, parallel: ParallelConfig, grid: RankGrid, config: TransformerConfig, number: int
+) -> GPTModel:
+    virtual_stage = number if parallel.virtual_stages > 1 else None
+    layers = get_num_layers_to_build(config, virtual_stage, grid.groups.pp.rank())
     implementation = resolve_transformer_impl(parallel.transformer_impl)
-    stage = GPTModel(
+    return GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(model.fan, layers, implementation),
+        transformer_layer_spec=block_spec(model.fan, layers, implementation, parallel.fan_form),
         vocab_size=model.padded_vocab_size,
         max_sequence_length=model.seq_length,
-        pre_process=grid.is_first_stage,
-        post_process=grid.is_last_stage,
+        pre_process=grid.is_first_stage and number == 0,
+        post_process=grid.is_last_stage and number == parallel.virtual_stages - 1,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
         rotary_base=model.rotary_base,
         pg_collection=grid.groups,
+        vp_stage=virtual_stage,
     )
-    stage.to(grid.torch_device)
-    if seed is not None:
-        initialize(sharded_state(stage, grid), model, seed)
-    return stage
 
 
-def sharded_state(stage: GPTModel, grid: RankGrid) -> dict[str, Any]:
-    """A stage's parameters under their global names (one name a layer), as megatron-core's sharded tensors."""
-    return stage.sharded_state_dict(metadata=grid.sharding_metadata)
+def sharded_state(chunk: GPTModel, grid: RankGrid) -> dict[str, Any]:
+    """A chunk's parameters under their global names (one name a layer), as megatron-core's sharded tensors."""
+    return chunk.sharded_state_dict(metadata=grid.sharding_metadata)

@@ -36,17 +36,36 @@ class FANConfig:
     """Applied to the linear rows `g` alone; gelu there is the original FAN."""
     bias: bool = True
     """Whether the map has a bias, on all of its rows."""
-    placement: Literal["qkv", "none"] = "qkv"
-    """`qkv`: Q, K and V are projected from X_F (the paper's); `none`: an ordinary Transformer."""
+    placement: Literal["qkv", "qk_and_v", "none"] = "qkv"
+    """`qkv`: Q, K and V are projected from X_F (the paper's); `qk_and_v`: Q and K are, and V is what a FAN layer of its
+    own makes, with no matrix behind it; `none`: an ordinary Transformer."""
+    v_p_ratio: float | None = None
+    """p_ratio of the values' own FAN layer (placement qk_and_v), a share of their width; null: p_ratio."""
+
+    @property
+    def value_p_ratio(self) -> float:
+        """`v_p_ratio` resolved."""
+        return self.p_ratio if self.v_p_ratio is None else self.v_p_ratio
+
+    def outputs(self, hidden_size: int, value_size: int) -> list[tuple[int, float]]:
+        """Width and p_ratio of what the FAN map makes: X_F, and the values where they are a FAN layer's."""
+        outputs = [] if self.placement == "none" else [(hidden_size, self.p_ratio)]
+        return [*outputs, (value_size, self.value_p_ratio)] if self.placement == "qk_and_v" else outputs
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
-        if not 0.0 <= self.p_ratio <= 0.5:
-            return [
-                f"model.fan.p_ratio is {self.p_ratio}; it must lie in [0, 0.5], since cos and sin of the periodic "
-                f"rows both enter X_F: the paper uses {PAPER_P_RATIO}"
-            ]
-        return []
+        found = [
+            f"model.fan.{name} is {value}; it must lie in [0, 0.5], since cos and sin of the periodic rows both enter "
+            f"X_F: the paper uses {PAPER_P_RATIO}"
+            for name in ("p_ratio", "v_p_ratio")
+            if (value := getattr(self, name)) is not None and not 0.0 <= value <= 0.5
+        ]
+        if self.v_p_ratio is not None and self.placement != "qk_and_v":
+            found.append(
+                f"model.fan.v_p_ratio is {self.v_p_ratio}, but at placement {self.placement} the values have no FAN "
+                "layer of their own; set it to null, or placement to qk_and_v"
+            )
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +138,24 @@ class FANformerConfig:
         return self.hidden_size - 2 * self.periodic_size
 
     @property
+    def value_size(self) -> int:
+        """Width of all key or value heads together."""
+        return self.query_groups * self.kv_channels
+
+    @property
+    def fan_rows(self) -> int:
+        """Rows of a layer's FAN map, the values' included; 0 without FAN."""
+        return sum(
+            width - int(p_ratio * width) for width, p_ratio in self.fan.outputs(self.hidden_size, self.value_size)
+        )
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the matrix behind FAN: of Q, K and V, or of Q and K alone (placement qk_and_v)."""
+        values = 0 if self.fan.placement == "qk_and_v" else self.value_size
+        return self.num_attention_heads * self.kv_channels + self.value_size + values
+
+    @property
     def num_parameters(self) -> int:
         """Weights of the whole model, vocabulary padding included, tied ones counted once."""
         embeddings = self.padded_vocab_size * self.hidden_size * (1 + self.untie_embeddings_and_output_weights)
@@ -127,15 +164,12 @@ class FANformerConfig:
     @property
     def _layer_parameters(self) -> int:
         h = self.hidden_size
-        qkv_rows = (self.num_attention_heads + 2 * self.query_groups) * self.kv_channels
-        attention = qkv_rows * h + h * self.num_attention_heads * self.kv_channels
+        attention = self.qkv_rows * h + h * self.num_attention_heads * self.kv_channels
         return attention + self._fan_parameters + 3 * h * self.ffn_hidden_size + 2 * h
 
     @property
     def _fan_parameters(self) -> int:
-        if not self.has_fan:
-            return 0
-        return (self.periodic_size + self.linear_size) * (self.hidden_size + self.fan.bias)
+        return self.fan_rows * (self.hidden_size + self.fan.bias)
 
     def problems(self) -> list[str]:
         """Rules of the shape that this configuration breaks, one line each; empty if it can be built."""
@@ -176,13 +210,12 @@ def p_ratio_of(periodic_size: int, hidden_size: int) -> float:
     return p_ratio if int(p_ratio * hidden_size) == periodic_size else math.nextafter(p_ratio, 1.0)
 
 
-def nearest_periodic_size(config: FANformerConfig, tensor_model_parallel_size: int) -> int | None:
-    """The periodic size nearest to the configured one whose p and g rows divide over the ranks; None if none does."""
-    ranks = tensor_model_parallel_size
-    if config.hidden_size % ranks:
+def nearest_p_ratio(p_ratio: float, width: int, ranks: int) -> float | None:
+    """The p_ratio nearest to the given one whose p and g rows of that width divide over the ranks; None if none."""
+    if width % ranks:
         return None
-    largest = config.hidden_size // 2 // ranks * ranks
-    return min(round(config.periodic_size / ranks) * ranks, largest)
+    largest = width // 2 // ranks * ranks
+    return p_ratio_of(min(round(int(p_ratio * width) / ranks) * ranks, largest), width)
 
 
 def as_transformer(config: FANformerConfig) -> FANformerConfig:

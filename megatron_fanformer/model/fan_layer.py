@@ -1,11 +1,19 @@
-"""The FAN projection and its tensor parallel form.
+"""The FAN projection and its two tensor parallel forms.
 
-Source: "Reasoning is Periodicity?" (NeurIPS 2025), equation of X_F, and the design's `column` form: each of T tensor
-parallel ranks owns P/T periodic and G/T linear rows of the map; the pre-activation p | g is gathered, (1 - p_ratio) h
-wide, and cos and sin are taken after the gather, into the canonical order [cos p, sin p, g].
+Source: "Reasoning is Periodicity?" (NeurIPS 2025), equation of X_F; the forms are this project's design.
 
-Shapes: s sequence, b micro batch, t tensor parallel ranks, h hidden size, P periodic and G = h - 2P linear rows,
-k = (P + G) / T rows of one rank.
+- `column`: each of T tensor parallel ranks owns P/T periodic and G/T linear rows of the map; the pre-activation p | g
+  is gathered, (1 - p_ratio) h wide, and cos and sin are taken after the gather, into the canonical order
+  [cos p, sin p, g]. In backward the gather is a reduce-scatter.
+- `sequence`: each rank applies the whole, replicated map to its own part of the sequence, and moves nothing; what is
+  behind it gathers X_F along the sequence, as it would gather X. The map's gradients are summed over the ranks once a
+  step.
+
+One map may feed two outputs (placement `qk_and_v`): its rows are then [p | g] of the first, [p | g] of the second, and
+the norm, the product and the communication in front of them happen once.
+
+Shapes: s sequence, b micro batch, t tensor parallel ranks (T of them), h hidden size, w an output's width, P periodic
+and G = w - 2P linear rows of an output, k the rows of one rank, of all outputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,67 +29,118 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_fanformer.model.config import FANConfig
+from megatron_fanformer.runtime.layout import FANForm
+
+PARAMETERS = ("linear", "v_linear")
+"""What the rows of the outputs are called in checkpoints, in their order: of X_F, and of the values."""
+
+
+class FANOutput(NamedTuple):
+    """The rows of one output of a FAN map."""
+
+    periodic: int
+    linear: int
+
+    @property
+    def rows(self) -> int:
+        """Of the map."""
+        return self.periodic + self.linear
+
+    @property
+    def width(self) -> int:
+        """Of what the map makes: [cos p, sin p, g]."""
+        return 2 * self.periodic + self.linear
+
+
+class FANPiece(NamedTuple):
+    """A run of one rank's rows, and where it stands in the canonical [p | g] map of its output."""
+
+    output: int
+    start: int
+    end: int
+    canonical_start: int
 
 
 class FANShard(NamedTuple):
-    """The rows of the FAN map that one tensor parallel rank owns."""
+    """The rows of the FAN map that one of `ranks` owns: those of each output, one output after the other."""
 
     ranks: int
     rank: int
-    periodic: int
-    """P / T"""
-    linear: int
-    """G / T"""
+    outputs: tuple[FANOutput, ...]
+    """A rank's part of each output: P/T and G/T."""
 
-    def pieces(self) -> list[tuple[int, int, int]]:
-        """(first row, end row, first row in the canonical [p | g] map) of this rank's periodic and linear rows."""
-        periodic = (0, self.periodic, self.rank * self.periodic)
-        linear_start = self.ranks * self.periodic + self.rank * self.linear
-        linear = (self.periodic, self.periodic + self.linear, linear_start)
-        return [piece for piece in (periodic, linear) if piece[1] > piece[0]]
+    @property
+    def widths(self) -> list[int]:
+        """p, g of each output in turn, as they stand in a rank's pre-activation."""
+        return [rows for output in self.outputs for rows in output]
+
+    def whole(self, output: int) -> FANOutput:
+        """The rows of an output on all ranks."""
+        return FANOutput(*(self.ranks * rows for rows in self.outputs[output]))
+
+    def pieces(self) -> list[FANPiece]:
+        """Where this rank's rows stand in the canonical maps."""
+        pieces, start = [], 0
+        for number, (periodic, linear) in enumerate(self.outputs):
+            linear_start = self.ranks * periodic + self.rank * linear
+            middle, end = start + periodic, start + periodic + linear
+            pieces.append(FANPiece(number, start, middle, self.rank * periodic))
+            pieces.append(FANPiece(number, middle, end, linear_start))
+            start = end
+        return [piece for piece in pieces if piece.end > piece.start]
 
 
 class FANActivation(torch.autograd.Function):
-    """p | g of every rank -> X_F = [cos p, sin p, g], whole on each rank; the gradient is summed over ranks once.
+    """p | g of every rank -> [cos p, sin p, g] of each output, whole on each rank; the gradient is summed once.
 
-    Backward takes cos p and sin p from X_F, which the QKV map keeps anyway; nothing else is saved, except g where
-    an activation follows it.
+    Backward takes cos p and sin p from the output, which the map behind it keeps anyway; nothing else is saved, except
+    g where an activation follows it.
     """
 
     @staticmethod
-    def forward(ctx: Any, pre_sbk: Tensor, shard: FANShard, group: dist.ProcessGroup, gelu: bool) -> Tensor:
-        """Gathers the pre-activation [s, b, k] of all ranks and returns X_F [s, b, h]."""
+    def forward(ctx: Any, pre_sbk: Tensor, shard: FANShard, group: dist.ProcessGroup, gelu: bool) -> tuple[Tensor, ...]:
+        """Gathers the pre-activation [s, b, k] of all ranks and returns each output [s, b, w]."""
         pre_sbtk = _gather(pre_sbk, shard.ranks, group).permute(1, 2, 0, 3)
-        phase_sbtp, g_sbtg = pre_sbtk.split([shard.periodic, shard.linear], dim=-1)
-        x_f = pre_sbk.new_empty(*pre_sbk.shape[:2], shard.ranks * (2 * shard.periodic + shard.linear))
-        cos_sbtp, sin_sbtp, out_sbtg = _canonical_views(x_f, shard)
-        phase_sbtp = phase_sbtp.float()  # a bf16 phase of 100 would be off by half a radian
-        cos_sbtp.copy_(phase_sbtp.cos())
-        sin_sbtp.copy_(phase_sbtp.sin())
-        out_sbtg.copy_(F.gelu(g_sbtg) if gelu else g_sbtg)
-        ctx.save_for_backward(x_f, g_sbtg.contiguous() if gelu else None)
+        parts = pre_sbtk.split(shard.widths, dim=-1)
+        made, kept_g = [], []
+        for number, (phase_sbtp, g_sbtg) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
+            x_f = pre_sbk.new_empty(*pre_sbk.shape[:2], shard.whole(number).width)
+            cos_sbtp, sin_sbtp, out_sbtg = _canonical_views(x_f, shard, number)
+            phase_sbtp = phase_sbtp.to(_phase_type(phase_sbtp))
+            cos_sbtp.copy_(phase_sbtp.cos())
+            sin_sbtp.copy_(phase_sbtp.sin())
+            out_sbtg.copy_(F.gelu(g_sbtg) if gelu else g_sbtg)
+            made.append(x_f)
+            kept_g.append(g_sbtg.contiguous() if gelu else None)
+        ctx.save_for_backward(*made, *kept_g)
         ctx.shard, ctx.group = shard, group
-        return x_f
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """d p = d sin p * cos p - d cos p * sin p, from each rank's part of the gradient of X_F."""
-        x_f, g_sbtg = ctx.saved_tensors
+        """d p = d sin p * cos p - d cos p * sin p, from each rank's part of the outputs' gradients."""
         shard: FANShard = ctx.shard
-        grad_x_f = grads[0].contiguous()
-        grad_cos, grad_sin, grad_g = _canonical_views(grad_x_f, shard)
-        cos_sbtp, sin_sbtp, _ = _canonical_views(x_f, shard)
-        grad_pre_tsbk = x_f.new_empty(shard.ranks, *x_f.shape[:2], shard.periodic + shard.linear)
-        grad_phase, grad_linear = grad_pre_tsbk.permute(1, 2, 0, 3).split([shard.periodic, shard.linear], dim=-1)
-        grad_phase.copy_(grad_sin.float() * cos_sbtp - grad_cos.float() * sin_sbtp)
-        grad_linear.copy_(grad_g if g_sbtg is None else _gelu_backward(grad_g, g_sbtg))
+        made, kept_g = ctx.saved_tensors[: len(grads)], ctx.saved_tensors[len(grads) :]
+        grad_pre_tsbk = grads[0].new_empty(shard.ranks, *grads[0].shape[:2], sum(shard.widths))
+        parts = grad_pre_tsbk.permute(1, 2, 0, 3).split(shard.widths, dim=-1)
+        for number, (x_f, grad, g_sbtg) in enumerate(zip(made, grads, kept_g, strict=True)):
+            grad_cos, grad_sin, grad_g = _canonical_views(grad.contiguous(), shard, number)
+            cos_sbtp, sin_sbtp, _ = _canonical_views(x_f, shard, number)
+            high = _phase_type(grad)
+            parts[2 * number].copy_(grad_sin.to(high) * cos_sbtp - grad_cos.to(high) * sin_sbtp)
+            parts[2 * number + 1].copy_(grad_g if g_sbtg is None else _gelu_backward(grad_g, g_sbtg))
         return _reduce_scatter(grad_pre_tsbk, shard.ranks, ctx.group), None, None, None
 
 
-def _canonical_views(x_f: Tensor, shard: FANShard) -> tuple[Tensor, Tensor, Tensor]:
-    """cos p [s, b, t, P/T], sin p [s, b, t, P/T] and g [s, b, t, G/T] as views of X_F."""
-    periodic = shard.ranks * shard.periodic
-    parts = x_f.split([periodic, periodic, x_f.shape[-1] - 2 * periodic], dim=-1)
+def _phase_type(tensor: Tensor) -> torch.dtype:
+    """float32 at least: a bf16 phase of 100 would be off by half a radian."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _canonical_views(x_f: Tensor, shard: FANShard, output: int) -> tuple[Tensor, Tensor, Tensor]:
+    """cos p [s, b, t, P/T], sin p [s, b, t, P/T] and g [s, b, t, G/T] as views of an output."""
+    periodic, linear = shard.whole(output)
+    parts = x_f.split([periodic, periodic, linear], dim=-1)
     cos, sin, g = (part.unflatten(-1, (shard.ranks, part.shape[-1] // shard.ranks)) for part in parts)
     return cos, sin, g
 
@@ -107,13 +166,15 @@ def _reduce_scatter(grad_tsbk: Tensor, ranks: int, group: dist.ProcessGroup) -> 
 
 
 class FANProjection(MegatronModule):
-    """X [s, b, h] -> X_F [s, b, h], whole on every tensor parallel rank.
+    """X [s, b, h] -> X_F [s, b, h] (and the values [s, b, v] at placement `qk_and_v`).
 
-    Under sequence parallelism X is this rank's part of the sequence, which the map itself gathers. X_F's gradient
-    must come in as each rank's own part: what follows must not sum it (see `WholeInputColumnParallelLinear`).
+    In the `column` form both are whole on every rank, and their gradients must come in as each rank's own part: what
+    follows must not sum them (see `WholeInputColumnParallelLinear`). Under sequence parallelism X is this rank's part
+    of the sequence, which the map itself gathers. In the `sequence` form both are of this rank's part of the sequence.
 
     Args:
-        linear: builder of a column parallel linear map (with the input norm fused into it, or without).
+        linear: builder of the linear map, column parallel or replicated as the form asks (with the input norm fused
+            into it, or without).
     """
 
     def __init__(
@@ -121,21 +182,15 @@ class FANProjection(MegatronModule):
         config: TransformerConfig,
         *,
         fan: FANConfig,
+        form: FANForm,
         linear: Callable[..., torch.nn.Module],
         tp_group: dist.ProcessGroup,
     ) -> None:
         super().__init__(config=config)
-        periodic = int(fan.p_ratio * config.hidden_size)
-        rows = config.hidden_size - periodic
-        ranks = tp_group.size()
-        if periodic % ranks or rows % ranks:
-            raise ValueError(
-                f"the FAN map's {periodic} periodic and {rows - periodic} linear rows do not divide over tensor "
-                f"parallel size {ranks}; choose a p_ratio for which both do"
-            )
-        self.shard = FANShard(ranks, tp_group.rank(), periodic // ranks, (rows - periodic) // ranks)
+        self.shard = _shard(config, fan, form, tp_group)
         self.tp_group = tp_group
         self.gelu = fan.activation == "gelu"
+        rows = sum(self.shard.whole(number).rows for number in range(len(self.shard.outputs)))
         self.linear = linear(
             config.hidden_size,
             rows,
@@ -149,41 +204,65 @@ class FANProjection(MegatronModule):
             tp_group=tp_group,
         )
 
-    def forward(self, x_sbh: Tensor) -> Tensor:
-        """X [s, b, h] (normed already, unless the norm is fused into the map) -> X_F [s, b, h]."""
+    def forward(self, x_sbh: Tensor) -> tuple[Tensor, ...]:
+        """X [s, b, h] (normed already, unless the norm is fused into the map) -> its outputs [s, b, w]."""
         pre_sbk, _ = self.linear(x_sbh)
         return FANActivation.apply(pre_sbk, self.shard, self.tp_group, self.gelu)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[tuple[int, int, int]] = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The map's shards under their places in the canonical [p | g] rows, which no layout changes."""
+        """The map's rows under their places in the canonical [p | g] maps, which neither layout nor form changes."""
         linear: Any = self.linear  # a module whose class the layer spec chooses
         state = linear.sharded_state_dict(f"{prefix}linear.", sharded_offsets, metadata)
         for name in ("weight", "bias"):
             key = f"{prefix}linear.{name}"
             if key in state:
-                state[key] = _canonical_factory(state[key], self.shard)
+                state[key] = _canonical_factory(state[key], self.shard, [f"{part}.{name}" for part in PARAMETERS])
         return state
 
 
-def _canonical_factory(sharded: ShardedTensor, shard: FANShard) -> ShardedTensorFactory:
-    """Saves one rank's rows [p | g] as two pieces of the canonical map, and puts them together when loaded."""
-    axis = sharded.prepend_axis_num
+def _shard(config: TransformerConfig, fan: FANConfig, form: FANForm, tp_group: dist.ProcessGroup) -> FANShard:
+    """The rows of one rank: a T-th of each kind in the `column` form, all of them in the `sequence` form."""
+    ranks, rank = (tp_group.size(), tp_group.rank()) if form == "column" else (1, 0)
+    outputs = []
+    for width, p_ratio in fan.outputs(config.hidden_size, config.num_query_groups * config.kv_channels):
+        periodic = int(p_ratio * width)
+        linear = width - 2 * periodic
+        if periodic % ranks or linear % ranks:
+            raise ValueError(
+                f"the FAN map's {periodic} periodic and {linear} linear rows do not divide over tensor parallel "
+                f"size {ranks}; choose a p_ratio for which both do"
+            )
+        outputs.append(FANOutput(periodic // ranks, linear // ranks))
+    return FANShard(ranks, rank, tuple(outputs))
+
+
+def _canonical_factory(sharded: ShardedTensor, shard: FANShard, names: list[str]) -> ShardedTensorFactory:
+    """Saves one rank's rows as pieces of the canonical maps, and puts them together when loaded.
+
+    Args:
+        names: how the keys of the outputs' maps end; `sharded` has the first one's.
+    """
+    axis = sharded.prepend_axis_num  # stock Megatron stacks the layers of a kind along an axis in front
 
     @torch.no_grad()
     def build(key: str, rows: Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
+        prefix = key.removesuffix(names[0])  # by now with the layer's global number, or an optimizer state's name
         pieces = []
-        for start, end, canonical_start in shard.pieces():
-            offset = list(sharded.global_offset)
-            offset[axis] = canonical_start
+        for output, start, end, canonical_start in shard.pieces():
+            offset, whole = list(sharded.global_offset), list(sharded.global_shape)
+            offset[axis], whole[axis] = canonical_start, shard.whole(output).rows
+            data = rows[start:end].view((1,) * axis + rows[start:end].shape)
             pieces.append(
                 replace(
                     sharded,
-                    key=key,
-                    data=rows[start:end],
+                    key=prefix + names[output],
+                    data=data,
                     dtype=rows.dtype,
-                    local_shape=tuple(rows[start:end].shape),
+                    local_shape=tuple(data.shape),
+                    prepend_axis_num=0,
+                    global_shape=tuple(whole),
                     global_offset=tuple(offset),
                     axis_fragmentations=None,  # p and g pieces differ in size: no regular grid
                     replica_id=replica_id,
@@ -193,6 +272,6 @@ def _canonical_factory(sharded: ShardedTensor, shard: FANShard) -> ShardedTensor
 
     @torch.no_grad()
     def merge(pieces: list[Tensor]) -> Tensor:
-        return torch.cat(pieces)
+        return torch.cat([piece.flatten(0, axis) for piece in pieces])
 
     return ShardedTensorFactory(sharded.key, sharded.data, build, merge, sharded.replica_id)

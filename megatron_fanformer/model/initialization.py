@@ -19,10 +19,11 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 def initialize(sharded_state: dict[str, Any], config: FANformerConfig, seed: int) -> None:
     """Give every parameter of a stage's sharded state dict its slice of the initial model of `seed`."""
-    initialize_by_name(sharded_state, seed, partial(_draw, config))
+    initialize_by_name(sharded_state, seed, partial(draw_weight, config))
 
 
-def _draw(config: FANformerConfig, name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def draw_weight(config: FANformerConfig, name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """The whole initial tensor of that global name, in float32."""
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if "layernorm" in name:

@@ -3,11 +3,12 @@
 Stock Megatron-LM takes it as it is: `pretrain_gpt.py --spec megatron_fanformer.model.layer_spec fanformer_layer_spec`
 (p_ratio 0.25; a module of one's own that calls `layer_spec(FANConfig(...))` for another).
 
-With Transformer Engine the input norm is fused into the first linear map that reads it: the FAN map, not QKV.
+With Transformer Engine the input norm is fused into the column parallel map that reads it: the FAN map, not QKV. (The
+replicated map of the `sequence` form has a norm before it.)
 """
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -22,14 +23,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.attention import (
-    FANSelfAttention,
-    FANSelfAttentionSubmodules,
+from megatron_fanformer.model.attention import FANSelfAttention, FANSelfAttentionSubmodules, FANValueAttention
+from megatron_fanformer.model.config import FANConfig
+from megatron_fanformer.model.local_layers import (
+    ReplicatedLinear,
     RMSNorm,
     TorchCoreAttention,
     WholeInputColumnParallelLinear,
 )
-from megatron_fanformer.model.config import FANConfig
+from megatron_fanformer.runtime.layout import FANForm
 
 TransformerImpl = Literal["auto", "local", "transformer_engine"]
 
@@ -63,33 +65,73 @@ def resolve_transformer_impl(wanted: TransformerImpl) -> Literal["local", "trans
     return "local"
 
 
-def layer_spec(fan: FANConfig | None = None, transformer_impl: TransformerImpl = "auto") -> ModuleSpec:
+def layer_spec(
+    fan: FANConfig | None = None, transformer_impl: TransformerImpl = "auto", fan_form: FANForm = "column"
+) -> ModuleSpec:
     """One FANformer layer (the paper's p_ratio where `fan` is not given)."""
     fan = fan or FANConfig()
     if resolve_transformer_impl(transformer_impl) == "transformer_engine":
-        return _transformer_engine_layer(fan)
-    return _local_layer(fan)
+        return _transformer_engine_layer(fan, fan_form)
+    return _local_layer(fan, fan_form)
 
 
 def block_spec(
-    fan: FANConfig, num_layers: int, transformer_impl: Literal["local", "transformer_engine"]
+    fan: FANConfig,
+    num_layers: int,
+    transformer_impl: Literal["local", "transformer_engine"],
+    fan_form: FANForm = "column",
 ) -> TransformerBlockSubmodules:
-    """`num_layers` FANformer layers and the final norm: one pipeline stage's block."""
+    """`num_layers` FANformer layers and the final norm: one chunk of a pipeline stage."""
     norm: type[torch.nn.Module] = RMSNorm
     if transformer_impl == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
-    layers = [layer_spec(fan, transformer_impl)] * num_layers
+    layers = [layer_spec(fan, transformer_impl, fan_form)] * num_layers
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _local_layer(fan: FANConfig) -> ModuleSpec:
+def _attention(
+    fan: FANConfig,
+    fan_form: FANForm,
+    *,
+    linear_qkv: type[torch.nn.Module],
+    fan_linear: type[torch.nn.Module] | None,
+    core_attention: type[torch.nn.Module],
+    linear_proj: type[torch.nn.Module],
+) -> ModuleSpec:
+    """The self-attention of a placement, out of these layers."""
+    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
+    parts = {"linear_qkv": linear_qkv, "core_attention": core_attention, "linear_proj": linear_proj}
+    if fan.placement == "none":
+        return ModuleSpec(module=SelfAttention, params=params, submodules=SelfAttentionSubmodules(**parts))
+    return ModuleSpec(
+        module=FANSelfAttention if fan.placement == "qkv" else FANValueAttention,
+        params={**params, "fan": fan, "fan_form": fan_form},
+        submodules=FANSelfAttentionSubmodules(**parts, fan_linear=fan_linear),
+    )
+
+
+def _is_column(fan: FANConfig, fan_form: FANForm) -> bool:
+    """Whether what stands behind FAN has its whole input on every rank."""
+    return fan.placement != "none" and fan_form == "column"
+
+
+def _local_layer(fan: FANConfig, fan_form: FANForm) -> ModuleSpec:
+    is_column = _is_column(fan, fan_form)
+    attention = _attention(
+        fan,
+        fan_form,
+        linear_qkv=WholeInputColumnParallelLinear if is_column else ColumnParallelLinear,
+        fan_linear=ColumnParallelLinear if is_column else ReplicatedLinear,
+        core_attention=TorchCoreAttention,
+        linear_proj=RowParallelLinear,
+    )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_local_attention(fan),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=get_mlp_module_spec_for_backend(backend=LocalSpecProvider()),
@@ -98,37 +140,35 @@ def _local_layer(fan: FANConfig) -> ModuleSpec:
     )
 
 
-def _local_attention(fan: FANConfig) -> ModuleSpec:
-    if fan.placement == "none":
-        return ModuleSpec(
-            module=SelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal},
-            submodules=SelfAttentionSubmodules(
-                linear_qkv=ColumnParallelLinear, core_attention=TorchCoreAttention, linear_proj=RowParallelLinear
-            ),
-        )
-    return ModuleSpec(
-        module=FANSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "fan": fan},
-        submodules=FANSelfAttentionSubmodules(
-            linear_qkv=WholeInputColumnParallelLinear,
-            core_attention=TorchCoreAttention,
-            linear_proj=RowParallelLinear,
-            fan_linear=ColumnParallelLinear,
-        ),
+def _transformer_engine_layer(fan: FANConfig, fan_form: FANForm) -> ModuleSpec:
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TEDotProductAttention,
+        TELayerNormColumnParallelLinear,
+        TENorm,
+        TERowParallelLinear,
     )
-
-
-def _transformer_engine_layer(fan: FANConfig) -> ModuleSpec:
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-    # The norm stands inside the map that reads it; checkpoints name it as the local layer does.
+    from megatron_fanformer.model.te_layers import ReplicatedTELinear, WholeInputTEColumnParallelLinear
+
+    is_sequence = fan.placement != "none" and fan_form == "sequence"
+    linear_qkv = TELayerNormColumnParallelLinear if fan.placement == "none" else WholeInputTEColumnParallelLinear
+    attention = _attention(
+        fan,
+        fan_form,
+        linear_qkv=TEColumnParallelLinear if is_sequence else linear_qkv,
+        fan_linear=ReplicatedTELinear if is_sequence else TELayerNormColumnParallelLinear,
+        core_attention=TEDotProductAttention,
+        linear_proj=TERowParallelLinear,
+    )
+    # The norm stands inside the column parallel map that reads it; checkpoints name it as the local layer does.
     normed_map = "linear_qkv" if fan.placement == "none" else "fan.linear"
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=IdentityOp,
-            self_attention=_transformer_engine_attention(fan),
+            input_layernorm=TENorm if is_sequence else IdentityOp,
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=IdentityOp,
             mlp=get_mlp_module_spec_for_backend(backend=TESpecProvider()),
@@ -137,37 +177,6 @@ def _transformer_engine_layer(fan: FANConfig) -> ModuleSpec:
                 f"self_attention.{normed_map}.layer_norm_": "input_layernorm.",
                 "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
             },
-        ),
-    )
-
-
-def _transformer_engine_attention(fan: FANConfig) -> ModuleSpec:
-    from megatron.core.extensions.transformer_engine import (
-        TEDotProductAttention,
-        TELayerNormColumnParallelLinear,
-        TERowParallelLinear,
-    )
-
-    if fan.placement == "none":
-        return ModuleSpec(
-            module=SelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal},
-            submodules=SelfAttentionSubmodules(
-                linear_qkv=TELayerNormColumnParallelLinear,
-                core_attention=TEDotProductAttention,
-                linear_proj=TERowParallelLinear,
-            ),
-        )
-    from megatron_fanformer.model.te_layers import WholeInputTEColumnParallelLinear
-
-    return ModuleSpec(
-        module=FANSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "fan": fan},
-        submodules=FANSelfAttentionSubmodules(
-            linear_qkv=WholeInputTEColumnParallelLinear,
-            core_attention=TEDotProductAttention,
-            linear_proj=TERowParallelLinear,
-            fan_linear=TELayerNormColumnParallelLinear,
         ),
     )
 

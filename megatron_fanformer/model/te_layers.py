@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
 
-from megatron_fanformer.model.attention import without_sequence_parallel
+from megatron_fanformer.model.local_layers import without_sequence_parallel
 
 
 class WholeInputTEColumnParallelLinear(TELinear):
@@ -55,4 +55,26 @@ class WholeInputTEColumnParallelLinear(TELinear):
             sharded_offsets,
             tp_group=self.shard_group,
             dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
+
+
+class ReplicatedTELinear(TELinear):
+    """Transformer Engine's form of `ReplicatedLinear`: megatron-core's `duplicated` mode is exactly that."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        gather_output: bool,
+        tp_group: Any,
+        skip_weight_param_allocation: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            input_size,
+            output_size,
+            parallel_mode="duplicated",
+            skip_weight_param_allocation=skip_weight_param_allocation,
+            **kwargs,
         )

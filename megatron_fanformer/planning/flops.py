@@ -13,8 +13,7 @@ def forward_flops_per_token(config: FANformerConfig, seq_length: int | None = No
     """FLOPs of one token's forward pass, at the mean context of a sample of `seq_length` tokens."""
     h = config.hidden_size
     heads = config.num_attention_heads * config.kv_channels
-    qkv = h * (heads + 2 * config.query_groups * config.kv_channels)
-    fan = h * (config.periodic_size + config.linear_size) if config.has_fan else 0
+    qkv, fan = h * config.qkv_rows, h * config.fan_rows
     mlp = 3 * h * config.ffn_hidden_size
     scores_and_context = 2 * heads * (seq_length or config.seq_length) // 2
     layer = fan + qkv + heads * h + mlp + scores_and_context

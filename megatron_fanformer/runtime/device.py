@@ -3,6 +3,7 @@
 The only module of the package that reads environment variables.
 """
 
+import importlib.util
 import logging
 import os
 import re
@@ -60,6 +61,11 @@ def has_bf16_matrix_units(device: DeviceKind) -> bool:
         return torch.cuda.is_bf16_supported()
     # torch.cpu offers no public query for either
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+def has_fused_gradient_kernel() -> bool:
+    """Whether NVIDIA's apex brought the kernel that adds a weight gradient into its buffer, and a GPU to run it on."""
+    return torch.cuda.is_available() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,14 @@
-"""The parallel degrees, the rank grid, and the start and end of a distributed run.
+"""The rank grid, and the start and end of a distributed run.
 
 The grid, written down once (Megatron's order tp-cp-dp-pp, tensor parallel ranks innermost so that they share a
-node); here tensor 2 x data 2 x pipeline 2, by global rank:
+node); here tensor 2 x context 2 x data 2 x pipeline 2, by global rank:
 
-        stage 0            stage 1
-      tp 0  tp 1         tp 0  tp 1
-dp 0    0     1            4     5
-dp 1    2     3            6     7
+             stage 0            stage 1
+           tp 0  tp 1         tp 0  tp 1
+dp 0 cp 0    0     1            8     9
+     cp 1    2     3           10    11
+dp 1 cp 0    4     5           12    13
+     cp 1    6     7           14    15
 """
 
 import os.path
@@ -15,90 +17,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import megatron_cpu
+from megatron_fanformer.runtime.layout import ParallelConfig
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 BACKENDS: dict[devices.DeviceKind, str] = {"cuda": "nccl", "cpu": "gloo"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """How the model and the data are spread over ranks, and what the ranks run on."""
-
-    tensor_model_parallel_size: int = 1
-    """Ranks that share each layer's matrices."""
-    pipeline_model_parallel_size: int = 1
-    """Stages that share the layers."""
-    data_parallel_size: int | None = None
-    """Replicas of the model. null: what the world size leaves under torchrun or Slurm, else 1."""
-    sequence_parallel: bool = False
-    """Shard norms and residuals along the sequence over the tensor parallel ranks."""
-    use_distributed_optimizer: bool = True
-    """Shard the optimizer's state over the data parallel ranks."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`auto` takes a usable GPU, else the CPU; a broken GPU installation is refused."""
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layers from Transformer Engine, or megatron-core's and torch's own; `auto` takes the Engine where it imports."""
-    threads_per_rank: int | None = None
-    """CPU threads a rank; null: the machine's cores, shared evenly by its ranks."""
-    distributed_timeout_minutes: float = 10.0
-    """How long a rank waits for the others before it gives up."""
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Ranks that hold one replica of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
-
-    def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
-        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "threads_per_rank")
-        found = [
-            f"parallel.{name} is {value}; it must be at least 1"
-            for name in names
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
-        if self.distributed_timeout_minutes <= 0:
-            found.append(
-                f"parallel.distributed_timeout_minutes is {self.distributed_timeout_minutes}; it must be above 0"
-            )
-        if not found and self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            found.append(
-                "parallel.sequence_parallel is true at tensor_model_parallel_size 1, where there is nothing to shard; "
-                "set it to false or raise the tensor parallel size"
-            )
-        return found
-
-    def resolve_data_parallel_size(self, world_size: int | None) -> int:
-        """Replicas in a world of `world_size` ranks; None where the ranks are still to be launched here.
-
-        Raises:
-            InputError: the world size and the layout disagree.
-        """
-        if world_size is None:
-            return self.data_parallel_size or 1
-        if world_size % self.model_parallel_size:
-            raise InputError(
-                f"the world size is {world_size}, no multiple of tensor x pipeline parallel size "
-                f"{self.tensor_model_parallel_size} x {self.pipeline_model_parallel_size} = "
-                f"{self.model_parallel_size}; start a multiple of {self.model_parallel_size} ranks"
-            )
-        data_parallel_size = world_size // self.model_parallel_size
-        if self.data_parallel_size not in (None, data_parallel_size):
-            raise InputError(
-                f"parallel.data_parallel_size is {self.data_parallel_size}, but {world_size} ranks hold "
-                f"{data_parallel_size} replicas of {self.model_parallel_size} ranks; set it to null or start "
-                f"{self.data_parallel_size * self.model_parallel_size} ranks"
-            )
-        return data_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +44,11 @@ class RankGrid:
     is_first_stage: bool
     is_last_stage: bool
     groups: "ProcessGroupCollection"
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Ranks that share a sample's sequence."""
+        return self.groups.cp.size()
 
     @property
     def torch_device(self) -> torch.device:
@@ -132,6 +68,14 @@ class RankGrid:
     def is_main(self) -> bool:
         """Whether this rank writes what is written once."""
         return self.rank == 0
+
+
+def context_chunks(rank: int, size: int) -> tuple[int, int]:
+    """Which two of the 2 * size equal chunks of a sequence a context parallel rank holds.
+
+    One from either end, as Megatron deals them out: so that every rank has as much of the causal attention to do.
+    """
+    return rank, 2 * size - 1 - rank
 
 
 @contextmanager
@@ -177,6 +121,8 @@ def rank_grid(config: ParallelConfig, kind: devices.DeviceKind) -> Iterator[Rank
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_stages if config.virtual_stages > 1 else None,
+        context_parallel_size=config.context_parallel_size,
         distributed_timeout_minutes=max(1, round(config.distributed_timeout_minutes)),
         create_gloo_process_groups=True,  # the distributed optimizer asks for them when it saves
     )

@@ -15,16 +15,11 @@ from jsonargparse import ArgumentParser
 
 from megatron_fanformer.data.loader import DataConfig
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.config import (
-    PRESETS,
-    FANformerConfig,
-    PrecisionConfig,
-    nearest_periodic_size,
-    p_ratio_of,
-)
+from megatron_fanformer.model.config import PRESETS, FANformerConfig, PrecisionConfig
 from megatron_fanformer.runtime.device import DeviceKind, has_bf16_matrix_units
 from megatron_fanformer.runtime.parallel import ParallelConfig
 from megatron_fanformer.training.config_values import value_problems, without_empty_sections
+from megatron_fanformer.training.layout_rules import batch_problems, layout_problems
 from megatron_fanformer.training.metrics import LoggingConfig
 from megatron_fanformer.training.optimizer import OptimizerConfig
 from megatron_fanformer.training.schedule import ScheduleConfig
@@ -137,72 +132,12 @@ class RunConfig:
         found = [problem for section in sections if hasattr(section, "problems") for problem in section.problems()]
         if found:
             return found  # rules between fields make sense on sound fields only
-        found += _layout_problems(self.model, self.parallel)
-        found += _batch_problems(self.training, data_parallel_size)
+        found += layout_problems(self.model, self.parallel)
+        found += batch_problems(
+            self.parallel, data_parallel_size, self.training.global_batch_size, self.training.micro_batch_size
+        )
         found += self.schedule.joint_problems(lr=self.optimizer.lr, train_iters=self.training.train_iters)
         return found
-
-
-def _layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> list[str]:
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    size = f"parallel.tensor_model_parallel_size {tensor}"
-    found = []
-    if model.num_attention_heads % tensor:
-        found.append(
-            f"{size} does not divide model.num_attention_heads {model.num_attention_heads}; "
-            f"choose one of {_divisors(model.num_attention_heads)}"
-        )
-    is_grouped = model.query_groups != model.num_attention_heads
-    if is_grouped and model.query_groups % tensor and tensor % model.query_groups:
-        found.append(
-            f"{size} neither divides nor is a multiple of model.num_query_groups {model.query_groups}; "
-            f"choose one of {_divisors(model.query_groups)}"
-        )
-    for name in ("ffn_hidden_size", "padded_vocab_size"):
-        if getattr(model, name) % tensor:
-            found.append(f"{size} does not divide model.{name} {getattr(model, name)}; change one of them")
-    if model.has_fan:
-        found += _fan_problems(model, tensor)
-    if model.num_layers % pipeline:
-        found.append(
-            f"parallel.pipeline_model_parallel_size {pipeline} does not divide model.num_layers {model.num_layers}; "
-            f"choose one of {_divisors(model.num_layers)}"
-        )
-    if parallel.sequence_parallel and model.seq_length % tensor:
-        found.append(
-            f"{size} does not divide model.seq_length {model.seq_length}, which sequence parallelism shards; "
-            "change one of them"
-        )
-    return found
-
-
-def _fan_problems(model: FANformerConfig, tensor: int) -> list[str]:
-    if model.periodic_size % tensor == 0 and model.linear_size % tensor == 0:
-        return []
-    nearest = nearest_periodic_size(model, tensor)
-    if nearest is None:
-        remedy = f"model.hidden_size {model.hidden_size} must be a multiple of it"
-    else:
-        remedy = f"the nearest valid model.fan.p_ratio is {p_ratio_of(nearest, model.hidden_size)}"
-    return [
-        f"parallel.tensor_model_parallel_size {tensor} does not divide the FAN map's {model.periodic_size} periodic "
-        f"and {model.linear_size} linear rows (model.fan.p_ratio {model.fan.p_ratio}); {remedy}"
-    ]
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
-
-
-def _batch_problems(training: TrainingConfig, data_parallel_size: int) -> list[str]:
-    unit = training.micro_batch_size * data_parallel_size
-    if training.global_batch_size % unit == 0:
-        return []
-    nearest = max(unit, round(training.global_batch_size / unit) * unit)
-    return [
-        f"training.global_batch_size {training.global_batch_size} is no multiple of micro batch size x data parallel "
-        f"size, {training.micro_batch_size} x {data_parallel_size} = {unit}; the nearest is {nearest}"
-    ]
 
 
 def load_config(file: Path, overrides: Sequence[str] = ()) -> RunConfig:

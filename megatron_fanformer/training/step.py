@@ -4,9 +4,12 @@ The loss of a step is the mean over all tokens of the global batch that the loss
 each micro batch hands on its sum and its number of tokens, and gradients are divided by the whole number once.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_fanformer.errors import DivergenceError
-from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
+from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, context_chunks
 
 Batches = Iterator[dict[str, Tensor]]
 
@@ -38,15 +41,51 @@ class StepResult:
     """Tokens that the loss was taken over."""
 
 
-def wrap_stage(stage: Any, parallel: ParallelConfig) -> DistributedDataParallel:
-    """The stage in megatron-core's data parallelism: float32 gradients, summed over the replicas."""
-    stage.config.finalize_model_grads_func = finalize_model_grads
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """How a step's samples reach one replica."""
+
+    num_micro_batches: int
+    micro_batch_size: int
+    """Samples a micro batch."""
+    seq_length: int
+    """Tokens a sample, of all context parallel ranks together."""
+
+
+def wrap_stages(chunks: list[Any], parallel: ParallelConfig) -> list[DistributedDataParallel]:
+    """A stage's chunks in megatron-core's data parallelism: float32 gradients, summed over the replicas."""
+    config = chunks[0].config
+    config.finalize_model_grads_func = finalize_model_grads
     # Read when the wrapper is made: without it gradients are averaged over replicas, and then divided by all tokens.
-    stage.config.calculate_per_token_loss = True
+    config.calculate_per_token_loss = True
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.use_distributed_optimizer
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        bucket_size=parallel.ddp_bucket_size,
     )
-    return DistributedDataParallel(stage.config, ddp_config, stage)
+    # Later chunks are communicated while earlier ones compute, whole.
+    wrapped = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+    if parallel.overlap_grad_reduce:  # else each micro batch's backward would start a reduction
+        config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    return wrapped
+
+
+@contextmanager
+def weights_in_step(stages: list[DistributedDataParallel]) -> Iterator[None]:
+    """Around whatever reads weights outside a training step: with overlap, the last update may not be gathered yet."""
+    overlapping = [stage for stage in stages if stage.ddp_config.overlap_param_gather]
+    for stage in overlapping:
+        stage.disable_forward_pre_hook(param_sync=True)
+    try:
+        yield
+    finally:
+        for stage in overlapping:
+            stage.enable_forward_pre_hook()
 
 
 def train_step(
@@ -54,78 +93,89 @@ def train_step(
     optimizer: MegatronOptimizer,
     batches: Batches,
     grid: RankGrid,
-    *,
-    num_micro_batches: int,
-    micro_batch_size: int,
-    seq_length: int,
+    shape: StepShape,
 ) -> StepResult:
-    """Take `num_micro_batches` from `batches`, and update the weights at the optimizer's present learning rate.
+    """Take a step's micro batches from `batches`, and update the weights at the optimizer's present learning rate.
 
     Raises:
         DivergenceError: the loss or the gradient norm is not finite; the weights are as they were.
     """
+    loss, tokens = compute_gradients(stages, optimizer, batches, grid, shape)
+    return StepResult(loss=loss, grad_norm=update_weights(optimizer), tokens=tokens)
+
+
+def compute_gradients(
+    stages: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    batches: Batches,
+    grid: RankGrid,
+    shape: StepShape,
+) -> tuple[float, int]:
+    """Mean loss a token and number of tokens of the next global batch; its gradients are left in the buffers.
+
+    Raises:
+        DivergenceError: the loss is not finite.
+    """
     for stage in stages:
         stage.zero_grad_buffer()
     optimizer.zero_grad()
-    loss, tokens = _run_schedule(
-        stages, batches, grid, num_micro_batches, micro_batch_size, seq_length, forward_only=False
-    )
+    loss, tokens = _run_schedule(stages, batches, grid, shape, forward_only=False)
     if not math.isfinite(loss):
         raise DivergenceError(f"the loss is {loss}; lower optimizer.lr, or look at the step's documents")
-    grad_norm = _gradient_norm(optimizer)
+    return loss, tokens
+
+
+def update_weights(optimizer: MegatronOptimizer) -> float:
+    """Clip and update; returns the global gradient norm before clipping.
+
+    Raises:
+        DivergenceError: the gradient norm is not finite; the weights are as they were.
+    """
+    optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())  # before the update, which would spread what is not finite
     if not math.isfinite(grad_norm):
         raise DivergenceError(f"the gradient norm is {grad_norm}; lower optimizer.lr, or look at the step's documents")
     optimizer.step()
-    return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens)
-
-
-def _gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """The global norm, before clipping; taken before the update, which would spread what is not finite."""
-    optimizer.prepare_grads()
-    return float(optimizer.get_grad_norm())
+    return grad_norm
 
 
 @torch.no_grad()
-def evaluation_step(
-    stages: list[Any],
-    batches: Batches,
-    grid: RankGrid,
-    *,
-    num_micro_batches: int,
-    micro_batch_size: int,
-    seq_length: int,
-) -> tuple[float, int]:
-    """Mean loss and number of tokens of the next `num_micro_batches`, over all replicas."""
-    return _run_schedule(stages, batches, grid, num_micro_batches, micro_batch_size, seq_length, forward_only=True)
+def evaluation_step(stages: list[Any], batches: Batches, grid: RankGrid, shape: StepShape) -> tuple[float, int]:
+    """Mean loss and number of tokens of the next micro batches, over all replicas."""
+    return _run_schedule(stages, batches, grid, shape, forward_only=True)
 
 
 def _run_schedule(
-    stages: list[Any],
-    batches: Batches,
-    grid: RankGrid,
-    num_micro_batches: int,
-    micro_batch_size: int,
-    seq_length: int,
-    *,
-    forward_only: bool,
+    stages: list[Any], batches: Batches, grid: RankGrid, shape: StepShape, *, forward_only: bool
 ) -> tuple[float, int]:
+    own = list(itertools.islice(batches, shape.num_micro_batches))  # each chunk of a stage takes all of them
+    iterators = [iter(own) for _ in stages]
     reports = get_forward_backward_func()(
-        forward_step_func=_forward_step,
-        data_iterator=batches,
+        forward_step_func=partial(_forward_step, grid),
+        data_iterator=iterators if len(stages) > 1 else iterators[0],
         model=stages,
-        num_microbatches=num_micro_batches,
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
+        num_microbatches=shape.num_micro_batches,
+        seq_length=shape.seq_length,
+        micro_batch_size=shape.micro_batch_size,
         forward_only=forward_only,
     )
     return _mean_loss(reports, grid)
 
 
-def _forward_step(batches: Batches, stage: Any) -> tuple[Tensor, Any]:
-    device = next(stage.parameters()).device
-    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in next(batches).items()}
+def _forward_step(grid: RankGrid, batches: Batches, stage: Any) -> tuple[Tensor, Any]:
+    device = grid.torch_device
+    batch = {name: own_positions(tensor, grid).to(device, non_blocking=True) for name, tensor in next(batches).items()}
     output = stage(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, lambda losses: _sum_loss(losses, batch["loss_mask"])
+
+
+def own_positions(tensor_bs: Tensor, grid: RankGrid) -> Tensor:
+    """This context parallel rank's two chunks of [b, s]: [b, s / cp]."""
+    size = grid.context_parallel_size
+    if size == 1:
+        return tensor_bs
+    chunks = tensor_bs.chunk(2 * size, dim=1)
+    return torch.cat([chunks[number] for number in context_chunks(grid.groups.cp.rank(), size)], dim=1)
 
 
 def _sum_loss(losses_bs: Tensor, loss_mask_bs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

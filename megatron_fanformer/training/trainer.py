@@ -21,7 +21,7 @@ from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.data.loader import build_datasets
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import DivergenceError, Interrupted
-from megatron_fanformer.model.build import build_stage
+from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
@@ -30,7 +30,7 @@ from megatron_fanformer.training.evaluation import evaluate_loss
 from megatron_fanformer.training.metrics import VALIDATION_LOSS, MetricsWriter, ProgressLine
 from megatron_fanformer.training.optimizer import build_optimizer, keep_hyperparameters
 from megatron_fanformer.training.schedule import build_scheduler
-from megatron_fanformer.training.step import StepResult, train_step, wrap_stage
+from megatron_fanformer.training.step import StepResult, StepShape, train_step, weights_in_step, wrap_stages
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 CONFIG = "config.yaml"
@@ -87,15 +87,7 @@ class Trainer:
         self.step += 1
         self._scheduler.step(1)
         try:
-            result = train_step(
-                [self._wrapped],
-                self._optimizer,
-                self._batches,
-                self.grid,
-                num_micro_batches=self._num_micro_batches,
-                micro_batch_size=self.config.training.micro_batch_size,
-                seq_length=self.config.model.seq_length,
-            )
+            result = train_step(self._wrapped, self._optimizer, self._batches, self.grid, self._shape)
         except DivergenceError as error:
             raise DivergenceError(f"step {self.step}: {error}") from None
         self.consumed_samples += self.config.training.global_batch_size
@@ -127,15 +119,8 @@ class Trainer:
             return {}
         losses = {}
         for name, dataset in self._data.valid.items():
-            loss = evaluate_loss(
-                self._wrapped,
-                dataset,
-                self.grid,
-                eval_iters=training.eval_iters,
-                num_micro_batches=self._num_micro_batches,
-                micro_batch_size=training.micro_batch_size,
-                seq_length=self.config.model.seq_length,
-            )
+            with weights_in_step(self._wrapped):
+                loss = evaluate_loss(self._wrapped, dataset, self.grid, self._shape, eval_iters=training.eval_iters)
             losses[f"{VALIDATION_LOSS}/{name}"] = loss
             if self.grid.is_main:
                 self._progress.note(f"step {self.step}  validation loss ({name}) {loss:.4f}")
@@ -146,17 +131,18 @@ class Trainer:
         due = interval is not None and self.step % interval == 0
         if not (due or force or self.step == self.config.training.train_iters):
             return
-        folder = save_training_state(
-            self.run,
-            step=self.step,
-            stage=self._stage,
-            optimizer=self._optimizer,
-            progress={"step": self.step, "consumed_samples": self.consumed_samples},
-            config=self._resolved_config(),
-            grid=self.grid,
-            keep=self.config.checkpoint.keep,
-            attachments=self._attachments(),
-        )
+        with weights_in_step(self._wrapped):
+            folder = save_training_state(
+                self.run,
+                step=self.step,
+                stages=self._stages,
+                optimizer=self._optimizer,
+                progress={"step": self.step, "consumed_samples": self.consumed_samples},
+                config=self._resolved_config(),
+                grid=self.grid,
+                keep=self.config.checkpoint.keep,
+                attachments=self._attachments(),
+            )
         if self.grid.is_main:
             self._progress.note(f"step {self.step}  saved {folder}")
 
@@ -182,13 +168,13 @@ class Trainer:
         resumed = store.latest_checkpoint(self.run) is not None
         is_drawn = not (resumed or config.checkpoint.load)  # else the weights are about to be loaded
         seed = config.training.seed if is_drawn else None
-        self._stage = build_stage(config.model, config.parallel, grid, dtype=self.dtype, seed=seed)
+        self._stages = build_stages(config.model, config.parallel, grid, dtype=self.dtype, seed=seed)
         if config.checkpoint.load and not resumed:
-            load_weights(store.find_checkpoint(Path(config.checkpoint.load)), self._stage, grid)
-        self._wrapped = wrap_stage(self._stage, config.parallel)
+            load_weights(store.find_checkpoint(Path(config.checkpoint.load)), self._stages, grid)
+        self._wrapped = wrap_stages(self._stages, config.parallel)
         self._optimizer = build_optimizer(
             config.optimizer,
-            [self._wrapped],
+            self._wrapped,
             dtype=self.dtype,
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         )
@@ -199,7 +185,11 @@ class Trainer:
             weight_decay=config.optimizer.weight_decay,
             train_iters=config.training.train_iters,
         )
-        self._num_micro_batches = config.num_micro_batches(grid.data_parallel_size)
+        self._shape = StepShape(
+            num_micro_batches=config.num_micro_batches(grid.data_parallel_size),
+            micro_batch_size=config.training.micro_batch_size,
+            seq_length=config.model.seq_length,
+        )
 
     def _start_or_resume(self) -> None:
         checkpoint = store.latest_checkpoint(self.run)
@@ -207,7 +197,7 @@ class Trainer:
             return
         progress = load_training_state(
             checkpoint,
-            stage=self._stage,
+            stages=self._stages,
             optimizer=self._optimizer,
             config=self._resolved_config(),
             grid=self.grid,

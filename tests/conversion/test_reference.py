@@ -144,7 +144,7 @@ def test_an_existing_destination_is_refused(tmp_path):
 
 
 def test_the_second_block_type_is_not_supported_yet(tmp_path):
-    with pytest.raises(InputError, match="qk_and_v, which is not supported yet"):
+    with pytest.raises(InputError, match="qk_and_v, which convert does not know yet"):
         read_reference(edited(tmp_path, block_type="fanformer"))
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint.training_state import model_state
-from megatron_fanformer.model.build import build_stage
+from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.layer_spec import transformer_engine_problem
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
@@ -36,8 +36,8 @@ def run(implementation: str, fan: FANConfig, scale: float = 1.0) -> tuple[torch.
     with distributed(parallel) as grid:
         seed_everything(0)
         config = dataclasses.replace(CONFIG, fan=fan)
-        stage = build_stage(config, parallel, grid, dtype=torch.bfloat16, seed=3)
-        state = model_state(stage, grid)
+        (stage,) = build_stages(config, parallel, grid, dtype=torch.bfloat16, seed=3)
+        state = model_state([stage], grid)["model0"]
         with torch.no_grad():
             norm = next(value for value in state.values() if value.key.endswith("layers.0.input_layernorm.weight"))
             norm.data.mul_(scale)

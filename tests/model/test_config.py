@@ -8,7 +8,7 @@ from megatron_fanformer.model.config import (
     PRESETS,
     FANConfig,
     FANformerConfig,
-    nearest_periodic_size,
+    nearest_p_ratio,
     p_ratio_of,
 )
 
@@ -52,11 +52,11 @@ def test_a_p_ratio_gives_back_its_periodic_size(hidden_size: int) -> None:
         assert int(p_ratio_of(periodic, hidden_size) * hidden_size) == periodic
 
 
-def test_the_nearest_periodic_size_divides_over_the_ranks() -> None:
-    config = dataclasses.replace(PRESETS["fanformer-1b"], fan=FANConfig(p_ratio=0.261))
-    nearest = nearest_periodic_size(config, 8)
-    assert nearest == 536  # int(0.261 * 2048) = 534
-    assert nearest_periodic_size(config, 3) is None
+def test_the_nearest_p_ratio_divides_over_the_ranks() -> None:
+    nearest = nearest_p_ratio(0.261, 2048, 8)
+    assert nearest is not None
+    assert int(nearest * 2048) == 536  # int(0.261 * 2048) = 534
+    assert nearest_p_ratio(0.261, 2048, 3) is None
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_fanformer.model.attention import TorchCoreAttention
-from megatron_fanformer.model.build import build_stage, sharded_state
+from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
-from megatron_fanformer.model.fan_layer import FANActivation, FANProjection, FANShard
+from megatron_fanformer.model.fan_layer import FANActivation, FANOutput, FANProjection, FANShard
+from megatron_fanformer.model.local_layers import TorchCoreAttention
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 
@@ -19,7 +19,9 @@ CONFIG = FANformerConfig(
 
 
 def activation(pre: torch.Tensor, periodic: int, *, gelu: bool = False) -> torch.Tensor:
-    return FANActivation.apply(pre, FANShard(1, 0, periodic, pre.shape[-1] - periodic), None, gelu)
+    shard = FANShard(1, 0, (FANOutput(periodic, pre.shape[-1] - periodic),))
+    (x_f,) = FANActivation.apply(pre, shard, None, gelu)
+    return x_f
 
 
 @pytest.mark.parametrize("periodic", [0, 3, 5])
@@ -57,17 +59,17 @@ def tensor_parallel_projection(fan: FANConfig, x: torch.Tensor, cotangent: torch
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)
         config = FANformerConfig(**{**CONFIG.__dict__, "fan": fan})
-        stage = build_stage(config, parallel, grid, dtype=torch.float32, seed=5)
+        (stage,) = build_stages(config, parallel, grid, dtype=torch.float32, seed=5)
         projection = stage.decoder.layers[0].self_attention.fan
         assert isinstance(projection, FANProjection)
         x = x.clone().requires_grad_()
-        x_f = projection(x)
+        (x_f,) = projection(x)
         # behind the layer each rank has its own part of the gradient: here a world-th of the whole
         x_f.backward(cotangent / world)
         weight = projection.linear.weight
         pieces = [
             (shard.global_slice(), weight.grad[start:end].clone())
-            for shard, (start, end, _) in zip(
+            for shard, (_, start, end, _) in zip(
                 [
                     s
                     for s in local_shards(sharded_state(stage, grid))
@@ -99,7 +101,7 @@ def test_the_column_form_equals_the_single_rank(run_on_ranks: Any, fan: FANConfi
 def stage_outputs(parallel: ParallelConfig, scale: float) -> torch.Tensor:
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)
-        stage = build_stage(CONFIG, parallel, grid, dtype=torch.float32, seed=3)
+        (stage,) = build_stages(CONFIG, parallel, grid, dtype=torch.float32, seed=3)
         with torch.no_grad():
             stage.decoder.layers[0].input_layernorm.weight.mul_(scale)
             return stage(torch.arange(32).unsqueeze(0), torch.arange(32).unsqueeze(0), None)
@@ -115,7 +117,7 @@ def initial_pieces(parallel: ParallelConfig, untied: bool, seed: int) -> list[An
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)
         config = FANformerConfig(**{**CONFIG.__dict__, "untie_embeddings_and_output_weights": untied})
-        stage = build_stage(config, parallel, grid, dtype=torch.float32, seed=seed)
+        (stage,) = build_stages(config, parallel, grid, dtype=torch.float32, seed=seed)
         return [
             (s.key, s.global_shape, s.global_slice(), s.data.detach().clone())
             for s in local_shards(sharded_state(stage, grid))
@@ -169,11 +171,11 @@ def losses_and_gradients(parallel: ParallelConfig, groups: int) -> Any:
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)
         config = FANformerConfig(**{**CONFIG.__dict__, "num_query_groups": groups})
-        stage = build_stage(config, parallel, grid, dtype=torch.float32, seed=3)
+        (stage,) = build_stages(config, parallel, grid, dtype=torch.float32, seed=3)
         tokens = torch.arange(32).unsqueeze(0)
         losses = stage(tokens, tokens, None, labels=tokens + 1)
         losses.mean().backward()
-        return losses.detach(), shards_of(stage, grid, gradients=True)
+        return losses.detach(), shards_of([stage], grid, gradients=True)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

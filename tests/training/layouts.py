@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 
 from megatron_fanformer.conversion.mapping import reference_to_megatron
 from megatron_fanformer.conversion.reference import read_reference
-from megatron_fanformer.model.build import build_stage, sharded_state
+from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import local_shards, seed_everything
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
-from megatron_fanformer.training.step import train_step, wrap_stage
+from megatron_fanformer.training.step import StepShape, train_step, weights_in_step, wrap_stages
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 CASES = ("fanformer-tied", "fanformer-untied-p0125", "transformer-tied", "atl")
@@ -35,19 +35,24 @@ def reference_tensors(case: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def set_weights(stage: torch.nn.Module, grid: RankGrid, tensors: dict[str, torch.Tensor]) -> None:
-    """Give a stage its shards of whole tensors."""
-    for shard in local_shards(sharded_state(stage, grid)):
-        shard.data.copy_(tensors[shard.key][shard.global_slice()])
+def set_weights(chunks: list[Any], grid: RankGrid, tensors: dict[str, torch.Tensor]) -> None:
+    """Give the chunks of a stage their shards of whole tensors."""
+    for chunk in chunks:
+        for shard in local_shards(sharded_state(chunk, grid)):
+            shard.data.copy_(tensors[shard.key][shard.global_slice()])
 
 
-def shards_of(stage: torch.nn.Module, grid: RankGrid, *, gradients: bool = False) -> list[tuple[str, Any, Any, Any]]:
+def shards_of(chunks: list[Any], grid: RankGrid, *, gradients: bool = False) -> list[tuple[str, Any, Any, Any]]:
     """(global name, global shape, global slice, values) of each piece of this rank's weights, or their gradients."""
-    state = sharded_state(stage, grid)
+    states = [sharded_state(chunk, grid) for chunk in chunks]
     if gradients:
-        state = {name: _gradient_of(value) for name, value in state.items() if isinstance(value.data, torch.Tensor)}
+        states = [
+            {name: _gradient_of(value) for name, value in state.items() if isinstance(value.data, torch.Tensor)}
+            for state in states
+        ]
     return [
         (shard.key, tuple(shard.global_shape), shard.global_slice(), shard.data.detach().float().clone())
+        for state in states
         for shard in local_shards(state)
     ]
 
@@ -86,12 +91,12 @@ def train_reference(case: str, parallel: ParallelConfig, lr: float = RECIPE.lr) 
     stream = load_file(REFERENCE / case / "stream.safetensors")["stream"]
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)
-        stage = build_stage(config, parallel, grid, dtype=torch.float32, seed=None)
-        set_weights(stage, grid, tensors)
-        wrapped = wrap_stage(stage, parallel)
+        stages = build_stages(config, parallel, grid, dtype=torch.float32, seed=None)
+        set_weights(stages, grid, tensors)
+        wrapped = wrap_stages(stages, parallel)
         optimizer = build_optimizer(
             dataclasses.replace(RECIPE, lr=lr),
-            [wrapped],
+            wrapped,
             dtype=torch.float32,
             use_distributed_optimizer=parallel.use_distributed_optimizer,
         )
@@ -103,19 +108,14 @@ def train_reference(case: str, parallel: ParallelConfig, lr: float = RECIPE.lr) 
             train_iters=len(stream),
         )
         scheduler.step(1)  # megatron-core sets each group's decay there
+        shape = StepShape(num_micro_batches=2, micro_batch_size=2 // grid.data_parallel_size, seq_length=64)
         results = [
-            train_step(
-                [wrapped],
-                optimizer,
-                stream_batches(stream[step], grid),
-                grid,
-                num_micro_batches=2,
-                micro_batch_size=2 // grid.data_parallel_size,
-                seq_length=64,
-            )
+            train_step(wrapped, optimizer, stream_batches(stream[step], grid), grid, shape)
             for step in range(len(stream))
         ]
-        return TrainedCase([r.loss for r in results], [r.grad_norm for r in results], shards_of(stage, grid))
+        with weights_in_step(wrapped):
+            weights = shards_of(stages, grid)
+        return TrainedCase([r.loss for r in results], [r.grad_norm for r in results], weights)
 
 
 def stream_batches(batch: torch.Tensor, grid: RankGrid) -> Any:

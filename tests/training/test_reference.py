@@ -1,6 +1,7 @@
 """The trainer against the numbers of the authors' implementation, in float32."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from safetensors.torch import load_file
 
 from megatron_fanformer.conversion.mapping import reference_to_megatron
 from megatron_fanformer.conversion.reference import read_reference
-from megatron_fanformer.model.build import build_stage
+from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from tests.plain_model import plain_logits, train_plain
@@ -34,6 +35,8 @@ FINAL_WEIGHTS_SUM = 0.01  # absolute, of a sum over all weights of about 500
 CHAOTIC_LOSS = 0.2  # absolute; float64 alone leaves the reference by up to 0.15 in the FAN cases
 COMPARABLE_STEPS = {"fanformer-tied": 7, "fanformer-untied-p0125": 3, "atl": 3, "transformer-tied": 40}
 
+SEQUENCE = {"sequence_parallel": True, "fan_form": "sequence"}
+STABLE_CASES = ("fanformer-tied", "fanformer-untied-p0125")
 STABLE_LR = 1e-4  # float32 rounding grows to 3e-6 of the loss and 7e-5 of the gradient norm in 40 steps
 PLAIN_LOSS = 2e-5  # absolute
 PLAIN_GRAD_NORM = 5e-4  # relative
@@ -49,14 +52,14 @@ def forward_and_backward(case: str, parallel: ParallelConfig) -> tuple[torch.Ten
     positions = torch.arange(64).expand(4, 64)
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)
-        stage = build_stage(config, parallel, grid, dtype=torch.float32, seed=None)
-        set_weights(stage, grid, tensors)
+        (stage,) = build_stages(config, parallel, grid, dtype=torch.float32, seed=None)
+        set_weights([stage], grid, tensors)
         with torch.no_grad():
             logits = gather_from_tensor_model_parallel_region(stage(expected["input_ids"], positions, None))
         losses = stage(expected["input_ids"], positions, None, labels=expected["labels"])
         losses.mean().backward()
         sum_sequence_parallel_gradients(stage, grid)
-        return logits, losses.detach(), shards_of(stage, grid, gradients=True)
+        return logits, losses.detach(), shards_of([stage], grid, gradients=True)
 
 
 def sum_sequence_parallel_gradients(stage: torch.nn.Module, grid: Any) -> None:
@@ -79,12 +82,12 @@ def rounding_of_reference(case: str) -> float:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    ("tensor", "sequence_parallel"),
-    [(1, False), (2, False), (4, False), (2, True)],
-    ids=["tp1", "tp2", "tp4", "tp2-sp"],
+    ("tensor", "degrees"),
+    [(1, {}), (2, {}), (4, {}), (2, {"sequence_parallel": True}), (2, {**SEQUENCE})],
+    ids=["tp1", "tp2", "tp4", "tp2-sp", "tp2-sp-fan-sequence"],
 )
-def test_logits_losses_and_gradients(run_on_ranks: Any, case: str, tensor: int, sequence_parallel: bool) -> None:
-    parallel = layout(tensor_model_parallel_size=tensor, sequence_parallel=sequence_parallel)
+def test_logits_losses_and_gradients(run_on_ranks: Any, case: str, tensor: int, degrees: dict[str, Any]) -> None:
+    parallel = layout(tensor_model_parallel_size=tensor, **degrees)
     ranks = run_on_ranks(tensor, forward_and_backward, case, parallel)
     expected = load_file(REFERENCE / case / "expected.safetensors")
     bound = LOGITS if tensor == 1 else max(LOGITS, rounding_of_reference(case))
@@ -102,20 +105,38 @@ def test_logits_losses_and_gradients(run_on_ranks: Any, case: str, tensor: int, 
         assert error < GRADIENT, f"{name}: {error}"
 
 
-def pipeline_size(case: str) -> int:
-    return 2 if case == "fanformer-untied-p0125" else 3  # it has four layers, the others three
-
-
 def training_layouts(case: str) -> dict[str, ParallelConfig]:
-    return {
-        "tp1": layout(),
-        "tp1-plain-optimizer": layout(use_distributed_optimizer=False),
-        "tp2": layout(tensor_model_parallel_size=2),
-        "tp2-sp": layout(tensor_model_parallel_size=2, sequence_parallel=True),
-        "pp": layout(pipeline_model_parallel_size=pipeline_size(case)),
-        "dp2-distributed": layout(data_parallel_size=2),
-        "dp2-plain": layout(data_parallel_size=2, use_distributed_optimizer=False),
+    four_layers = case == "fanformer-untied-p0125"  # the others have three
+    tp2 = {"tensor_model_parallel_size": 2}
+    pp2 = {"pipeline_model_parallel_size": 2}
+    if not four_layers:
+        pp2 = {**pp2, "num_layers_in_last_pipeline_stage": 1}
+    dp2, cp2 = {"data_parallel_size": 2}, {"context_parallel_size": 2}
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    selective = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]}
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 5_000}
+    degrees: dict[str, dict[str, Any]] = {
+        "tp1": {},
+        "tp1-plain-optimizer": {"use_distributed_optimizer": False},
+        "tp2": tp2,
+        "tp4": {"tensor_model_parallel_size": 4},
+        "tp2-sp": {**tp2, "sequence_parallel": True},
+        "tp2-sp-fan-sequence": {**tp2, **SEQUENCE},
+        "pp2": pp2,
+        "pp-a-layer-a-stage": {"pipeline_model_parallel_size": 4 if four_layers else 3},
+        "cp2": cp2,
+        "tp2-cp2": {**tp2, **cp2},
+        "dp2-distributed": dp2,
+        "dp2-plain": {**dp2, "use_distributed_optimizer": False},
+        "dp2-overlap": {**dp2, **overlap},
+        "tp2-pp2": {**tp2, **pp2},
+        "tp2-pp2-sp": {**tp2, **pp2, "sequence_parallel": True},
+        "pp2-dp2-recompute-full": {**pp2, **dp2, **full},
+        "pp2-dp2-recompute-selective": {**pp2, **dp2, **selective},
     }
+    if four_layers:
+        degrees["pp2-vpp2"] = {**pp2, "virtual_pipeline_model_parallel_size": 2}
+    return {name: layout(**of) for name, of in degrees.items()}
 
 
 @functools.cache
@@ -142,13 +163,20 @@ def comparable_steps(case: str) -> int:
     return len(losses)
 
 
-REQUIRED = ("tp1", "tp2", "pp", "dp2-distributed")
-FURTHER = ("tp1-plain-optimizer", "tp2-sp", "dp2-plain")
+def pairs_of(cases: tuple[str, ...], always: Callable[[str, str], bool]) -> list[Any]:
+    """Every layout of every case; those that are not to run always are marked."""
+    return [
+        pytest.param(name, case, marks=[] if always(name, case) else pytest.mark.full)
+        for case in cases
+        for name in training_layouts(case)
+    ]
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), [(name, case) for name in REQUIRED for case in CASES] + [(name, CASES[0]) for name in FURTHER]
-)
+SIMPLEST = ("tp1", "tp2", "pp-a-layer-a-stage", "dp2-distributed")
+FOUR_LAYERS = "fanformer-untied-p0125"
+
+
+@pytest.mark.parametrize(("name", "case"), pairs_of(CASES, lambda name, _: name in SIMPLEST))
 def test_training_follows_the_reference(run_on_ranks: Any, case: str, name: str) -> None:
     parallel = training_layouts(case)[name]
     world = parallel.model_parallel_size * (parallel.data_parallel_size or 1)
@@ -166,8 +194,9 @@ def test_training_follows_the_reference(run_on_ranks: Any, case: str, name: str)
         assert total == pytest.approx(expected["final_params_sum"], abs=FINAL_WEIGHTS_SUM)
 
 
-@pytest.mark.parametrize("case", ["fanformer-tied", "fanformer-untied-p0125"])
-@pytest.mark.parametrize("name", REQUIRED + FURTHER)
+@pytest.mark.parametrize(
+    ("name", "case"), pairs_of(STABLE_CASES, lambda name, case: name in SIMPLEST or case == FOUR_LAYERS)
+)
 def test_forty_steps_follow_the_plain_model(run_on_ranks: Any, case: str, name: str) -> None:
     """At a rate where rounding does not grow, all 40 steps and the final weights are held against float64."""
     parallel = training_layouts(case)[name]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_fanformer.errors import DivergenceError
-from megatron_fanformer.model.build import build_stage
+from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.config import RunConfig, config_from_dict
@@ -47,10 +47,10 @@ def train(values: dict[str, Any]) -> tuple[Any, Any]:
     config = config_from_dict(values)
     with rank_grid(config.parallel, "cpu") as grid:
         trainer = Trainer(config, grid)
-        before = shards_of(trainer._stage, grid)
+        before = shards_of(trainer._stages, grid)
         trainer.train()
         trainer.close()
-        return before, shards_of(trainer._stage, grid)
+        return before, shards_of(trainer._stages, grid)
 
 
 def stored_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -173,8 +173,8 @@ def initial_weights(values: dict[str, Any], seed: int) -> Any:
     config = config_from_dict(values)
     with rank_grid(config.parallel, "cpu") as grid:
         seed_everything(seed)
-        stage = build_stage(config.model, config.parallel, grid, dtype=torch.float32, seed=seed)
-        return shards_of(stage, grid)
+        (stage,) = build_stages(config.model, config.parallel, grid, dtype=torch.float32, seed=seed)
+        return shards_of([stage], grid)
 
 
 @pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
@@ -205,7 +205,7 @@ def outputs_before_and_after_scaling_a_norm(values: dict[str, Any], layer: int) 
     positions = torch.arange(SEQ_LENGTH).unsqueeze(0)
     with rank_grid(config.parallel, "cpu") as grid, torch.no_grad():
         seed_everything(1)
-        stage = build_stage(config.model, config.parallel, grid, dtype=torch.float32, seed=1)
+        (stage,) = build_stages(config.model, config.parallel, grid, dtype=torch.float32, seed=1)
         before = stage(tokens, positions, None)
         stage.decoder.layers[layer].input_layernorm.weight.mul_(1.5)
         return before, stage(tokens, positions, None)
@@ -223,18 +223,18 @@ def test_no_input_norm_is_dropped(
 
 def pieces_around_a_step_without_gradient(values: dict[str, Any]) -> tuple[Any, Any]:
     """Weight decay alone moves a weight then. All weights are away from zero."""
-    from megatron_fanformer.training.step import wrap_stage
+    from megatron_fanformer.training.step import wrap_stages
 
     config = config_from_dict(values)
     with rank_grid(config.parallel, "cpu") as grid:
         seed_everything(1)
-        stage = build_stage(config.model, config.parallel, grid, dtype=torch.float32, seed=1)
+        (stage,) = build_stages(config.model, config.parallel, grid, dtype=torch.float32, seed=1)
         for name, parameter in stage.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.ones_(parameter)
-        before = shards_of(stage, grid)
-        update_without_gradient(config, wrap_stage(stage, config.parallel))
-        return before, shards_of(stage, grid)
+        before = shards_of([stage], grid)
+        update_without_gradient(config, wrap_stages([stage], config.parallel)[0])
+        return before, shards_of([stage], grid)
 
 
 def update_without_gradient(config: RunConfig, wrapped: Any) -> None:
@@ -287,12 +287,12 @@ def diverge(values: dict[str, Any], spoil: Callable[[Any], None]) -> tuple[str, 
     config = config_from_dict(values)
     with rank_grid(config.parallel, "cpu") as grid:
         trainer = Trainer(config, grid)
-        spoil(trainer._stage)
-        before = [parameter.detach().clone() for parameter in trainer._stage.parameters()]
+        spoil(trainer._stages[0])
+        before = [parameter.detach().clone() for parameter in trainer._stages[0].parameters()]
         with pytest.raises(DivergenceError) as caught:
             trainer.train()
         trainer.close()
-        unchanged = all(map(torch.equal, before, trainer._stage.parameters()))
+        unchanged = all(map(torch.equal, before, trainer._stages[0].parameters()))
         return str(caught.value), caught.value.exit_code, unchanged, read_metrics(trainer.run)
 
 

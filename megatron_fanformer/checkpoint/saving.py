@@ -1,0 +1,153 @@
+"""Saves a run's checkpoints: writes under a temporary name, and publishes when every rank has written its part.
+
+    save          the state is captured, and a forked process of each rank begins to write it
+    finish_due    once all ranks' writers are done, the main rank gives the checkpoint its name (see store.py)
+
+A synchronous save waits for the second inside the first; an asynchronous one trains on in between.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from torch.distributed.checkpoint import CheckpointException
+
+from megatron_fanformer.checkpoint import megatron_versions, store
+from megatron_fanformer.checkpoint.training_state import training_state
+from megatron_fanformer.checkpoint.writer import watched
+from megatron_fanformer.errors import FanformerError
+from megatron_fanformer.runtime.parallel import RankGrid
+
+POLL_SECONDS = 0.02
+REMEDY = "free space or memory and start again: the run goes on from its last checkpoint"
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unpublished:
+    """A checkpoint that is being written."""
+
+    step: int
+    folder: Path
+    config: dict[str, Any]
+    attachments: list[Path]
+
+
+class CheckpointSaver:
+    """Saves a run's checkpoints. Every rank makes one, and makes the same calls in the same order.
+
+    Args:
+        run: the run's folder.
+        keep: how many checkpoints to keep; None for all.
+        async_save: come back from `save` when the state is captured, before it is written.
+        fully_parallel: replicas write a part each, instead of the first one all.
+    """
+
+    def __init__(
+        self, run: Path, grid: RankGrid, *, keep: int | None, async_save: bool = False, fully_parallel: bool = True
+    ) -> None:
+        self._checkpoints = run / store.CHECKPOINTS
+        self._grid, self._keep, self._async_save = grid, keep, async_save
+        self._strategy = megatron_versions.save_strategy(grid.groups.dp_cp if fully_parallel else None)
+        self._calls = AsyncCallsQueue(persistent=False)  # a persistent one's writer asks for CUDA
+        self._unpublished: _Unpublished | None = None
+        self._is_validated = False
+
+    def save(
+        self,
+        *,
+        step: int,
+        stages: list[Any],
+        optimizer: Any,
+        progress: dict[str, Any],
+        config: dict[str, Any],
+        attachments: list[Path],
+    ) -> Path | None:
+        """Save the state of a step; returns the published checkpoint, or None where it is still being written.
+
+        An earlier one must have been finished: see `finish_due`.
+
+        Args:
+            stages: this rank's pipeline stage, as its chunks.
+            progress: plain values that the run goes on from.
+            config: the run's resolved configuration, written into the checkpoint.
+            attachments: small files (a tokenizer) to copy into the checkpoint.
+
+        Raises:
+            FanformerError: it could not be written; nothing is published.
+        """
+        assert self._unpublished is None, "finish_due(blocking=True) comes before the next save"
+        folder = self._on_main(step, lambda: store.temporary_folder(self._checkpoints, step))
+        self._start_writing(training_state(stages, optimizer, progress, self._grid), folder)
+        self._unpublished = _Unpublished(step=step, folder=folder, config=config, attachments=attachments)
+        return None if self._async_save else self.finish_due(blocking=True)
+
+    def finish_due(self, *, blocking: bool) -> Path | None:
+        """Publish the checkpoint that is being written, if all ranks have written it; returns it if so.
+
+        Args:
+            blocking: wait until they have.
+
+        Raises:
+            FanformerError: a writer failed or was killed; nothing is published.
+        """
+        if (due := self._unpublished) is None or not self._is_written(due.step, blocking=blocking):
+            return None
+        self._unpublished = None
+        arguments = (due.folder, self._checkpoints, due.step, due.config, self._keep, due.attachments)
+        return self._on_main(due.step, lambda: store.publish(*arguments))
+
+    def close(self) -> None:
+        """End a writer that is still at work, after an error; its checkpoint is never published."""
+        for call in self._calls.async_calls:
+            call.async_caller.close(abort=True)
+        self._calls.async_calls.clear()
+
+    def _start_writing(self, sharded_state: dict[str, Any], folder: Path) -> None:
+        request = megatron_versions.prepare_save(sharded_state, folder, self._strategy, validate=not self._is_validated)
+        self._is_validated = True  # what the ranks' shards are does not change
+        if request.async_fn is not None:  # this rank has something to write
+            request = request._replace(async_fn=watched(request.async_fn))
+        self._calls.schedule_async_request(request)
+
+    def _is_written(self, step: int, *, blocking: bool) -> bool:
+        try:
+            # Not by its own waiting, which ends in a collective call: a slow rank would let the others run into its
+            # time limit.
+            while not self._calls.maybe_finalize_async_calls(blocking=False):
+                if not blocking:
+                    return False
+                time.sleep(POLL_SECONDS)
+        except CheckpointException as error:  # on every rank, but only the main one knows why
+            reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items()]
+            self._unpublished = None
+            raise _failure(step, self._of_main("; ".join(reasons))) from None
+        return True
+
+    def _on_main(self, step: int, function: Callable[[], Result]) -> Result:
+        """What a function returns on the main rank, on every rank; where it fails there, every rank raises."""
+        result, failure = None, None
+        if self._grid.is_main:
+            try:
+                result = function()
+            except OSError as error:
+                failure = str(error)
+        result, failure = self._of_main((result, failure))
+        if failure is not None:
+            raise _failure(step, failure)
+        return result
+
+    @staticmethod
+    def _of_main(value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+def _failure(step: int, reason: str) -> FanformerError:
+    return FanformerError(f"the checkpoint of step {step} was not written ({reason}); {REMEDY}")

@@ -1,0 +1,171 @@
+"""The plain-torch parts of the local layer spec.
+
+Shapes: s sequence, b micro batch, h hidden size, n heads of this rank, d head size.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megatron_fanformer.runtime.parallel import context_chunks
+
+
+def without_sequence_parallel(config: TransformerConfig) -> TransformerConfig:
+    """A copy for the layer behind FAN, whose input is whole on every rank: it must not be gathered again."""
+    config = copy.copy(config)
+    config.sequence_parallel = False
+    return config
+
+
+class WholeInputColumnParallelLinear(ColumnParallelLinear):
+    """A column parallel linear whose input is whole on every rank and whose input gradient is summed by its maker."""
+
+    def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(*args, config=without_sequence_parallel(config), disable_grad_reduce=True, **kwargs)
+
+
+class ReplicatedLinear(MegatronModule):
+    """A linear map that every tensor parallel rank holds whole, for its own part of the sequence.
+
+    Its gradients are of that part: megatron-core sums them over the ranks at the end of a step, as it does the norms'.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], Any],
+        bias: bool,
+        tp_group: dist.ProcessGroup,
+        **_ignored: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.tp_group = tp_group
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        init_method(self.weight)
+        self.bias = torch.nn.Parameter(torch.zeros(output_size, dtype=config.params_dtype)) if bias else None
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x_sbh: Tensor) -> tuple[Tensor, None]:
+        """[s / T, b, h] -> [s / T, b, rows], and no bias left to add, as Megatron's layers answer."""
+        return F.linear(x_sbh, self.weight, self.bias), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Whole tensors, replicated over the tensor parallel ranks."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
+
+
+class TorchCoreAttention(MegatronModule):
+    """softmax(q k^T / sqrt(d)) v by torch's scaled-dot-product attention, which holds no s x s matrix.
+
+    Under context parallelism each rank gathers the keys and values of the whole sequence, and attends to them from its
+    own two chunks of it (`runtime.parallel.context_chunks`).
+
+    Takes what Megatron hands to any core attention; masks other than causal and none, packed sequences and dropout
+    are refused.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_ignored: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if config.attention_dropout:
+            raise ValueError(f"attention_dropout is {config.attention_dropout}; the local core attention has none")
+        self.attn_mask_type = attn_mask_type
+        self.softmax_scale = softmax_scale
+        self.cp_group = pg_collection.cp if pg_collection is not None else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_ignored: Any,
+    ) -> Tensor:
+        """Queries [s, b, n, d], keys and values [s, b, n or fewer, d] -> [s, b, n * d]."""
+        mask_type = attn_mask_type or self.attn_mask_type
+        if (
+            mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask)
+            or packed_seq_params
+            or attention_bias is not None
+        ):
+            raise ValueError(f"the local core attention has causal masks only, not {mask_type}")
+        if self.cp_group is not None and self.cp_group.size() > 1:
+            return self._attend_to_whole_sequence(query, key, value)
+        return self._attend(query, key, value, is_causal=mask_type == AttnMaskType.causal)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, **masking: Any) -> Tensor:
+        # Heads shared by several queries are repeated: with enable_gqa torch leaves its fused CPU kernel.
+        repeats = query.shape[2] // key.shape[2]
+        if repeats > 1:
+            key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        context_bnsd = F.scaled_dot_product_attention(query, key, value, scale=self.softmax_scale, **masking)
+        return context_bnsd.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_to_whole_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention of this rank's two chunks of the sequence, [s / cp, b, n, d] each."""
+        assert self.cp_group is not None
+        size = self.cp_group.size()
+        gathered = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.cp_group)
+        chunks = gathered.chunk(2 * size)  # as the ranks hold them: in pairs
+        held = [chunk for rank in range(size) for chunk in context_chunks(rank, size)]
+        in_order = torch.cat([chunks[held.index(number)] for number in range(2 * size)])
+        key, value = in_order.chunk(2, dim=-1)
+        length = query.shape[0] // 2
+        outputs = []
+        for number, own_query in zip(context_chunks(self.cp_group.rank(), size), query.chunk(2), strict=True):
+            seen = (number + 1) * length
+            mask = torch.ones(length, seen, dtype=torch.bool, device=query.device).tril(diagonal=number * length)
+            outputs.append(self._attend(own_query, key[:seen], value[:seen], attn_mask=mask))
+        return torch.cat(outputs)
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm that tells Megatron to sum its weight's gradient under sequence parallelism.
+
+    (megatron-core's wrapper of torch's own refuses to run there.)
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_ignored: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last axis; the mean square is taken in float32."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

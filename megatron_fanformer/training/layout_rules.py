@@ -1,0 +1,131 @@
+"""Which layouts a model and a batch allow: each rule that is broken, with the nearest legal value."""
+
+import math
+from collections.abc import Iterator
+
+from megatron_fanformer.model.config import FANformerConfig, nearest_p_ratio
+from megatron_fanformer.runtime.layout import ParallelConfig
+
+
+def layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> list[str]:
+    """What keeps a model from being spread that way, one line each."""
+    return [
+        *_tensor_problems(model, parallel.tensor_model_parallel_size),
+        *_fan_problems(model, parallel),
+        *_pipeline_problems(model, parallel),
+        *_sequence_problems(model, parallel),
+    ]
+
+
+def _tensor_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
+    size = f"parallel.tensor_model_parallel_size {tensor}"
+    if model.num_attention_heads % tensor:
+        yield (
+            f"{size} does not divide model.num_attention_heads {model.num_attention_heads}; "
+            f"choose one of {_divisors(model.num_attention_heads)}"
+        )
+    groups = model.query_groups
+    if groups != model.num_attention_heads and groups % tensor:
+        if model.fan.placement == "qk_and_v":
+            yield f"{size} does not divide model.num_query_groups {groups}; choose one of {_divisors(groups)}"
+        elif tensor % groups:
+            yield (
+                f"{size} neither divides nor is a multiple of model.num_query_groups {groups}; "
+                f"choose one of {_divisors(groups)}"
+            )
+    for name in ("ffn_hidden_size", "padded_vocab_size"):
+        if getattr(model, name) % tensor:
+            yield f"{size} does not divide model.{name} {getattr(model, name)}; change one of them"
+
+
+def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
+    tensor = parallel.tensor_model_parallel_size
+    if parallel.fan_form == "sequence":  # every rank holds the whole map
+        return
+    outputs = model.fan.outputs(model.hidden_size, model.value_size)
+    names = ("p_ratio", "p_ratio" if model.fan.v_p_ratio is None else "v_p_ratio")
+    for (width, p_ratio), name in zip(outputs, names, strict=False):
+        periodic = int(p_ratio * width)
+        linear = width - 2 * periodic
+        if periodic % tensor == 0 and linear % tensor == 0:
+            continue
+        nearest = nearest_p_ratio(p_ratio, width, tensor)
+        remedy = (
+            f"its width {width} must be a multiple of it"
+            if nearest is None
+            else f"the nearest valid model.fan.{name} is {nearest}"
+        )
+        yield (
+            f"parallel.tensor_model_parallel_size {tensor} does not divide the FAN map's {periodic} periodic and "
+            f"{linear} linear rows (model.fan.{name} {p_ratio}); {remedy}"
+        )
+
+
+def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_stages
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    layers = parallel.layers_per_stage(model.num_layers)
+    if layers is None and first is None and last is None:
+        yield (
+            f"parallel.pipeline_model_parallel_size {stages} does not divide model.num_layers {model.num_layers}; "
+            f"choose one of {_divisors(model.num_layers)}{_uneven(model.num_layers, stages)}"
+        )
+    elif layers is None:
+        yield (
+            f"model.num_layers {model.num_layers}, less the {(first or 0) + (last or 0)} that "
+            "parallel.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage name, do not divide "
+            f"over the other stages of {stages}; change one of them"
+        )
+    elif any(count % chunks for count in layers):
+        yield (
+            f"parallel.virtual_pipeline_model_parallel_size {chunks} does not divide the layers of each stage, "
+            f"{', '.join(map(str, layers))}; choose one of {_divisors(min(layers))}"
+        )
+    elif 0 in layers:
+        yield f"the pipeline stages have {', '.join(map(str, layers))} layers; each must have at least 1"
+
+
+def _uneven(num_layers: int, stages: int) -> str:
+    """How to have that number of stages all the same: the last one shorter by what is missing."""
+    each = -(-num_layers // stages)
+    last = num_layers - each * (stages - 1)
+    return f", or set parallel.num_layers_in_last_pipeline_stage to {last}" if last > 0 else ""
+
+
+def _sequence_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
+    context = parallel.context_parallel_size
+    tensor = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    # A context parallel rank holds two chunks, which sequence parallelism shards together.
+    unit = math.lcm(2 * context if context > 1 else 1, context * tensor)
+    if model.seq_length % unit:
+        yield (
+            f"model.seq_length {model.seq_length} is no multiple of {unit}, into which context parallel size {context} "
+            f"(two chunks a rank) and sequence parallelism over {tensor} ranks cut it; the nearest is "
+            f"{max(unit, round(model.seq_length / unit) * unit)}"
+        )
+
+
+def batch_problems(
+    parallel: ParallelConfig, data_parallel_size: int, global_batch_size: int, micro_batch_size: int
+) -> list[str]:
+    """What keeps a global batch from being dealt out, one line each."""
+    unit = micro_batch_size * data_parallel_size
+    if global_batch_size % unit:
+        nearest = max(unit, round(global_batch_size / unit) * unit)
+        return [
+            f"training.global_batch_size {global_batch_size} is no multiple of micro batch size x data parallel "
+            f"size, {micro_batch_size} x {data_parallel_size} = {unit}; the nearest is {nearest}"
+        ]
+    stages, micro_batches = parallel.pipeline_model_parallel_size, global_batch_size // unit
+    if parallel.virtual_stages > 1 and micro_batches % stages:
+        nearest = max(1, round(micro_batches / stages)) * stages * unit
+        return [
+            f"training.global_batch_size {global_batch_size} gives {micro_batches} micro batches, no multiple of "
+            f"parallel.pipeline_model_parallel_size {stages}, which the interleaved schedule takes at a time; the "
+            f"nearest global batch size is {nearest}"
+        ]
+    return []
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

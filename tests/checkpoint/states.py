@@ -1,0 +1,233 @@
+"""Building blocks of tests that train a small model in some layout, save it and load it in another; on every rank."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fanformer.checkpoint.optimizer_state import own_state
+from megatron_fanformer.checkpoint.saving import CheckpointSaver
+from megatron_fanformer.checkpoint.training_state import load_training_state, model_state
+from megatron_fanformer.model.build import build_stages
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
+from megatron_fanformer.runtime.seeding import local_shards, seed_everything
+from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer, keep_hyperparameters
+from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
+from megatron_fanformer.training.step import StepShape, train_step, weights_in_step, wrap_stages
+
+GLOBAL_BATCH = 4
+MICRO_BATCH = 2
+STEPS_BEFORE_SAVE = 2
+
+# By name: a layout that a checkpoint is saved in and loaded in. "plain" is without the distributed optimizer.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp1-plain": {"use_distributed_optimizer": False},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "dp2-plain": {"data_parallel_size": 2, "use_distributed_optimizer": False},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "tp2-sp-plain": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": False},
+    "dp2": {"data_parallel_size": 2},
+    "vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+    "fan-sequence-plain": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "fan_form": "sequence",
+        "use_distributed_optimizer": False,
+    },
+    # Buckets of about a layer, whose sizes need padding.
+    "dp2-overlap": {
+        "data_parallel_size": 2,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "ddp_bucket_size": 10_000,
+    },
+    "tp2-dp2": {"tensor_model_parallel_size": 2, "data_parallel_size": 2},
+}
+
+Pieces = list[tuple[str, Any, Any, torch.Tensor]]
+
+
+def small_model(*, untied: bool = False) -> FANformerConfig:
+    """A model of four layers with grouped queries and an odd vocabulary."""
+    return FANformerConfig(
+        num_layers=4,
+        hidden_size=32,
+        ffn_hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=2,
+        vocab_size=100,
+        seq_length=16,
+        untie_embeddings_and_output_weights=untied,
+        fan=FANConfig(),
+    )
+
+
+def parallel_config(layout: str) -> ParallelConfig:
+    """A layout of the table, on CPUs."""
+    return ParallelConfig(device="cpu", transformer_impl="local", **LAYOUTS[layout])
+
+
+def world_size(layout: str) -> int:
+    """Ranks that a layout of the table takes."""
+    parallel = parallel_config(layout)
+    return parallel.model_parallel_size * (parallel.data_parallel_size or 1)
+
+
+@dataclass
+class Training:
+    """A small model in training, on this rank."""
+
+    grid: RankGrid
+    model: FANformerConfig
+    parallel: ParallelConfig
+    stages: list[Any]
+    wrapped: list[Any]
+    optimizer: Any
+    scheduler: Any
+    step: int = 0
+
+    def take_steps(self, number: int) -> list[float]:
+        """Train; the losses."""
+        shape = StepShape(
+            num_micro_batches=GLOBAL_BATCH // (MICRO_BATCH * self.grid.data_parallel_size),
+            micro_batch_size=MICRO_BATCH,
+            seq_length=self.model.seq_length,
+        )
+        return [self._take_step(shape) for _ in range(number)]
+
+    def _take_step(self, shape: StepShape) -> float:
+        self.step += 1
+        self.scheduler.step(1)
+        return train_step(self.wrapped, self.optimizer, self._batches(), self.grid, shape).loss
+
+    def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(self.step)
+        tokens = torch.randint(self.model.vocab_size, (GLOBAL_BATCH, self.model.seq_length + 1), generator=generator)
+        for samples in tokens[self.grid.data_parallel_rank :: self.grid.data_parallel_size].split(MICRO_BATCH):
+            yield {
+                "tokens": samples[:, :-1],
+                "labels": samples[:, 1:],
+                "loss_mask": torch.ones(MICRO_BATCH, self.model.seq_length),
+                "position_ids": torch.arange(self.model.seq_length).expand(MICRO_BATCH, -1),
+            }
+
+    def save(self, saver: CheckpointSaver) -> Path | None:
+        """Save what there is now."""
+        with weights_in_step(self.wrapped):
+            return saver.save(
+                step=self.step,
+                stages=self.stages,
+                optimizer=self.optimizer,
+                progress={"step": self.step},
+                config=self.config(),
+                attachments=[],
+            )
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint."""
+        progress = load_training_state(
+            checkpoint,
+            stages=self.stages,
+            optimizer=self.optimizer,
+            config=self.config(),
+            grid=self.grid,
+            amend_optimizer_state=lambda loaded: keep_hyperparameters(self.optimizer, loaded),
+        )
+        self.step = progress["step"]
+        self.scheduler.step(self.step)
+
+    def config(self) -> dict[str, Any]:
+        """What a checkpoint's config.yaml says of the layout."""
+        return {
+            "parallel": {
+                "tensor_model_parallel_size": self.parallel.tensor_model_parallel_size,
+                "pipeline_model_parallel_size": self.parallel.pipeline_model_parallel_size,
+                "context_parallel_size": self.parallel.context_parallel_size,
+                "data_parallel_size": self.grid.data_parallel_size,
+                "device": "cpu",
+            }
+        }
+
+    def pieces(self) -> Pieces:
+        """This rank's pieces of the weights, Adam's moments and the main weights; each by its global name."""
+        with weights_in_step(self.wrapped):
+            weights = model_state(self.stages, self.grid)
+            state = own_state(self.optimizer, weights, self.grid)
+        moments = [(shard.key.replace("fp32_param", "param"), shard) for shard in local_shards(state)]
+        return [_piece(shard.key, shard) for shard in local_shards(weights)] + [
+            _piece(name, shard) for name, shard in moments if not self._is_the_weight(name)
+        ]
+
+    def _is_the_weight(self, name: str) -> bool:
+        """Whether a main weight is no more than the weight itself: only the distributed optimizer tells it then."""
+        return name.startswith("optimizer.state.param.") and not self.optimizer.config.bf16
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of this rank's optimizer that have parameters, without them."""
+        return [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+            if group["params"]
+        ]
+
+
+def _piece(name: str, shard: Any) -> tuple[str, Any, Any, torch.Tensor]:
+    return name, tuple(shard.global_shape), shard.global_slice(), shard.data.detach().float().clone()
+
+
+@contextmanager
+def training(
+    layout: str, model: FANformerConfig, *, dtype: torch.dtype = torch.float32, seed: int = 1, lr: float = 1e-2
+) -> Iterator[Training]:
+    """A model at its initial weights, in a layout of the table."""
+    parallel = parallel_config(layout)
+    with rank_grid(parallel, "cpu") as grid:
+        seed_everything(seed)
+        stages = build_stages(model, parallel, grid, dtype=dtype, seed=seed)
+        wrapped = wrap_stages(stages, parallel)
+        optimizer = build_optimizer(
+            OptimizerConfig(lr=lr),
+            wrapped,
+            dtype=dtype,
+            use_distributed_optimizer=parallel.use_distributed_optimizer,
+        )
+        scheduler = build_scheduler(
+            ScheduleConfig(lr_decay_style="constant"), optimizer, lr=lr, weight_decay=0.1, train_iters=10
+        )
+        yield Training(grid, model, parallel, stages, wrapped, optimizer, scheduler)
+
+
+@dataclass
+class Shown:
+    """What one rank shows of a training at some step."""
+
+    pieces: Pieces
+    groups: list[dict[str, Any]]
+    next_losses: list[float]
+    """Of the two steps that follow: the first depends on the weights, the second on the optimizer's state, too."""
+
+
+def show(run: Training) -> Shown:
+    """The state now, and the losses of two more steps."""
+    pieces, groups = run.pieces(), run.groups()
+    return Shown(pieces, groups, run.take_steps(2))
+
+
+def train_and_save(layout: str, model: FANformerConfig, dtype: torch.dtype, folder: Path) -> Shown:
+    """Train some steps, save, and go on."""
+    with training(layout, model, dtype=dtype) as run:
+        run.take_steps(STEPS_BEFORE_SAVE)
+        run.save(CheckpointSaver(folder, run.grid, keep=None))
+        return show(run)
+
+
+def load_and_train(layout: str, model: FANformerConfig, dtype: torch.dtype, checkpoint: Path) -> Shown:
+    """Start from other weights, load, and go on."""
+    with training(layout, model, dtype=dtype, seed=2) as run:
+        run.load(checkpoint)
+        return show(run)

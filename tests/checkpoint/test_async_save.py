@@ -1,0 +1,238 @@
+"""A checkpoint that is written while training goes on: what it holds, when it is published, and writers that fail."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+from megatron_fanformer.checkpoint import saving, store
+from megatron_fanformer.checkpoint.saving import CheckpointSaver
+from megatron_fanformer.errors import FanformerError
+from tests.checkpoint.states import Pieces, Training, load_and_train, small_model, training, world_size
+from tests.training.layouts import gather
+
+NOT_FOR_EVER_SECONDS = 30
+A_LAYOUTS_SHARE = 0.3  # of the bytes, that each of two replicas writes at least
+
+RunOnRanks = Callable[..., list[Any]]
+
+
+# -- on every rank
+
+
+@contextmanager
+def writers_do_first(action: Callable[[], None]) -> Iterator[None]:
+    """Writers that start within do something before they write."""
+    as_it_is = saving.watched
+
+    def doing_it(write: Callable[..., None]) -> Callable[..., None]:
+        def write_after(*arguments: Any) -> None:
+            action()
+            as_it_is(write)(*arguments)
+
+        return write_after
+
+    saving.watched = doing_it
+    try:
+        yield
+    finally:
+        saving.watched = as_it_is
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + NOT_FOR_EVER_SECONDS
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def started_save(run: Training, folder: Path) -> CheckpointSaver:
+    """Train two steps, and begin to save them; the writers wait for a file named `go`."""
+    run.take_steps(2)
+    saver = CheckpointSaver(folder, run.grid, keep=None, async_save=True)
+    with writers_do_first(lambda: wait_for(folder / "go")):
+        assert run.save(saver) is None
+    return saver
+
+
+def writer_process(saver: CheckpointSaver) -> Any:
+    return saver._calls.async_calls[0].async_caller.process
+
+
+def published(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / store.CHECKPOINTS).glob("[!.]*"))
+
+
+def train_on_while_saving(layout: str, dtype: torch.dtype, folder: Path) -> tuple[Pieces, Pieces, Any]:
+    """Pieces of the state at the save, and when it is published; and how that came about."""
+    with training(layout, small_model(), dtype=dtype) as run:
+        saver = started_save(run, folder)
+        at_save = run.pieces()
+        run.take_steps(2)
+        early = saver.finish_due(blocking=False), published(folder)
+        (folder / "go").touch()
+        run.take_steps(1)
+        path = saver.finish_due(blocking=True)
+        again = saver.finish_due(blocking=True)
+        return at_save, run.pieces(), (early, path, again, published(folder))
+
+
+def lose_the_folder(layout: str, folder: Path) -> str:
+    """The folder goes away before it is written into; the error."""
+    with training(layout, small_model()) as run:
+        saver = started_save(run, folder)
+        torch.distributed.barrier()
+        if run.grid.is_main:
+            for unfinished in (folder / store.CHECKPOINTS).glob(".*"):
+                shutil.rmtree(unfinished)
+            (folder / "go").touch()
+        return failure_of(saver)
+
+
+def kill_a_writer(layout: str, folder: Path) -> str:
+    """The writer of the last rank is killed; the error."""
+    with training(layout, small_model()) as run:
+        saver = started_save(run, folder)
+        if run.grid.rank == run.grid.world_size - 1:
+            writer_process(saver).kill()
+        torch.distributed.barrier()
+        (folder / "go").touch()
+        return failure_of(saver)
+
+
+def kill_what_a_writer_starts(layout: str, folder: Path, async_save: bool) -> str:
+    """Whichever process puts tensors into a file is killed on the last rank; the error."""
+    with training(layout, small_model()) as run:
+        as_it_is = FileSystemWriterAsync.write_preloaded_data
+        if run.grid.rank == run.grid.world_size - 1:
+            FileSystemWriterAsync.write_preloaded_data = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            run.take_steps(2)
+            saver = CheckpointSaver(folder, run.grid, keep=None, async_save=async_save)
+            return failure_of(saver, lambda: run.save(saver))
+        finally:
+            FileSystemWriterAsync.write_preloaded_data = as_it_is
+
+
+def failure_of(saver: CheckpointSaver, save: Callable[[], Any] = lambda: None) -> str:
+    """What a save ends with; afterwards there is nothing left of it."""
+    started = time.monotonic()
+    with pytest.raises(FanformerError) as caught:
+        save()
+        saver.finish_due(blocking=True)
+    assert time.monotonic() - started < NOT_FOR_EVER_SECONDS
+    assert saver.finish_due(blocking=True) is None
+    return str(caught.value)
+
+
+def signal_writers(layout: str, folder: Path) -> list[str]:
+    """Writers get the signals that a run answers by saving and stopping; what is published after."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with training(layout, small_model()) as run:
+            saver = started_save(run, folder)
+            for number in before:
+                os.kill(writer_process(saver).pid, number)
+            time.sleep(0.1)
+            (folder / "go").touch()
+            saver.finish_due(blocking=True)
+            return published(folder)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def give_up(layout: str, folder: Path) -> tuple[Any, list[str]]:
+    """Close while the writers wait; how they ended, and what is published."""
+    with training(layout, small_model()) as run:
+        saver = started_save(run, folder)
+        process = writer_process(saver)
+        saver.close()
+        process.join(NOT_FOR_EVER_SECONDS)
+        return process.exitcode, published(folder)
+
+
+def sizes_written(layout: str, fully_parallel: bool, folder: Path) -> dict[int, int]:
+    """Bytes that each rank wrote."""
+    with training(layout, small_model()) as run:
+        run.take_steps(1)
+        path = run.save(CheckpointSaver(folder, run.grid, keep=None, fully_parallel=fully_parallel))
+        assert path is not None
+        return {
+            rank: sum(file.stat().st_size for file in path.glob(f"__{rank}_*.distcp"))
+            for rank in range(run.grid.world_size)
+        }
+
+
+# -- what is written
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("tp1-plain", torch.float32), ("dp2", torch.float32), ("dp2", torch.bfloat16)]
+)
+def test_the_checkpoint_holds_the_state_of_its_step_though_training_went_on(
+    run_on_ranks: RunOnRanks, tmp_path: Path, layout: str, dtype: torch.dtype
+) -> None:
+    ranks = run_on_ranks(world_size(layout), train_on_while_saving, layout, dtype, tmp_path)
+    checkpoint = tmp_path / store.CHECKPOINTS / "step-00000002"
+    for _, _, (early, path, again, after) in ranks:
+        assert early == (None, [])
+        assert (path, again, after) == (checkpoint, None, ["latest", "step-00000002"])
+    at_save, later = (gather([rank[which] for rank in ranks]) for which in (0, 1))
+    assert [name for name in at_save if torch.equal(at_save[name], later[name])] == []
+    loaded = gather(
+        [rank.pieces for rank in run_on_ranks(1, load_and_train, "tp1-plain", small_model(), dtype, checkpoint)]
+    )
+    assert loaded.keys() == at_save.keys()
+    assert [name for name in loaded if not torch.equal(loaded[name], at_save[name])] == []
+
+
+def test_replicas_share_the_writing(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    for layout in ("dp2", "dp2-plain"):
+        shared = run_on_ranks(2, sizes_written, layout, True, tmp_path / layout)[0]
+        alone = run_on_ranks(2, sizes_written, layout, False, tmp_path / f"{layout}-alone")[0]
+        assert min(shared.values()) > A_LAYOUTS_SHARE * sum(shared.values())
+        assert alone[1] < (1 - A_LAYOUTS_SHARE) * alone[0]
+
+
+# -- writers that fail
+
+
+def test_a_writer_that_fails_ends_the_run_and_publishes_nothing(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    errors = run_on_ranks(2, lose_the_folder, "dp2", tmp_path)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("the checkpoint of step 2 was not written (rank ")
+    assert "No such file or directory" in errors[0]
+    assert "\n" not in errors[0]
+    assert published(tmp_path) == []
+
+
+def test_a_writer_that_is_killed_ends_the_run_and_publishes_nothing(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    errors = run_on_ranks(2, kill_a_writer, "dp2", tmp_path)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("the checkpoint of step 2 was not written (rank 1: ")
+    assert "killed" in errors[0]
+    assert published(tmp_path) == []
+
+
+@pytest.mark.parametrize("async_save", [True, False], ids=["async", "sync"])
+def test_what_a_writer_starts_may_be_killed_too(run_on_ranks: RunOnRanks, tmp_path: Path, async_save: bool) -> None:
+    errors = run_on_ranks(2, kill_what_a_writer_starts, "dp2", tmp_path, async_save)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("the checkpoint of step 2 was not written (rank 1: ")
+    assert published(tmp_path) == []
+
+
+def test_signals_to_stop_do_not_stop_a_writer(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    assert run_on_ranks(1, signal_writers, "tp1-plain", tmp_path) == [["latest", "step-00000002"]]
+
+
+def test_closing_ends_a_writer(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    assert run_on_ranks(1, give_up, "tp1-plain", tmp_path) == [(-signal.SIGKILL, [])]
