@@ -1,0 +1,115 @@
+"""The losses of twenty steps of one small configuration in each layout, which a refactor must not move.
+
+They are kept in `losses.json` by kind of machine: where processor, torch and megatron-core are the same, so is every
+bit.
+"""
+
+import io
+import json
+import platform
+from contextlib import redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.runtime.rank_pool import RankPool
+from megatron_fanformer.training.config import config_from_dict
+from megatron_fanformer.training.metrics import read_metrics
+from tests.small_runs import small_run, write_tokens
+
+FILE = Path(__file__).parent / "losses.json"
+STEPS = 20
+
+Losses = dict[str, list[float]]
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "tp2 sp, FAN sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "fan_form": "sequence"},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2 vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+    "dp2": {"data_parallel_size": 2, "use_distributed_optimizer": False},
+    "dp2, distributed optimizer, overlap": {
+        "data_parallel_size": 2,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "ddp_bucket_size": 10_000,
+    },
+    "recompute full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "": {},
+    ", qk_and_v": {"fan": {"placement": "qk_and_v"}},
+    ", no FAN": {"fan": {"placement": "none"}},
+}
+CASES = {
+    **{layout: (layout, "") for layout in LAYOUTS},
+    **{layout + model: (layout, model) for layout in ("one process", "tp2") for model in MODELS if model},
+}
+
+
+def machine_kind() -> str:
+    """What the last bit of a loss depends on, besides the code."""
+    return (
+        f"{_processor()}, torch {torch.__version__.split('+')[0]}, megatron-core {version('megatron-core')}, "
+        f"Python {platform.python_version_tuple()[0]}.{platform.python_version_tuple()[1]}"
+    )
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def recorded() -> dict[str, Losses]:
+    """The losses in the file, by kind of machine and case."""
+    return json.loads(FILE.read_text()) if FILE.exists() else {}
+
+
+def record(measured: Losses) -> None:
+    """Put this kind of machine's losses into the file."""
+    losses = {**recorded(), machine_kind(): measured}
+    lines = ",\n".join(
+        f" {json.dumps(kind)}: {{\n"
+        + ",\n".join(f"  {json.dumps(case)}: {json.dumps(values)}" for case, values in cases.items())
+        + "\n }"
+        for kind, cases in sorted(losses.items())
+    )
+    FILE.write_text("{\n" + lines + "\n}\n")
+
+
+def measure(pool: RankPool, folder: Path, case: str) -> list[float]:
+    """The losses of a case, trained in a folder of its own by the whole trainer."""
+    layout, model = CASES[case]
+    folder.mkdir(parents=True)
+    values = small_run(
+        write_tokens(folder / "tokens"),
+        folder / "run",
+        model={"num_layers": 4, **MODELS[model]},
+        parallel=LAYOUTS[layout],
+        optimizer={"lr": 3e-3},
+        training={"train_iters": STEPS},
+    )
+    parallel = config_from_dict(values).parallel
+    pool.run(parallel.model_parallel_size * (parallel.data_parallel_size or 1), _train, values)
+    return [metrics["loss"] for metrics in read_metrics(folder / "run")]
+
+
+def _train(values: dict[str, Any]) -> None:
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid, redirect_stdout(io.StringIO()):
+        trainer = Trainer(config, grid)
+        trainer.train()
+        trainer.close()
