@@ -11,10 +11,10 @@ CONSTRAINTS := constraints/$(SERIES).txt
 INSTALLED := $(VENV)/.installed-$(SERIES)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint check format clean
+.PHONY: help install demo test test-full smoke lint check format clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 install: $(INSTALLED) ## make .venv and install the package and the tested set into it
 
@@ -23,6 +23,9 @@ demo: $(INSTALLED) ## text to tokens to a trained FANformer to generated text, o
 
 test: $(INSTALLED) ## run the tests
 	$(BIN)/python -m pytest
+
+test-full: $(INSTALLED) ## run the tests, those that take longer too
+	$(BIN)/python -m pytest -m ""
 
 lint: $(INSTALLED) ## check format, lint and types
 	$(BIN)/ruff format --check .

@@ -18,6 +18,7 @@ from megatron_fanformer import __version__
 from megatron_fanformer.errors import FanformerError, InputError
 
 PROGRAM = "megatron-fanformer"
+TAKES_OVERRIDES = ("train", "parity")  # --section.field VALUE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     try:
         options, rest = _parser().parse_known_args([argument for argument in arguments if argument != "--debug"])
-        if rest and options.verb != "train":
+        if rest and options.verb not in TAKES_OVERRIDES:
             raise InputError(f"unknown argument {rest[0]}; {PROGRAM} {options.verb} --help lists the options")
         options.run(options, rest, arguments)
     except KeyboardInterrupt:
@@ -143,11 +144,15 @@ def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str
 # -- train
 
 
-def _train_options(parser: argparse.ArgumentParser) -> None:
+def _config_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True, help="configuration file (YAML)")
     parser.epilog = (
         "Any field of the configuration can be set as --section.field VALUE, e.g. --training.train_iters 100."
     )
+
+
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    _config_option(parser)
 
 
 def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> None:
@@ -166,6 +171,39 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
         from megatron_fanformer.training.start import run_rank
 
         run_rank(Path(options.config), rest, address)
+
+
+# -- parity
+
+
+def _parity_options(parser: argparse.ArgumentParser) -> None:
+    _config_option(parser)
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        default=(),
+        metavar="LAYOUT",
+        help='such as tp=2,sp=true or "dp=2,distributed_optimizer=true,cp=2" (the configuration\'s own)',
+    )
+    parser.add_argument("--steps", type=int, default=20, help="steps to train (20)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of weights and activations (fp32)")
+    parser.add_argument("--communication", action="store_true", help="count the bytes that a step's collectives move")
+    parser.add_argument("--report", metavar="FILE", help="write everything as JSON")
+
+
+def _parity(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
+    _ready()
+    from megatron_fanformer.parity.command import parity
+
+    parity(
+        Path(options.config),
+        rest,
+        layouts=options.layouts,
+        steps=options.steps,
+        dtype=options.dtype,
+        communication=options.communication,
+        report=Path(options.report) if options.report else None,
+    )
 
 
 # -- generate
@@ -248,6 +286,7 @@ VERBS: dict[str, tuple[_Describe, _Run, str]] = {
     "demo": (_demo_options, _demo, "From text to a trained FANformer, on this machine, in minutes."),
     "prepare": (_prepare_options, _prepare, "Turn documents into token files."),
     "train": (_train_options, _train, "Train, or go on with a run."),
+    "parity": (_parity_options, _parity, "Show that parallel layouts train the same model as one process."),
     "generate": (_generate_options, _generate, "Continue a prompt."),
     "convert": (_convert_options, _convert, "Convert between our checkpoints, Hugging Face and the reference."),
 }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.runtime import device, megatron_cpu
-from tests.ranks import RankPool
+from megatron_fanformer.runtime.rank_pool import RankPool
 
 if not any("gpu" in argument for argument in sys.argv):  # `pytest -m gpu` and `pytest tests/gpu` want to see it
     device.hide_gpus()
@@ -20,8 +20,13 @@ SAMPLES = Path(__file__).parent / "samples"
 
 
 @pytest.fixture(scope="session")
-def run_on_ranks() -> Iterator[Callable[..., list[Any]]]:
+def rank_pool() -> Iterator[RankPool]:
+    """Gloo ranks, kept alive for the whole session."""
+    with RankPool() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def run_on_ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
     """`run_on_ranks(world_size, function, *arguments)`: the results of all ranks."""
-    pool = RankPool()
-    yield pool.run
-    pool.close()
+    return rank_pool.run

@@ -1,34 +1,65 @@
-"""A pool of gloo ranks, kept alive for the whole test session: importing megatron-core costs seconds a process.
+"""A pool of local ranks, kept alive between jobs: importing megatron-core costs seconds a process.
 
-`run_on_ranks(n, function, *arguments)` runs a module-level function on the first n ranks of the pool, each in a fresh
-process group of n, and returns what each rank returned.
+`RankPool().run(n, function, *arguments)` runs a module-level function on the first n ranks, in a process group of n
+that is made for the job, and returns what each rank returned.
 """
 
 import multiprocessing
 import multiprocessing.connection
+import os
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-JOB_SECONDS = 240
+from megatron_fanformer.errors import FanformerError
+from megatron_fanformer.runtime import device as devices
+
 END_SECONDS = 5
+LAST_FRAMES = -4  # of a rank's traceback: what is above is the pool's own
+
+
+class JobFailed(FanformerError):
+    """A rank failed or did not answer; the pool's ranks were ended, and new ones start with the next job."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class RankPool:
-    """Rank processes, started when first asked for and ended with the session, or when a job fails."""
+    """Rank processes, started when first asked for and ended by `close`, or when a job fails.
 
-    def __init__(self) -> None:
+    Args:
+        device: what the ranks run on; rank r takes GPU r.
+        job_seconds: how long a job may take.
+    """
+
+    def __init__(self, device: devices.DeviceKind = "cpu", job_seconds: float = 240) -> None:
+        self._device = device
+        self._job_seconds = job_seconds
         self._ranks: list[tuple[Any, Any]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._jobs = 0
 
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Run `function(*arguments)` on every one of `world_size` ranks; the first rank's error is raised here."""
+        """Run `function(*arguments)` on every one of `world_size` ranks.
+
+        Raises:
+            JobFailed: a rank raised, died, or the job took too long; has the first such rank's traceback.
+        """
         while len(self._ranks) < world_size:
-            self._ranks.append(_start_rank(len(self._ranks)))
+            self._ranks.append(_start_rank(len(self._ranks), self._device))
         self._jobs += 1
         store = str(Path(self._folder.name) / f"store-{self._jobs}")
         connections = [connection for _, connection in self._ranks[:world_size]]
@@ -37,18 +68,24 @@ class RankPool:
         results: dict[int, Any] = {}
         while len(results) < world_size:
             waiting = [connection for rank, connection in enumerate(connections) if rank not in results]
-            ready = multiprocessing.connection.wait(waiting, timeout=JOB_SECONDS)
+            ready = multiprocessing.connection.wait(waiting, timeout=self._job_seconds)
             if not ready:
                 self.close()
-                raise TimeoutError(f"{function.__name__} took longer than {JOB_SECONDS} s on {world_size} ranks")
+                raise JobFailed(f"took longer than {self._job_seconds:g} s on {world_size} ranks")
             for connection in ready:
                 rank = connections.index(connection)
-                ok, value = connection.recv()
-                if not ok:
-                    self.close()  # the other ranks may wait for this one for ever
-                    raise AssertionError(f"rank {rank} of {world_size}: {value}")
-                results[rank] = value
+                results[rank] = self._answer(connection, rank, world_size)
         return [results[rank] for rank in range(world_size)]
+
+    def _answer(self, connection: Any, rank: int, world_size: int) -> Any:
+        try:
+            succeeded, value = connection.recv()
+        except (EOFError, OSError):
+            succeeded, value = False, "it died"
+        if not succeeded:
+            self.close()  # the other ranks may wait for this one for ever
+            raise JobFailed(f"rank {rank} of {world_size}: {value}", rank)
+        return value
 
     def close(self) -> None:
         """End all ranks."""
@@ -61,40 +98,47 @@ class RankPool:
         self._ranks = []
 
 
-def _start_rank(rank: int) -> tuple[Any, Any]:
+def _start_rank(rank: int, device: devices.DeviceKind) -> tuple[Any, Any]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, rank), daemon=False)
+    process = context.Process(target=_serve, args=(theirs, rank, device), daemon=False)
     process.start()
     theirs.close()
     return process, ours
 
 
-def _serve(connection: Any, rank: int) -> None:
-    import torch
+def _serve(connection: Any, rank: int, device: devices.DeviceKind) -> None:
+    """A rank's whole life: one job after the other, until the pool closes the connection or a job fails."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keyboard's is for the pool's owner, who closes the connection
+    devices.quieten_libraries()
+    from megatron_fanformer.runtime import megatron_cpu
+
+    megatron_cpu.install()
+    devices.configure_process(device, rank, threads=1)
+    with suppress(EOFError, OSError):  # the pool is gone
+        while True:
+            job = connection.recv()
+            try:
+                connection.send((True, _run_job(rank, device, *job)))
+            except BaseException:
+                connection.send((False, traceback.format_exc(limit=LAST_FRAMES)))
+                os._exit(1)  # the process group may be in any state
+
+
+def _run_job(
+    rank: int, device: devices.DeviceKind, function: Callable[..., Any], arguments: Any, world_size: int, store: str
+) -> Any:
     import torch.distributed as dist
 
-    from megatron_fanformer.runtime import device, megatron_cpu
+    from megatron_fanformer.runtime.parallel import BACKENDS
 
-    device.quieten_libraries()
-    megatron_cpu.install()
-    torch.set_num_threads(1)
-    while True:
-        try:
-            function, arguments, world_size, store = connection.recv()
-        except EOFError:
-            return
-        try:
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(store, world_size),
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=60),
-            )
-            result = function(*arguments)
-            dist.destroy_process_group()
-            connection.send((True, result))
-        except BaseException:
-            connection.send((False, traceback.format_exc(limit=-4)))
-            return
+    dist.init_process_group(
+        BACKENDS[device],
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )
+    result = function(*arguments)
+    dist.destroy_process_group()
+    return result

@@ -1,0 +1,44 @@
+"""What `megatron-fanformer parity` does with its options: compares, prints, writes, and says what differs."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_fanformer.checkpoint.store import write_atomically
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.parity.report import as_values, print_report
+from megatron_fanformer.parity.run import ParityConfig, run_parity
+
+WIDTH_OF_A_FILE = 160  # columns where no terminal says
+
+
+def parity(
+    file: Path,
+    overrides: Sequence[str],
+    *,
+    layouts: Sequence[str],
+    steps: int,
+    dtype: str,
+    communication: bool,
+    report: Path | None,
+) -> None:
+    """Compare layouts, print the table, and write the report.
+
+    Raises:
+        InputError: the configuration, a layout or the report's folder is wrong.
+        DivergenceError: a layout does not compute the same model.
+    """
+    if report is not None and not report.parent.is_dir():
+        raise InputError(f"--report {report}: {report.parent} is no folder; make it, or name another")
+    config = ParityConfig(file=file, overrides=tuple(overrides), layouts=tuple(layouts), steps=steps, dtype=dtype)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
+    status = Console(stderr=True)
+    with status.status("starting ranks") as line:
+        result = run_parity(config, tell=lambda name: line.update(f"training: {name}"))
+    print_report(result, console)
+    if report is not None:
+        write_atomically(report, json.dumps(as_values(result, str(file)), indent=1) + "\n")
+    result.check()

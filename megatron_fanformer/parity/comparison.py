@@ -1,0 +1,159 @@
+"""How far a layout's run lies from the single process's, and whether the order of sums explains it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+import numpy as np
+
+from megatron_fanformer.parity.pieces import Piece, part_of
+from megatron_fanformer.parity.trial import Trace
+
+FACTOR = 8.0
+"""A difference may be this many times what reordered runs showed. Measured: layouts without a bug stay below 3, the
+smallest of the planted bugs in the tests lies above 1,000."""
+FLOAT32_EPSILON = float(np.finfo(np.float32).eps)
+SMALLEST_SCALE = 1e-6  # of the largest tensor's: below it a tensor's own size is rounding itself
+
+KINDS = ("outputs", "gradients", "weights")
+Errors = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """The single process's run: whole tensors by name, in forward order, and what differences are measured against."""
+
+    losses: list[float]
+    tensors: dict[str, dict[str, np.ndarray]]
+    """By kind, then by name."""
+    scales: dict[str, Errors]
+    """The norm of each tensor; of a weight, of how far it moved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differences:
+    """How far one run lies from the baseline, relative to it."""
+
+    losses: list[float]
+    """Of each step."""
+    tensors: dict[str, Errors]
+    """Norm of the difference over the scale, by kind, then by name in forward order."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A quantity that differs by more than the order of sums explains."""
+
+    kind: str
+    name: str
+    difference: float
+    bound: float
+
+    def __str__(self) -> str:
+        what = f"{self.kind} {self.name}" if self.kind == "loss of step" else f"{self.kind} of {self.name}"
+        return f"{what} ({self.difference:.1e}, bound {self.bound:.1e})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What is still explained by the order of sums: `FACTOR` times what reordered runs showed."""
+
+    losses: list[float]
+    tensors: dict[str, Errors] = field(default_factory=dict)
+
+    def findings(self, differences: Differences) -> Iterator[Finding]:
+        """What lies beyond, in forward order: outputs, the first loss, gradients, later losses, weights."""
+        losses = [
+            Finding("loss of step", str(step), *pair)
+            for step, pair in enumerate(zip(differences.losses, self.losses, strict=True), 1)
+        ]
+        yield from (
+            finding for finding in self._ordered(differences, losses) if not finding.difference <= finding.bound
+        )
+
+    def _ordered(self, differences: Differences, losses: list[Finding]) -> Iterator[Finding]:
+        yield from self._of_kind("outputs", differences)
+        yield losses[0]
+        yield from self._of_kind("gradients", differences)
+        yield from losses[1:]
+        yield from self._of_kind("weights", differences)
+
+    def _of_kind(self, kind: str, differences: Differences) -> Iterator[Finding]:
+        for name, difference in differences.tensors[kind].items():
+            yield Finding(kind.removesuffix("s"), name, difference, self.tensors[kind][name])
+
+
+def baseline_of(trace: Trace) -> Baseline:
+    """The whole of what one process saw."""
+    tensors = {kind: _assembled(getattr(trace, kind)) for kind in KINDS}
+    initial = _assembled(trace.initial)
+    moved = {name: weight - initial[name] for name, weight in tensors["weights"].items()}
+    scales = {kind: _scales(moved if kind == "weights" else tensors[kind]) for kind in KINDS}
+    return Baseline(losses=trace.losses, tensors=tensors, scales=scales)
+
+
+def differences(baseline: Baseline, traces: list[Trace]) -> Differences:
+    """How far a run on these ranks lies from the baseline; where ranks hold the same part, the furthest counts."""
+    losses = [max(_relative(trace.losses[step], loss) for trace in traces) for step, loss in enumerate(baseline.losses)]
+    tensors = {
+        kind: _errors(baseline.tensors[kind], baseline.scales[kind], [getattr(trace, kind) for trace in traces])
+        for kind in KINDS
+    }
+    return Differences(losses=losses, tensors=tensors)
+
+
+def bounds_from(noise: list[Differences]) -> Bounds:
+    """The bounds that reordered runs give.
+
+    A tensor's is taken from its own noise or the median tensor's, whichever is larger: with few runs some tensor is
+    always lucky. Losses are bounded by the largest noise so far.
+    """
+    steps = range(len(noise[0].losses))
+    so_far = [max(run.losses[earlier] for run in noise for earlier in range(step + 1)) for step in steps]
+    tensors = {}
+    for kind in KINDS:
+        worst = {name: max(run.tensors[kind][name] for run in noise) for name in noise[0].tensors[kind]}
+        floor = max(median(worst.values()), FLOAT32_EPSILON)
+        tensors[kind] = {name: FACTOR * max(value, floor) for name, value in worst.items()}
+    return Bounds(losses=[FACTOR * max(value, FLOAT32_EPSILON) for value in so_far], tensors=tensors)
+
+
+def _assembled(pieces: list[Piece]) -> dict[str, np.ndarray]:
+    whole: dict[str, np.ndarray] = {}
+    for piece in pieces:
+        tensor = whole.setdefault(piece.name, np.full(piece.shape, np.nan, dtype=np.float32))
+        tensor[part_of(tensor, piece.where)] = piece.values
+    incomplete = [name for name, tensor in whole.items() if np.isnan(tensor).any()]
+    assert not incomplete, f"the single process's {', '.join(incomplete)} are incomplete or not finite"
+    return whole
+
+
+def _scales(tensors: Mapping[str, np.ndarray]) -> Errors:
+    norms = {name: _norm(tensor) for name, tensor in tensors.items()}
+    smallest = SMALLEST_SCALE * max(norms.values())
+    return {name: max(norm, smallest) for name, norm in norms.items()}
+
+
+def _errors(whole: dict[str, np.ndarray], scales: Errors, ranks: list[list[Piece]]) -> Errors:
+    """Norm of the difference over the scale; infinite where a part is missing or not finite."""
+    unseen = -1.0
+    furthest = {name: np.full(tensor.shape, unseen, dtype=np.float32) for name, tensor in whole.items()}
+    for piece in (piece for pieces in ranks for piece in pieces):
+        if piece.name not in whole or piece.shape != whole[piece.name].shape:
+            furthest[piece.name] = np.full(piece.shape, np.inf, dtype=np.float32)
+            continue
+        where = part_of(whole[piece.name], piece.where)
+        apart = np.nan_to_num(np.abs(piece.values - whole[piece.name][where]), nan=np.inf)
+        furthest[piece.name][where] = np.maximum(furthest[piece.name][where], apart)
+    return {
+        name: float("inf") if (apart == unseen).any() else _norm(apart) / scales.get(name, 1.0)
+        for name, apart in furthest.items()
+    }
+
+
+def _norm(tensor: np.ndarray) -> float:
+    return float(np.linalg.norm(tensor.astype(np.float64)))
+
+
+def _relative(value: float, reference: float) -> float:
+    return abs(value - reference) / abs(reference)

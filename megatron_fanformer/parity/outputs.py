@@ -1,0 +1,98 @@
+"""Notes what modules put out in a forward pass, by sample and position, whatever the layout.
+
+Shapes: s sequence, b micro batch, w a module's width; outputs are [s, b, w], or [b, s] for the loss of each token.
+"""
+
+import functools
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_fanformer.parity.pieces import Piece, as_array
+from megatron_fanformer.runtime.parallel import RankGrid, context_chunks
+from megatron_fanformer.training.step import StepShape
+
+TOKEN_LOSS = "token loss"
+
+
+class OutputRecorder:
+    """Between its start and its end, notes every output of one step; passes of recomputation are left out."""
+
+    def __init__(self, stages: list[Any], grid: RankGrid, shape: StepShape, global_batch_size: int) -> None:
+        self.pieces: list[Piece] = []
+        self._grid, self._shape = grid, shape
+        self._global_batch_size = global_batch_size
+        self._forward_of: dict[int, int] = {}
+        self._inside = False
+        self._hooks = [hook for number, chunk in enumerate(stages) for hook in self._watch(number, chunk)]
+
+    def __enter__(self) -> "OutputRecorder":
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _watch(self, number: int, chunk: Any) -> list[Any]:
+        hooks = [
+            chunk.register_forward_pre_hook(functools.partial(self._begin, number)),
+            chunk.register_forward_hook(functools.partial(self._end, number)),
+        ]
+        for name, module in self._modules(chunk):
+            hooks.append(module.register_forward_hook(functools.partial(self._note, number, name)))
+        return hooks
+
+    @staticmethod
+    def _modules(chunk: Any) -> list[tuple[str, Any]]:
+        """Modules whose outputs are whole in width on every rank, under their global names."""
+        modules = [("embedding", chunk.embedding)] if chunk.pre_process else []
+        for layer in chunk.decoder.layers:
+            name = f"layers.{layer.layer_number - 1}"  # global, whatever the stage
+            if hasattr(layer.self_attention, "fan"):
+                modules.append((f"{name}.fan", layer.self_attention.fan))
+            modules += [(f"{name}.self_attention", layer.self_attention), (f"{name}.mlp", layer.mlp), (name, layer)]
+        if chunk.decoder.final_layernorm is not None:
+            modules.append(("final_layernorm", chunk.decoder.final_layernorm))
+        return modules
+
+    def _begin(self, number: int, *_: Any) -> None:
+        self._inside = True
+        self._forward_of[number] = self._forward_of.get(number, -1) + 1
+
+    def _end(self, number: int, chunk: Any, _inputs: Any, output: Tensor) -> None:
+        self._inside = False  # what runs from here on, in backward, is recomputation
+        if chunk.post_process:
+            self._keep(TOKEN_LOSS, self._forward_of[number], output.t().unsqueeze(-1))
+
+    def _note(self, number: int, name: str, _module: Any, _inputs: Any, output: Any) -> None:
+        if not self._inside:
+            return
+        if name.endswith(".fan"):
+            for part, tensor in zip((name, name.replace(".fan", ".v_fan")), output, strict=False):
+                self._keep(part, self._forward_of[number], tensor)
+        else:
+            tensor = output[0] if isinstance(output, tuple) else output
+            self._keep(name, self._forward_of[number], tensor)
+
+    def _keep(self, name: str, micro_batch: int, output_sbw: Tensor) -> None:
+        shape = self._shape
+        first = (micro_batch * self._grid.data_parallel_size + self._grid.data_parallel_rank) * shape.micro_batch_size
+        samples = list(range(first, first + shape.micro_batch_size))
+        whole = (self._global_batch_size, shape.seq_length, output_sbw.shape[-1])
+        values = as_array(output_sbw.transpose(0, 1))
+        self.pieces.append(Piece(name, whole, (samples, self._positions(output_sbw.shape[0])), values))
+
+    def _positions(self, length: int) -> np.ndarray:
+        """Which positions of the sequence an output of `length` has, by its length alone."""
+        size = self._grid.context_parallel_size
+        chunks = torch.arange(self._shape.seq_length).chunk(2 * size if size > 1 else 1)
+        own = context_chunks(self._grid.groups.cp.rank(), size) if size > 1 else (0,)
+        positions = torch.cat([chunks[number] for number in own])
+        if length != len(positions):  # this tensor parallel rank's part of them
+            positions = positions.chunk(len(positions) // length)[self._grid.groups.tp.rank()]
+        return positions.numpy()

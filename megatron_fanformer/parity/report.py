@@ -1,0 +1,125 @@
+"""What a comparison showed: as a table for the terminal, and as plain values for a file."""
+
+import dataclasses
+import platform
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron_fanformer import __version__
+from megatron_fanformer.parity.comparison import FACTOR, KINDS, Differences
+from megatron_fanformer.parity.layouts import SINGLE
+from megatron_fanformer.parity.run import LayoutResult, ParityResult
+
+COLUMNS = ("first loss", "outputs", "gradients", "losses", "weights")
+
+
+def print_report(result: ParityResult, console: Console) -> None:
+    """The table: a layout a row, and what reordered sums alone showed."""
+    small = result.small
+    console.print(
+        f"The configuration made small: {'; '.join(small.changes) or 'it is small already'}. Global batch "
+        f"{small.global_batch_size}, micro batch {small.micro_batch_size}, {result.steps} steps, {result.dtype}, "
+        f"{result.device}.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(_table(result))
+    console.print(
+        "Relative differences from one process; the largest, over all steps and tensors. Outputs and gradients are of "
+        "the first step, and losses and weights of all; a weight's difference is relative to how far it moved. "
+        f"A bound is {FACTOR:g} times what {len(result.noise)} single-process runs with every sum reordered showed.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _table(result: ParityResult) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("layout")
+    for name in ("ranks", *COLUMNS):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("largest, of its bound", overflow="fold")
+    table.add_column("verdict", overflow="fold")
+    noise = [_largest(differences) for differences in result.noise]
+    reordered = [f"{max(values):.1e}" for values in zip(*noise, strict=True)]
+    table.add_row(f"{SINGLE}, reordered", "1", *reordered, "", "")
+    for layout in result.layouts:
+        table.add_row(layout.name, str(layout.ranks), *_cells(layout), _closest(result, layout), layout.verdict)
+    return table
+
+
+def _cells(layout: LayoutResult) -> list[str]:
+    if layout.differences is None:
+        return [""] * len(COLUMNS)
+    return [f"{value:.1e}" for value in _largest(layout.differences)]
+
+
+def _largest(differences: Differences) -> list[float]:
+    """The largest difference of each column."""
+    kinds = {kind: max(differences.tensors[kind].values()) for kind in KINDS}
+    return [differences.losses[0], kinds["outputs"], kinds["gradients"], max(differences.losses), kinds["weights"]]
+
+
+def _closest(result: ParityResult, layout: LayoutResult) -> str:
+    """The tensor that comes closest to its bound, or goes furthest beyond it."""
+    if layout.differences is None:
+        return ""
+    share, kind, name = max(
+        (difference / result.bounds.tensors[kind][name], kind, name)
+        for kind in KINDS
+        for name, difference in layout.differences.tensors[kind].items()
+        if name in result.bounds.tensors[kind]
+    )
+    return (
+        f"{share:.0%} {kind.removesuffix('s')} {name}"
+        if share < 10
+        else f"{share:.0e}x {kind.removesuffix('s')} {name}"
+    )
+
+
+def as_values(result: ParityResult, config_file: str) -> dict[str, Any]:
+    """The whole of it as plain values, for JSON."""
+    return {
+        "megatron_fanformer": __version__,
+        "megatron_core": version("megatron-core"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "config": config_file,
+        "device": result.device,
+        "dtype": result.dtype,
+        "steps": result.steps,
+        "model": dataclasses.asdict(result.small.model),
+        "changes": list(result.small.changes),
+        "global_batch_size": result.small.global_batch_size,
+        "micro_batch_size": result.small.micro_batch_size,
+        "bound_factor": FACTOR,
+        "reordered_runs": [_differences(noise) for noise in result.noise],
+        "bounds": {"losses": result.bounds.losses, **result.bounds.tensors},
+        "layouts": [_layout(layout) for layout in result.layouts],
+        "same": all(layout.is_same for layout in result.layouts),
+    }
+
+
+def _differences(differences: Differences) -> dict[str, Any]:
+    return {"losses": differences.losses, **differences.tensors}
+
+
+def _layout(layout: LayoutResult) -> dict[str, Any]:
+    values: dict[str, Any] = {"layout": layout.name, "ranks": layout.ranks, "verdict": layout.verdict}
+    values["same"] = layout.is_same
+    if layout.failure:
+        values["failure"] = layout.failure
+    if layout.findings:
+        first = layout.findings[0]
+        values["first_differing"] = dataclasses.asdict(first)
+        gradients = [finding.name for finding in layout.findings if finding.kind == "gradient"]
+        # Backward runs the other way: the last of them in forward order is where gradients began to go wrong.
+        values["gradients_wrong_from"] = gradients[-1] if gradients else None
+    if layout.differences is not None:
+        largest = dict(zip(COLUMNS, _largest(layout.differences), strict=True))
+        values |= {"largest": largest, "differences": _differences(layout.differences)}
+    return values

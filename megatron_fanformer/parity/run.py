@@ -1,0 +1,209 @@
+"""`megatron-fanformer parity`: trains a configuration's small form in one process and in each layout, and compares."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from megatron_fanformer.errors import DivergenceError, InputError
+from megatron_fanformer.parity import layouts as layout_texts
+from megatron_fanformer.parity.shrinking import BUCKETS, SmallRun, shrink
+from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
+from megatron_fanformer.training.config import RunConfig, load_config
+from megatron_fanformer.training.layout_rules import batch_problems, layout_problems
+
+REORDERED_RUNS = 3
+JOB_SECONDS = 600.0
+RANK_BYTES = 500 * 2**20  # a gloo rank of a small model has 380 MiB resident (torch 2.13, megatron-core 0.16.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityConfig:
+    """What to compare, and how long."""
+
+    file: Path
+    overrides: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
+    """As `parse_layout` reads them; none: the configuration's own."""
+    steps: int = 20
+    dtype: str = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutResult:
+    """What became of one layout."""
+
+    name: str
+    ranks: int
+    differences: Any
+    """`Differences`, or None where the layout did not run to its end."""
+    findings: tuple[Any, ...]
+    """`Finding`s in forward order; empty where the layout computes the same model."""
+    failure: str | None = None
+    """Why it did not run to its end."""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the order of sums explains every difference."""
+        return self.failure is None and not self.findings
+
+    @property
+    def verdict(self) -> str:
+        """One line: the same, or where it begins to differ."""
+        if self.failure is not None:
+            return f"failed: {self.failure.strip().splitlines()[-1]}"
+        return "same" if self.is_same else f"differs first in the {self.findings[0]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityResult:
+    """All that a comparison showed."""
+
+    small: SmallRun
+    steps: int
+    dtype: str
+    device: str
+    noise: list[Any]
+    """`Differences` of the reordered single-process runs."""
+    bounds: Any
+    layouts: list[LayoutResult]
+
+    def check(self) -> None:
+        """Raise DivergenceError, a line for each layout that does not compute the same model."""
+        different = [f"layout {result.name}: {result.verdict}" for result in self.layouts if not result.is_same]
+        if different:
+            raise DivergenceError("\n".join(different))
+
+
+def run_parity(
+    config: ParityConfig,
+    *,
+    trial_function: Callable[..., Any] | None = None,
+    pool: RankPool | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> ParityResult:
+    """Compare layouts.
+
+    Args:
+        trial_function: what each rank runs; `parity.trial.run_trial` unless a test plants a fault in it.
+        pool: ranks to run on; None starts and ends its own.
+        tell: is told what runs next.
+
+    Raises:
+        InputError: the configuration or a layout is wrong; all that is, one line each.
+    """
+    run, named = read_layouts(config)
+    kind = devices.resolve_device(run.parallel.device)
+    _check_machine(named, kind)
+    if pool is None:
+        with RankPool(kind, JOB_SECONDS) as own:
+            return _compare(config, run, named, kind, own, trial_function, tell)
+    return _compare(config, run, named, kind, pool, trial_function, tell)
+
+
+def read_layouts(config: ParityConfig) -> tuple[RunConfig, dict[str, ParallelConfig]]:
+    """The configuration, and the layouts by their names, each checked on the configuration at its full size."""
+    run = load_config(config.file, config.overrides)
+    found = []
+    if config.steps < 1:
+        found.append(f"--steps is {config.steps}; it must be at least 1")
+    named: dict[str, ParallelConfig] = {}
+    if not config.layouts:
+        named = dict([layout_texts.own_layout(run.parallel)])
+    for text in config.layouts:
+        try:
+            named[text] = layout_texts.parse_layout(text, run.parallel)
+        except InputError as error:
+            found.append(str(error))
+    found += [*run.model.problems(), *run.optimizer.problems(), *run.training.problems()]  # data is not read
+    for text, layout in named.items() if not found else ():
+        found += [f"layout {text!r}: {problem}" for problem in _layout_problems(run, layout)]
+    if found:
+        raise InputError("\n".join(found))
+    return run, named
+
+
+def _layout_problems(run: RunConfig, layout: ParallelConfig) -> list[str]:
+    batch, micro = run.training.global_batch_size, run.training.micro_batch_size
+    return [
+        *layout.problems(),
+        *layout_problems(run.model, layout),
+        *batch_problems(layout, layout.data_parallel_size or 1, batch, micro),
+    ]
+
+
+def _check_machine(named: dict[str, ParallelConfig], kind: devices.DeviceKind) -> None:
+    ranks, text = max((layout_texts.world_size(layout), text) for text, layout in named.items())
+    if kind == "cuda":
+        fit, unit = torch.cuda.device_count(), "GPUs"
+    else:
+        fit, unit = max(1, psutil.virtual_memory().available // RANK_BYTES), "ranks of 500 MiB in its free memory"
+    if ranks > fit:
+        raise InputError(
+            f"layout {text!r} asks for {ranks} ranks, but this machine has room for {fit} {unit}; choose a smaller one"
+        )
+
+
+def _compare(
+    config: ParityConfig,
+    run: RunConfig,
+    named: dict[str, ParallelConfig],
+    kind: devices.DeviceKind,
+    pool: RankPool,
+    trial_function: Callable[..., Any] | None,
+    tell: Callable[[str], None],
+) -> ParityResult:
+    # after megatron-core was made ready
+    from megatron_fanformer.parity.comparison import baseline_of, bounds_from, differences
+    from megatron_fanformer.parity.trial import TrialConfig, run_trial
+
+    single = layout_texts.single_process(run.parallel)
+    small = shrink(run.model, run.training.micro_batch_size, list(named.values()))
+    trial = TrialConfig(
+        model=small.model,
+        optimizer=run.optimizer,
+        global_batch_size=small.global_batch_size,
+        micro_batch_size=small.micro_batch_size,
+        steps=config.steps,
+        dtype=config.dtype,
+        device=kind,
+    )
+    train = trial_function or run_trial
+    tell(layout_texts.SINGLE)
+    baseline = baseline_of(pool.run(1, train, trial, single)[0])
+    noise = []
+    for number in range(1, REORDERED_RUNS + 1):
+        tell(f"{layout_texts.SINGLE}, reordered ({number} of {REORDERED_RUNS})")
+        noise.append(differences(baseline, pool.run(1, train, trial, single, number)))
+    bounds = bounds_from(noise)
+    results = []
+    for name, layout in named.items():
+        tell(name)
+        ranks = layout_texts.world_size(layout)
+        try:
+            found = differences(baseline, pool.run(ranks, train, trial, _with_buckets(layout, small)))
+        except JobFailed as failure:
+            results.append(LayoutResult(name=name, ranks=ranks, differences=None, findings=(), failure=str(failure)))
+            continue
+        results.append(LayoutResult(name=name, ranks=ranks, differences=found, findings=tuple(bounds.findings(found))))
+    return ParityResult(
+        small=small,
+        steps=config.steps,
+        dtype=config.dtype,
+        device=kind,
+        noise=noise,
+        bounds=bounds,
+        layouts=results,
+    )
+
+
+def _with_buckets(layout: ParallelConfig, small: SmallRun) -> ParallelConfig:
+    if not layout.overlap_grad_reduce:
+        return layout
+    return dataclasses.replace(layout, ddp_bucket_size=max(1, small.model.num_parameters // BUCKETS))

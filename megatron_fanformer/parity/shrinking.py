@@ -1,0 +1,110 @@
+"""A run made small enough to be trained many times over on any machine, with what decides about layouts kept.
+
+Kept are the ratios (query heads a group, FFN to hidden size, p_ratio), which layouts divide what, the padding of the
+vocabulary, tied or untied embeddings, the optimizer, and everything else that is not a size.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fanformer.model.config import FANformerConfig, nearest_p_ratio
+from megatron_fanformer.runtime.layout import ParallelConfig
+
+HEAD_SIZE = 16
+MIN_LAYERS = 4
+MIN_SEQUENCE = 32
+VOCABULARY_UNIT = 16
+UNPADDED = 3  # ids short of a multiple, so that the vocabulary is padded
+MICRO_BATCH = 2
+BUCKETS = 4  # so that overlapped communication has several buckets, as a large model's has
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallRun:
+    """What all layouts train, and what was changed to get there."""
+
+    model: FANformerConfig
+    global_batch_size: int
+    micro_batch_size: int
+    changes: tuple[str, ...]
+    """`name before -> after`, one a changed field."""
+
+
+def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[ParallelConfig]) -> SmallRun:
+    """The small form of a run, on which each of the layouts is legal if it is on the run itself."""
+    tensors = [layout.tensor_model_parallel_size for layout in layouts]
+    unit = math.lcm(*tensors)
+    groups = _groups(model.query_groups, tensors)
+    heads = groups * model.num_attention_heads // model.query_groups
+    hidden = heads * min(HEAD_SIZE, model.kv_channels)
+    ffn_unit = 4 * unit
+    multiple = math.lcm(VOCABULARY_UNIT, unit)
+    small = dataclasses.replace(
+        model,
+        num_layers=_layers(model.num_layers, layouts),
+        hidden_size=hidden,
+        ffn_hidden_size=max(1, round(model.ffn_hidden_size * hidden / model.hidden_size / ffn_unit)) * ffn_unit,
+        num_attention_heads=heads,
+        num_query_groups=groups if model.num_query_groups is not None else None,
+        vocab_size=VOCABULARY_UNIT * multiple - UNPADDED,
+        make_vocab_size_divisible_by=multiple,
+        seq_length=_sequence(model.seq_length, layouts),
+    )
+    small = _with_rows_that_divide(model, small, unit)
+    micro = min(micro_batch_size, MICRO_BATCH)
+    batch = micro * math.lcm(*(2 * (layout.data_parallel_size or 1) * _rounds(layout) for layout in layouts))
+    return SmallRun(model=small, global_batch_size=batch, micro_batch_size=micro, changes=_changes(model, small))
+
+
+def _groups(groups: int, tensors: list[int]) -> int:
+    """Key and value heads: as few as still divide, or are divided by, what they did."""
+    fewest = math.lcm(*(math.gcd(groups, tensor) for tensor in tensors))
+    return math.lcm(fewest, 2) if groups % math.lcm(fewest, 2) == 0 else fewest
+
+
+def _layers(num_layers: int, layouts: list[ParallelConfig]) -> int:
+    if any(x.num_layers_in_first_pipeline_stage or x.num_layers_in_last_pipeline_stage for x in layouts):
+        return num_layers  # they name layers of the whole model
+    unit = math.lcm(*(layout.pipeline_model_parallel_size * layout.virtual_stages for layout in layouts))
+    return min(num_layers, -(-MIN_LAYERS // unit) * unit)
+
+
+def _sequence(seq_length: int, layouts: list[ParallelConfig]) -> int:
+    units = (
+        math.lcm(2 * layout.context_parallel_size, layout.context_parallel_size * layout.tensor_model_parallel_size)
+        for layout in layouts
+    )
+    unit = math.lcm(*units)
+    return min(seq_length, -(-MIN_SEQUENCE // unit) * unit)
+
+
+def _rounds(layout: ParallelConfig) -> int:
+    """Micro batches that a replica's schedule takes at a time."""
+    return layout.pipeline_model_parallel_size if layout.virtual_stages > 1 else 1
+
+
+def _with_rows_that_divide(model: FANformerConfig, small: FANformerConfig, unit: int) -> FANformerConfig:
+    """p_ratios for which the small FAN maps' rows divide as the large ones' do, and are not 0 where those are not."""
+    fan = small.fan
+    replaced: dict[str, Any] = {}
+    for (width, p_ratio), (full_width, _), name in zip(
+        fan.outputs(small.hidden_size, small.value_size),
+        fan.outputs(model.hidden_size, model.value_size),
+        ("p_ratio", "v_p_ratio"),
+        strict=False,
+    ):
+        periodic = int(p_ratio * width)
+        if int(p_ratio * full_width) and not periodic:
+            replaced[name] = nearest_p_ratio(unit / width, width, unit)
+        elif periodic % unit or (width - 2 * periodic) % unit:
+            replaced[name] = nearest_p_ratio(p_ratio, width, unit)
+    return dataclasses.replace(small, fan=dataclasses.replace(fan, **replaced))
+
+
+def _changes(model: FANformerConfig, small: FANformerConfig) -> tuple[str, ...]:
+    before, after = dataclasses.asdict(model), dataclasses.asdict(small)
+    before |= {f"fan.{name}": value for name, value in before.pop("fan").items()}
+    after |= {f"fan.{name}": value for name, value in after.pop("fan").items()}
+    return tuple(f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after[name])

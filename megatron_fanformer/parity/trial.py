@@ -1,0 +1,166 @@
+"""What one rank does in a layout: train some steps from the common weights, and note what it saw."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fanformer.data.batches import micro_batches
+from megatron_fanformer.model.build import build_stages, sharded_state
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.initialization import draw_weight
+from megatron_fanformer.parity.outputs import OutputRecorder
+from megatron_fanformer.parity.pieces import (
+    Piece,
+    gather_gradients,
+    gradient_pieces,
+    restored_output,
+    weight_pieces,
+)
+from megatron_fanformer.parity.reordering import Reordering
+from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
+from megatron_fanformer.runtime.seeding import generator_for, initialize_by_name, seed_everything
+from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
+from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
+from megatron_fanformer.training.step import StepShape, compute_gradients, update_weights, weights_in_step, wrap_stages
+
+SEED = 1234
+SHAKE = 0.1
+"""Norms and biases start away from 1 and 0, by a normal of this std: else a dropped one would not show."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialConfig:
+    """What every layout trains."""
+
+    model: FANformerConfig
+    optimizer: OptimizerConfig
+    global_batch_size: int
+    micro_batch_size: int
+    steps: int
+    dtype: str
+    device: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What one rank saw."""
+
+    losses: list[float]
+    """Of each step."""
+    outputs: list[Piece]
+    """Of modules in the first step, in forward order."""
+    gradients: list[Piece]
+    """Of the first step, before clipping."""
+    initial: list[Piece]
+    """Weights before the first step."""
+    weights: list[Piece]
+    """Weights after the last."""
+
+
+def run_trial(trial: TrialConfig, layout: ParallelConfig, number: int = 0) -> Trace:
+    """Train in a layout, on every rank of it; `number` chooses the order of everything (see `Reordering`)."""
+    order = Reordering(trial.model, trial.global_batch_size, number)
+    with rank_grid(layout, trial.device) as grid:
+        seed_everything(SEED)
+        stages = build_stages(trial.model, layout, grid, dtype=DTYPES[trial.dtype], seed=None)
+        for chunk in stages:
+            initialize_by_name(sharded_state(chunk, grid), SEED, lambda *named: _initial(trial.model, order, *named))
+        initial = weight_pieces(stages, grid, order)
+        return _train(trial, layout, grid, stages, order, initial)
+
+
+def _train(
+    trial: TrialConfig,
+    layout: ParallelConfig,
+    grid: RankGrid,
+    stages: list[Any],
+    order: Reordering,
+    initial: list[Piece],
+) -> Trace:
+    wrapped = wrap_stages(stages, layout)
+    optimizer = _optimizer(trial, layout, wrapped)
+    shape = StepShape(
+        num_micro_batches=trial.global_batch_size // (trial.micro_batch_size * grid.data_parallel_size),
+        micro_batch_size=trial.micro_batch_size,
+        seq_length=trial.model.seq_length,
+    )
+    batches = micro_batches(
+        _Samples(trial, order),
+        consumed_samples=0,
+        micro_batch_size=trial.micro_batch_size,
+        data_parallel_rank=grid.data_parallel_rank,
+        data_parallel_size=grid.data_parallel_size,
+    )
+    with OutputRecorder(stages, grid, shape, trial.global_batch_size) as recorder:
+        losses = [compute_gradients(wrapped, optimizer, batches, grid, shape)[0]]
+    gather_gradients(wrapped)
+    gradients = gradient_pieces(stages, grid, order)
+    update_weights(optimizer)
+    for _ in range(trial.steps - 1):
+        losses.append(compute_gradients(wrapped, optimizer, batches, grid, shape)[0])
+        update_weights(optimizer)
+    with weights_in_step(wrapped):
+        weights = weight_pieces(stages, grid, order)
+    outputs = [restored_output(piece, order) for piece in recorder.pieces]
+    return Trace(losses=losses, outputs=outputs, gradients=gradients, initial=initial, weights=weights)
+
+
+def _optimizer(trial: TrialConfig, layout: ParallelConfig, wrapped: list[Any]) -> Any:
+    config = trial.optimizer
+    optimizer = build_optimizer(
+        config,
+        wrapped,
+        dtype=DTYPES[trial.dtype],
+        use_distributed_optimizer=layout.use_distributed_optimizer,
+    )
+    scheduler = build_scheduler(
+        ScheduleConfig(lr_decay_style="constant"),
+        optimizer,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        train_iters=trial.steps,
+    )
+    scheduler.step(1)
+    return optimizer
+
+
+def _initial(
+    model: FANformerConfig, order: Reordering, name: str, shape: tuple[int, ...], generator: torch.Generator
+) -> Tensor:
+    weight = draw_weight(model, name, shape, generator)
+    if weight.ndim == 1:
+        weight = weight + SHAKE * torch.randn(shape, generator=generator)
+    return order.tensor(name, weight)
+
+
+# -- data
+
+
+class _Samples:
+    """Arithmetic progressions modulo the vocabulary, with some noise: something to learn, and nothing to read."""
+
+    def __init__(self, trial: TrialConfig, order: Reordering) -> None:
+        self._trial = trial
+        self._order = order
+
+    def __len__(self) -> int:
+        return self._trial.steps * self._trial.global_batch_size
+
+    def __getitem__(self, position: int) -> dict[str, Tensor]:
+        model = self._trial.model
+        generator = generator_for(SEED, f"sample {self._order.sample(position)}")
+        start, stride = torch.randint(model.vocab_size, (2,), generator=generator)
+        noise = torch.rand(model.seq_length + 1, generator=generator) < 0.1
+        tokens = (start + (stride % 8) * torch.arange(model.seq_length + 1) + noise) % model.vocab_size
+        tokens = self._order.tokens(tokens)
+        return {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "loss_mask": (torch.rand(model.seq_length, generator=generator) < 0.9).float(),
+            "position_ids": torch.arange(model.seq_length),
+        }

@@ -1,0 +1,195 @@
+"""Faults as trainers have had them, each planted in every rank of a layout (never in one process)."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron_fanformer.model import fan_layer, local_layers
+from megatron_fanformer.parity import trial as trials
+from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.training import step
+
+Planting = Callable[[], AbstractContextManager[Any]]
+
+
+def without_sequence_parallel_mark(layer: type[torch.nn.Module]) -> Planting:
+    """Gradients of a replicated weight are of a part of the sequence, and nobody sums them."""
+
+    @contextmanager
+    def plant() -> Iterator[None]:
+        build = layer.__init__
+
+        def build_unmarked(self: Any, *args: Any, **kwargs: Any) -> None:
+            build(self, *args, **kwargs)
+            for parameter in self.parameters():
+                parameter.sequence_parallel = False
+
+        with mock.patch.object(layer, "__init__", build_unmarked):
+            yield
+
+    return plant
+
+
+@contextmanager
+def qkv_sums_its_input_gradient_too() -> Iterator[None]:
+    def build(self: Any, *args: Any, config: Any, **kwargs: Any) -> None:
+        config = local_layers.without_sequence_parallel(config)
+        local_layers.ColumnParallelLinear.__init__(self, *args, config=config, **kwargs)
+
+    with mock.patch.object(local_layers.WholeInputColumnParallelLinear, "__init__", build):
+        yield
+
+
+@contextmanager
+def linear_rows_before_periodic_rows_on_rank_1() -> Iterator[None]:
+    right = fan_layer.FANShard.pieces
+
+    def swapped(self: fan_layer.FANShard) -> list[fan_layer.FANPiece]:
+        pieces = right(self)
+        if self.rank != 1:
+            return pieces
+        periodic, linear = pieces
+        rows = linear.end - linear.start
+        return [linear._replace(start=0, end=rows), periodic._replace(start=rows, end=linear.end)]
+
+    with mock.patch.object(fan_layer.FANShard, "pieces", swapped):
+        yield
+
+
+@contextmanager
+def bias_on_every_rank() -> Iterator[None]:
+    def forward(self: Any, x_sbh: torch.Tensor) -> Any:
+        pre_sbk, _ = self.linear(x_sbh)
+        pre_sbk = pre_sbk + (self.shard.ranks - 1) * self.linear.bias
+        return fan_layer.FANActivation.apply(pre_sbk, self.shard, self.tp_group, self.gelu)
+
+    with mock.patch.object(fan_layer.FANProjection, "forward", forward):
+        yield
+
+
+@contextmanager
+def tied_embedding_not_reduced() -> Iterator[None]:
+    from megatron.core.distributed import finalize_model_grads
+
+    module = __import__("sys").modules[finalize_model_grads.__module__]
+    names = [
+        name for name in ("_allreduce_word_embedding_grads", "_allreduce_embedding_grads") if hasattr(module, name)
+    ]
+    with mock.patch.multiple(module, **{name: lambda *_args, **_kwargs: None for name in names}):
+        yield
+
+
+@contextmanager
+def every_replica_reads_the_first_ones_samples() -> Iterator[None]:
+    right = trials.micro_batches
+
+    def first_ones(*args: Any, **kwargs: Any) -> Any:
+        return right(*args, **{**kwargs, "data_parallel_rank": 0})
+
+    with mock.patch.object(trials, "micro_batches", first_ones):
+        yield
+
+
+@contextmanager
+def mean_of_micro_batch_means() -> Iterator[None]:
+    def mean(losses_bs: torch.Tensor, loss_mask_bs: torch.Tensor) -> Any:
+        loss = (losses_bs * loss_mask_bs).sum() / loss_mask_bs.sum()
+        report = torch.stack([loss.detach().double(), torch.ones((), dtype=torch.float64)])
+        return loss, torch.ones((), dtype=torch.int), {"loss_and_tokens": report}
+
+    with mock.patch.object(step, "_sum_loss", mean):
+        yield
+
+
+@contextmanager
+def fan_gradient_not_reduced() -> Iterator[None]:
+    def own_part(grad_tsbk: torch.Tensor, ranks: int, group: Any) -> torch.Tensor:
+        return grad_tsbk[group.rank()].contiguous() if ranks > 1 else grad_tsbk.squeeze(0)
+
+    with mock.patch.object(fan_layer, "_reduce_scatter", own_part):
+        yield
+
+
+@contextmanager
+def contiguous_context_chunks() -> Iterator[None]:
+    """The batch is cut in halves, attention and positions think it dealt out from both ends."""
+
+    def halves(tensor_bs: torch.Tensor, grid: Any) -> torch.Tensor:
+        return tensor_bs.chunk(grid.context_parallel_size, dim=1)[grid.groups.cp.rank()]
+
+    with mock.patch.object(step, "own_positions", halves):
+        yield
+
+
+@contextmanager
+def gradient_norm_of_one_rank() -> Iterator[None]:
+    from megatron.core.optimizer import optimizer
+
+    with mock.patch.object(optimizer, "get_grad_norm_fp32", local_norm):
+        yield
+
+
+def local_norm(gradients: Any, *_args: Any, **_kwargs: Any) -> float:
+    parts = [gradients] if isinstance(gradients, torch.Tensor) else gradients
+    return float(sum((part.float() ** 2).sum() for part in parts) ** 0.5)
+
+
+@contextmanager
+def updated_weights_not_gathered() -> Iterator[None]:
+    from megatron.core.distributed import DistributedDataParallel
+
+    with mock.patch.object(DistributedDataParallel, "start_param_sync", lambda *_args, **_kwargs: None):
+        yield
+
+
+class Fault(NamedTuple):
+    """A fault, the layout that it is planted in, and what a comparison must find first."""
+
+    plant: Planting
+    layout: str
+    first: str
+
+
+TP, SEQUENCE = "tp=2", "tp=2,sp=true,fan=sequence"
+FAULTS = {
+    "FAN weight gradient not summed (sequence)": Fault(
+        without_sequence_parallel_mark(local_layers.ReplicatedLinear),
+        SEQUENCE,
+        "gradient of decoder.layers.0.self_attention.fan.linear.weight",
+    ),
+    "QKV input gradient summed twice (column)": Fault(
+        qkv_sums_its_input_gradient_too, TP, "gradient of embedding.word_embeddings.weight"
+    ),
+    "p and g shards swapped on one rank": Fault(
+        linear_rows_before_periodic_rows_on_rank_1, TP, "output of layers.0.fan"
+    ),
+    "norm gradient not summed under sequence parallelism": Fault(
+        without_sequence_parallel_mark(local_layers.RMSNorm),
+        "tp=2,sp=true",
+        "gradient of decoder.layers.0.input_layernorm.weight",
+    ),
+    "tied embedding not reduced across stages": Fault(
+        tied_embedding_not_reduced, "pp=2", "gradient of embedding.word_embeddings.weight"
+    ),
+    "a replica fed another's samples": Fault(every_replica_reads_the_first_ones_samples, "dp=2", "output of embedding"),
+    "mean of micro batch means": Fault(mean_of_micro_batch_means, "dp=2", "loss of step 1"),
+    "bias added on every rank": Fault(bias_on_every_rank, TP, "output of layers.0.fan"),
+    "FAN gradient not reduced": Fault(fan_gradient_not_reduced, TP, "gradient of embedding.word_embeddings.weight"),
+    "context chunks contiguous": Fault(contiguous_context_chunks, "cp=2", "output of embedding"),
+    "gradient norm of one rank's shards": Fault(gradient_norm_of_one_rank, TP, "loss of step 2"),
+    "updated weights not gathered": Fault(
+        updated_weights_not_gathered, "dp=2,distributed_optimizer=true", "loss of step 2"
+    ),
+}
+
+
+def faulty_trial(fault: str, trial: Any, layout: ParallelConfig, number: int = 0) -> Any:
+    """`run_trial` with a fault in it wherever there are several ranks."""
+    if dist.get_world_size() == 1:
+        return trials.run_trial(trial, layout, number)
+    with FAULTS[fault].plant():
+        return trials.run_trial(trial, layout, number)
