@@ -33,7 +33,14 @@ def parity(
     """
     if report is not None and not report.parent.is_dir():
         raise InputError(f"--report {report}: {report.parent} is no folder; make it, or name another")
-    config = ParityConfig(file=file, overrides=tuple(overrides), layouts=tuple(layouts), steps=steps, dtype=dtype)
+    config = ParityConfig(
+        file=file,
+        overrides=tuple(overrides),
+        layouts=tuple(layouts),
+        steps=steps,
+        dtype=dtype,
+        communication=communication,
+    )
     console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
     status = Console(stderr=True)
     with status.status("starting ranks") as line:

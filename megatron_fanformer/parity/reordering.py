@@ -2,9 +2,9 @@
 
 A Transformer is not changed by relabelling: the coordinates of the residual stream, the units of the MLP, the rows of
 the FAN map within `p` and within `g`, the query groups, the vocabulary, and the samples of a batch can each be
-permuted, together with all the weights that refer to them. Every value is the same as before; only the order in which sums are
-taken differs. So two such runs differ by what the order of sums explains, and by nothing else: that is the noise that a
-parallel layout, which reorders sums too, is allowed.
+permuted, together with all the weights that refer to them. Every value is the same as before; only the order in which
+sums are taken differs. So two such runs differ by what the order of sums explains, and by nothing else: that is the
+noise that a parallel layout, which reorders sums too, is allowed.
 """
 
 from dataclasses import dataclass

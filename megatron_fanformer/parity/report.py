@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_fanformer import __version__
+from megatron_fanformer.parity.communication import LayoutCommunication
 from megatron_fanformer.parity.comparison import FACTOR, KINDS, Differences
 from megatron_fanformer.parity.layouts import SINGLE
 from megatron_fanformer.parity.run import LayoutResult, ParityResult
+from megatron_fanformer.planning.communication import ComparedCell
 
 COLUMNS = ("first loss", "outputs", "gradients", "losses", "weights")
 
@@ -35,6 +37,34 @@ def print_report(result: ParityResult, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+    for counted in result.communication:
+        _print_communication(counted, result, console)
+
+
+def _print_communication(counted: LayoutCommunication, result: ParityResult, console: Console) -> None:
+    """Counted bytes, and what the formula says at the configuration's own size."""
+    table = Table(box=None, header_style="bold", pad_edge=False, title=f"{counted.name}: bytes of a step, all ranks")
+    table.add_column("group")
+    table.add_column("collective")
+    for model in counted.models:
+        table.add_column(model, justify="right")
+    for row in counted.rows:
+        table.add_row(row.group, row.kind, *(_count_cell(cell) for cell in row.cells))
+    console.print(table)
+    sent = {model: sum(groups.values()) for model, groups in counted.sent_bytes.items()}
+    shown = ", ".join(f"{model} {size / 2**20:,.1f} MiB" for model, size in sent.items())
+    console.print(
+        f"The formula {'is the count, exactly' if counted.agrees else 'is NOT the count'}. At the configuration's own "
+        f"size, in {result.dtype}, a rank of the busiest stage sends in a step, by the formula: {shown}.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _count_cell(cell: ComparedCell) -> str:
+    counted = f"{cell.counted.message_bytes:,} in {cell.counted.calls}" if cell.counted.calls else "-"
+    return counted if cell.agrees else f"{counted} (formula {cell.formula.message_bytes:,} in {cell.formula.calls})"
 
 
 def _table(result: ParityResult) -> Table:
@@ -100,12 +130,33 @@ def as_values(result: ParityResult, config_file: str) -> dict[str, Any]:
         "reordered_runs": [_differences(noise) for noise in result.noise],
         "bounds": {"losses": result.bounds.losses, **result.bounds.tensors},
         "layouts": [_layout(layout) for layout in result.layouts],
+        "communication": [_communication(counted) for counted in result.communication],
         "same": all(layout.is_same for layout in result.layouts),
     }
 
 
 def _differences(differences: Differences) -> dict[str, Any]:
     return {"losses": differences.losses, **differences.tensors}
+
+
+def _communication(counted: LayoutCommunication) -> dict[str, Any]:
+    rows = [
+        {
+            "group": row.group,
+            "collective": row.kind,
+            **{
+                model: {"counted": cell.counted._asdict(), "formula": cell.formula._asdict()}
+                for model, cell in zip(counted.models, row.cells, strict=True)
+            },
+        }
+        for row in counted.rows
+    ]
+    return {
+        "layout": counted.name,
+        "agrees": counted.agrees,
+        "rows": rows,
+        "sent_bytes_at_full_size": counted.sent_bytes,
+    }
 
 
 def _layout(layout: LayoutResult) -> dict[str, Any]:

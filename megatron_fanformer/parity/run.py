@@ -33,6 +33,8 @@ class ParityConfig:
     """As `parse_layout` reads them; none: the configuration's own."""
     steps: int = 20
     dtype: str = "fp32"
+    communication: bool = False
+    """Whether to count what a step's collectives move, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +75,17 @@ class ParityResult:
     """`Differences` of the reordered single-process runs."""
     bounds: Any
     layouts: list[LayoutResult]
+    communication: list[Any]
+    """`LayoutCommunication`s, where they were asked for."""
 
     def check(self) -> None:
         """Raise DivergenceError, a line for each layout that does not compute the same model."""
         different = [f"layout {result.name}: {result.verdict}" for result in self.layouts if not result.is_same]
+        different += [
+            f"layout {counted.name}: the bytes counted are not those of the formula"
+            for counted in self.communication
+            if not counted.agrees
+        ]
         if different:
             raise DivergenceError("\n".join(different))
 
@@ -160,6 +169,7 @@ def _compare(
     tell: Callable[[str], None],
 ) -> ParityResult:
     # after megatron-core was made ready
+    from megatron_fanformer.parity.communication import compare_communication
     from megatron_fanformer.parity.comparison import baseline_of, bounds_from, differences
     from megatron_fanformer.parity.trial import TrialConfig, run_trial
 
@@ -192,6 +202,10 @@ def _compare(
             results.append(LayoutResult(name=name, ranks=ranks, differences=None, findings=(), failure=str(failure)))
             continue
         results.append(LayoutResult(name=name, ranks=ranks, differences=found, findings=tuple(bounds.findings(found))))
+    counted = []
+    for name, layout in named.items() if config.communication else ():
+        tell(f"{name}, counting bytes")
+        counted.append(compare_communication(pool.run, trial, _full_size(run), name, _with_buckets(layout, small)))
     return ParityResult(
         small=small,
         steps=config.steps,
@@ -200,6 +214,16 @@ def _compare(
         noise=noise,
         bounds=bounds,
         layouts=results,
+        communication=counted,
+    )
+
+
+def _full_size(run: RunConfig) -> Any:
+    from megatron_fanformer.parity.communication import FullSize
+
+    training = run.training
+    return FullSize(
+        model=run.model, micro_batch_size=training.micro_batch_size, global_batch_size=training.global_batch_size
     )
 
 

@@ -1,7 +1,9 @@
 """What one rank does in a layout: train some steps from the common weights, and note what it saw."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +26,14 @@ from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import generator_for, initialize_by_name, seed_everything
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
-from megatron_fanformer.training.step import StepShape, compute_gradients, update_weights, weights_in_step, wrap_stages
+from megatron_fanformer.training.step import (
+    StepShape,
+    compute_gradients,
+    train_step,
+    update_weights,
+    weights_in_step,
+    wrap_stages,
+)
 
 SEED = 1234
 SHAKE = 0.1
@@ -62,50 +71,61 @@ class Trace:
     """Weights after the last."""
 
 
-def run_trial(trial: TrialConfig, layout: ParallelConfig, number: int = 0) -> Trace:
-    """Train in a layout, on every rank of it; `number` chooses the order of everything (see `Reordering`)."""
-    order = Reordering(trial.model, trial.global_batch_size, number)
+class Preparation(NamedTuple):
+    """All that a rank trains with."""
+
+    grid: RankGrid
+    stages: list[Any]
+    """The chunks of this rank's pipeline stage."""
+    wrapped: list[Any]
+    """The same in megatron-core's data parallelism."""
+    optimizer: Any
+    batches: Any
+    """Of this replica, without end."""
+    shape: StepShape
+    initial: list[Piece]
+    """The weights at the start."""
+
+
+@contextmanager
+def prepared(trial: TrialConfig, layout: ParallelConfig, order: Reordering) -> Iterator[Preparation]:
+    """A rank of a layout, ready for its first step."""
     with rank_grid(layout, trial.device) as grid:
         seed_everything(SEED)
         stages = build_stages(trial.model, layout, grid, dtype=DTYPES[trial.dtype], seed=None)
         for chunk in stages:
             initialize_by_name(sharded_state(chunk, grid), SEED, lambda *named: _initial(trial.model, order, *named))
         initial = weight_pieces(stages, grid, order)
-        return _train(trial, layout, grid, stages, order, initial)
+        wrapped = wrap_stages(stages, layout)
+        optimizer = _optimizer(trial, layout, wrapped)
+        shape = StepShape(
+            num_micro_batches=trial.global_batch_size // (trial.micro_batch_size * grid.data_parallel_size),
+            micro_batch_size=trial.micro_batch_size,
+            seq_length=trial.model.seq_length,
+        )
+        batches = micro_batches(
+            _Samples(trial, order),
+            consumed_samples=0,
+            micro_batch_size=trial.micro_batch_size,
+            data_parallel_rank=grid.data_parallel_rank,
+            data_parallel_size=grid.data_parallel_size,
+        )
+        yield Preparation(grid, stages, wrapped, optimizer, batches, shape, initial)
 
 
-def _train(
-    trial: TrialConfig,
-    layout: ParallelConfig,
-    grid: RankGrid,
-    stages: list[Any],
-    order: Reordering,
-    initial: list[Piece],
-) -> Trace:
-    wrapped = wrap_stages(stages, layout)
-    optimizer = _optimizer(trial, layout, wrapped)
-    shape = StepShape(
-        num_micro_batches=trial.global_batch_size // (trial.micro_batch_size * grid.data_parallel_size),
-        micro_batch_size=trial.micro_batch_size,
-        seq_length=trial.model.seq_length,
-    )
-    batches = micro_batches(
-        _Samples(trial, order),
-        consumed_samples=0,
-        micro_batch_size=trial.micro_batch_size,
-        data_parallel_rank=grid.data_parallel_rank,
-        data_parallel_size=grid.data_parallel_size,
-    )
-    with OutputRecorder(stages, grid, shape, trial.global_batch_size) as recorder:
-        losses = [compute_gradients(wrapped, optimizer, batches, grid, shape)[0]]
-    gather_gradients(wrapped)
-    gradients = gradient_pieces(stages, grid, order)
-    update_weights(optimizer)
-    for _ in range(trial.steps - 1):
-        losses.append(compute_gradients(wrapped, optimizer, batches, grid, shape)[0])
+def run_trial(trial: TrialConfig, layout: ParallelConfig, number: int = 0) -> Trace:
+    """Train in a layout, on every rank of it; `number` chooses the order of everything (see `Reordering`)."""
+    order = Reordering(trial.model, trial.global_batch_size, number)
+    with prepared(trial, layout, order) as (grid, stages, wrapped, optimizer, batches, shape, initial):
+        with OutputRecorder(stages, grid, shape, trial.global_batch_size) as recorder:
+            losses = [compute_gradients(wrapped, optimizer, batches, grid, shape)[0]]
+        gather_gradients(wrapped)
+        gradients = gradient_pieces(stages, grid, order)
         update_weights(optimizer)
-    with weights_in_step(wrapped):
-        weights = weight_pieces(stages, grid, order)
+        for _ in range(trial.steps - 1):
+            losses.append(train_step(wrapped, optimizer, batches, grid, shape).loss)
+        with weights_in_step(wrapped):
+            weights = weight_pieces(stages, grid, order)
     outputs = [restored_output(piece, order) for piece in recorder.pieces]
     return Trace(losses=losses, outputs=outputs, gradients=gradients, initial=initial, weights=weights)
 

@@ -81,6 +81,14 @@ def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
             f"parallel.virtual_pipeline_model_parallel_size {chunks} does not divide the layers of each stage, "
             f"{', '.join(map(str, layers))}; choose one of {_divisors(min(layers))}"
         )
+    elif parallel.recompute_method == "uniform" and any(
+        count // chunks % (parallel.recompute_num_layers or 1) for count in layers
+    ):
+        yield (
+            f"parallel.recompute_num_layers {parallel.recompute_num_layers} does not divide the "
+            f"{', '.join(str(count // chunks) for count in layers)} layers of the stages' chunks, which method uniform "
+            f"asks for; choose one of {_divisors(min(layers) // chunks)}"
+        )
     elif 0 in layers:
         yield f"the pipeline stages have {', '.join(map(str, layers))} layers; each must have at least 1"
 
@@ -100,8 +108,8 @@ def _sequence_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
     if model.seq_length % unit:
         yield (
             f"model.seq_length {model.seq_length} is no multiple of {unit}, into which context parallel size {context} "
-            f"(two chunks a rank) and sequence parallelism over {tensor} ranks cut it; the nearest is "
-            f"{max(unit, round(model.seq_length / unit) * unit)}"
+            f"(two chunks a rank, above 1) and sequence parallelism over {tensor} ranks (1: none) cut it; the nearest "
+            f"is {max(unit, round(model.seq_length / unit) * unit)}"
         )
 
 

@@ -1,0 +1,139 @@
+"""The bytes that a step's collectives move in each layout, counted and by formula: a Transformer and both FAN forms.
+
+The counted step is the second: megatron-core 0.19 communicates once more in a run's first.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.parity.reordering import Reordering
+from megatron_fanformer.parity.trial import TrialConfig, prepared
+from megatron_fanformer.planning.communication import ComparedRow, communication, side_by_side
+from megatron_fanformer.planning.step_traffic import StepTraffic
+from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives, moved_bytes
+from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.training.layout_rules import layout_problems
+from megatron_fanformer.training.step import train_step
+
+TRANSFORMER, COLUMN, SEQUENCE = "Transformer", "FAN column", "FAN sequence"
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+
+Variant = tuple[FANformerConfig, ParallelConfig]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullSize:
+    """The configuration as it is, whose step is told by the formula alone."""
+
+    model: FANformerConfig
+    micro_batch_size: int
+    global_batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutCommunication:
+    """What a step of one layout communicates."""
+
+    name: str
+    models: tuple[str, ...]
+    """Those that the layout is legal for."""
+    rows: tuple[ComparedRow, ...]
+    """Counted and by formula, at the small size, of all ranks together; a cell a model."""
+    sent_bytes: dict[str, dict[str, float]]
+    """By the formula at full size: what a rank of the busiest stage sends in a step, by model and group."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the formula is the count, exactly."""
+        return all(cell.agrees for row in self.rows for cell in row.cells)
+
+
+def compare_communication(
+    run_on_ranks: Callable[..., list[Any]],
+    trial: TrialConfig,
+    full: FullSize,
+    name: str,
+    layout: ParallelConfig,
+) -> LayoutCommunication:
+    """Count a step of each model in a layout, and set it beside the formula."""
+    variants = _variants(trial.model, full.model, layout)
+    compared, sent = {}, {}
+    for model, (small, own_layout) in variants.items():
+        own_trial = dataclasses.replace(trial, model=small)
+        ranks = own_layout.model_parallel_size * (own_layout.data_parallel_size or 1)
+        counted = run_on_ranks(ranks, count_step, own_trial, own_layout)
+        formula = [_traffic(own_trial, own_layout, stage) for stage, _ in counted]
+        compared[model] = (
+            [line for _, lines in counted for line in lines],
+            [line for step in formula for line in communication(step)],
+        )
+        large = dataclasses.replace(full.model, fan=_fan(full.model, small))
+        sent[model] = _sent_bytes(dataclasses.replace(full, model=large), own_layout, ELEMENT_BYTES[trial.dtype])
+    return LayoutCommunication(name=name, models=tuple(variants), rows=tuple(side_by_side(compared)), sent_bytes=sent)
+
+
+def count_step(trial: TrialConfig, layout: ParallelConfig) -> tuple[int, list[CollectiveCount]]:
+    """This rank's pipeline stage, and what its collectives move in a step; runs on every rank."""
+    order = Reordering(trial.model, trial.global_batch_size, 0)
+    with prepared(trial, layout, order) as (grid, _, wrapped, optimizer, batches, shape, _):
+        train_step(wrapped, optimizer, batches, grid, shape)
+        with count_collectives(grid) as counts:
+            train_step(wrapped, optimizer, batches, grid, shape)
+        return grid.groups.pp.rank(), counts.lines()
+
+
+def _variants(small: FANformerConfig, full: FANformerConfig, layout: ParallelConfig) -> dict[str, Variant]:
+    """A Transformer and both FAN forms, of the small model, as far as the layout is legal for them at full size."""
+    fan = small.fan if small.has_fan else FANConfig()
+    column = dataclasses.replace(layout, fan_form="column")
+    candidates = {
+        TRANSFORMER: (FANConfig(placement="none"), column),
+        COLUMN: (fan, column),
+        SEQUENCE: (fan, dataclasses.replace(layout, fan_form="sequence")),
+    }
+    return {
+        name: (dataclasses.replace(small, fan=own_fan), own_layout)
+        for name, (own_fan, own_layout) in candidates.items()
+        if not own_layout.problems() and not layout_problems(dataclasses.replace(full, fan=own_fan), own_layout)
+    }
+
+
+def _fan(full: FANformerConfig, small: FANformerConfig) -> FANConfig:
+    """The full model's own FAN, unless the variant has none or the model has not."""
+    return full.fan if small.has_fan and full.has_fan else small.fan
+
+
+def _traffic(trial: TrialConfig, layout: ParallelConfig, stage: int) -> StepTraffic:
+    replicas = layout.data_parallel_size or 1
+    return StepTraffic(
+        model=trial.model,
+        parallel=layout,
+        data_parallel_size=replicas,
+        micro_batch_size=trial.micro_batch_size,
+        num_micro_batches=trial.global_batch_size // (trial.micro_batch_size * replicas),
+        element_bytes=ELEMENT_BYTES[trial.dtype],
+        stage=stage,
+    )
+
+
+def _sent_bytes(full: FullSize, layout: ParallelConfig, element_bytes: int) -> dict[str, float]:
+    stages = []
+    replicas = layout.data_parallel_size or 1
+    for stage in range(layout.pipeline_model_parallel_size):
+        step = StepTraffic(
+            model=full.model,
+            parallel=layout,
+            data_parallel_size=replicas,
+            micro_batch_size=full.micro_batch_size,
+            num_micro_batches=full.global_batch_size // (full.micro_batch_size * replicas),
+            element_bytes=element_bytes,
+            stage=stage,
+        )
+        sent: dict[str, float] = {}
+        for line in communication(step):
+            sent[line.group] = sent.get(line.group, 0.0) + moved_bytes(line.kind, line.message_bytes, line.ranks)
+        stages.append(sent)
+    return max(stages, key=lambda sent: sum(sent.values()))

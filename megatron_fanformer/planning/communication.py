@@ -1,0 +1,211 @@
+"""The bytes that the collectives of one training step move, by formula, and set beside a count of them.
+
+Each term is written from the shapes, for layers of the local spec; a test holds them to what `runtime.collectives`
+counts, which they equal exactly, with megatron-core 0.16.1 and 0.19.2. They are of a step in the course of training:
+0.19 has one all-reduce of 4 bytes more in a run's first, where it asks, once, whether any rank has weights whose
+gradient norm is to be taken apart.
+
+As in the count, the bytes of a collective are those of its whole tensor: what is reduced, the output of an all-gather,
+the input of a reduce-scatter or an all-to-all, what is broadcast or sent.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from megatron_fanformer.planning.gradient_buffers import Chunk, Weight, bucket_elements, chunks, weights
+from megatron_fanformer.planning.layer_traffic import chunk_terms
+from megatron_fanformer.planning.step_traffic import StepTraffic, Term
+
+GRADIENT_BYTES = 4  # gradients are kept and summed in float32
+NORM_BYTES = 4  # one float32
+NORMS = 2  # one before the update, to refuse what is not finite; one in the optimizer's own step
+REPORT_BYTES = 2 * 8  # the sum of losses and the number of tokens, in float64
+TOKEN_COUNT_BYTES = 4  # one int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationLine:
+    """What one rank's collectives of one purpose come to in a step."""
+
+    group: str
+    """tp, cp, pp, dp_cp (replicas and context parallel ranks), mp (tp and pp), embd (first and last stage),
+    intra_dist_opt (all ranks, as the distributed optimizer knows them) or world (all ranks)."""
+    kind: str
+    """all-reduce, all-gather, reduce-scatter, all-to-all, broadcast or send."""
+    purpose: str
+    ranks: int
+    """Of the group."""
+    calls: int
+    message_bytes: int
+    """Of all calls."""
+
+
+def communication(step: StepTraffic) -> list[CommunicationLine]:
+    """What one rank communicates in one training step, by purpose; a group of one rank moves nothing.
+
+    Raises:
+        ValueError: the layers do not divide over the stages.
+    """
+    sizes = step.group_sizes()
+    lines: dict[tuple[str, str, str], CommunicationLine] = {}
+    for group, kind, purpose, message_bytes, calls in _terms(step):
+        if sizes[group] == 1 or calls == 0:
+            continue
+        empty = CommunicationLine(group=group, kind=kind, purpose=purpose, ranks=sizes[group], calls=0, message_bytes=0)
+        line = lines.get((group, kind, purpose), empty)
+        lines[group, kind, purpose] = replace(
+            line, calls=line.calls + calls, message_bytes=line.message_bytes + message_bytes
+        )
+    return list(lines.values())
+
+
+def _terms(step: StepTraffic) -> Iterator[Term]:
+    model, parallel = step.model, step.parallel
+    held = [(chunk, weights(model, parallel, chunk)) for chunk in chunks(model, parallel, step.stage)]
+    for chunk, _ in held:
+        for term in chunk_terms(step, chunk):
+            yield term.times(step.num_micro_batches)
+    yield from _pipeline_terms(step)
+    for chunk, own in held:
+        yield from _replica_terms(step, chunk, own)
+    yield from _replicated_weight_terms(step, [weight for _, own in held for weight in own])
+    yield from _scalar_terms(step)
+
+
+def _pipeline_terms(step: StepTraffic) -> Iterator[Term]:
+    """Every chunk's output goes on to the next chunk, the last one's excepted; every input gradient goes back."""
+    if step.stages == 1:
+        return
+    parallel, micro_batches = step.parallel, step.num_micro_batches
+    message_bytes = step.hidden_bytes // (step.tensor_ranks if parallel.sequence_parallel else 1)
+    sends = parallel.virtual_stages * micro_batches
+    # The interleaved schedule does not batch its exchanges; with two stages megatron-core then has the second one send
+    # over the group of all ranks, so that both directions go on at once.
+    is_apart = parallel.virtual_stages > 1 and step.stages == 2 and step.stage == 1
+    group = "world" if is_apart else "pp"
+    forward = Term(group, "send", "pipeline activations", message_bytes)
+    yield forward.times(sends - step.is_last_stage * micro_batches)
+    backward = Term(group, "send", "pipeline gradients", message_bytes)
+    yield backward.times(sends - step.is_first_stage * micro_batches)
+
+
+def _replica_terms(step: StepTraffic, chunk: Chunk, own: list[Weight]) -> Iterator[Term]:
+    """Gradients summed over the replicas; with the distributed optimizer each keeps a part, and weights are gathered.
+
+    (When they are gathered, after the update or in the next forward, makes no difference to the bytes.)
+    """
+    parallel = step.parallel
+    # Without overlap there is nothing to cut a buffer up for; later stages and chunks have time enough.
+    is_limited = parallel.overlap_grad_reduce and step.stage == 0 and chunk.number == 0
+    buckets = bucket_elements(own, parallel, step.data_parallel_size, is_limited=is_limited)
+    calls = len(buckets) if chunk.number == 0 else 1  # the buckets of a later chunk go together
+    kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
+    yield Term("dp_cp", kind, "gradients", sum(buckets) * GRADIENT_BYTES, calls)
+    if parallel.use_distributed_optimizer:
+        yield Term("dp_cp", "all-gather", "weights", sum(buckets) * step.element_bytes, calls)
+
+
+def _replicated_weight_terms(step: StepTraffic, own: list[Weight]) -> Iterator[Term]:
+    """Gradients of weights that more ranks than the replicas hold."""
+    if step.parallel.sequence_parallel:
+        # Norms, and the FAN map of the `sequence` form: each rank saw its own part of the sequence.
+        elements = sum(weight.elements for weight in own if weight.is_of_own_tokens)
+        yield Term("tp", "all-reduce", "gradients of replicated weights", elements * GRADIENT_BYTES)
+    for weight in own:
+        if weight.is_shared:
+            yield Term("embd", "all-reduce", "tied embedding gradients", weight.elements * GRADIENT_BYTES)
+
+
+def _scalar_terms(step: StepTraffic) -> Iterator[Term]:
+    norm_group = "intra_dist_opt" if step.parallel.use_distributed_optimizer else "mp"
+    yield Term(norm_group, "all-reduce", "gradient norm", NORM_BYTES).times(NORMS)
+    # The last stage alone knows the loss and the tokens.
+    yield Term("dp_cp", "all-reduce", "loss report", REPORT_BYTES)
+    yield Term("pp", "all-reduce", "loss report", REPORT_BYTES)
+    yield Term("pp", "broadcast", "token count", TOKEN_COUNT_BYTES)
+    yield Term("dp_cp", "all-reduce", "token count", TOKEN_COUNT_BYTES)
+
+
+class Counted(Protocol):
+    """What can be compared: a line of the formula, or one of `runtime.collectives`."""
+
+    @property
+    def group(self) -> str:
+        """As `CommunicationLine.group`."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """As `CommunicationLine.kind`."""
+        ...
+
+    @property
+    def calls(self) -> int:
+        """Of collectives."""
+        ...
+
+    @property
+    def message_bytes(self) -> int:
+        """Of all calls."""
+        ...
+
+
+class Total(NamedTuple):
+    """Of one kind of collective over one group."""
+
+    calls: int
+    message_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedCell:
+    """One model's, of one kind of collective over one group; nothing moved is a total of zeros."""
+
+    counted: Total
+    formula: Total
+
+    @property
+    def agrees(self) -> bool:
+        """Exactly, in calls and in bytes."""
+        return self.counted == self.formula
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRow:
+    """One kind of collective over one group, with a cell a model."""
+
+    group: str
+    kind: str
+    cells: tuple[ComparedCell, ...]
+
+
+def totals(lines: Iterable[Counted]) -> dict[tuple[str, str], Total]:
+    """By group and kind."""
+    sums: dict[tuple[str, str], Total] = {}
+    for line in lines:
+        calls, message_bytes = sums.get((line.group, line.kind), Total(0, 0))
+        sums[line.group, line.kind] = Total(calls + line.calls, message_bytes + line.message_bytes)
+    return sums
+
+
+def side_by_side(models: Mapping[str, tuple[Iterable[Counted], Iterable[Counted]]]) -> list[ComparedRow]:
+    """A row a group and kind, with a cell a model in the order given.
+
+    Args:
+        models: name -> (counted lines, formula lines), of one rank or of several together.
+    """
+    summed = [(totals(counted), totals(formula)) for counted, formula in models.values()]
+    keys = sorted({key for pair in summed for lines in pair for key in lines})
+    nothing = Total(0, 0)
+    return [
+        ComparedRow(
+            group=group,
+            kind=kind,
+            cells=tuple(
+                ComparedCell(counted=counted.get((group, kind), nothing), formula=formula.get((group, kind), nothing))
+                for counted, formula in summed
+            ),
+        )
+        for group, kind in keys
+    ]

@@ -1,0 +1,145 @@
+"""The weights that one rank holds, and the buffers in which its gradients are summed over the replicas.
+
+megatron-core lays the gradients of a chunk of layers out in one buffer, last weight first, and communicates it bucket
+by bucket. Source of the rules: `_ParamAndGradBuffer` of megatron-core 0.16.1, and in 0.19.2, which moved them,
+`optimizer/param_layout.py` and `DistributedOptimizer._compute_per_buffer_param_layout`; both pad alike.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.runtime.layout import ParallelConfig
+
+WEIGHT_START = 64  # elements; with the distributed optimizer a weight starts at a multiple of it
+BUCKET_END = 128  # elements; and a bucket ends at one of this and of the replicas
+LEAST_BUCKET = 40_000_000  # elements; where the layout names no size of a bucket
+BUCKET_PER_REPLICA = 1_000_000  # elements; the same, at many replicas
+
+
+class Weight(NamedTuple):
+    """One parameter of one rank."""
+
+    name: str
+    """As Megatron's module names it; a layer's without its number."""
+    elements: int
+    is_of_own_tokens: bool = False
+    """Whether its gradient is of this rank's part of the sequence, to be summed over the tensor parallel ranks."""
+    is_shared: bool = False
+    """Whether it is one of two copies of a tied embedding, on the first and the last stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A run of layers that one rank holds: its stage, or a part of it under the interleaved schedule."""
+
+    number: int
+    layers: int
+    has_embedding: bool
+    has_head: bool
+
+
+def chunks(model: FANformerConfig, parallel: ParallelConfig, stage: int) -> list[Chunk]:
+    """The chunks of a pipeline stage.
+
+    Raises:
+        ValueError: the layers do not divide over the stages.
+    """
+    layers = parallel.layers_per_stage(model.num_layers)
+    if layers is None or layers[stage] % parallel.virtual_stages:
+        raise ValueError(
+            f"{model.num_layers} layers do not divide over {parallel.pipeline_model_parallel_size} stages of "
+            f"{parallel.virtual_stages} chunks; see training.layout_rules"
+        )
+    last_stage, last_chunk = parallel.pipeline_model_parallel_size - 1, parallel.virtual_stages - 1
+    return [
+        Chunk(
+            number=number,
+            layers=layers[stage] // parallel.virtual_stages,
+            has_embedding=stage == 0 and number == 0,
+            has_head=stage == last_stage and number == last_chunk,
+        )
+        for number in range(parallel.virtual_stages)
+    ]
+
+
+def weights(model: FANformerConfig, parallel: ParallelConfig, chunk: Chunk) -> list[Weight]:
+    """What one tensor parallel rank holds of a chunk, in the order in which Megatron's modules (local) name it."""
+    vocabulary = model.padded_vocab_size // parallel.tensor_model_parallel_size * model.hidden_size
+    is_tied = not model.untie_embeddings_and_output_weights
+    has_two_copies = is_tied and parallel.pipeline_model_parallel_size > 1
+    held = [weight for _ in range(chunk.layers) for weight in layer_weights(model, parallel)]
+    if chunk.has_embedding:
+        held.insert(0, Weight("embedding.word_embeddings.weight", vocabulary, is_shared=has_two_copies))
+    if chunk.has_head:
+        held.append(Weight("decoder.final_layernorm.weight", model.hidden_size, parallel.sequence_parallel))
+        if not is_tied or has_two_copies:
+            held.append(Weight("output_layer.weight", vocabulary, is_shared=has_two_copies))
+    return held
+
+
+def layer_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[Weight]:
+    """What one tensor parallel rank holds of a layer."""
+    h, ranks, is_sharded = model.hidden_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel
+    qkv = Weight("self_attention.linear_qkv.weight", model.qkv_rows // ranks * h)
+    fan = list(_fan_weights(model, parallel))
+    yield Weight("input_layernorm.weight", h, is_sharded)
+    yield Weight("self_attention.linear_proj.weight", model.num_attention_heads // ranks * model.kv_channels * h)
+    if model.fan.placement == "qk_and_v":  # its attention makes the FAN layer first
+        yield from (*fan, qkv._replace(name="self_attention.linear_qk.weight"))
+    else:
+        yield from (qkv, *fan)
+    yield Weight("pre_mlp_layernorm.weight", h, is_sharded)
+    yield Weight("mlp.linear_fc1.weight", 2 * model.ffn_hidden_size // ranks * h)
+    yield Weight("mlp.linear_fc2.weight", model.ffn_hidden_size // ranks * h)
+
+
+def _fan_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[Weight]:
+    if not model.has_fan:
+        return
+    is_replicated = parallel.fan_form == "sequence"
+    rows = model.fan_rows if is_replicated else model.fan_rows // parallel.tensor_model_parallel_size
+    yield Weight("self_attention.fan.linear.weight", rows * model.hidden_size, is_replicated)
+    if model.fan.bias:
+        yield Weight("self_attention.fan.linear.bias", rows, is_replicated)
+
+
+def bucket_elements(
+    held: list[Weight], parallel: ParallelConfig, data_parallel_size: int, *, is_limited: bool
+) -> list[int]:
+    """Elements of each bucket of a chunk's gradient buffer, padding included, in the order of backward.
+
+    Without the distributed optimizer nothing is padded. With it each bucket divides over the replicas (context parallel
+    ranks among them), and a shared embedding has a bucket of its own, so that both copies are sharded alike.
+
+    Args:
+        is_limited: whether buckets are limited in size, or all of the chunk is one.
+    """
+    size = _bucket_limit(parallel, data_parallel_size) if is_limited else math.inf
+    is_sharded = parallel.use_distributed_optimizer
+    unit = math.lcm(data_parallel_size * parallel.context_parallel_size, BUCKET_END) if is_sharded else 1
+    ends, start, bucket_start = [0], 0, 0
+    for weight in reversed(held):
+        is_alone = weight.is_shared and is_sharded
+        start = _padded(start, WEIGHT_START if is_sharded else 1)
+        if is_alone and start > bucket_start:
+            bucket_start = start = _padded(start, unit)
+            ends.append(start)
+        start += weight.elements
+        if is_alone or start - bucket_start >= size:
+            bucket_start = start = _padded(start, unit)
+            ends.append(start)
+    if start > bucket_start:
+        ends.append(_padded(start, unit))
+    return [end - before for before, end in itertools.pairwise(ends)]
+
+
+def _bucket_limit(parallel: ParallelConfig, data_parallel_size: int) -> int:
+    return parallel.ddp_bucket_size or max(LEAST_BUCKET, BUCKET_PER_REPLICA * data_parallel_size)
+
+
+def _padded(number: int, divisor: int) -> int:
+    return -(-number // divisor) * divisor

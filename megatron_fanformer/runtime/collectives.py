@@ -1,0 +1,177 @@
+"""Counts the bytes that collectives move, at the process groups themselves.
+
+Every collective of `torch.distributed`, whoever calls it and under whatever name it was imported, ends in a method of
+the class ProcessGroup; while counting, those methods are replaced by ones that count and pass on. (Functional
+collectives, which DTensor uses and megatron-core's training step does not, go past them.)
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_fanformer.runtime.parallel import RankGrid
+
+Kind = Literal[
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "gather", "scatter", "send",
+    "barrier",
+]  # fmt: skip
+
+
+class _Method(NamedTuple):
+    """A collective's method of ProcessGroup."""
+
+    kind: Kind
+    message: int | None
+    """Which argument is the message, or None where there is none."""
+    is_shard: bool = False
+    """Whether that argument is one rank's part of it."""
+
+
+# The methods that torch.distributed's functions call, in torch 2.10 to 2.13 (which renamed four of them). Receiving is
+# left out: what is received was sent.
+_METHODS: dict[str, _Method] = {
+    "allreduce": _Method("all-reduce", 0),
+    "allreduce_coalesced": _Method("all-reduce", 0),
+    "allgather": _Method("all-gather", 0),
+    "allgather_coalesced": _Method("all-gather", 0),
+    "_allgather_base": _Method("all-gather", 0),
+    "all_gather_single": _Method("all-gather", 0),
+    "allgather_into_tensor_coalesced": _Method("all-gather", 0),
+    "all_gather_single_coalesced": _Method("all-gather", 0),
+    "reduce_scatter": _Method("reduce-scatter", 1),
+    "_reduce_scatter_base": _Method("reduce-scatter", 1),
+    "reduce_scatter_single": _Method("reduce-scatter", 1),
+    "reduce_scatter_tensor_coalesced": _Method("reduce-scatter", 1),
+    "reduce_scatter_single_coalesced": _Method("reduce-scatter", 1),
+    "alltoall": _Method("all-to-all", 1),
+    "alltoall_base": _Method("all-to-all", 1),
+    "all_to_all_single": _Method("all-to-all", 1),
+    "broadcast": _Method("broadcast", 0),
+    "reduce": _Method("reduce", 0),
+    "gather": _Method("gather", 1, is_shard=True),
+    "scatter": _Method("scatter", 0, is_shard=True),
+    "send": _Method("send", 0),
+    "barrier": _Method("barrier", None),
+    "monitored_barrier": _Method("barrier", None),
+}
+
+# Names of megatron-core's groups, as its ProcessGroupCollection calls them; the first that fits names a group.
+_GROUPS = ("tp", "cp", "pp", "dp_cp", "dp", "mp", "embd", "intra_dist_opt", "pos_embd", "tp_cp", "tp_dp_cp")
+WORLD = "world"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCount:
+    """What this rank's collectives of one kind over one group came to."""
+
+    group: str
+    """As in `RankGrid.groups` (dp_cp: the data parallel ranks, context parallel ones included), or `world`."""
+    kind: Kind
+    ranks: int
+    """Of the group."""
+    calls: int
+    message_bytes: int
+    """Of the whole tensors: reduced, gathered (the output), scattered or exchanged (the input), broadcast or sent."""
+
+    @property
+    def moved_bytes(self) -> float:
+        """What this rank sends for it: see `moved_bytes`."""
+        return moved_bytes(self.kind, self.message_bytes, self.ranks)
+
+
+class CollectiveCounts:
+    """The counts of a `count_collectives` block, complete at its end."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self._labels = labels
+        self._totals: dict[tuple[str, Kind], CollectiveCount] = {}
+        self._lock = threading.Lock()  # backward of GPU tensors runs in a thread of its own
+        self.calls_seen = 0
+        """Calls of any collective, those over a group of one rank included (they move nothing and are not counted)."""
+
+    def add(self, group: dist.ProcessGroup, kind: Kind, message_bytes: int) -> None:
+        """Count one call."""
+        label, ranks = self._labels.get(group.group_name) or group.group_desc, group.size()
+        with self._lock:
+            self.calls_seen += 1
+            if ranks == 1:
+                return
+            before = self._totals.get((label, kind))
+            self._totals[label, kind] = CollectiveCount(
+                group=label,
+                kind=kind,
+                ranks=ranks,
+                calls=1 + (before.calls if before else 0),
+                message_bytes=message_bytes + (before.message_bytes if before else 0),
+            )
+
+    def lines(self) -> list[CollectiveCount]:
+        """By group and kind."""
+        return [self._totals[key] for key in sorted(self._totals)]
+
+
+@contextmanager
+def count_collectives(grid: RankGrid) -> Iterator[CollectiveCounts]:
+    """Count what this rank's collectives move while the block runs, by group and kind.
+
+    Not to be nested.
+    """
+    counts = CollectiveCounts(_labels(grid))
+    group_class: Any = dist.ProcessGroup
+    present = {name: vars(group_class)[name] for name in _METHODS if name in vars(group_class)}
+    for name in present:
+        setattr(group_class, name, _counted(getattr(group_class, name), _METHODS[name], counts))
+    try:
+        yield counts
+    finally:
+        for name, method in present.items():
+            setattr(group_class, name, method)  # as it stood in the class: looked up, it no longer binds to a group
+
+
+def moved_bytes(kind: str, message_bytes: float, ranks: int) -> float:
+    """What one of `ranks` ranks sends for a message, by the best algorithm (a ring), where each sends as much.
+
+    The factors are those of the bus bandwidth in NVIDIA's nccl-tests (doc/PERFORMANCE.md): an all-gather, a
+    reduce-scatter and an all-to-all send (n - 1) / n of the whole tensor, an all-reduce, which is the first two, twice
+    that. Where ranks differ it is the most that one sends or receives: of a broadcast or a reduction to one rank the
+    whole tensor, of a gather or a scatter (n - 1) / n of it. A send is the tensor.
+    """
+    if ranks == 1:
+        return 0.0
+    share = (ranks - 1) / ranks
+    factors = {"all-reduce": 2 * share, "all-gather": share, "reduce-scatter": share, "all-to-all": share}
+    factors |= {"gather": share, "scatter": share}
+    return factors.get(kind, 1.0) * message_bytes
+
+
+def _counted(method: Callable[..., Any], description: _Method, counts: CollectiveCounts) -> Callable[..., Any]:
+    def counted(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        size = 0
+        if description.message is not None:
+            size = _bytes_of((*args, *kwargs.values())[description.message])
+            size *= self.size() if description.is_shard else 1
+        counts.add(self, description.kind, size)
+        return method(self, *args, **kwargs)
+
+    return counted
+
+
+def _bytes_of(message: Any) -> int:
+    """Of a tensor, or of all tensors in nested lists."""
+    return message.nbytes if isinstance(message, torch.Tensor) else sum(_bytes_of(part) for part in message)
+
+
+def _labels(grid: RankGrid) -> dict[str, str]:
+    """Group name (unique, torch's own) -> what the group is: several may be of the same ranks."""
+    assert dist.group.WORLD is not None
+    labels: dict[str, str] = {dist.group.WORLD.group_name: WORLD}
+    for label in _GROUPS:
+        group = getattr(grid.groups, label, None)
+        if isinstance(group, dist.ProcessGroup):
+            labels.setdefault(group.group_name, label)
+    return labels

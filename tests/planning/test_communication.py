@@ -1,0 +1,315 @@
+"""The formula of a step's communication against the count of it, which it must equal exactly, on every rank."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_fanformer.model.build import build_stages
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.planning.communication import (
+    CommunicationLine,
+    ComparedCell,
+    Total,
+    communication,
+    side_by_side,
+    totals,
+)
+from megatron_fanformer.planning.gradient_buffers import Weight, bucket_elements, chunks, weights
+from megatron_fanformer.planning.step_traffic import StepTraffic
+from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives
+from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
+from megatron_fanformer.training.step import StepShape, train_step, wrap_stages
+from tests.training.layouts import layout
+
+RunOnRanks = Callable[..., list[Any]]
+
+MICRO_BATCH_SIZE = 2
+# Sizes that no padding fits by itself: the FAN bias has 48 rows, the vocabulary 250 ids.
+MODEL = FANformerConfig(
+    num_layers=2,
+    hidden_size=64,
+    ffn_hidden_size=104,
+    num_attention_heads=4,
+    vocab_size=250,
+    make_vocab_size_divisible_by=8,
+    seq_length=32,
+)
+
+TP = dict(tensor_model_parallel_size=2)
+SP = dict(**TP, sequence_parallel=True)
+SEQUENCE = dict(**SP, fan_form="sequence")
+PP = dict(pipeline_model_parallel_size=2)
+VPP = dict(**PP, virtual_pipeline_model_parallel_size=2)
+CP = dict(context_parallel_size=2)
+DP = dict(data_parallel_size=2)
+PLAIN = dict(use_distributed_optimizer=False)
+OVERLAP = dict(overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=6000)
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+BLOCK = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
+SELECTIVE = dict(recompute_granularity="selective", recompute_modules=["core_attn", "layernorm", "mlp"])
+
+TRANSFORMER = dict(fan=FANConfig(placement="none"))
+OWN_VALUES = dict(fan=FANConfig(placement="qk_and_v", v_p_ratio=0.125))
+GROUPED = dict(num_query_groups=2)
+UNTIED = dict(untie_embeddings_and_output_weights=True)
+DEEP = dict(num_layers=4)
+UNEVEN = dict(num_layers=3)
+
+Case = tuple[dict[str, Any], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "one rank": ({}, {}),
+    "tp": ({}, TP),
+    "tp, no bias, bf16": (dict(fan=FANConfig(bias=False, p_ratio=0.125)), dict(**TP, dtype="bf16")),
+    "tp, transformer": (TRANSFORMER, TP),
+    "tp, own values": (OWN_VALUES, TP),
+    "sp": ({}, SP),
+    "sp, untied, bf16": (UNTIED, dict(**SP, dtype="bf16")),
+    "sp, transformer": (TRANSFORMER, SP),
+    "sp, own values, grouped": ({**OWN_VALUES, **GROUPED}, SP),
+    "sequence": ({}, SEQUENCE),
+    "sequence, own values": (OWN_VALUES, SEQUENCE),
+    "sequence, recomputed": (GROUPED, dict(**SEQUENCE, **FULL)),
+    "cp, grouped": (GROUPED, CP),
+    "cp, selective": ({}, dict(**CP, **SELECTIVE)),
+    "dp plain": ({}, dict(**DP, **PLAIN)),
+    "dp": ({}, DP),
+    "dp, bf16": ({}, dict(**DP, dtype="bf16")),
+    "dp, overlap": ({}, dict(**DP, **OVERLAP)),
+    "pp": ({}, PP),
+    "pp, uneven": (UNEVEN, dict(**PP, num_layers_in_first_pipeline_stage=1)),
+    "vpp": (DEEP, VPP),
+    "cp, pp, untied, block": ({**UNTIED, **DEEP}, dict(**CP, **PP, **BLOCK)),
+    "tp, cp, one group": (dict(num_query_groups=1), dict(**TP, **CP)),
+    "sp, cp, selective": (GROUPED, dict(**SP, **CP, **SELECTIVE)),
+    "sequence, vpp": (DEEP, dict(**SEQUENCE, **VPP)),
+    "pp, dp, overlap": (DEEP, dict(**VPP, **DP, **OVERLAP)),
+}
+FULL_CASES: dict[str, Case] = {
+    "pp 4": (DEEP, dict(pipeline_model_parallel_size=4)),
+    "vpp of pp 4": (dict(num_layers=8), {**VPP, "pipeline_model_parallel_size": 4}),
+    "dp plain, overlap": (
+        {},
+        dict(data_parallel_size=4, overlap_grad_reduce=True, ddp_bucket_size=6000, **PLAIN),
+    ),
+    "dp 3": ({}, dict(data_parallel_size=3)),
+    "pp, dp plain, untied": (UNTIED, dict(**PP, **DP, **PLAIN)),
+    "sp, pp, full": ({}, dict(**SP, **PP, **FULL)),
+    "sp, dp, overlap, bf16": (UNTIED, dict(**SP, **DP, **OVERLAP, dtype="bf16")),
+    "cp, dp": ({}, dict(**CP, **DP)),
+    "tp 4, two groups": (GROUPED, dict(tensor_model_parallel_size=4)),
+    "sequence of 4": ({}, dict(tensor_model_parallel_size=4, sequence_parallel=True, fan_form="sequence")),
+    "sequence, cp, own values": (OWN_VALUES, dict(**SEQUENCE, **CP)),
+    "sp of 4, one group": (dict(num_query_groups=1), {**SP, "tensor_model_parallel_size": 4}),
+    "tp, transformer, vpp": ({**DEEP, **TRANSFORMER}, dict(**TP, **VPP)),
+}
+
+
+def step_of(case: Case, stage: int = 0) -> StepTraffic:
+    model, degrees = case
+    degrees = {**degrees}
+    is_bf16 = degrees.pop("dtype", "fp32") == "bf16"
+    return StepTraffic(
+        model=dataclasses.replace(MODEL, **model),
+        parallel=layout(**degrees),
+        data_parallel_size=degrees.get("data_parallel_size", 1),
+        micro_batch_size=MICRO_BATCH_SIZE,
+        num_micro_batches=max(2, degrees.get("pipeline_model_parallel_size", 1)),
+        element_bytes=2 if is_bf16 else 4,
+        stage=stage,
+    )
+
+
+@dataclasses.dataclass
+class CountedRank:
+    """What one rank did in a step, and what it holds."""
+
+    stage: int
+    lines: list[CollectiveCount]
+    calls_seen: int
+    calls_dispatched: int
+    weights: list[list[Weight]]
+    buckets: list[list[int]]
+
+
+class Dispatched(TorchDispatchMode):
+    """Counts collectives in another way: as torch dispatches them, which the count does not rely on."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func.namespace == "c10d" and not func._schema.name.startswith("c10d::recv")
+        return func(*args, **(kwargs or {}))
+
+
+def count_step(step: StepTraffic, clip_grad: float = 1.0) -> CountedRank:
+    """Count the second training step of a run on this rank."""
+    dtype = torch.float32 if step.element_bytes == 4 else torch.bfloat16
+    parallel = step.parallel
+    with rank_grid(parallel, "cpu") as grid:
+        seed_everything(0)
+        stages = build_stages(step.model, parallel, grid, dtype=dtype, seed=0)
+        wrapped = wrap_stages(stages, parallel)
+        optimizer = build_optimizer(
+            OptimizerConfig(clip_grad=clip_grad),
+            wrapped,
+            dtype=dtype,
+            use_distributed_optimizer=parallel.use_distributed_optimizer,
+        )
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 1e-4, 0.1
+        shape = StepShape(
+            num_micro_batches=step.num_micro_batches,
+            micro_batch_size=step.micro_batch_size,
+            seq_length=step.model.seq_length,
+        )
+        train_step(wrapped, optimizer, batches(step), grid, shape)
+        with Dispatched() as dispatched, count_collectives(grid) as counts:
+            train_step(wrapped, optimizer, batches(step), grid, shape)
+        return CountedRank(
+            stage=grid.groups.pp.rank(),
+            lines=counts.lines(),
+            calls_seen=counts.calls_seen,
+            calls_dispatched=dispatched.calls,
+            weights=[held_weights(chunk, parallel.sequence_parallel) for chunk in stages],
+            buckets=[[bucket.grad_data.numel() for bucket in chunk.buffers[0].buckets] for chunk in wrapped],
+        )
+
+
+def batches(step: StepTraffic) -> Iterator[dict[str, torch.Tensor]]:
+    shape = (step.micro_batch_size, step.model.seq_length)
+    while True:
+        tokens = torch.randint(step.model.vocab_size, shape)
+        positions = torch.arange(step.model.seq_length).expand(shape)
+        yield {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(shape), "position_ids": positions}
+
+
+def held_weights(chunk: torch.nn.Module, is_sequence_parallel: bool) -> list[Weight]:
+    return [
+        Weight(
+            re.sub(r"^decoder\.layers\.\d+\.", "", name),
+            parameter.numel(),
+            is_sequence_parallel and getattr(parameter, "sequence_parallel", False),
+            getattr(parameter, "shared_embedding", False),
+        )
+        for name, parameter in chunk.named_parameters()
+    ]
+
+
+def world_size(step: StepTraffic) -> int:
+    return step.parallel.model_parallel_size * step.data_parallel_size
+
+
+def assert_formula_is_the_count(case: Case, ranks: list[CountedRank]) -> None:
+    for number, rank in enumerate(ranks):
+        step = step_of(case, rank.stage)
+        assert rank.calls_seen == rank.calls_dispatched, f"rank {number}: the count missed collectives"
+        held = [weights(step.model, step.parallel, chunk) for chunk in chunks(step.model, step.parallel, step.stage)]
+        assert held == rank.weights, f"rank {number}"
+        lines = communication(step)
+        assert totals(lines) == totals(rank.lines), f"rank {number}"
+        assert {line.group: line.ranks for line in lines} == {line.group: line.ranks for line in rank.lines}
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in FULL_CASES)])
+def test_formula_is_the_count_exactly(name: str, run_on_ranks: RunOnRanks) -> None:
+    case = {**CASES, **FULL_CASES}[name]
+    step = step_of(case)
+    assert_formula_is_the_count(case, run_on_ranks(world_size(step), count_step, step))
+
+
+def lines_of(case: Case, purpose: str) -> list[CommunicationLine]:
+    return [line for line in communication(step_of(case)) if purpose in line.purpose]
+
+
+def bytes_of(lines: list[CommunicationLine]) -> int:
+    return sum(line.message_bytes for line in lines)
+
+
+def activation_bytes(case: Case) -> int:
+    """Over the tensor parallel ranks, of a step; gradients of weights left out."""
+    return bytes_of([line for line in lines_of(case, "") if line.group == "tp" and "weights" not in line.purpose])
+
+
+def tokens_and_layers(case: Case) -> int:
+    step = step_of(case)
+    return step.tokens * step.num_micro_batches * step.model.num_layers
+
+
+@pytest.mark.parametrize("degrees", [TP, SP])
+def test_column_gathers_the_pre_activation_in_place_of_x_f(degrees: dict[str, Any]) -> None:
+    case = ({}, degrees)
+    gathered, scattered = lines_of(case, "FAN pre-activation")
+    model = step_of(case).model
+    wide = tokens_and_layers(case) * model.hidden_size * 4
+    assert (gathered.kind, scattered.kind) == ("all-gather", "reduce-scatter")
+    assert gathered.message_bytes == scattered.message_bytes == (1 - model.fan.p_ratio) * wide
+    # Nothing else is added to a Transformer's traffic: QKV neither gathers nor sums.
+    assert activation_bytes(case) == activation_bytes((TRANSFORMER, degrees)) + 2 * gathered.message_bytes
+
+
+def test_sequence_moves_no_activations_beyond_a_transformers() -> None:
+    assert activation_bytes(({}, SEQUENCE)) == activation_bytes((TRANSFORMER, SP))
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_sequence_sums_the_fan_maps_gradient_once(has_bias: bool) -> None:
+    fan = FANConfig(bias=has_bias)
+    (line,) = lines_of((dict(fan=fan), SEQUENCE), "replicated weights")
+    (transformers,) = lines_of((TRANSFORMER, SP), "replicated weights")
+    h, layers = MODEL.hidden_size, MODEL.num_layers
+    rows = (1 - fan.p_ratio) * h
+    assert line.calls == transformers.calls == 1
+    assert line.message_bytes - transformers.message_bytes == layers * (rows * h + has_bias * rows) * 4
+
+
+def test_bf16_halves_activations_and_weights_but_no_gradients() -> None:
+    degrees = dict(**SP, **DP)
+    fp32, bf16 = (
+        {line.purpose: line for line in lines_of(({}, {**degrees, "dtype": d}), "")} for d in ("fp32", "bf16")
+    )
+    unchanged = {name for name in fp32 if fp32[name] == bf16[name]}
+    assert unchanged == {
+        "gradients",
+        "gradients of replicated weights",
+        "gradient norm",
+        "loss report",
+        "token count",
+        "vocabulary cross entropy",
+    }
+    assert all(2 * bf16[name].message_bytes == fp32[name].message_bytes for name in fp32.keys() - unchanged)
+
+
+def test_a_group_of_one_rank_moves_nothing() -> None:
+    assert communication(step_of(({}, {}))) == []
+    assert "tp" not in {line.group for line in lines_of(({}, DP), "")}
+
+
+def test_layers_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 layers do not divide over 2 stages"):
+        communication(step_of((dict(num_layers=3), PP)))
+
+
+def test_large_models_are_cut_into_buckets_of_megatrons_own_size() -> None:
+    held = [Weight("", 1_000_000)] * 100
+    overlap = layout(overlap_grad_reduce=True)
+    assert bucket_elements(held, overlap, 2, is_limited=False) == [100_000_000]
+    assert bucket_elements(held, overlap, 2, is_limited=True) == [40_000_000, 40_000_000, 20_000_000]
+    # A million a replica where they are many; the last bucket is padded to a multiple of 128 and of 48.
+    assert bucket_elements(held, overlap, 48, is_limited=True) == [48_000_000, 48_000_000, 4_000_128]
+
+
+def test_models_stand_side_by_side() -> None:
+    both, column = (communication(step_of(case)) for case in ((TRANSFORMER, TP), ({}, TP)))
+    rows = side_by_side({"Transformer": (both, both), "FAN column": (column[1:], column)})
+    assert [(row.group, row.kind) for row in rows] == sorted(totals(column))
+    gathers = next(row for row in rows if row.kind == "all-gather")
+    assert gathers.cells[0] == ComparedCell(counted=Total(0, 0), formula=Total(0, 0))
+    assert all(row.cells[0].agrees for row in rows)
+    assert not all(row.cells[1].agrees for row in rows)
