@@ -40,6 +40,8 @@ def micro_batches(
         dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
+        # Forked, workers begin at once; a worker that is spawned imports megatron-core first, for seconds.
+        multiprocessing_context="fork" if num_workers else None,
         collate_fn=_stack,
         # The loader draws a seed when it starts: not from the generator of the training, whose state is
         # part of what a resumed run must find unchanged.

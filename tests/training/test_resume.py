@@ -1,0 +1,53 @@
+"""A run that stops after any step and goes on ends as if it had not stopped."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.training.metrics import read_metrics
+from tests.small_runs import small_run, write_tokens
+from tests.training.test_trainer import numbers, stored_tensors, train
+
+STEPS = 20
+LAST = store.checkpoint_name(STEPS)
+
+
+def resumed_after_each_step(values: dict[str, Any], straight: Path, folder: Path) -> list[str]:
+    """Go on from each checkpoint of a run, to its end; what differs from the run itself, in words."""
+    expected = stored_tensors(straight / store.CHECKPOINTS / LAST)
+    found = []
+    for step in range(1, STEPS + 1):
+        run = folder / f"from-{step}"
+        shutil.copytree(straight, run, ignore=lambda _folder, names: [name for name in names if name == LAST])
+        if step == STEPS:  # nothing is left to do, and nothing may change
+            shutil.copytree(straight / store.CHECKPOINTS / LAST, run / store.CHECKPOINTS / LAST)
+        store.write_atomically(run / store.CHECKPOINTS / store.LATEST, store.checkpoint_name(step) + "\n")
+        train({**values, "training": {**values["training"], "run_dir": str(run)}})
+        stored = stored_tensors(run / store.CHECKPOINTS / LAST)
+        if numbers(run) != numbers(straight):
+            found.append(f"metrics after a stop at step {step}")
+        if stored.keys() != expected.keys():
+            found.append(f"names of stored tensors after a stop at step {step}")
+        found += [f"{name} after {step}" for name in stored if not torch.equal(stored[name], expected[name])]
+        shutil.rmtree(run)
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stop_after_any_step_leaves_no_trace(run_on_ranks: Any, tmp_path: Path, workers: int) -> None:
+    tokens = write_tokens(tmp_path / "tokens")
+    values = small_run(
+        tokens,
+        tmp_path / "straight",
+        data={"num_workers": workers},
+        training={"train_iters": STEPS},
+        checkpoint={"save_interval": 1},
+    )
+    run_on_ranks(1, train, values)
+    assert len(read_metrics(tmp_path / "straight")) == STEPS
+    resuming = {**values, "checkpoint": {}}
+    assert run_on_ranks(1, resumed_after_each_step, resuming, tmp_path / "straight", tmp_path) == [[]]
