@@ -27,6 +27,9 @@ test: $(INSTALLED) ## run the tests
 test-full: $(INSTALLED) ## run the tests, those that take longer too
 	$(BIN)/python -m pytest -m ""
 
+smoke: $(INSTALLED) ## the part of the tests that shows whether another Python and megatron-core serve
+	$(BIN)/python -m pytest tests/parity/test_parity.py tests/training/test_trainer.py tests/golden
+
 lint: $(INSTALLED) ## check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -39,7 +42,7 @@ format: $(INSTALLED) ## rewrite the sources to the format, and mend what lint ca
 	$(BIN)/ruff format .
 
 clean: ## remove .venv, builds and caches; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-3.12 build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp carries the interpreter's series, so that another PYTHON makes the environment anew; a changed

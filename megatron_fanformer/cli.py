@@ -187,6 +187,13 @@ def _parity_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=20, help="steps to train (20)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of weights and activations (fp32)")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="what to run on (auto)")
+    parser.add_argument(
+        "--transformer-impl",
+        choices=("auto", "local", "transformer_engine"),
+        default="auto",
+        help="layers of megatron-core and torch, or Transformer Engine's (auto: these where they import)",
+    )
     parser.add_argument("--communication", action="store_true", help="count the bytes that a step's collectives move")
     parser.add_argument("--report", metavar="FILE", help="write everything as JSON")
 
@@ -198,11 +205,13 @@ def _parity(options: argparse.Namespace, rest: list[str], _arguments: list[str])
     parity(
         Path(options.config),
         rest,
-        layouts=options.layouts,
+        report=Path(options.report) if options.report else None,
+        layouts=tuple(options.layouts),
         steps=options.steps,
         dtype=options.dtype,
         communication=options.communication,
-        report=Path(options.report) if options.report else None,
+        device=options.device,
+        transformer_impl=options.transformer_impl,
     )
 
 

@@ -222,6 +222,38 @@ def test_a_global_batch_that_does_not_divide(refused: Refused, config: str) -> N
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("tp=3", "parallel.tensor_model_parallel_size 3 does not divide model.num_attention_heads 4; choose one of"),
+        ("tp", "'tp' has no value; write such as tp=2,sp=true"),
+        ("tp=x", 'tensor_model_parallel_size is "x"; it must be an integer'),
+        ("stages=2", "unknown configuration key stages; did you mean"),
+        ("tp=2,fan=sequence", "fan_form is sequence without sequence parallelism"),
+        ("dp=3", "training.global_batch_size 4 is no multiple of"),
+        ("overlap=true", "overlap_param_gather is true without use_distributed_optimizer"),
+        ("recompute=some", 'recompute_granularity is "some"; it must be one of full, selective, or null'),
+    ],
+)
+def test_a_layout_that_cannot_be_compared(refused: Refused, config: str, layout: str, said: str) -> None:
+    lines = refused("parity", "--config", config, "--layouts", "tp=2", layout)
+    assert lines[0].startswith(f"layout {layout!r}: ")
+    assert said in lines[0]
+
+
+def test_all_layouts_that_cannot_be_compared_are_named(refused: Refused, config: str) -> None:
+    lines = refused("parity", "--config", config, "--steps", "0", "--layouts", "tp", "vpp=2")
+    assert [line.split(":")[0] for line in lines] == [
+        "--steps is 0; it must be at least 1",
+        "layout 'tp'",
+        "layout 'vpp=2'",
+    ]
+
+
+def test_a_parity_report_without_a_folder(refused: Refused, config: str) -> None:
+    one_line(refused("parity", "--config", config, "--report", "none/report.json"), "none is no folder")
+
+
 def test_a_gpu_that_is_not_there(refused: Refused, config: str) -> None:
     one_line(refused("train", "--config", config, "--parallel.device", "cuda"), "parallel.device is cuda")
 

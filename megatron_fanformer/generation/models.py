@@ -91,7 +91,7 @@ def _huggingface_source(folder: Path) -> ModelSource:
 def _fill_from_huggingface(folder: Path, stages: list[Any], grid: RankGrid) -> None:
     config, tensors = read_huggingface(folder)
     whole = hf_to_megatron(tensors, config)
-    for shard in local_shards({number: sharded_state(chunk, grid) for number, chunk in enumerate(stages)}):
+    for shard in local_shards({str(number): sharded_state(chunk, grid) for number, chunk in enumerate(stages)}):
         shard.data.copy_(whole[shard.key][shard.global_slice()])
 
 

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -19,13 +20,14 @@ def parity(
     file: Path,
     overrides: Sequence[str],
     *,
-    layouts: Sequence[str],
-    steps: int,
-    dtype: str,
-    communication: bool,
     report: Path | None,
+    **options: Any,
 ) -> None:
     """Compare layouts, print the table, and write the report.
+
+    Args:
+        report: the file for the report, as JSON; None writes none.
+        options: the other fields of `ParityConfig`.
 
     Raises:
         InputError: the configuration, a layout or the report's folder is wrong.
@@ -33,14 +35,7 @@ def parity(
     """
     if report is not None and not report.parent.is_dir():
         raise InputError(f"--report {report}: {report.parent} is no folder; make it, or name another")
-    config = ParityConfig(
-        file=file,
-        overrides=tuple(overrides),
-        layouts=tuple(layouts),
-        steps=steps,
-        dtype=dtype,
-        communication=communication,
-    )
+    config = ParityConfig(file=file, overrides=tuple(overrides), **options)
     console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
     status = Console(stderr=True)
     with status.status("starting ranks") as line:

@@ -73,8 +73,6 @@ class Reordering:
         return torch.cat([periodic, size + periodic, 2 * size + linear])
 
     def _axes(self, name: str) -> Permutations:
-        if "v_linear" in name:  # its rows are the values' channels, which stand where the heads want them
-            return [None, self.hidden]
         for part, axes in self._rules().items():
             if part in name:
                 return axes
@@ -87,6 +85,9 @@ class Reordering:
             "output_layer.weight": [self.vocabulary, hidden],
             "fan.linear.weight": [self._fan_rows(), hidden],
             "fan.linear.bias": [self._fan_rows()],
+            # Rows of the values' own map are channels of heads, and stand where those want them.
+            "fan.v_linear.weight": [None, hidden],
+            "fan.v_linear.bias": [None],
             "linear_qkv.weight": [self._qkv_rows(), self.x_f if self.model.has_fan else hidden],
             "linear_qk.weight": [None, self.x_f],
             "linear_proj.weight": [hidden, self._attention_channels()],

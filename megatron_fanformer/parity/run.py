@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -35,6 +35,10 @@ class ParityConfig:
     dtype: str = "fp32"
     communication: bool = False
     """Whether to count what a step's collectives move, too."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """What to run on, whatever the configuration says: a cluster's is compared on a laptop as well."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """The layers, likewise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +123,8 @@ def run_parity(
 def read_layouts(config: ParityConfig) -> tuple[RunConfig, dict[str, ParallelConfig]]:
     """The configuration, and the layouts by their names, each checked on the configuration at its full size."""
     run = load_config(config.file, config.overrides)
+    parallel = dataclasses.replace(run.parallel, device=config.device, transformer_impl=config.transformer_impl)
+    run = dataclasses.replace(run, parallel=parallel)
     found = []
     if config.steps < 1:
         found.append(f"--steps is {config.steps}; it must be at least 1")

@@ -12,6 +12,7 @@ from megatron_fanformer.model.fan_layer import FANActivation, FANOutput, FANProj
 from megatron_fanformer.model.local_layers import TorchCoreAttention
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import local_shards, seed_everything
+from megatron_fanformer.training.step import own_positions
 
 CONFIG = FANformerConfig(
     num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, vocab_size=256, seq_length=32
@@ -192,3 +193,148 @@ def test_grouped_queries_over_more_ranks_than_groups(run_on_ranks: Any, groups: 
     for name, gradient in gather([pieces for _, pieces in ranks]).items():
         error = (gradient - expected[name]).norm() / expected[name].norm().clamp_min(1e-12)
         assert error < 1e-4, f"{name}: {error}"
+
+
+# -- the sequence form, and the values' own FAN layer
+
+
+def losses_and_pieces(parallel: ParallelConfig, fan: FANConfig) -> Any:
+    """Token losses of the initial model of seed 3 with shaken biases, and the gradients summed as a step sums them."""
+    from tests.training.layouts import shards_of
+    from tests.training.test_reference import sum_sequence_parallel_gradients
+
+    with rank_grid(parallel, "cpu") as grid:
+        seed_everything(0)
+        config = FANformerConfig(**{**CONFIG.__dict__, "fan": fan})
+        (stage,) = build_stages(config, parallel, grid, dtype=torch.float32, seed=3)
+        shake_biases(stage, grid)
+        tokens = torch.arange(32).unsqueeze(0)
+        losses = stage(tokens, tokens, None, labels=tokens + 1)
+        losses.mean().backward()
+        sum_sequence_parallel_gradients(stage, grid)
+        return losses.detach(), shards_of([stage], grid, gradients=True), shards_of([stage], grid)
+
+
+@torch.no_grad()
+def shake_biases(stage: Any, grid: Any) -> None:
+    for shard in local_shards(sharded_state(stage, grid)):
+        if shard.key.endswith("bias"):
+            whole = torch.randn(shard.global_shape, generator=torch.Generator().manual_seed(len(shard.key)))
+            shard.data.copy_(whole[shard.global_slice()])
+
+
+FANS = {
+    "qkv": FANConfig(),
+    "no bias": FANConfig(bias=False),
+    "gelu": FANConfig(activation="gelu"),
+    "own values": FANConfig(placement="qk_and_v"),
+    "own values, own p": FANConfig(placement="qk_and_v", v_p_ratio=0.125, activation="gelu"),
+}
+
+
+@pytest.mark.parametrize("form", ["column", "sequence"])
+@pytest.mark.parametrize("name", FANS)
+def test_both_forms_equal_the_single_rank(run_on_ranks: Any, name: str, form: Any) -> None:
+    from tests.training.layouts import gather
+
+    single = ParallelConfig(device="cpu", transformer_impl="local")
+    [(losses, gradients, weights)] = run_on_ranks(1, losses_and_pieces, single, FANS[name])
+    spread = ParallelConfig(
+        device="cpu",
+        transformer_impl="local",
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        fan_form=form,
+    )
+    ranks = run_on_ranks(2, losses_and_pieces, spread, FANS[name])
+    for rank_losses, _, _ in ranks:
+        torch.testing.assert_close(rank_losses, losses, atol=1e-5, rtol=0)
+    expected = gather([gradients])
+    whole = gather([pieces for _, pieces, _ in ranks])
+    assert whole.keys() == expected.keys()
+    for key, gradient in whole.items():
+        assert (gradient - expected[key]).norm() <= 1e-5 * expected[key].norm(), key
+    same_weights = gather([pieces for _, _, pieces in ranks])
+    assert all(torch.equal(same_weights[key], weight) for key, weight in gather([weights]).items())
+
+
+def plain_attention_output(weights: dict[str, torch.Tensor], x: torch.Tensor, fan: FANConfig) -> torch.Tensor:
+    """The reference's facts of its second block, in plain PyTorch: x [s, h] -> [s, h], four heads of 16."""
+    from tests.plain_model import _rotate
+
+    def fan_layer(part: str, width: int, p_ratio: float) -> torch.Tensor:
+        pre = x @ weights[f"fan.{part}.weight"].T + weights[f"fan.{part}.bias"]
+        periodic = int(p_ratio * width)
+        return torch.cat([pre[:, :periodic].cos(), pre[:, :periodic].sin(), pre[:, periodic:]], -1)
+
+    x_f, values = fan_layer("linear", 64, fan.p_ratio), fan_layer("v_linear", 64, fan.value_p_ratio)
+    # Megatron's rows: each head's query, then its key
+    query, key = (x_f @ weights["linear_qk.weight"].T).unflatten(-1, (4, 2, 16)).permute(2, 1, 0, 3)
+    scores = _rotate(query) @ _rotate(key).transpose(-1, -2) / 4
+    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    context = scores.softmax(-1) @ values.unflatten(-1, (4, 16)).transpose(0, 1)
+    return context.transpose(0, 1).flatten(1) @ weights["linear_proj.weight"].T
+
+
+def attention_and_weights(fan: FANConfig, x_sbh: torch.Tensor) -> Any:
+    parallel = ParallelConfig(device="cpu", transformer_impl="local")
+    with rank_grid(parallel, "cpu") as grid, torch.no_grad():
+        seed_everything(0)
+        config = FANformerConfig(**{**CONFIG.__dict__, "fan": fan})
+        (stage,) = build_stages(config, parallel, grid, dtype=torch.float32, seed=3)
+        shake_biases(stage, grid)
+        prefix = "decoder.layers.1.self_attention."
+        pieces = [shard for shard in local_shards(sharded_state(stage, grid)) if shard.key.startswith(prefix)]
+        whole: dict[str, torch.Tensor] = {}
+        for piece in pieces:
+            name = piece.key.removeprefix(prefix)
+            whole.setdefault(name, torch.zeros(piece.global_shape))[piece.global_slice()] = piece.data
+        rotary = stage.rotary_pos_emb(len(x_sbh))
+        output, _ = stage.decoder.layers[1].self_attention(x_sbh, None, rotary_pos_emb=rotary)
+        return output, whole
+
+
+@pytest.mark.parametrize("v_p_ratio", [None, 0.125])
+def test_own_values_are_the_references_second_block(run_on_ranks: Any, v_p_ratio: float | None) -> None:
+    fan = FANConfig(placement="qk_and_v", v_p_ratio=v_p_ratio)
+    x_sbh = torch.randn(9, 1, 64, generator=torch.Generator().manual_seed(2))
+    [(output, weights)] = run_on_ranks(1, attention_and_weights, fan, x_sbh)
+    assert weights["fan.v_linear.weight"].shape == (64 - int((v_p_ratio or 0.25) * 64), 64)
+    assert weights["linear_qk.weight"].shape == (128, 64)
+    expected = plain_attention_output(weights, x_sbh.squeeze(1), fan)
+    torch.testing.assert_close(output.squeeze(1), expected, atol=1e-5, rtol=0)
+
+
+# -- context parallelism
+
+
+def attention_of_a_part(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cotangent: torch.Tensor) -> Any:
+    """This context parallel rank's part of the core attention's output and of its inputs' gradients."""
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    world = torch.distributed.get_world_size()
+    parallel = ParallelConfig(device="cpu", transformer_impl="local", context_parallel_size=world)
+    with rank_grid(parallel, "cpu") as grid:
+        config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, attention_dropout=0.0)
+        core = TorchCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=grid.groups)
+        positions = own_positions(torch.arange(len(query)).unsqueeze(0), grid).squeeze(0)
+        parts = [x[positions].requires_grad_() for x in (query, key, value)]
+        output = core(*parts)
+        gradients = torch.autograd.grad(output, parts, cotangent[positions])
+        return positions, output.detach(), gradients
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_context_parallel_attention_equals_the_single_ranks(run_on_ranks: Any, ranks: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    query, key, value = (torch.randn(32, 2, heads, 16, generator=generator) for heads in (4, 2, 2))
+    cotangent = torch.randn(32, 2, 64, generator=generator)
+    [(_, output, gradients)] = run_on_ranks(1, attention_of_a_part, query, key, value, cotangent)
+    seen = []
+    for positions, part, part_gradients in run_on_ranks(ranks, attention_of_a_part, query, key, value, cotangent):
+        seen += positions.tolist()
+        torch.testing.assert_close(part, output[positions], atol=1e-6, rtol=0)
+        for whole, of_part in zip(gradients, part_gradients, strict=True):
+            torch.testing.assert_close(of_part, whole[positions], atol=1e-5, rtol=0)
+    assert sorted(seen) == list(range(32))

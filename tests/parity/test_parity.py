@@ -15,19 +15,24 @@ from megatron_fanformer.runtime.rank_pool import RankPool
 from tests.parity.faults import FAULTS, faulty_trial
 
 
-@pytest.fixture
-def config_file(tmp_path: Path) -> Path:
-    """A configuration of the 1B, clipping at a norm that its gradients exceed."""
+def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
+    """A configuration of the 1B, clipping at a norm that its gradients exceed; `sections` replace whole ones."""
     values = {
         "model": {"preset": "fanformer-1b"},
         "parallel": {"device": "cpu", "transformer_impl": "local"},
         "data": {"train_data": ["no-such-tokens"]},
         "optimizer": {"lr": 1e-3, "clip_grad": 0.1},
-        "training": {"run_dir": str(tmp_path), "train_iters": 10, "global_batch_size": 32, "micro_batch_size": 1},
+        "training": {"run_dir": str(folder), "train_iters": 10, "global_batch_size": 32, "micro_batch_size": 1},
+        **sections,
     }
-    file = tmp_path / "config.yaml"
+    file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(values))
     return file
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
 
 
 def compare(pool: RankPool, file: Path, *layouts: str, fault: str | None = None, **options: Any) -> ParityResult:

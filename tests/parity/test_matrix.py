@@ -1,0 +1,84 @@
+"""Every layout of a four-layer model against one process, in float32, for each FAN placement."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_fanformer.parity.run import ParityResult
+from megatron_fanformer.runtime.rank_pool import RankPool
+from tests.parity.test_parity import compare, write_config
+
+# Relative, whatever the calibrated bounds say.
+FIRST_LOSS = 1e-6
+GRADIENTS = 1e-5  # norm of the difference over the norm
+LOSSES = 1e-5
+
+LAYOUTS = (
+    "tp=2",
+    "tp=4",
+    "tp=2,sp=true",
+    "tp=2,sp=true,fan=sequence",
+    "pp=2",
+    "pp=4",
+    "pp=2,vpp=2",
+    "cp=2",
+    "tp=2,cp=2",
+    "dp=2",
+    "dp=2,distributed_optimizer=true",
+    "dp=2,distributed_optimizer=true,overlap=true",
+    "tp=2,pp=2",
+    "tp=2,pp=2,sp=true",
+    "pp=2,dp=2,recompute=full",
+    "pp=2,dp=2,recompute=selective",
+)
+MORE_LAYOUTS = (
+    "pp=2,num_layers_in_first_pipeline_stage=6",
+    "tp=2,sp=true,cp=2,fan=sequence",
+    "tp=2,pp=2,vpp=2,sp=true,fan=sequence",
+    "pp=2,vpp=2,dp=2,distributed_optimizer=true,overlap=true",
+    "cp=2,dp=2,distributed_optimizer=true",
+    "tp=2,cp=2,pp=2,sp=true,recompute=full",
+    "tp=2,dp=2,distributed_optimizer=true,overlap=true,recompute=selective",
+)
+PLACEMENTS: dict[str, dict[str, object]] = {
+    "qkv": {},
+    "qk_and_v": {"placement": "qk_and_v", "v_p_ratio": 0.125},
+    "none": {"placement": "none"},
+}
+
+
+@pytest.fixture(params=PLACEMENTS)
+def config_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write_config(tmp_path, model={"preset": "fanformer-1b", "fan": PLACEMENTS[request.param]})
+
+
+def assert_close(result: ParityResult) -> None:
+    result.check()
+    for layout in result.layouts:
+        found = layout.differences
+        assert found.losses[0] <= FIRST_LOSS, layout.name
+        assert max(found.tensors["gradients"].values()) <= GRADIENTS, layout.name
+        assert max(found.losses) <= LOSSES, layout.name
+
+
+def test_every_layout_for_two_steps(rank_pool: RankPool, config_file: Path) -> None:
+    assert_close(compare(rank_pool, config_file, *LAYOUTS, steps=2))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_every_layout_for_a_hundred_steps(long_pool: RankPool, config_file: Path) -> None:
+    assert_close(compare(long_pool, config_file, *LAYOUTS, steps=100))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_more_combinations(long_pool: RankPool, config_file: Path) -> None:
+    assert_close(compare(long_pool, config_file, *MORE_LAYOUTS, steps=5))
+
+
+@pytest.fixture(scope="module")
+def long_pool() -> Iterator[RankPool]:
+    with RankPool(job_seconds=900) as pool:
+        yield pool

@@ -1,0 +1,142 @@
+"""Layouts that a model or a batch does not allow: refused with the rule and the nearest legal value."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatron_fanformer.model.config import PRESETS, FANConfig
+from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.training.layout_rules import batch_problems, layout_problems
+
+MODEL = PRESETS["fanformer-1b"]  # 16 layers, 16 heads, h 2048
+OWN_VALUES = FANConfig(placement="qk_and_v")
+
+
+def parallel(**fields: Any) -> ParallelConfig:
+    return ParallelConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"sequence_parallel": True}, "sequence_parallel is true at tensor_model_parallel_size 1"),
+        ({"tensor_model_parallel_size": 2, "fan_form": "sequence"}, "fan_form is sequence without sequence"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "no schedule is to be interleaved"),
+        ({"num_layers_in_first_pipeline_stage": 2}, "num_layers_in_first_pipeline_stage is 2 at"),
+        ({"overlap_param_gather": True}, "without overlap_grad_reduce"),
+        (
+            {"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": False},
+            "without use_distributed_optimizer",
+        ),
+        ({"gradient_accumulation_fusion": True}, "fused_weight_gradient_mlp_cuda does not import"),
+        ({"recompute_granularity": "full"}, "for every layer alone set them to uniform and 1"),
+        ({"recompute_num_layers": 1}, "are for recompute_granularity full"),
+        ({"recompute_granularity": "selective", "recompute_modules": []}, "recompute_modules is empty"),
+        ({"context_parallel_size": 0}, "context_parallel_size is 0; it must be at least 1"),
+    ],
+)
+def test_a_layout_that_contradicts_itself(fields: dict[str, Any], part: str) -> None:
+    (problem,) = parallel(**fields).problems()
+    assert part in problem
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "part"),
+    [
+        ({}, {"tensor_model_parallel_size": 32}, "choose one of 1, 2, 4, 8, 16"),
+        ({"num_query_groups": 4}, {"tensor_model_parallel_size": 8}, None),
+        (
+            {"num_query_groups": 4, "fan": OWN_VALUES},
+            {"tensor_model_parallel_size": 8},
+            "does not divide model.num_query_groups 4; choose one of 1, 2, 4",
+        ),
+        ({"fan": FANConfig(p_ratio=0.1)}, {"tensor_model_parallel_size": 8}, "the nearest valid model.fan.p_ratio is"),
+        (
+            {"fan": FANConfig(p_ratio=0.1)},
+            {"tensor_model_parallel_size": 8, "sequence_parallel": True, "fan_form": "sequence"},
+            None,
+        ),
+        (
+            {"fan": dataclasses.replace(OWN_VALUES, v_p_ratio=0.1)},
+            {"tensor_model_parallel_size": 8},
+            "the nearest valid model.fan.v_p_ratio is",
+        ),
+        (
+            {},
+            {"pipeline_model_parallel_size": 3},
+            "choose one of 1, 2, 4, 8, 16, or set parallel.num_layers_in_last_pipeline_stage to 4",
+        ),
+        ({}, {"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 4}, None),
+        (
+            {},
+            {"pipeline_model_parallel_size": 4, "num_layers_in_first_pipeline_stage": 5},
+            "less the 5 that",
+        ),
+        (
+            {},
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3},
+            "does not divide the layers of each stage, 8, 8; choose one of 1, 2, 4, 8",
+        ),
+        (
+            {},
+            {
+                "pipeline_model_parallel_size": 2,
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 3,
+            },
+            "choose one of 1, 2, 4, 8",
+        ),
+        ({"seq_length": 1000}, {"context_parallel_size": 3}, "no multiple of 6"),
+        (
+            {"seq_length": 1002},
+            {"context_parallel_size": 3, "tensor_model_parallel_size": 4, "sequence_parallel": True},
+            "no multiple of 12",
+        ),
+    ],
+)
+def test_a_layout_that_the_model_does_not_allow(
+    model: dict[str, Any], fields: dict[str, Any], part: str | None
+) -> None:
+    problems = layout_problems(dataclasses.replace(MODEL, **model), parallel(**fields))
+    assert (problems == []) if part is None else any(part in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("fields", "replicas", "batch", "part"),
+    [
+        ({}, 3, 16, "the nearest is 18"),
+        ({"pipeline_model_parallel_size": 4}, 1, 6, None),
+        (
+            {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
+            1,
+            12,
+            "the nearest global batch size is 16",
+        ),
+    ],
+)
+def test_a_batch_that_the_layout_does_not_allow(
+    fields: dict[str, Any], replicas: int, batch: int, part: str | None
+) -> None:
+    problems = batch_problems(parallel(**fields), replicas, batch, micro_batch_size=2)
+    assert (problems == []) if part is None else part in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "layers"),
+    [
+        (None, None, [4, 4, 4, 4]),
+        (2, None, None),
+        (1, None, [1, 5, 5, 5]),
+        (3, 3, [3, 5, 5, 3]),
+        (None, 1, [5, 5, 5, 1]),
+    ],
+)
+def test_layers_of_each_stage(first: int | None, last: int | None, layers: list[int] | None) -> None:
+    config = parallel(
+        pipeline_model_parallel_size=4,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+    )
+    assert config.layers_per_stage(16) == layers
