@@ -15,11 +15,10 @@ from megatron_fanformer.conversion.mapping import hf_to_megatron, megatron_to_re
 from megatron_fanformer.conversion.reference import is_reference_folder, read_reference, write_reference
 from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.config import DTYPES, FANformerConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 
 Kind = Literal["megatron", "hf", "reference"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Checkpoint(NamedTuple):

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 PAPER_VOCAB_SIZE = 50_280  # allenai/gpt-neox-olmo-dolma-v1_5
 PAPER_P_RATIO = 0.25
 FFN_MULTIPLE = 64  # matched sizes are rounded to it, so that every usual tensor-parallel size divides them
@@ -257,6 +259,10 @@ PRESETS: dict[str, FANformerConfig] = {
     **{f"{name}-same-params": with_same_parameters(size) for name, size in _PAPER_SIZES.items()},
 }
 """The paper's sizes, each with its Transformer twin and its form of the twin's parameter count."""
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""The number formats by the names that configurations and commands have."""
 
 
 @dataclass(frozen=True, kw_only=True)

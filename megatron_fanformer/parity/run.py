@@ -1,17 +1,29 @@
 """`megatron-fanformer parity`: trains a configuration's small form in one process and in each layout, and compares."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 import torch
 
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.parity import layouts as layout_texts
+from megatron_fanformer.parity.communication import FullSize, LayoutCommunication, compare_communication
+from megatron_fanformer.parity.comparison import (
+    Baseline,
+    Bounds,
+    Differences,
+    Finding,
+    baseline_of,
+    bounds_from,
+    differences,
+)
 from megatron_fanformer.parity.shrinking import BUCKETS, SmallRun, shrink
+from megatron_fanformer.parity.trial import Trace, TrialConfig, run_trial
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
@@ -47,10 +59,10 @@ class LayoutResult:
 
     name: str
     ranks: int
-    differences: Any
-    """`Differences`, or None where the layout did not run to its end."""
-    findings: tuple[Any, ...]
-    """`Finding`s in forward order; empty where the layout computes the same model."""
+    differences: Differences | None
+    """None where the layout did not run to its end."""
+    findings: tuple[Finding, ...]
+    """In forward order; empty where the layout computes the same model."""
     failure: str | None = None
     """Why it did not run to its end."""
 
@@ -75,12 +87,12 @@ class ParityResult:
     steps: int
     dtype: str
     device: str
-    noise: list[Any]
-    """`Differences` of the reordered single-process runs."""
-    bounds: Any
+    noise: list[Differences]
+    """Of the reordered single-process runs."""
+    bounds: Bounds
     layouts: list[LayoutResult]
-    communication: list[Any]
-    """`LayoutCommunication`s, where they were asked for."""
+    communication: list[LayoutCommunication]
+    """Where it was asked for."""
 
     def check(self) -> None:
         """Raise DivergenceError, a line for each layout that does not compute the same model."""
@@ -97,14 +109,14 @@ class ParityResult:
 def run_parity(
     config: ParityConfig,
     *,
-    trial_function: Callable[..., Any] | None = None,
+    trial_function: Callable[..., Trace] = run_trial,
     pool: RankPool | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> ParityResult:
     """Compare layouts.
 
     Args:
-        trial_function: what each rank runs; `parity.trial.run_trial` unless a test plants a fault in it.
+        trial_function: what each rank runs; a test plants faults in it.
         pool: ranks to run on; None starts and ends its own.
         tell: is told what runs next.
 
@@ -171,14 +183,9 @@ def _compare(
     named: dict[str, ParallelConfig],
     kind: devices.DeviceKind,
     pool: RankPool,
-    trial_function: Callable[..., Any] | None,
+    train: Callable[..., Trace],
     tell: Callable[[str], None],
 ) -> ParityResult:
-    # after megatron-core was made ready
-    from megatron_fanformer.parity.communication import compare_communication
-    from megatron_fanformer.parity.comparison import baseline_of, bounds_from, differences
-    from megatron_fanformer.parity.trial import TrialConfig, run_trial
-
     single = layout_texts.single_process(run.parallel)
     small = shrink(run.model, run.training.micro_batch_size, list(named.values()))
     trial = TrialConfig(
@@ -190,7 +197,6 @@ def _compare(
         dtype=config.dtype,
         device=kind,
     )
-    train = trial_function or run_trial
     tell(layout_texts.SINGLE)
     baseline = baseline_of(pool.run(1, train, trial, single)[0])
     noise = []
@@ -198,20 +204,15 @@ def _compare(
         tell(f"{layout_texts.SINGLE}, reordered ({number} of {REORDERED_RUNS})")
         noise.append(differences(baseline, pool.run(1, train, trial, single, number)))
     bounds = bounds_from(noise)
-    results = []
+    results, counted = [], []
     for name, layout in named.items():
         tell(name)
-        ranks = layout_texts.world_size(layout)
-        try:
-            found = differences(baseline, pool.run(ranks, train, trial, _with_buckets(layout, small)))
-        except JobFailed as failure:
-            results.append(LayoutResult(name=name, ranks=ranks, differences=None, findings=(), failure=str(failure)))
-            continue
-        results.append(LayoutResult(name=name, ranks=ranks, differences=found, findings=tuple(bounds.findings(found))))
-    counted = []
-    for name, layout in named.items() if config.communication else ():
-        tell(f"{name}, counting bytes")
-        counted.append(compare_communication(pool.run, trial, _full_size(run), name, _with_buckets(layout, small)))
+        bucketed, ranks = _with_buckets(layout, small), layout_texts.world_size(layout)
+        run_ranks = functools.partial(pool.run, ranks, train, trial, bucketed)
+        results.append(_try_layout(name, ranks, baseline, bounds, run_ranks))
+        if config.communication:
+            tell(f"{name}, counting bytes")
+            counted.append(compare_communication(pool.run, trial, _full_size(run), name, bucketed))
     return ParityResult(
         small=small,
         steps=config.steps,
@@ -224,9 +225,17 @@ def _compare(
     )
 
 
-def _full_size(run: RunConfig) -> Any:
-    from megatron_fanformer.parity.communication import FullSize
+def _try_layout(
+    name: str, ranks: int, baseline: Baseline, bounds: Bounds, run_ranks: Callable[[], list[Trace]]
+) -> LayoutResult:
+    try:
+        found = differences(baseline, run_ranks())
+    except JobFailed as failure:
+        return LayoutResult(name=name, ranks=ranks, differences=None, findings=(), failure=str(failure))
+    return LayoutResult(name=name, ranks=ranks, differences=found, findings=tuple(bounds.findings(found)))
 
+
+def _full_size(run: RunConfig) -> FullSize:
     training = run.training
     return FullSize(
         model=run.model, micro_batch_size=training.micro_batch_size, global_batch_size=training.global_batch_size

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.model.build import build_stages, sharded_state
-from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.config import DTYPES, FANformerConfig
 from megatron_fanformer.model.initialization import draw_weight
 from megatron_fanformer.parity.outputs import OutputRecorder
 from megatron_fanformer.parity.pieces import (
@@ -38,8 +38,6 @@ from megatron_fanformer.training.step import (
 SEED = 1234
 SHAKE = 0.1
 """Norms and biases start away from 1 and 0, by a normal of this std: else a dropped one would not show."""
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import multiprocessing.connection
 import os
 import signal
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -64,7 +65,7 @@ class RankPool:
         store = str(Path(self._folder.name) / f"store-{self._jobs}")
         connections = [connection for _, connection in self._ranks[:world_size]]
         for connection in connections:
-            connection.send((function, arguments, world_size, store))
+            connection.send((function, arguments, world_size, store, self._job_seconds))
         results: dict[int, Any] = {}
         while len(results) < world_size:
             waiting = [connection for rank, connection in enumerate(connections) if rank not in results]
@@ -110,6 +111,7 @@ def _start_rank(rank: int, device: devices.DeviceKind) -> tuple[Any, Any]:
 def _serve(connection: Any, rank: int, device: devices.DeviceKind) -> None:
     """A rank's whole life: one job after the other, until the pool closes the connection or a job fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keyboard's is for the pool's owner, who closes the connection
+    threading.Thread(target=_end_with_the_owner, daemon=True).start()
     devices.quieten_libraries()
     from megatron_fanformer.runtime import megatron_cpu
 
@@ -125,8 +127,22 @@ def _serve(connection: Any, rank: int, device: devices.DeviceKind) -> None:
                 os._exit(1)  # the process group may be in any state
 
 
+def _end_with_the_owner() -> None:
+    """A pool whose process was killed could not close: its ranks must not work on."""
+    owner = multiprocessing.parent_process()
+    assert owner is not None
+    owner.join()
+    os._exit(1)
+
+
 def _run_job(
-    rank: int, device: devices.DeviceKind, function: Callable[..., Any], arguments: Any, world_size: int, store: str
+    rank: int,
+    device: devices.DeviceKind,
+    function: Callable[..., Any],
+    arguments: Any,
+    world_size: int,
+    store: str,
+    job_seconds: float,
 ) -> Any:
     import torch.distributed as dist
 
@@ -137,7 +153,7 @@ def _run_job(
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=job_seconds),  # a rank that dies is noticed by its connection
     )
     result = function(*arguments)
     dist.destroy_process_group()

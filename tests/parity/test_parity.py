@@ -11,6 +11,7 @@ import yaml
 from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.parity.report import as_values
 from megatron_fanformer.parity.run import ParityConfig, ParityResult, run_parity
+from megatron_fanformer.parity.trial import run_trial
 from megatron_fanformer.runtime.rank_pool import RankPool
 from tests.parity.faults import FAULTS, faulty_trial
 
@@ -36,7 +37,7 @@ def config_file(tmp_path: Path) -> Path:
 
 
 def compare(pool: RankPool, file: Path, *layouts: str, fault: str | None = None, **options: Any) -> ParityResult:
-    trial = functools.partial(faulty_trial, fault) if fault else None
+    trial = functools.partial(faulty_trial, fault) if fault else run_trial
     config = ParityConfig(file=file, layouts=layouts, **{"steps": 3, **options})
     return run_parity(config, pool=pool, trial_function=trial)
 

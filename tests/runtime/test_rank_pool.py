@@ -1,0 +1,86 @@
+"""The pool of ranks: a job's failure is the job's, and no rank outlives its owner."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
+
+END_SECONDS = 20.0
+
+
+def sum_of_ranks() -> int:
+    gathered: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, dist.get_rank())
+    return sum(rank for rank in gathered if rank is not None)
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("planted")
+    dist.barrier()
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def wait_for_ever() -> None:
+    time.sleep(3600)
+
+
+def test_a_failed_job_names_its_rank_and_the_pool_goes_on() -> None:
+    with RankPool() as pool:
+        with pytest.raises(JobFailed, match="(?s)rank 1 of 2: .*planted") as failure:
+            pool.run(2, fail_on, 1)
+        assert failure.value.rank == 1
+        assert pool.run(2, sum_of_ranks) == [1, 1]
+        with pytest.raises(JobFailed, match="rank 0 of 2: it died"):
+            pool.run(2, die_on, 0)
+
+
+def test_a_job_that_does_not_end_is_ended() -> None:
+    with RankPool(job_seconds=1) as pool, pytest.raises(JobFailed, match="took longer than 1 s on 1 ranks"):
+        pool.run(1, wait_for_ever)
+
+
+OWNER = """
+import os, threading, time
+from megatron_fanformer.runtime.rank_pool import RankPool
+from tests.runtime.test_rank_pool import wait_for_ever
+if __name__ == "__main__":
+    pool = RankPool()
+    threading.Thread(target=pool.run, args=(1, wait_for_ever), daemon=True).start()
+    while not pool._ranks:
+        time.sleep(0.1)
+    print(pool._ranks[0][0].pid, flush=True)
+    time.sleep(3600)
+"""
+
+
+def test_ranks_end_with_a_killed_owner(tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    root = str(Path(__file__).parents[2])
+    owner = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root}
+    )
+    assert owner.stdout is not None
+    rank = int(owner.stdout.readline())
+    owner.kill()
+    owner.wait()
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline and Path(f"/proc/{rank}/stat").exists():
+        if Path(f"/proc/{rank}/stat").read_text().split()[2] == "Z":  # dead, and not waited for by anybody
+            break
+        time.sleep(0.1)
+    else:
+        assert not Path(f"/proc/{rank}/stat").exists()
