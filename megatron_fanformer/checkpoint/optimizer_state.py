@@ -4,160 +4,208 @@
     optimizer.state.param.NAME                                       its float32 main weight, unless NAME itself is that
     optimizer/param_groups                                           hyperparameters and the step, a group of weights
 
-megatron-core's optimizers (plain, with float32 main weights, distributed) agree on the tensors' names but for the main
-weights', and nest them and the groups in different ways; here each one's own nesting is taken apart when it is saved,
-and filled when it is loaded.
+Each is whole there, in the shape of its weight. A rank saves and loads what it has of it in place: all of its own
+weights' state, or, with the distributed optimizer, a range of the elements of some, which is cut into rectangles.
+Nothing is gathered, as megatron-core's own form for all layouts (`fully_reshardable`) would on every rank; that one
+moreover saves wrong values behind a padded bucket (Megatron-LM pull request 5077; seen in 0.16.1 and 0.19.2).
 """
 
 import dataclasses
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 
-from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.runtime.seeding import local_shards
 
-MAIN_WEIGHT = "optimizer.state.param."
-MAIN_WEIGHT_OF_PLAIN = "optimizer.state.fp32_param."
-"""What megatron-core's optimizer with main weights calls them, where it is not distributed."""
-
-
-def own_state(optimizer: Any, weights: dict[str, Any], grid: RankGrid, *, is_loading: bool = False) -> dict[str, Any]:
-    """An optimizer's sharded state dict, in its own nesting; every rank calls it.
-
-    Args:
-        weights: the sharded state dict of its weights, whose data are the parameters themselves.
-        is_loading: the tensors are to be filled.
-    """
-    with _padding_counted(optimizer):
-        return optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=grid.sharding_metadata)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+PREFIX = "optimizer.state."
+MAIN_WEIGHT = f"{PREFIX}param."
+EARLIER_MAIN_WEIGHT = f"{PREFIX}fp32_param."
+"""What checkpoints of megatron-core's plain optimizer for bf16 called it."""
 
 
-@contextmanager
-def _padding_counted(optimizer: Any) -> Iterator[None]:
-    """Let a distributed optimizer gather its buffers with the padding between their buckets.
+class _Part(NamedTuple):
+    """What an optimizer on this rank knows of a weight, from one of its elements on."""
 
-    megatron-core leaves the padding out, and then looks for a parameter where it stands with it: behind a padded
-    bucket it would save other parameters' values under a name, and zeros at the end (Megatron-LM pull request 5077;
-    seen in 0.16.1 and 0.19.2, with the tied embedding's bucket or buckets of overlapped communication).
-    """
-    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
-    buffers = [buffer for each in optimizers for buffer in getattr(each, "buffers", ())]
-    padded = [(buffer, buffer.numel) for buffer in buffers]
-    padded += [(bucket, bucket.grad_data.numel()) for buffer in buffers for bucket in buffer.buckets]
-    unpadded = [(part, part.numel_unpadded) for part, _ in padded]
-    _count(padded)
-    try:
-        yield
-    finally:
-        _count(unpadded)
+    weight: torch.nn.Parameter
+    start: int
+    tensors: dict[str, Tensor]
+    """By name, of as many elements each: MOMENTS, and `param`, the main weight, where that is not the weight itself."""
+    is_shared_out: bool
+    """Whether the other data parallel replicas have the rest of it, rather than the same."""
 
 
-def _count(elements: list[tuple[Any, int]]) -> None:
-    for part, number in elements:
-        part.numel_unpadded = number
-
-
-def stored_state(state: dict[str, Any], weights: dict[str, Any]) -> dict[str, Any]:
+def stored_state(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
     """The form above, as a sharded state dict.
 
     Args:
-        state: of `own_state`.
-        weights: the sharded state dict of its weights.
+        weights: the sharded state dict of the weights, whose data are the parameters themselves.
     """
-    whole = {leaf.key for leaf in _tensors(weights) if leaf.data.dtype == torch.float32}
-    tensors = {leaf.key: leaf for leaf in map(_with_common_name, _tensors(state))}
-    return {
-        "optimizer": {"param_groups": _stored_groups(state)},
-        "optimizer_tensors": {key: leaf for key, leaf in tensors.items() if _weight_of_main(key) not in whole},
-    }
+    shards = dict(enumerate(_shards(optimizer, weights)))
+    return {"optimizer": {"param_groups": _stored_groups(optimizer)}, "optimizer_tensors": shards}
 
 
-def requested_tensors(state: dict[str, Any], stored: Collection[str]) -> dict[str, Any]:
-    """The tensors that an optimizer's own state has, under the names that a checkpoint has them by.
+def requested_tensors(optimizer: Any, weights: dict[str, Any], stored: Collection[str]) -> dict[int, ShardedTensor]:
+    """The optimizer's own tensors, to be filled, under the names that a checkpoint has them by.
 
     Args:
-        state: of `own_state`, for loading.
+        weights: as for `stored_state`.
         stored: the names of the tensors in the checkpoint.
     """
-    return {leaf.key: _named(leaf, _stored_name(leaf.key, stored)) for leaf in _tensors(state)}
+    _allocate(optimizer)
+    shards = _shards(optimizer, weights)
+    return {i: dataclasses.replace(shard, key=_stored_name(shard.key, stored)) for i, shard in enumerate(shards)}
 
 
 def requested_weights(weights: dict[str, Any], stored: Collection[str]) -> dict[str, Any]:
-    """Weights by the names that a checkpoint has them by: in float32 the main weights, where there are any."""
-    return {
-        chunk: {
-            name: _named(leaf, MAIN_WEIGHT + leaf.key)
-            if leaf.data.dtype == torch.float32 and MAIN_WEIGHT + leaf.key in stored
-            else leaf
-            for name, leaf in leaves.items()
-        }
-        for chunk, leaves in weights.items()
-    }
-
-
-def fill(state: dict[str, Any], tensors: dict[str, torch.Tensor], stored: dict[str, Any]) -> None:
-    """Put what was loaded into the state of `own_state`, for the optimizer to take over.
+    """The weights under the names that a checkpoint has them by: those in float32 are the main ones of a run in bf16.
 
     Args:
-        tensors: by their names in `state`.
-        stored: the checkpoint's plain values of the optimizer, in the form of any.
+        weights: by chunk, as `model_state` has them.
     """
 
-    def loaded(value: Any) -> Any:
-        if isinstance(value, LocalNonpersistentObject):
-            return value.unwrap()
-        return tensors[value.key] if _is_tensor(value) else value
+    def named(leaf: Any) -> Any:
+        main = MAIN_WEIGHT + leaf.key
+        is_main = leaf.data.dtype == torch.float32 and _stored_name(main, stored) != leaf.key
+        return dataclasses.replace(leaf, key=_stored_name(main, stored)) if is_main else leaf
 
-    dict_list_map_inplace(loaded, state)
-    # Groups stand in one order on all ranks of all layouts; megatron-core pairs them by what they say, besides.
-    for own, group in zip(_groups(state), _groups(stored), strict=True):
+    return {chunk: {name: named(leaf) for name, leaf in leaves.items()} for chunk, leaves in weights.items()}
+
+
+def set_tensors(own: dict[int, Tensor], loaded: dict[int, Tensor]) -> None:
+    """Take over tensors that were not loaded in place: what another replica read."""
+    for number, tensor in own.items():
+        if loaded[number].data_ptr() != tensor.data_ptr():
+            tensor.copy_(loaded[number])
+
+
+def stored_groups(stored: dict[str, Any]) -> list[dict[str, Any]]:
+    """The groups in the plain values that a checkpoint has of the optimizer; earlier ones nest them deeper."""
+    if "param_groups" in stored:
+        return stored["param_groups"]
+    return [group for value in stored.values() if isinstance(value, dict) for group in stored_groups(value)]
+
+
+def set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
+    """Take over hyperparameters and the step. Groups stand in one order, in all layouts, on all ranks."""
+    for own, group in zip(optimizer.param_groups, groups, strict=True):
         own.update({name: value for name, value in group.items() if name != "params"})
 
 
-def _stored_groups(state: dict[str, Any]) -> list[dict[str, Any]]:
+def _stored_groups(optimizer: Any) -> list[dict[str, Any]]:
     """Every group with the one step, which an optimizer does not count where this rank has no weights of a group."""
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in _groups(state)]
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     step = max(group.get("step", 0) for group in groups)
     return [{**group, "step": step} for group in groups]
 
 
-def _groups(state: dict[str, Any]) -> list[dict[str, Any]]:
-    if "param_groups" in state:
-        return state["param_groups"]
-    return [group for value in state.values() if isinstance(value, dict) for group in _groups(value)]
-
-
-def _tensors(state: dict[str, Any]) -> list[Any]:
-    return [value for value in nested_values(state) if _is_tensor(value)]
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, ShardedTensor | ShardedTensorFactory)
-
-
-def _named(leaf: Any, key: str) -> Any:
-    return leaf if leaf.key == key else dataclasses.replace(leaf, key=key)
-
-
-def _with_common_name(leaf: Any) -> Any:
-    weight = _weight_of_main(leaf.key)
-    return leaf if weight is None else _named(leaf, MAIN_WEIGHT + weight)
-
-
-def _weight_of_main(key: str) -> str | None:
-    """The name of the weight that a main weight is of; None for other tensors."""
-    for prefix in (MAIN_WEIGHT, MAIN_WEIGHT_OF_PLAIN):
-        if key.startswith(prefix):
-            return key.removeprefix(prefix)
-    return None
-
-
 def _stored_name(key: str, stored: Collection[str]) -> str:
-    weight = _weight_of_main(key)
-    if weight is None:
+    if not key.startswith(MAIN_WEIGHT):
         return key
-    return next((p + weight for p in (MAIN_WEIGHT, MAIN_WEIGHT_OF_PLAIN) if p + weight in stored), weight)
+    weight = key.removeprefix(MAIN_WEIGHT)
+    return next((name for name in (key, EARLIER_MAIN_WEIGHT + weight) if name in stored), weight)
+
+
+# -- an optimizer's tensors
+
+
+def _allocate(optimizer: Any) -> None:
+    """Make the tensors that the first step would make."""
+    for each in _single(optimizer):
+        if isinstance(each, DistributedOptimizer):
+            each.load_state_dict(each.state_dict())
+        else:
+            each.init_state_fn(each.optimizer, each.config)
+
+
+def _parts(optimizer: Any, weights: list[torch.nn.Parameter]) -> Iterator[_Part]:
+    for each in _single(optimizer):
+        if isinstance(each, DistributedOptimizer):
+            yield from _distributed_parts(each)
+        else:
+            state = each.optimizer.state
+            mains = ((weight, getattr(weight, "main_param", weight)) for weight in weights)
+            yield from (_part(weight, 0, main, state[main], False) for weight, main in mains if main in state)
+
+
+def _distributed_parts(optimizer: Any) -> Iterator[_Part]:
+    for buffer in optimizer.gbuf_ranges:
+        for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
+            for weight, ranges in bucket["param_map"].items():
+                tensors = optimizer._get_main_param_and_optimizer_states(weight)
+                yield _part(weight, ranges["param"].start, tensors["param"], tensors, True)
+
+
+def _part(weight: torch.nn.Parameter, start: int, main: Tensor, state: dict[str, Tensor], is_shared_out: bool) -> _Part:
+    tensors = {name: state[name] for name in MOMENTS}
+    if weight.dtype != torch.float32:
+        tensors["param"] = main
+    return _Part(weight, start, tensors, is_shared_out)
+
+
+def _single(optimizer: Any) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+# -- where they stand in the whole
+
+
+def _shards(optimizer: Any, weights: dict[str, Any]) -> Iterator[ShardedTensor]:
+    """Every part as rectangles of whole tensors; their data are the optimizer's own."""
+    pieces = {leaf.data: list(local_shards({"": leaf})) for leaf in nested_values(weights)}
+    for part in _parts(optimizer, list(pieces)):
+        for piece in pieces[part.weight]:
+            for name, tensor in part.tensors.items():
+                yield from _rectangles_of(piece, part, f"{PREFIX}{name}.{piece.key}", tensor.detach().view(-1))
+
+
+def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) -> Iterator[ShardedTensor]:
+    """What a part has of a piece of its weight (one, unless several are stored of it), as pieces of the tensor `key`.
+
+    Args:
+        flat: the part's tensor, without its shape.
+    """
+    assert piece.data is not None and piece.data.is_contiguous() and not piece.prepend_axis_num
+    before = piece.data.storage_offset() - part.weight.storage_offset()  # elements of the weight
+    start = max(part.start - before, 0)
+    end = min(part.start + flat.numel() - before, piece.data.numel())
+    for first, offset, shape in rectangles(tuple(piece.data.shape), start, end):
+        data = flat.narrow(0, before + first - part.start, torch.Size(shape).numel()).view(shape)
+        yield dataclasses.replace(
+            piece,
+            key=key,
+            data=data,
+            dtype=data.dtype,
+            local_shape=shape,
+            global_offset=tuple(map(sum, zip(piece.global_offset, offset, strict=True))),
+            axis_fragmentations=None,  # no regular grid
+            replica_id=_replica_id(piece, part),
+        )
+
+
+def _replica_id(piece: ShardedTensor, part: _Part) -> Any:
+    if not part.is_shared_out:
+        return piece.replica_id
+    pipeline, tensor, _data = piece.replica_id
+    return pipeline, tensor, 0
+
+
+def rectangles(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """(first element, offset, shape) of the fewest rectangles that a range of a tensor's elements makes.
+
+    Args:
+        shape: of the tensor, of one or two dimensions.
+        start, end: the range, in elements of the flattened tensor; empty where `end` is not above `start`.
+    """
+    columns = shape[-1] if len(shape) == 2 else 1
+    while start < end:
+        row, column = divmod(start, columns)
+        whole_rows = 0 if column else (end - start) // columns
+        extent = (whole_rows or 1, columns if whole_rows else min(columns - column, end - start))
+        yield start, (row, column)[: len(shape)], extent[: len(shape)]
+        start += extent[0] * extent[1]

@@ -6,6 +6,7 @@
 A synchronous save waits for the second inside the first; an asynchronous one trains on in between.
 """
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,7 +100,8 @@ class CheckpointSaver:
         if (due := self._unpublished) is None or not self._is_written(due.step, blocking=blocking):
             return None
         self._unpublished = None
-        arguments = (due.folder, self._checkpoints, due.step, due.config, self._keep, due.attachments)
+        remove = store.remove_in_background if self._async_save else shutil.rmtree
+        arguments = (due.folder, self._checkpoints, due.step, due.config, self._keep, due.attachments, remove)
         return self._on_main(due.step, lambda: store.publish(*arguments))
 
     def close(self) -> None:
@@ -124,7 +126,7 @@ class CheckpointSaver:
                     return False
                 time.sleep(POLL_SECONDS)
         except CheckpointException as error:  # on every rank, but only the main one knows why
-            reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in error.failures.items()]
+            reasons = [f"rank {rank}: {_said(reason)}" for rank, (reason, _) in error.failures.items()]
             self._unpublished = None
             raise _failure(step, self._of_main("; ".join(reasons))) from None
         return True
@@ -147,6 +149,10 @@ class CheckpointSaver:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+
+def _said(reason: BaseException) -> str:
+    return str(reason).removeprefix("Worker failure: ")
 
 
 def _failure(step: int, reason: str) -> FanformerError:

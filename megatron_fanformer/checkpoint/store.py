@@ -9,8 +9,9 @@ whatever bears a checkpoint's name is whole.
 
 import os
 import shutil
+import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def temporary_folder(checkpoints: Path, step: int) -> Path:
     """
     for left in checkpoints.glob(".step-*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
-    folder = checkpoints / f".{checkpoint_name(step)}.{uuid.uuid4().hex}.tmp"
+    folder = _aside(checkpoints, checkpoint_name(step))
     folder.mkdir(parents=True)
     return folder
 
@@ -51,6 +52,7 @@ def publish(
     config: dict[str, Any],
     keep: int | None = None,
     attachments: Sequence[Path] = (),
+    remove: Callable[[Path], None] = shutil.rmtree,
 ) -> Path:
     """Give a complete checkpoint its name, point `latest` to it, and remove all but the `keep` newest."""
     for file in attachments:
@@ -67,8 +69,20 @@ def publish(
         # later steps are of a run that was rewound: not this run's to count or remove
         earlier = [folder for folder in _steps(checkpoints) if folder.name < final.name]
         for old in earlier[: max(0, len(earlier) + 1 - keep)]:
-            shutil.rmtree(old)
+            remove(old)
     return final
+
+
+def remove_in_background(checkpoint: Path) -> None:
+    """Take its name from a checkpoint at once, and remove it in a thread: gigabytes take seconds to free."""
+    aside = _aside(checkpoint.parent, checkpoint.name)
+    os.rename(checkpoint, aside)
+    threading.Thread(target=shutil.rmtree, args=(aside,), kwargs={"ignore_errors": True}).start()
+
+
+def _aside(checkpoints: Path, name: str) -> Path:
+    """A path that bears no checkpoint's name, and nobody else's; what is left there goes with the next save."""
+    return checkpoints / f".{name}.{uuid.uuid4().hex}.tmp"
 
 
 def attachment_name(file: Path) -> str:

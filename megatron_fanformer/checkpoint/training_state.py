@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_fanformer.checkpoint import megatron_versions, optimizer_state, store
@@ -40,10 +40,9 @@ def training_state(stages: list[Any], optimizer: Any, progress: dict[str, Any], 
         progress: plain values that the run goes on from, the same on all ranks.
     """
     weights = model_state(stages, grid)
-    state = optimizer_state.own_state(optimizer, weights, grid)
     return {
         **weights,
-        **optimizer_state.stored_state(state, weights),
+        **optimizer_state.stored_state(optimizer, weights),
         "progress": progress,
         "random": _random_state(grid, capture=True),
     }
@@ -74,21 +73,33 @@ def load_training_state(
     group = grid.groups.dp_cp if fully_parallel else None
     stored = _stored_names(checkpoint)
     weights = model_state(stages, grid)
-    # Named after the weights while these are still the parameters themselves: loading detaches them.
-    state = optimizer_state.own_state(optimizer, weights, grid, is_loading=True)
+    # Found by the weights while these are still the parameters themselves: loading detaches them.
+    tensors = optimizer_state.requested_tensors(optimizer, weights, stored)
     wanted = optimizer_state.requested_weights(weights, stored)
     if same_layout := _is_same_layout(saved["parallel"], config["parallel"]):
         wanted["random"] = _random_state(grid, capture=False)
     loaded = _load(checkpoint, wanted, group)
     _set_weights(stages, loaded)
-    # Apart from the weights, of which it may want some in another type: one load returns a name in one type.
-    moments = _load(checkpoint, {"optimizer_tensors": optimizer_state.requested_tensors(state, stored)}, group)
-    optimizer_state.fill(state, moments["optimizer_tensors"], moments["optimizer"])
-    amend_optimizer_state(state)
-    optimizer.load_state_dict(state)
+    _load_optimizer(checkpoint, optimizer, tensors, group, amend_optimizer_state)
     if same_layout:
         _restore_random_state(loaded["random"])
     return loaded["progress"]
+
+
+def _load_optimizer(
+    checkpoint: Path,
+    optimizer: Any,
+    tensors: dict[int, ShardedTensor],
+    group: "dist.ProcessGroup | None",
+    amend: Callable[[dict[str, Any]], None],
+) -> None:
+    """Apart from the weights, of which it may want some in float32: one load returns a name in one type."""
+    own = {number: shard.data for number, shard in tensors.items()}
+    loaded = _load(checkpoint, {"optimizer_tensors": tensors}, group)
+    optimizer_state.set_tensors(own, loaded["optimizer_tensors"])
+    groups = optimizer_state.stored_groups(loaded["optimizer"])
+    amend({"param_groups": groups})
+    optimizer_state.set_groups(optimizer, groups)
 
 
 def load_weights(checkpoint: Path, stages: list[Any], grid: RankGrid) -> None:
@@ -174,12 +185,3 @@ def _restore_random_state(state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["tensor_parallel"])
     torch.cuda.set_rng_state(state["device"])
     torch.set_rng_state(state["torch"])
-
-
-def save_training_state(run: Path, *, grid: RankGrid, keep: int | None, **state: Any) -> Path:
-    """Shim of the earlier interface, until the trainer has a CheckpointSaver."""
-    from megatron_fanformer.checkpoint.saving import CheckpointSaver
-
-    folder = CheckpointSaver(run, grid, keep=keep).save(**state)
-    assert folder is not None
-    return folder

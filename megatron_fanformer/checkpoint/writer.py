@@ -4,17 +4,20 @@ It is forked, and so sees the rank's memory as it was then: on a CPU the fork is
 updates in place, cannot reach. (From a GPU megatron-core copies to host memory before.)
 """
 
+import ctypes
 import functools
 import logging
 import os
 import pickle
 import queue
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from multiprocessing import process
 from typing import Any
 
+PR_SET_PDEATHSIG = 1  # prctl(2)
 LOGGER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
@@ -49,13 +52,15 @@ class ResultsFile:
 def watched(write: Callable[[int, Any, Any], None]) -> Callable[[int, Any, Any], None]:
     """megatron-core's writer, to be called in a process of its own: it always ends, and says why it failed.
 
-    As it is, it waits for ever where a process that it starts (in 0.16) is killed, and tells a log, not the rank, what
-    went wrong (in 0.19).
+    As it is, it waits for ever where a process that it starts (in 0.16) is killed, tells a log, not the rank, what went
+    wrong (in 0.19), and outlives a rank that is killed, whose port it keeps.
     """
 
     @functools.wraps(write)
     def write_watched(rank: int, buckets: Any, results: Any) -> None:
         signal.signal(signal.SIGCHLD, _end_if_one_was_killed)
+        _end_with_parent()
+        os.register_at_fork(after_in_child=_end_with_parent)
         log = _Log()
         own: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
@@ -80,6 +85,11 @@ class _Log(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.errors.append(record.getMessage())
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_if_one_was_killed(*_: Any) -> None:

@@ -168,6 +168,7 @@ NOTICES = (
     "The argument order of load",
     "torch.distributed is disabled, unavailable",
     "MimoModelConfig is experimental",
+    "If you are using transformer_engine as the transformer implementation",
 )
 
 

@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser
 
 from megatron_fanformer.data.loader import DataConfig
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.config import PRESETS, FANformerConfig, PrecisionConfig
+from megatron_fanformer.model.config import DTYPES, PRESETS, FANformerConfig, PrecisionConfig
 from megatron_fanformer.runtime.device import DeviceKind, has_bf16_matrix_units
 from megatron_fanformer.runtime.parallel import ParallelConfig
 from megatron_fanformer.training.config_values import value_problems, without_empty_sections
@@ -24,7 +24,6 @@ from megatron_fanformer.training.metrics import LoggingConfig
 from megatron_fanformer.training.optimizer import OptimizerConfig
 from megatron_fanformer.training.schedule import ScheduleConfig
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PRESET_KEY = "model.preset"
 
 
@@ -77,6 +76,10 @@ class CheckpointConfig:
     """Steps between checkpoints; null: at the end only."""
     keep: int | None = None
     """How many of the newest checkpoints to keep; null: all."""
+    async_save: bool = False
+    """Train on while a checkpoint is being written: the run waits only for its state to be captured."""
+    fully_parallel_save: bool = True
+    """Replicas write, and read, a part of a checkpoint each, instead of all of it."""
     load: str | None = None
     """A run's folder or a checkpoint whose weights a new run starts from (step 0, fresh optimizer)."""
 

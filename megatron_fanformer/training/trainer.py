@@ -16,7 +16,8 @@ import yaml
 from rich.console import Console
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.training_state import load_training_state, load_weights, save_training_state
+from megatron_fanformer.checkpoint.saving import CheckpointSaver
+from megatron_fanformer.checkpoint.training_state import load_training_state, load_weights
 from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.data.loader import build_datasets
 from megatron_fanformer.data.tokenizer import tokenizer_file
@@ -68,13 +69,15 @@ class Trainer:
                 self._log(metrics)
                 stopping = self._shall_stop()
                 self._save_if_due(force=stopping is not None)
+                self._publish_if_written(blocking=stopping is not None or self._is_over)
                 if stopping == "signal":
                     raise Interrupted(f"stopped after step {self.step}, saved; the same command goes on from there")
                 if stopping == "exit_interval":
                     return
 
     def close(self) -> None:
-        """Close logs and progress."""
+        """Close logs and progress; after an error, end the writing of a checkpoint."""
+        self._saver.close()
         if self.grid.is_main:
             self._progress.close()
             self._metrics.close()
@@ -88,7 +91,8 @@ class Trainer:
         self._scheduler.step(1)
         try:
             result = train_step(self._wrapped, self._optimizer, self._batches, self.grid, self._shape)
-        except DivergenceError as error:
+        except DivergenceError as error:  # on every rank
+            self._publish_if_written(blocking=True)  # of an earlier step, and sound
             raise DivergenceError(f"step {self.step}: {error}") from None
         self.consumed_samples += self.config.training.global_batch_size
         return self._metrics_of(result, time.monotonic() - started)
@@ -115,7 +119,7 @@ class Trainer:
         """The loss on each validation set, where this step evaluates."""
         training = self.config.training
         due = training.eval_interval is not None and self.step % training.eval_interval == 0
-        if not due and self.step != training.train_iters:
+        if not due and not self._is_over:
             return {}
         losses = {}
         for name, dataset in self._data.valid.items():
@@ -129,26 +133,35 @@ class Trainer:
     def _save_if_due(self, *, force: bool) -> None:
         interval = self.config.checkpoint.save_interval
         due = interval is not None and self.step % interval == 0
-        if not (due or force or self.step == self.config.training.train_iters):
+        if not (due or force or self._is_over):
             return
+        self._publish_if_written(blocking=True)  # one at a time
         with weights_in_step(self._wrapped):
-            folder = save_training_state(
-                self.run,
+            folder = self._saver.save(
                 step=self.step,
                 stages=self._stages,
                 optimizer=self._optimizer,
                 progress={"step": self.step, "consumed_samples": self.consumed_samples},
                 config=self._resolved_config(),
-                grid=self.grid,
-                keep=self.config.checkpoint.keep,
                 attachments=self._attachments(),
             )
-        if self.grid.is_main:
-            self._progress.note(f"step {self.step}  saved {folder}")
+        self._tell_saved(folder)
+
+    def _publish_if_written(self, *, blocking: bool) -> None:
+        """Give a checkpoint that was being written its name, once it is; `blocking` waits for that."""
+        self._tell_saved(self._saver.finish_due(blocking=blocking))
+
+    def _tell_saved(self, folder: Path | None) -> None:
+        if folder is not None and self.grid.is_main:
+            self._progress.note(f"step {self.step}  saved {folder}")  # by now perhaps an earlier step's
+
+    @property
+    def _is_over(self) -> bool:
+        return self.step == self.config.training.train_iters
 
     def _shall_stop(self) -> str | None:
         """Why to end after this step, agreed on by all ranks; None to go on."""
-        if self.step == self.config.training.train_iters:
+        if self._is_over:
             return None
         asked = torch.tensor(int(self._stop), device=self.grid.torch_device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)  # a signal may reach some ranks only
@@ -185,6 +198,13 @@ class Trainer:
             weight_decay=config.optimizer.weight_decay,
             train_iters=config.training.train_iters,
         )
+        self._saver = CheckpointSaver(
+            self.run,
+            grid,
+            keep=config.checkpoint.keep,
+            async_save=config.checkpoint.async_save,
+            fully_parallel=config.checkpoint.fully_parallel_save,
+        )
         self._shape = StepShape(
             num_micro_batches=config.num_micro_batches(grid.data_parallel_size),
             micro_batch_size=config.training.micro_batch_size,
@@ -202,6 +222,7 @@ class Trainer:
             config=self._resolved_config(),
             grid=self.grid,
             amend_optimizer_state=functools.partial(keep_hyperparameters, self._optimizer),
+            fully_parallel=self.config.checkpoint.fully_parallel_save,
         )
         self.step, self.consumed_samples = progress["step"], progress["consumed_samples"]
         self._scheduler.step(self.step)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_fanformer.checkpoint.optimizer_state import own_state
+from megatron_fanformer.checkpoint.optimizer_state import stored_state
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.training_state import load_training_state, model_state
 from megatron_fanformer.model.build import build_stages
@@ -157,15 +157,8 @@ class Training:
         """This rank's pieces of the weights, Adam's moments and the main weights; each by its global name."""
         with weights_in_step(self.wrapped):
             weights = model_state(self.stages, self.grid)
-            state = own_state(self.optimizer, weights, self.grid)
-        moments = [(shard.key.replace("fp32_param", "param"), shard) for shard in local_shards(state)]
-        return [_piece(shard.key, shard) for shard in local_shards(weights)] + [
-            _piece(name, shard) for name, shard in moments if not self._is_the_weight(name)
-        ]
-
-    def _is_the_weight(self, name: str) -> bool:
-        """Whether a main weight is no more than the weight itself: only the distributed optimizer tells it then."""
-        return name.startswith("optimizer.state.param.") and not self.optimizer.config.bf16
+            moments = stored_state(self.optimizer, weights)["optimizer_tensors"]
+        return [_piece(shard) for state in (weights, moments) for shard in local_shards(state)]
 
     def groups(self) -> list[dict[str, Any]]:
         """The groups of this rank's optimizer that have parameters, without them."""
@@ -176,8 +169,8 @@ class Training:
         ]
 
 
-def _piece(name: str, shard: Any) -> tuple[str, Any, Any, torch.Tensor]:
-    return name, tuple(shard.global_shape), shard.global_slice(), shard.data.detach().float().clone()
+def _piece(shard: Any) -> tuple[str, Any, Any, torch.Tensor]:
+    return shard.key, tuple(shard.global_shape), shard.global_slice(), shard.data.detach().float().clone()
 
 
 @contextmanager

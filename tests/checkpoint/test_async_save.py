@@ -1,20 +1,24 @@
 """A checkpoint that is written while training goes on: what it holds, when it is published, and writers that fail."""
 
+import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from megatron_fanformer.checkpoint import saving, store
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
+from megatron_fanformer.checkpoint.writer import watched
 from megatron_fanformer.errors import FanformerError
 from tests.checkpoint.states import Pieces, Training, load_and_train, small_model, training, world_size
 from tests.training.layouts import gather
@@ -159,6 +163,20 @@ def give_up(layout: str, folder: Path) -> tuple[Any, list[str]]:
         return process.exitcode, published(folder)
 
 
+def save_thrice(layout: str, folder: Path) -> list[str]:
+    """Keep one of three checkpoints; all that is left in the end."""
+    with training(layout, small_model()) as run:
+        saver = CheckpointSaver(folder, run.grid, keep=1, async_save=True)
+        for _ in range(3):
+            run.take_steps(1)
+            run.save(saver)
+            saver.finish_due(blocking=True)
+        deadline = time.monotonic() + NOT_FOR_EVER_SECONDS
+        while list((folder / store.CHECKPOINTS).glob(".*")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return sorted(path.name for path in (folder / store.CHECKPOINTS).iterdir())
+
+
 def sizes_written(layout: str, fully_parallel: bool, folder: Path) -> dict[int, int]:
     """Bytes that each rank wrote."""
     with training(layout, small_model()) as run:
@@ -202,6 +220,10 @@ def test_replicas_share_the_writing(run_on_ranks: RunOnRanks, tmp_path: Path) ->
         assert alone[1] < (1 - A_LAYOUTS_SHARE) * alone[0]
 
 
+def test_only_the_newest_are_kept(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    assert run_on_ranks(1, save_thrice, "tp1-plain", tmp_path) == [["latest", "step-00000003"]]
+
+
 # -- writers that fail
 
 
@@ -232,6 +254,40 @@ def test_what_a_writer_starts_may_be_killed_too(run_on_ranks: RunOnRanks, tmp_pa
 
 def test_signals_to_stop_do_not_stop_a_writer(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
     assert run_on_ranks(1, signal_writers, "tp1-plain", tmp_path) == [["latest", "step-00000002"]]
+
+
+def write_for_ever(*_: Any) -> None:
+    time.sleep(NOT_FOR_EVER_SECONDS)
+
+
+def start_a_writer(connection: Any) -> None:
+    writer = multiprocessing.get_context("fork").Process(target=watched(write_for_ever), args=(0, None, None))
+    writer.start()
+    connection.send(writer.pid)
+    writer.join()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a process of its parent's end")
+def test_a_writer_does_not_outlive_its_rank() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    rank = multiprocessing.get_context("fork").Process(target=start_a_writer, args=(theirs,))
+    rank.start()
+    writer = ours.recv()
+    time.sleep(0.2)  # it must have got to its work
+    assert is_alive(writer)
+    rank.kill()
+    rank.join()
+    deadline = time.monotonic() + NOT_FOR_EVER_SECONDS / 2
+    while is_alive(writer) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(writer)
 
 
 def test_closing_ends_a_writer(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def wait_for_ever() -> None:
 
 def test_a_failed_job_names_its_rank_and_the_pool_goes_on() -> None:
     with RankPool() as pool:
-        with pytest.raises(JobFailed, match="(?s)rank 1 of 2: .*planted") as failure:
+        with pytest.raises(JobFailed, match=r"(?s)rank 1 of 2: .*planted") as failure:
             pool.run(2, fail_on, 1)
         assert failure.value.rank == 1
         assert pool.run(2, sum_of_ranks) == [1, 1]
