@@ -6,12 +6,13 @@ from statistics import median
 
 import numpy as np
 
+from megatron_fanformer.parity.outputs import TOKEN_LOSS
 from megatron_fanformer.parity.pieces import Piece, part_of
 from megatron_fanformer.parity.trial import Trace
 
 FACTOR = 8.0
-"""A difference may be this many times what reordered runs showed. Measured: layouts without a bug stay below 3, the
-smallest of the planted bugs in the tests lies above 1,000."""
+"""A difference may be this many times what reordered runs showed. Measured in float32: layouts without a bug stay below
+twice the noise, planted bugs are first found at 157 times it or more."""
 FLOAT32_EPSILON = float(np.finfo(np.float32).eps)
 SMALLEST_SCALE = 1e-6  # of the largest tensor's: below it a tensor's own size is rounding itself
 
@@ -27,7 +28,7 @@ class Baseline:
     tensors: dict[str, dict[str, np.ndarray]]
     """By kind, then by name."""
     scales: dict[str, Errors]
-    """The norm of each tensor; of a weight, of how far it moved."""
+    """The norm of each tensor; of a weight, of how far it moved, or could at least have moved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +84,14 @@ class Bounds:
             yield Finding(kind.removesuffix("s"), name, difference, self.tensors[kind][name])
 
 
-def baseline_of(trace: Trace) -> Baseline:
-    """The whole of what one process saw."""
+def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON) -> Baseline:
+    """The whole of what one process saw; `epsilon` is that of the type in which weights are held."""
     tensors = {kind: _assembled(getattr(trace, kind)) for kind in KINDS}
     initial = _assembled(trace.initial)
     moved = {name: weight - initial[name] for name, weight in tensors["weights"].items()}
     scales = {kind: _scales(moved if kind == "weights" else tensors[kind]) for kind in KINDS}
+    for name, weight in tensors["weights"].items():  # a move below its rounding is none
+        scales["weights"][name] = max(scales["weights"][name], epsilon * _norm(weight))
     return Baseline(losses=trace.losses, tensors=tensors, scales=scales)
 
 
@@ -106,7 +109,8 @@ def bounds_from(noise: list[Differences]) -> Bounds:
     """The bounds that reordered runs give.
 
     A tensor's is taken from its own noise or the median tensor's, whichever is larger: with few runs some tensor is
-    always lucky. Losses are bounded by the largest noise so far.
+    always lucky. A loss's is the largest so far, or that of the token losses that it is the mean of, which cannot be
+    lucky.
     """
     steps = range(len(noise[0].losses))
     so_far = [max(run.losses[earlier] for run in noise for earlier in range(step + 1)) for step in steps]
@@ -115,7 +119,8 @@ def bounds_from(noise: list[Differences]) -> Bounds:
         worst = {name: max(run.tensors[kind][name] for run in noise) for name in noise[0].tensors[kind]}
         floor = max(median(worst.values()), FLOAT32_EPSILON)
         tensors[kind] = {name: FACTOR * max(value, floor) for name, value in worst.items()}
-    return Bounds(losses=[FACTOR * max(value, FLOAT32_EPSILON) for value in so_far], tensors=tensors)
+    of_tokens = max(run.tensors["outputs"][TOKEN_LOSS] for run in noise)
+    return Bounds(losses=[FACTOR * max(value, of_tokens, FLOAT32_EPSILON) for value in so_far], tensors=tensors)
 
 
 def _assembled(pieces: list[Piece]) -> dict[str, np.ndarray]:

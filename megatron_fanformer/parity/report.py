@@ -13,7 +13,7 @@ from megatron_fanformer import __version__
 from megatron_fanformer.parity.communication import LayoutCommunication
 from megatron_fanformer.parity.comparison import FACTOR, KINDS, Differences
 from megatron_fanformer.parity.layouts import SINGLE
-from megatron_fanformer.parity.run import LayoutResult, ParityResult
+from megatron_fanformer.parity.run import REORDERED_RUNS, LayoutResult, ParityResult
 from megatron_fanformer.planning.communication import ComparedCell
 
 COLUMNS = ("first loss", "outputs", "gradients", "losses", "weights")
@@ -33,7 +33,8 @@ def print_report(result: ParityResult, console: Console) -> None:
     console.print(
         "Relative differences from one process; the largest, over all steps and tensors. Outputs and gradients are of "
         "the first step, and losses and weights of all; a weight's difference is relative to how far it moved. "
-        f"A bound is {FACTOR:g} times what {len(result.noise)} single-process runs with every sum reordered showed.",
+        f"A bound is {FACTOR:g} times what {REORDERED_RUNS} single-process runs with every sum reordered"
+        f"{'' if result.dtype == 'fp32' else ', and one in fp32,'} showed.",
         highlight=False,
         soft_wrap=True,
     )
@@ -76,7 +77,9 @@ def _table(result: ParityResult) -> Table:
     table.add_column("verdict", overflow="fold")
     noise = [_largest(differences) for differences in result.noise]
     reordered = [f"{max(values):.1e}" for values in zip(*noise, strict=True)]
-    table.add_row(f"{SINGLE}, reordered", "1", *reordered, "", "")
+    table.add_row(
+        f"{SINGLE}, {'reordered' if result.dtype == 'fp32' else 'reordered or in fp32'}", "1", *reordered, "", ""
+    )
     for layout in result.layouts:
         table.add_row(layout.name, str(layout.ranks), *_cells(layout), _closest(result, layout), layout.verdict)
     return table
@@ -127,7 +130,7 @@ def as_values(result: ParityResult, config_file: str) -> dict[str, Any]:
         "global_batch_size": result.small.global_batch_size,
         "micro_batch_size": result.small.micro_batch_size,
         "bound_factor": FACTOR,
-        "reordered_runs": [_differences(noise) for noise in result.noise],
+        "noise_runs": [_differences(noise) for noise in result.noise],
         "bounds": {"losses": result.bounds.losses, **result.bounds.tensors},
         "layouts": [_layout(layout) for layout in result.layouts],
         "communication": [_communication(counted) for counted in result.communication],

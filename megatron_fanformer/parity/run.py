@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from megatron_fanformer.errors import DivergenceError, InputError
+from megatron_fanformer.model.config import DTYPES
 from megatron_fanformer.parity import layouts as layout_texts
 from megatron_fanformer.parity.communication import FullSize, LayoutCommunication, compare_communication
 from megatron_fanformer.parity.comparison import (
@@ -88,7 +89,7 @@ class ParityResult:
     dtype: str
     device: str
     noise: list[Differences]
-    """Of the reordered single-process runs."""
+    """Of the single-process runs that show what rounding explains: reordered ones, and below fp32 one in fp32."""
     bounds: Bounds
     layouts: list[LayoutResult]
     communication: list[LayoutCommunication]
@@ -198,11 +199,17 @@ def _compare(
         device=kind,
     )
     tell(layout_texts.SINGLE)
-    baseline = baseline_of(pool.run(1, train, trial, single)[0])
+    baseline = baseline_of(pool.run(1, train, trial, single)[0], torch.finfo(DTYPES[config.dtype]).eps)
     noise = []
     for number in range(1, REORDERED_RUNS + 1):
         tell(f"{layout_texts.SINGLE}, reordered ({number} of {REORDERED_RUNS})")
         noise.append(differences(baseline, pool.run(1, train, trial, single, number)))
+    if config.dtype != "fp32":
+        # Ranks round their partial sums to that type before they are added, which no reordering of one process does:
+        # what rounding to it changes at all is shown by a run without it.
+        tell(f"{layout_texts.SINGLE}, in fp32")
+        exact = dataclasses.replace(trial, dtype="fp32")
+        noise.append(differences(baseline, pool.run(1, train, exact, single)))
     bounds = bounds_from(noise)
     results, counted = [], []
     for name, layout in named.items():

@@ -53,6 +53,13 @@ def test_a_planted_fault_is_caught_and_named(rank_pool: RankPool, config_file: P
         result.check()
 
 
+def test_bf16_is_told_from_a_fault(rank_pool: RankPool, config_file: Path) -> None:
+    name = "p and g shards swapped on one rank"
+    compare(rank_pool, config_file, "tp=2", "dp=2", dtype="bf16").check()
+    (layout,) = compare(rank_pool, config_file, FAULTS[name].layout, fault=name, dtype="bf16").layouts
+    assert str(layout.findings[0]).startswith(FAULTS[name].first)
+
+
 def test_layouts_without_a_fault_are_the_same(rank_pool: RankPool, config_file: Path) -> None:
     layouts = {fault.layout for fault in FAULTS.values()}
     result = compare(rank_pool, config_file, *sorted(layouts))
