@@ -5,6 +5,7 @@ from the same model.
 """
 
 import hashlib
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,9 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 
 
 def truncated_normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> torch.Tensor:
-    """A float32 normal of mean 0, cut off at three standard deviations."""
-    weight = torch.empty(shape, dtype=torch.float32)
-    limit = TRUNCATE_AT_STDS * std
-    return torch.nn.init.trunc_normal_(weight, 0.0, std, -limit, limit, generator=generator)
+    """A float32 normal of mean 0, cut off at three standard deviations, by the inverse of its distribution.
+
+    (torch's own draws otherwise in 2.13 than in 2.11: the same seed would give other weights.)
+    """
+    uniform = torch.rand(shape, generator=generator).mul_(2).sub_(1)  # in [-1, 1)
+    return uniform.mul_(math.erf(TRUNCATE_AT_STDS / math.sqrt(2))).erfinv_().mul_(std * math.sqrt(2))
