@@ -48,7 +48,7 @@ PLACEMENTS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.fixture(params=PLACEMENTS)
+@pytest.fixture(params=["qkv", *(pytest.param(name, marks=pytest.mark.full) for name in ("qk_and_v", "none"))])
 def config_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write_config(tmp_path, model={"preset": "fanformer-1b", "fan": PLACEMENTS[request.param]})
 

@@ -172,7 +172,7 @@ def pairs_of(cases: tuple[str, ...], always: Callable[[str, str], bool]) -> list
     ]
 
 
-SIMPLEST = ("tp1", "tp2", "pp-a-layer-a-stage", "dp2-distributed")
+SIMPLEST = ("tp1", "tp2")
 FOUR_LAYERS = "fanformer-untied-p0125"
 
 
@@ -194,9 +194,7 @@ def test_training_follows_the_reference(run_on_ranks: Any, case: str, name: str)
         assert total == pytest.approx(expected["final_params_sum"], abs=FINAL_WEIGHTS_SUM)
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), pairs_of(STABLE_CASES, lambda name, case: name in SIMPLEST or case == FOUR_LAYERS)
-)
+@pytest.mark.parametrize(("name", "case"), pairs_of(STABLE_CASES, lambda _, case: case == FOUR_LAYERS))
 def test_forty_steps_follow_the_plain_model(run_on_ranks: Any, case: str, name: str) -> None:
     """At a rate where rounding does not grow, all 40 steps and the final weights are held against float64."""
     parallel = training_layouts(case)[name]

@@ -37,7 +37,7 @@ def resumed_after_each_step(values: dict[str, Any], straight: Path, folder: Path
     return found
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_a_stop_after_any_step_leaves_no_trace(run_on_ranks: Any, tmp_path: Path, workers: int) -> None:
     tokens = write_tokens(tmp_path / "tokens")
     values = small_run(
