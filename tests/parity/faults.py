@@ -140,9 +140,10 @@ def local_norm(gradients: Any, *_args: Any, **_kwargs: Any) -> float:
 
 @contextmanager
 def updated_weights_not_gathered() -> Iterator[None]:
-    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.distributed import param_and_grad_buffer
 
-    with mock.patch.object(DistributedDataParallel, "start_param_sync", lambda *_args, **_kwargs: None):
+    group_class = param_and_grad_buffer._ParamAndGradBucketGroup
+    with mock.patch.object(group_class, "start_param_sync", lambda *_args, **_kwargs: None):
         yield
 
 
