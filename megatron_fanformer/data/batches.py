@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 BATCH_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -30,15 +30,16 @@ def micro_batches(
 
     Yields `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [b, s], on the CPU.
     """
-    sampler = _RankSampler(
+    numbers = sample_numbers(
         len(dataset),
-        start=consumed_samples + data_parallel_rank * micro_batch_size,
-        stride=data_parallel_size * micro_batch_size,
-        size=micro_batch_size,
+        consumed_samples=consumed_samples,
+        micro_batch_size=micro_batch_size,
+        data_parallel_rank=data_parallel_rank,
+        data_parallel_size=data_parallel_size,
     )
     loader = DataLoader(
         dataset,
-        batch_sampler=sampler,
+        batch_sampler=numbers,
         num_workers=num_workers,
         # Forked, workers begin at once; a worker that is spawned imports megatron-core first, for seconds.
         multiprocessing_context="fork" if num_workers else None,
@@ -51,18 +52,18 @@ def micro_batches(
     return iter(loader)
 
 
-class _RankSampler(Sampler[list[int]]):
-    """Sample numbers, a micro batch at a time, without end."""
-
-    def __init__(self, samples: int, *, start: int, stride: int, size: int) -> None:
-        self._samples = samples
-        self._start = start
-        self._stride = stride
-        self._size = size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for first in count(self._start, self._stride):
-            yield [sample % self._samples for sample in range(first, first + self._size)]
+def sample_numbers(
+    samples: int,
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+) -> Iterator[list[int]]:
+    """Which samples of a dataset of `samples` make `micro_batches`' micro batches: a list for each, without end."""
+    stride = data_parallel_size * micro_batch_size
+    for first in count(consumed_samples + data_parallel_rank * micro_batch_size, stride):
+        yield [sample % samples for sample in range(first, first + micro_batch_size)]
 
 
 def _leave_signals_to_the_rank(_worker: int) -> None:

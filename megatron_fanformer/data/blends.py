@@ -1,44 +1,79 @@
-"""Blends of token files, in Megatron's form: prefixes, each with a weight or none with one."""
+"""Blends of token files, in Megatron's form: sources, each with a weight or none with one.
 
+A source is a .bin and .idx pair, by its prefix, or .npy files, by a file, a glob or a folder. `@FILE` stands for the
+words of a file.
+"""
+
+import glob
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from megatron_fanformer.data.npy_files import SUFFIX, npy_prefix
 from megatron_fanformer.data.token_files import bin_path, idx_path
 from megatron_fanformer.errors import InputError
 
 SPLIT_PATTERN = re.compile(r"\d*\.?\d+(,\d*\.?\d+){1,2}")
+COMMENT = re.compile(r"(^|\s)#.*")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What samples are drawn from: the prefix of a .bin and .idx pair, or the paths of .npy files in their order."""
+
+    paths: tuple[str, ...]
+
+    @property
+    def is_npy(self) -> bool:
+        """Whether it is .npy files."""
+        return self.paths[0].endswith(SUFFIX)
+
+    @property
+    def prefixes(self) -> list[str]:
+        """The prefixes of its files: their paths without .bin, .idx or .npy."""
+        return [npy_prefix(path) if self.is_npy else path for path in self.paths]
+
+    @property
+    def files(self) -> list[Path]:
+        """All files that it is read from."""
+        if self.is_npy:
+            return [Path(path) for path in self.paths]
+        return [bin_path(self.paths[0]), idx_path(self.paths[0])]
 
 
 @dataclass(frozen=True)
 class Blend:
-    """Token files to draw samples from. Without weights, each counts by its size."""
+    """Sources to draw samples from. Without weights, each counts by its size."""
 
-    prefixes: list[str]
+    sources: list[Source]
     weights: list[float] | None
 
 
 def parse_blend(items: Sequence[str]) -> Blend:
-    """Read "prefix prefix …" or "weight prefix weight prefix …", one list entry a word.
+    """Read "source source …" or "weight source weight source …", one list entry a word.
 
-    Raises InputError for an empty list, for weights and prefixes that do not alternate, or for a weight that
-    is not positive.
+    With weights, each goes with one source. Without, all .npy files together are one source, in their order.
+
+    Raises InputError for an empty list, for weights and sources that do not alternate, for a weight that is not
+    positive, for a glob or a folder without .npy files, or for a blend file that cannot be read.
     """
-    if not items:
-        raise InputError("the list is empty: name at least one prefix of a .bin and .idx pair")
-    numbers = [_number(item) for item in items]
+    words = [word for item in items for word in _words(item)]
+    if not words:
+        raise InputError("the list is empty: name at least one prefix of a .bin and .idx pair, or a .npy file")
+    numbers = [_number(word) for word in words]
     if numbers[0] is None:
-        stray = next((item for item, number in zip(items, numbers, strict=True) if number is not None), None)
+        stray = next((word for word, number in zip(words, numbers, strict=True) if number is not None), None)
         if stray is not None and not idx_path(stray).exists():
             raise InputError(f"{stray!r} stands alone as a weight: give every prefix a weight, or none")
-        return Blend(list(items), None)
-    weights, prefixes = numbers[0::2], list(items[1::2])
-    if len(weights) != len(prefixes) or any(weight is None for weight in weights):
-        raise InputError(f"{' '.join(items)!r} does not alternate: write weight prefix weight prefix …")
+        return Blend(_npy_as_one(map(_source, words)), None)
+    weights, names = numbers[0::2], words[1::2]
+    if len(weights) != len(names) or any(weight is None for weight in weights):
+        raise InputError(f"{_shown(words)} does not alternate: write weight prefix weight prefix …")
     positive = [weight for weight in weights if weight is not None and weight > 0]
     if len(positive) < len(weights):
-        raise InputError(f"a weight of {' '.join(items)!r} is not positive: leave such a prefix out")
-    return Blend(prefixes, positive)
+        raise InputError(f"a weight of {_shown(words)} is not positive: leave such a prefix out")
+    return Blend([_source(name) for name in names], positive)
 
 
 def _number(item: str) -> float | None:
@@ -48,18 +83,78 @@ def _number(item: str) -> float | None:
         return None
 
 
+def _shown(words: list[str]) -> str:
+    text = " ".join(words)
+    return repr(text if len(text) <= 200 else text[:200] + " …")  # a blend file may have thousands
+
+
+def _words(item: str) -> list[str]:
+    """The item itself, or the words of the blend file that it names, whose paths are relative to its folder."""
+    if not item.startswith("@"):
+        return [item]
+    file = Path(item[1:])
+    try:
+        words = [word for line in file.read_text().splitlines() for word in COMMENT.sub("", line).split()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise InputError(f"blend file {file} cannot be read ({reason}): name a text file of prefixes") from None
+    if any(word.startswith("@") for word in words):
+        raise InputError(f"blend file {file} names another by @: list both where the first is named")
+    step = 1 if not words or _number(words[0]) is None else 2
+    for position in range(step - 1, len(words), step):
+        words[position] = str(file.parent / words[position])
+    return words
+
+
+def _source(word: str) -> Source:
+    if Path(word).is_dir() and not idx_path(word).exists():
+        return Source(_some(word, sorted(str(path) for path in Path(word).glob("*" + SUFFIX))))
+    if word.endswith(SUFFIX) and glob.has_magic(word) and not Path(word).exists():
+        return Source(_some(word, sorted(glob.glob(word, recursive=True))))
+    return Source((word,))
+
+
+def _some(word: str, files: list[str]) -> tuple[str, ...]:
+    if not files:
+        raise InputError(f"{word} holds no .npy file: name files of token ids, or the prefix of a .bin and .idx pair")
+    return tuple(files)
+
+
+def _npy_as_one(sources: Iterable[Source]) -> list[Source]:
+    """All .npy files as one source, where the first of them stands."""
+    found = list(sources)
+    files = tuple(path for source in found if source.is_npy for path in source.paths)
+    first = next((number for number, source in enumerate(found) if source.is_npy), None)
+    return [
+        Source(files) if source.is_npy else source
+        for number, source in enumerate(found)
+        if not source.is_npy or number == first
+    ]
+
+
 def blend_problems(name: str, items: Sequence[str]) -> list[str]:
     """What is wrong with a blend, `name` being the setting that holds it; only looks at names of files."""
     try:
         blend = parse_blend(items)
     except InputError as error:
         return [f"{name}: {error}"]
-    paths = [path for prefix in blend.prefixes for path in (bin_path(prefix), idx_path(prefix))]
     return [
-        f"{name}: {path} does not exist: give the prefix of a .bin and .idx pair, as prepare writes it"
-        for path in paths
+        f"{name}: {path} does not exist: {_remedy(source)}"
+        for source in blend.sources
+        for path in source.files
         if not path.is_file()
     ]
+
+
+def _remedy(source: Source) -> str:
+    if source.is_npy:
+        return "name .npy files of token ids"
+    prefix = source.paths[0]
+    near = [f"{prefix}{SUFFIX}", f"{prefix}.blend"]
+    for name, path in zip((near[0], "@" + near[1]), near, strict=True):
+        if Path(path).is_file():
+            return f"name {name}"
+    return "give the prefix of a .bin and .idx pair, as prepare writes it"
 
 
 def split_problems(split: str) -> list[str]:

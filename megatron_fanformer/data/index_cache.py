@@ -1,95 +1,111 @@
 """The folder in which megatron-core keeps a dataset's sample indices, made safe.
 
-megatron-core builds the indices on rank 0, writes them file by file under their final names, and takes them
-for whole as soon as all names exist; the names do not depend on the data. Three things can go wrong with
-that, and are met here: two jobs write at once (a lock), a job dies in the middle (a mark that stands while it
-writes), the data under a prefix are replaced (a fingerprint that goes into the names).
+megatron-core builds the indices on rank 0, writes them file by file under their final names, takes them for whole as
+soon as all names exist, and loads whatever is in them, pickled objects included; the names do not depend on the data.
+So each dataset has a folder of its own here, named after all that its indices depend on, the documents' lengths among
+them. When the indices are whole, their sizes and checksums are written down; before they are used again, they are held
+against that. What a job that died left half-written, what was cut off or overwritten since, is built anew.
 """
 
 import errno
 import fcntl
 import hashlib
+import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from megatron_fanformer.data.token_files import idx_path
 from megatron_fanformer.errors import InputError
 
-FINGERPRINT_BLOCKS = 16
-FINGERPRINT_BLOCK_BYTES = 1 << 16
+COMPLETE = "complete.json"
+READ_BYTES = 1 << 22
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
-
-def fingerprint(prefixes: Sequence[str]) -> str:
-    """Changes when the documents' lengths change, which is all that sample indices depend on.
-
-    Of a large index, blocks at even distances are read: its byte offsets are running sums, so that a change
-    of one length shows in all that follow.
-    """
-    digest = hashlib.sha256()
-    for prefix in prefixes:
-        path = idx_path(prefix)
-        size = path.stat().st_size
-        digest.update(str(size).encode())
-        with path.open("rb") as stream:
-            for block in range(FINGERPRINT_BLOCKS):
-                stream.seek(max(0, size - FINGERPRINT_BLOCK_BYTES) * block // (FINGERPRINT_BLOCKS - 1))
-                digest.update(stream.read(FINGERPRINT_BLOCK_BYTES))
-    return digest.hexdigest()
+Contents = dict[str, list[int]]
 
 
 @contextmanager
-def building_in(folder: Path) -> Iterator[None]:
-    """Around the building of datasets whose indices go to `folder`; to be entered by every rank.
+def indices_in(cache: Path, identity: Any) -> Iterator[Path]:
+    """The folder for the indices of a dataset, around its building; to be entered by every rank.
 
-    Rank 0, which alone writes, holds the folder's lock meanwhile. Raises InputError where the folder cannot
-    be written, or where a rank does not see what rank 0 wrote.
+    `identity` is all that they depend on, as JSON can write it. Rank 0, which alone writes, holds the cache's lock
+    meanwhile. Raises InputError where the cache cannot be written, or where a rank does not see what rank 0 wrote.
     """
+    folder = cache / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
     if dist.is_initialized() and dist.get_rank() != 0:
-        with _same_folder_on_all_nodes(folder):
-            yield
+        with _same_folder_on_all_nodes(cache):
+            yield folder
         return
+    lock = _open_lock(cache)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise InputError(
-            f"index cache {folder} cannot be written ({error.strerror}): set data.cache_path to another"
-        ) from error
-    try:
-        with _marked(folder) if _locked(lock) else nullcontext(), _process_group():
-            yield
+        _lock(lock)
+        with _process_group(), _whole_or_none(folder):
+            yield folder
     finally:
         os.close(lock)
 
 
-def _locked(descriptor: int) -> bool:
-    """Wait for the lock; False on a file system without locks, which is left to one job at a time."""
+def _open_lock(cache: Path) -> int:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        return os.open(cache / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise InputError(
+            f"index cache {cache} cannot be written ({error.strerror}): set data.cache_path to another"
+        ) from error
+
+
+def _lock(descriptor: int) -> None:
+    """Wait for the lock. A file system without locks is left to one job at a time."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
-        if error.errno in NO_LOCKS:
-            return False
-        raise
-    return True
+        if error.errno not in NO_LOCKS:
+            raise
 
 
 @contextmanager
-def _marked(folder: Path) -> Iterator[None]:
-    """Set a mark while files are written; one found standing is that of a job that died writing."""
-    mark = folder / ".building"
-    if mark.exists():
-        begun = mark.stat().st_mtime_ns
-        for path in folder.iterdir():
-            if path.suffix in (".npy", ".txt") and path.stat().st_mtime_ns >= begun:
-                path.unlink()
-    mark.touch()
+def _whole_or_none(folder: Path) -> Iterator[None]:
+    """Let in a folder as it was when it was whole, or an empty one, and write down what it then holds."""
+    recorded = _recorded(folder)
+    if folder.exists() and (recorded is None or _contents(folder) != recorded):
+        shutil.rmtree(folder)
+        recorded = None
+    folder.mkdir(exist_ok=True)
     yield
-    mark.unlink()
+    if recorded is None:
+        partial = folder / (COMPLETE + ".partial")
+        partial.write_text(json.dumps(_contents(folder)))
+        partial.replace(folder / COMPLETE)
+
+
+def _recorded(folder: Path) -> Contents | None:
+    """What the folder held when it was whole; None where it never was."""
+    try:
+        contents: Contents = json.loads((folder / COMPLETE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return contents
+
+
+def _contents(folder: Path) -> Contents:
+    """Size and checksum of each file, by its name."""
+    paths = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(COMPLETE)]
+    return {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(paths)}
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as stream:
+        while block := stream.read(READ_BYTES):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 @contextmanager

@@ -1,14 +1,18 @@
 """`PREFIX.manifest.json`: what token files were made of, by which settings, and what they hold.
 
-It is written last, so that a prefix with a manifest is complete.
+It is written last, so that a prefix with a manifest is complete. A preparation in several parts has a manifest
+for each part's prefix, which speaks of that part alone, and one for the whole.
 """
 
 import hashlib
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from megatron_fanformer.errors import CorruptError
+
+Format = Literal["megatron", "npy"]
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -16,7 +20,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class FileRecord(_Part, frozen=True, kw_only=True):
-    """One file as it was when the manifest was written."""
+    """One file as it was when the manifest was written; a path of its own means the manifest's folder."""
 
     path: str
     bytes: int
@@ -43,6 +47,19 @@ class Settings(_Part, frozen=True, kw_only=True):
 
     text_field: str
     dtype: str
+    format: Format = "megatron"
+    part_bytes: int | None = None
+    """Token bytes after which a part ends, at the next end of a document; None: one part."""
+    min_length: int = 0
+    """Characters below which a document is left out."""
+    max_length: int | None = None
+    """Characters above which a document is left out."""
+    sources: list[str] | None = None
+    """The values of the `source` field that are let in; None: all."""
+    ledger: bool = True
+    """Whether there is a ledger of the documents."""
+    npy_dtype: str | None = None
+    """The type of the tokens read, where the inputs were headerless .npy files and not documents."""
 
 
 class RefusedLine(_Part, frozen=True, kw_only=True):
@@ -56,14 +73,46 @@ class RefusedLine(_Part, frozen=True, kw_only=True):
         return f"{self.file}:{self.line}: {self.reason}"
 
 
-class Outputs(_Part, frozen=True, kw_only=True):
-    """The token files, by name within the manifest's folder."""
+class Encoding(_Part, frozen=True, kw_only=True):
+    """By what the ids were computed. They are the same whatever it was."""
 
-    bin: FileRecord
-    idx: FileRecord
+    backend: str
+    """gigatoken, tokenizers or sentencepiece."""
+    reason: str | None = None
+    """Why it is not the fastest one; None where it is, or where it was asked for."""
 
 
-class Manifest(_Part, frozen=True, kw_only=True):
+class TokenFiles(_Part, frozen=True, kw_only=True):
+    """The files of one prefix, and what they hold."""
+
+    prefix: str
+    """The prefix without its folder."""
+    documents: int
+    tokens: int
+    max_token_id: int
+    files: dict[str, FileRecord]
+    """By what follows the prefix: .bin and .idx, or .npy; .ledger.parquet where there is a ledger."""
+
+
+class PartManifest(_Part, frozen=True, kw_only=True, tag_field="kind", tag="part"):
+    """What stands beside one part of several."""
+
+    part: int
+    """From 0."""
+    whole: str
+    """The name of the whole preparation's manifest, in the same folder, there when it is complete."""
+    first_input: int
+    """The input that the part begins in, its number in the whole's list, from 0."""
+    end_input: int
+    """The input that the next part begins in."""
+    end_document: int
+    """The first document of that input, from 0, that is not in this part."""
+    settings: Settings
+    tokenizer: TokenizerRecord
+    output: TokenFiles
+
+
+class Manifest(_Part, frozen=True, kw_only=True, tag_field="kind", tag="preparation"):
     """The whole of it: lines_read == documents + the sum of refused."""
 
     lines_read: int
@@ -75,8 +124,10 @@ class Manifest(_Part, frozen=True, kw_only=True):
     refused_examples: list[RefusedLine]
     settings: Settings
     tokenizer: TokenizerRecord
+    encoding: Encoding
     inputs: list[InputRecord]
-    outputs: Outputs
+    outputs: list[TokenFiles]
+    versions: dict[str, str]
 
 
 def manifest_path(prefix: str) -> Path:
@@ -84,18 +135,28 @@ def manifest_path(prefix: str) -> Path:
     return Path(prefix + ".manifest.json")
 
 
-def read_manifest(prefix: str) -> Manifest | None:
+def read_any_manifest(prefix: str) -> Manifest | PartManifest | None:
     """The manifest of a prefix, or None where there is none. Raises CorruptError for an unreadable one."""
     path = manifest_path(prefix)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except FileNotFoundError:
+        return msgspec.json.decode(path.read_bytes(), type=Manifest | PartManifest)
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptError(f"{path} is no manifest ({error}): remove the prefix's files, prepare again") from error
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
+def token_files_record(prefix: str) -> TokenFiles | None:
+    """What a manifest says of the files of this very prefix; None where there is no manifest of them.
+
+    Raises CorruptError for an unreadable manifest.
+    """
+    manifest = read_any_manifest(prefix)
+    outputs = manifest.outputs if isinstance(manifest, Manifest) else [manifest.output] if manifest else []
+    return next((output for output in outputs if output.prefix == Path(prefix).name), None)
+
+
+def encode_manifest(manifest: Manifest | PartManifest) -> bytes:
     """The manifest as the bytes of its file."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
 

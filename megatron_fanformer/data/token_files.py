@@ -1,41 +1,33 @@
-"""Megatron's token files: `PREFIX.bin` holds the tokens, `PREFIX.idx` the documents' lengths.
+"""Megatron's token files: `PREFIX.bin` holds the tokens, `PREFIX.idx` the lengths of the sequences.
 
-The index is a header of 34 bytes (magic, version, dtype code, sequence count, document count), then the
-lengths (int32), the byte offsets (int64) and the document bounds (int64) of the sequences. Here every
-document is one sequence.
+The index is a header of 34 bytes (magic, version, dtype code, sequence count, document count), then the lengths
+(int32) and byte pointers (int64) of the sequences, and the document bounds (int64): the sequences at which documents
+begin, and their number at the end. `prepare` makes every document one sequence; Megatron-LM's own tools may not.
 """
 
-import fcntl
-import hashlib
-import os
 import struct
-from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.data.manifest import (
-    FileRecord,
-    Manifest,
-    Outputs,
-    encode_manifest,
-    manifest_path,
-    read_manifest,
-    sha256_of,
-)
-from megatron_fanformer.errors import CorruptError, FanformerError, InputError
+from megatron_fanformer.data.id_bounds import refuse_ids_outside
+from megatron_fanformer.data.manifest import token_files_record
+from megatron_fanformer.errors import CorruptError, InputError
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
-# The two that megatron-core's DType writes for token ids, by their code in the header.
+INDEX_VERSION = 1
+# The two that megatron-core's DType.optimal_dtype takes for token ids, by their code in the header.
 DTYPES: dict[int, np.dtype[Any]] = {4: np.dtype(np.int32), 8: np.dtype(np.uint16)}
 # From here on megatron-core's DType.optimal_dtype takes int32.
 UINT16_VOCABULARY = 65_500
-SCAN_TOKENS = 1 << 24
+# Entries of an index that are checked at a time: some 30 MB of memory.
+CHECKED_ENTRIES = 1 << 20
+REMEDY = "copy both files of the pair again, or prepare them again"
 
 
 def bin_path(prefix: str) -> Path:
@@ -55,176 +47,177 @@ def token_dtype(vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """What an index file says."""
+    """What an index file says; its arrays are mapped, not read."""
 
     dtype: np.dtype[Any]
     lengths: np.ndarray
-    """[sequences] int32, tokens of each sequence; mapped, not read."""
+    """[sequences] int32, tokens of each sequence."""
+    pointers: np.ndarray
+    """[sequences] int64, the byte of the .bin file at which each begins."""
+    bounds: np.ndarray
+    """[documents + 1] int64, the sequence at which each document begins, and the number of sequences."""
     tokens: int
+    identity: str
+    """Changes when a length does: all that sample indices depend on."""
+
+
+@dataclass(frozen=True)
+class _Array:
+    """One of an index file's arrays. What is read by blocks, unlike what is mapped, leaves no memory taken."""
+
+    path: Path
+    dtype: type
+    first_byte: int
+    count: int
+
+    @property
+    def end_byte(self) -> int:
+        return self.first_byte + self.count * np.dtype(self.dtype).itemsize
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """At most [count] entries from `first` on."""
+        size = np.dtype(self.dtype).itemsize
+        count = max(0, min(count, self.count - first))
+        return np.fromfile(self.path, self.dtype, count, offset=self.first_byte + first * size)
+
+    def __getitem__(self, number: int) -> int:
+        return int(self.read(number, 1)[0])
+
+    def map(self) -> np.ndarray:
+        if not self.count:
+            return np.empty(0, self.dtype)
+        return np.memmap(self.path, self.dtype, mode="r", offset=self.first_byte, shape=(self.count,))
 
 
 def read_index(prefix: str) -> TokenIndex:
-    """Read the index of a prefix and hold the .bin file's size against it.
+    """Read the index of a prefix, and check every entry of it against the others and the .bin file's size.
 
-    Raises InputError for missing files, CorruptError for an index of another format or files that disagree.
+    The whole index is read once, in blocks. Raises InputError for missing files, and CorruptError, which names
+    the file and the field, for an index of another format, of disagreeing entries, or of another .bin file.
     """
     for path in (bin_path(prefix), idx_path(prefix)):
         if not path.is_file():
             raise InputError(f"{path} does not exist: give the prefix of a .bin and .idx pair")
-    dtype, lengths, bin_bytes = _parse_index(idx_path(prefix))
-    actual = bin_path(prefix).stat().st_size
-    if actual != bin_bytes:
-        raise CorruptError(
-            f"{bin_path(prefix)} holds {actual} bytes where its index speaks of {bin_bytes}:"
-            " one of the two is truncated or not of this pair; copy or prepare it again"
-        )
-    return TokenIndex(dtype, lengths, bin_bytes // dtype.itemsize)
+    dtype, lengths, pointers, bounds = _read_header(idx_path(prefix))
+    bin_bytes = bin_path(prefix).stat().st_size
+    checksum = _check_sequences(prefix, dtype, lengths, pointers, bin_bytes)
+    _check_documents(bounds, lengths.count)
+    tokens = bin_bytes // dtype.itemsize
+    identity = f"{dtype} {lengths.count} {tokens} {checksum:08x}"
+    return TokenIndex(dtype, lengths.map(), pointers.map(), bounds.map(), tokens, identity)
 
 
-def _parse_index(path: Path) -> tuple[np.dtype[Any], np.ndarray, int]:
-    """Token type, lengths, and the bytes of tokens that the index speaks of."""
+def _read_header(path: Path) -> tuple[np.dtype[Any], _Array, _Array, _Array]:
+    """Token type, lengths, pointers and document bounds of an index whose header and size are sound."""
     size = path.stat().st_size
-    header = path.open("rb").read(INDEX_HEADER.size)
+    with path.open("rb") as stream:
+        header = stream.read(INDEX_HEADER.size)
     if len(header) < INDEX_HEADER.size:
-        raise CorruptError(f"{path} is truncated ({size} bytes): copy or prepare it again")
-    magic, version, code, count, documents = INDEX_HEADER.unpack(header)
-    if magic != INDEX_MAGIC or version != 1 or code not in DTYPES:
-        raise CorruptError(f"{path} is no Megatron index of int32 or uint16 token ids: prepare it again")
-    if size < INDEX_HEADER.size + 12 * count + 8 * documents:
-        raise CorruptError(f"{path} is truncated ({size} bytes for {count} sequences): copy or prepare it again")
-    data = np.memmap(path, mode="r", dtype=np.uint8, offset=INDEX_HEADER.size, shape=(size - INDEX_HEADER.size,))
-    lengths = data[: 4 * count].view(np.int32)
-    offsets = data[4 * count : 12 * count].view(np.int64)
-    bin_bytes = int(offsets[-1]) + int(lengths[-1]) * DTYPES[code].itemsize if count else 0
-    return DTYPES[code], lengths, bin_bytes
+        raise _corrupt(path, f"the header is truncated to {len(header)} of {INDEX_HEADER.size} bytes")
+    magic, version, code, sequences, documents = INDEX_HEADER.unpack(header)
+    if magic != INDEX_MAGIC:
+        raise _corrupt(path, f"the magic is {magic!r}, not {INDEX_MAGIC!r}: this is no Megatron index")
+    if version != INDEX_VERSION:
+        raise _corrupt(path, f"the version is {version}, not {INDEX_VERSION}")
+    if code not in DTYPES:
+        raise _corrupt(path, f"the dtype code is {code}; token ids are int32 (4) or uint16 (8)")
+    lengths = _Array(path, np.int32, INDEX_HEADER.size, sequences)
+    pointers = _Array(path, np.int64, lengths.end_byte, sequences)
+    bounds = _Array(path, np.int64, pointers.end_byte, documents)
+    if size != bounds.end_byte or not documents:
+        raise _corrupt(
+            path,
+            f"it is {'truncated' if size < bounds.end_byte else 'extended'}: sequence count {sequences} and document"
+            f" count {documents} make {bounds.end_byte} bytes, and it holds {size}",
+        )
+    return DTYPES[code], lengths, pointers, bounds
 
 
-def check_token_ids(prefixes: list[str], vocab_size: int) -> None:
-    """Raise InputError for a prefix that holds an id outside [0, vocab_size).
+def _corrupt(path: Path, what: str) -> CorruptError:
+    return CorruptError(f"{path}: {what}; {REMEDY}")
 
-    The manifest's word is taken where it speaks of this .bin file's size; otherwise all tokens are read.
+
+def _check_sequences(prefix: str, dtype: np.dtype[Any], lengths: _Array, pointers: _Array, bin_bytes: int) -> int:
+    """Hold each pointer against the length before it, and the end of the last sequence against the .bin file.
+
+    Returns a checksum of the lengths.
+    """
+    path, checksum = idx_path(prefix), 0
+    if pointers.count and pointers[0]:
+        raise _corrupt(path, f"sequence pointer 0 is {pointers[0]}, not 0")
+    if not pointers.count and bin_bytes:
+        raise _corrupt(bin_path(prefix), f"it holds {bin_bytes} bytes, and its index has a sequence count of 0")
+    for begin in range(0, lengths.count, CHECKED_ENTRIES):
+        block = lengths.read(begin, CHECKED_ENTRIES)
+        if block.min() < 0:
+            number = begin + int(block.argmin())
+            raise _corrupt(path, f"sequence length {number} is {lengths[number]}, which is negative")
+        starts = pointers.read(begin, len(block) + 1)
+        if len(starts) == len(block):  # after the last sequence, the file ends
+            starts = np.append(starts, bin_bytes)
+        # A pointer that is far off wraps around here, and is then still not equal.
+        wrong = np.flatnonzero(starts[:-1] + block * np.int64(dtype.itemsize) != starts[1:])
+        if len(wrong):
+            raise _disagreement(prefix, begin + int(wrong[0]), dtype, lengths, pointers, bin_bytes)
+        checksum = zlib.crc32(block.tobytes(), checksum)
+    return checksum
+
+
+def _disagreement(
+    prefix: str, number: int, dtype: np.dtype[Any], lengths: _Array, pointers: _Array, bin_bytes: int
+) -> CorruptError:
+    """Says which field is wrong, where sequence `number` is the first that does not end where the next begins."""
+    path = idx_path(prefix)
+
+    def end(sequence: int) -> int:
+        return pointers[sequence] + lengths[sequence] * dtype.itemsize
+
+    if number + 1 == lengths.count:
+        return _corrupt(
+            bin_path(prefix),
+            f"it is {'truncated' if bin_bytes < end(number) else 'extended'}, or not of this index: it holds"
+            f" {bin_bytes} bytes, and by sequence length {number} ({lengths[number]}) of {path} ends at {end(number)}",
+        )
+    after_next = bin_bytes if number + 2 == lengths.count else pointers[number + 2]
+    if end(number + 1) == after_next:  # the pointers agree among themselves
+        return _corrupt(
+            path,
+            f"sequence length {number} is {lengths[number]}, but its {dtype} tokens fill bytes {pointers[number]}"
+            f" to {pointers[number + 1]}",
+        )
+    return _corrupt(
+        path,
+        f"sequence pointer {number + 1} is {pointers[number + 1]}, but the {dtype} tokens before it end at"
+        f" {end(number)}",
+    )
+
+
+def _check_documents(bounds: _Array, sequences: int) -> None:
+    """The bounds run from 0 to the number of sequences and do not fall. An empty document repeats one.
+
+    Where there are as many documents as sequences, each is one sequence.
+    """
+    for number, value in ((0, 0), (bounds.count - 1, sequences)):
+        if bounds[number] != value:
+            raise _corrupt(bounds.path, f"document bound {number} is {bounds[number]}, not {value}")
+    least = 1 if bounds.count == sequences + 1 else 0
+    for begin in range(0, bounds.count - 1, CHECKED_ENTRIES):
+        wrong = np.flatnonzero(np.diff(bounds.read(begin, CHECKED_ENTRIES + 1)) < least)
+        if len(wrong):
+            number = begin + int(wrong[0]) + 1
+            raise _corrupt(bounds.path, f"document bound {number} is {bounds[number]}, after {bounds[number - 1]}")
+
+
+def check_token_ids(prefixes: Iterable[str], vocab_size: int, *, cache: Path | None = None) -> None:
+    """Raise InputError for a prefix that holds an id outside [0, vocab_size), CorruptError as `read_index`.
+
+    The manifest's word is taken where it speaks of this .bin file's size; otherwise all tokens are read, and what is
+    found in a large file is remembered in the folder `cache`.
     """
     for prefix in prefixes:
-        smallest, largest = _token_id_bounds(prefix)
-        wrong = smallest if smallest < 0 else largest
-        if not 0 <= wrong < vocab_size:
-            raise InputError(
-                f"{prefix} holds token id {wrong}, outside the vocabulary of {vocab_size}:"
-                " train with the tokenizer that made the tokens, or raise model.vocab_size"
-            )
-
-
-def _token_id_bounds(prefix: str) -> tuple[int, int]:
-    index = read_index(prefix)
-    manifest = read_manifest(prefix)
-    if manifest is not None and manifest.outputs.bin.bytes == bin_path(prefix).stat().st_size:
-        return 0, manifest.max_token_id
-    if not index.tokens:
-        return 0, 0
-    tokens = np.memmap(bin_path(prefix), mode="r", dtype=index.dtype)
-    smallest, largest = 0, 0
-    for start in range(0, len(tokens), SCAN_TOKENS):
-        block = tokens[start : start + SCAN_TOKENS]
-        smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
-    return smallest, largest
-
-
-class TokenWriter:
-    """Writes a prefix's files under temporary names; only `publish` gives them their own.
-
-    Holds a lock on the temporary .bin, so that two preparations of one prefix cannot mix. Every method raises
-    InputError or FanformerError where the system refuses to write.
-    """
-
-    def __init__(self, prefix: str, dtype: str) -> None:
-        self._prefix = prefix
-        self._dtype = np.dtype(dtype)
-        self._lengths = array("i")
-        self._digest = hashlib.sha256()
-        self._final = (bin_path(prefix), idx_path(prefix), manifest_path(prefix))
-        self._partial = tuple(path.with_name(path.name + ".partial") for path in self._final)
-        self._made_folders: list[Path] = []
-        with writing_to(prefix):
-            parents = bin_path(prefix).absolute().parents
-            self._made_folders = [folder for folder in parents if not folder.exists()]
-            parents[0].mkdir(parents=True, exist_ok=True)
-            self._bin = _open_locked(self._partial[0], prefix)
-
-    def append(self, tokens: bytes, lengths: bytes) -> None:
-        """Add documents: their tokens, and int32 lengths."""
-        with writing_to(self._prefix):
-            self._bin.write(tokens)
-        self._digest.update(tokens)
-        self._lengths.frombytes(lengths)
-
-    def finish(self) -> Outputs:
-        """Write the index, still under a temporary name; returns what both files hold."""
-        partial_bin, partial_idx, _ = self._partial
-        with writing_to(self._prefix):
-            self._bin.flush()
-            os.fsync(self._bin.fileno())
-            self._write_index(partial_idx)
-            return Outputs(
-                bin=_record(self._final[0], partial_bin, self._digest.hexdigest()),
-                idx=_record(self._final[1], partial_idx, sha256_of(partial_idx)),
-            )
-
-    def publish(self, manifest: Manifest) -> None:
-        """Give the files their names: .bin, .idx, and last the manifest, which says that all is there."""
-        with writing_to(self._prefix):
-            self._partial[2].write_bytes(encode_manifest(manifest))
-            for partial, final in zip(self._partial, self._final, strict=True):
-                partial.replace(final)
-        self._made_folders.clear()
-
-    def close(self) -> None:
-        """Remove whatever has not been published, and the folders made for it."""
-        for partial in self._partial:
-            partial.unlink(missing_ok=True)
-        for folder in self._made_folders:
-            with suppress(OSError):
-                folder.rmdir()
-        self._bin.close()
-
-    def _write_index(self, path: Path) -> None:
-        # Imported here because megatron-core costs seconds. This class is what its own IndexedDatasetBuilder
-        # ends with; the builder itself would keep Python lists of an entry a document.
-        from megatron.core.datasets.indexed_dataset import _IndexWriter
-
-        lengths = np.frombuffer(self._lengths, np.int32)
-        with _IndexWriter(str(path), self._dtype.type) as writer:
-            writer.write(lengths, None, np.arange(len(lengths) + 1, dtype=np.int64))
-
-
-def _record(final: Path, partial: Path, sha256: str) -> FileRecord:
-    return FileRecord(path=final.name, bytes=partial.stat().st_size, sha256=sha256)
-
-
-def _open_locked(partial: Path, prefix: str) -> IO[bytes]:
-    """Open the temporary .bin, empty, as its only writer."""
-    stream = os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=1 << 20)
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Another process may have published, and so renamed, the very file that was opened here.
-        ours = partial.exists() and os.path.samestat(os.fstat(stream.fileno()), partial.stat())
-    except BlockingIOError:
-        ours = False
-    except OSError:  # a file system without locks
-        ours = True
-    if not ours or bin_path(prefix).exists() or idx_path(prefix).exists():
-        stream.close()
-        raise InputError(f"{prefix} is being written by another process: wait for it, or choose another prefix")
-    stream.truncate(0)
-    return stream
-
-
-@contextmanager
-def writing_to(prefix: str) -> Iterator[None]:
-    """Turn the system's refusals to write into errors that name the path."""
-    try:
-        yield
-    except (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError) as error:
-        path = error.filename or prefix
-        raise InputError(f"{path} cannot be written ({error.strerror}): choose another output prefix") from error
-    except OSError as error:
-        raise FanformerError(f"writing {prefix} failed ({error.strerror or error}): nothing was published") from error
+        index = read_index(prefix)
+        record = token_files_record(prefix)
+        said = record.files.get(".bin") if record is not None else None
+        is_of_this = said is not None and said.bytes == index.tokens * index.dtype.itemsize
+        largest = record.max_token_id if record is not None and is_of_this else None
+        refuse_ids_outside(vocab_size, prefix, bin_path(prefix), index.dtype, largest=largest, cache=cache)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.data.token_files import check_token_ids
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANformerConfig
@@ -29,7 +28,7 @@ def check_run(config: RunConfig, world_size: int | None) -> int:
     found += _file_problems(config)
     if found:
         raise InputError("\n".join(found))
-    check_token_ids(config.data.prefixes(), config.model.vocab_size)
+    config.data.check_token_ids(config.model.vocab_size)
     return data_parallel_size
 
 

@@ -18,8 +18,6 @@ from rich.console import Console
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.training_state import load_training_state, load_weights
-from megatron_fanformer.data.batches import micro_batches
-from megatron_fanformer.data.loader import build_datasets
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stages
@@ -30,6 +28,7 @@ from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.evaluation import evaluate_loss
 from megatron_fanformer.training.metrics import VALIDATION_LOSS, MetricsWriter, ProgressLine
 from megatron_fanformer.training.optimizer import build_optimizer, keep_hyperparameters
+from megatron_fanformer.training.samples import run_batches, run_datasets
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import StepResult, StepShape, train_step, weights_in_step, wrap_stages
 
@@ -228,23 +227,13 @@ class Trainer:
         self._scheduler.step(self.step)
 
     def _load_data(self) -> None:
-        training, model = self.config.training, self.config.model
-        self._data = build_datasets(
-            self.config.data,
-            seq_length=model.seq_length,
-            train_samples=training.train_iters * training.global_batch_size,
-            valid_samples=training.eval_iters * training.global_batch_size,
-            seed=training.seed,
-            vocab_size=model.vocab_size,
-            eod_id=model.vocab_size - 1,  # no document boundary is looked for: samples run over them
-        )
-        self._batches = micro_batches(
+        self._data = run_datasets(self.config)
+        self._batches = run_batches(
+            self.config,
             self._data.train,
             consumed_samples=self.consumed_samples,
-            micro_batch_size=training.micro_batch_size,
             data_parallel_rank=self.grid.data_parallel_rank,
             data_parallel_size=self.grid.data_parallel_size,
-            num_workers=self.config.data.num_workers,
         )
 
     def _open_logs(self) -> None:

@@ -1,33 +1,37 @@
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_fanformer.data.loader import DataConfig, Datasets, build_datasets
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import InputError
-from tests.data.making import as_line, prepare_files
+from tests.data.token_making import write_npy, write_pair
 
 SEQ_LENGTH = 64
 
 
 @pytest.fixture
-def prefix(token_prefix: str, tmp_path: Path) -> str:
-    """Token files in a folder of the test's own, since indices are cached beside them."""
-    for suffix in (".bin", ".idx", ".manifest.json"):
-        shutil.copyfile(token_prefix + suffix, str(tmp_path / "samples") + suffix)
-    return str(tmp_path / "samples")
+def prefix(tmp_path: Path) -> str:
+    """Token files of thirty documents."""
+    return write_pair(tmp_path / "samples", [[300 + 10 * number] for number in range(30)])
 
 
 @pytest.fixture
-def other_prefix(tmp_path: Path, small_tokenizer_file: Path) -> str:
+def other_prefix(tmp_path: Path) -> str:
     """Token files of one short document."""
-    (tmp_path / "other.jsonl").write_bytes(as_line(" ".join(f"another {n * n}" for n in range(50))) + b"\n")
-    prepare_files(str(tmp_path / "other"), [tmp_path / "other.jsonl"], small_tokenizer_file)
-    return str(tmp_path / "other")
+    return write_pair(tmp_path / "other", [[700]], seed=1000)
+
+
+@pytest.fixture
+def npy_files(tmp_path: Path) -> list[str]:
+    """Two .npy files of 15 and 7 whole samples."""
+    return [
+        write_npy(tmp_path / f"{name}.npy", tokens, seed=2000 + tokens) for name, tokens in (("a", 1000), ("b", 500))
+    ]
 
 
 def build(config: DataConfig, train_samples: int = 50, valid_samples: int | None = 8, **settings: Any) -> Datasets:
@@ -121,26 +125,14 @@ def test_within_an_epoch_the_order_does_not_depend_on_how_much_is_asked_for(pref
     assert torch.equal(tokens(fewer, 50), tokens(more, 50))
 
 
-def test_replaced_data_do_not_meet_the_old_indices(
-    prefix: str, tmp_path: Path, write_lines: Callable[..., Path], small_tokenizer_file: Path
-) -> None:
+def test_replaced_data_do_not_meet_the_old_indices(prefix: str, tmp_path: Path) -> None:
+    """Also where two lengths alone have changed, and neither their number nor their sum."""
     build(DataConfig(train_data=[prefix]))
-    for suffix in (".bin", ".idx", ".manifest.json"):
-        Path(prefix + suffix).unlink()
-    file = write_lines("new.jsonl", [as_line(f"quite new text {n} " * 40) for n in range(30)])
-    prepare_files(prefix, [file], small_tokenizer_file)
+    lengths = [[300 + 10 * number] for number in range(30)]
+    lengths[3], lengths[4] = [lengths[3][0] - 1], [lengths[4][0] + 1]
+    write_pair(Path(prefix), lengths)
     fresh = DataConfig(train_data=[prefix], cache_path=str(tmp_path / "fresh"))
     assert torch.equal(tokens(build(DataConfig(train_data=[prefix])).train, 50), tokens(build(fresh).train, 50))
-
-
-def test_indices_that_a_killed_job_left_are_built_again(prefix: str, tmp_path: Path) -> None:
-    config = DataConfig(train_data=[prefix])
-    whole = tokens(build(config).train, 50)
-    cache = tmp_path / ".index_cache"
-    (cache / ".building").touch()
-    for index in cache.glob("*shuffle_index.npy"):
-        index.write_bytes(index.read_bytes()[:-8])
-    assert torch.equal(tokens(build(config).train, 50), whole)
 
 
 def test_a_cache_that_cannot_be_written_is_an_input_error(prefix: str, tmp_path: Path) -> None:
@@ -161,17 +153,100 @@ def test_two_ranks_build_the_same_samples_at_once(
     assert first == second == first_samples(prefix, other_prefix)
 
 
+# -- .npy files
+
+
+def test_npy_files_without_weights_are_one_set_in_the_papers_order(npy_files: list[str], tmp_path: Path) -> None:
+    raw = [np.fromfile(path, "<u2").astype(np.int64) for path in npy_files]
+    rows = [file[first : first + SEQ_LENGTH] for file in raw for first in range(0, len(file) - 63, SEQ_LENGTH)]
+    drawn = tokens(build(DataConfig(train_data=npy_files)).train, 50).tolist()
+    expected: list[list[int]] = []
+    for epoch in range(3):
+        order = np.arange(len(rows), dtype=np.uint32)
+        np.random.Generator(np.random.PCG64(1 + epoch)).shuffle(order)
+        expected += [rows[number].tolist() for number in order]
+    assert drawn == expected[:50]
+
+
+def test_npy_data_are_as_long_as_asked_and_one_epoch_otherwise(npy_files: list[str]) -> None:
+    config = DataConfig(train_data=npy_files, valid_data={"v": npy_files[:1]})
+    datasets = build(config, train_samples=77, valid_samples=None)
+    assert (len(datasets.train), len(datasets.valid["v"])) == (77, 15)
+
+
+def test_the_type_of_npy_files_may_be_stated(tmp_path: Path) -> None:
+    path = write_npy(tmp_path / "wide.npy", 640, dtype="<u4")
+    wide = build(DataConfig(train_data=[path], npy_dtype="uint32"), train_samples=10).train
+    assert sorted(tokens(wide, 10).flatten().tolist()) == sorted(np.fromfile(path, "<u4").tolist())
+
+
+def test_npy_files_and_pairs_are_drawn_by_their_weights(prefix: str, npy_files: list[str]) -> None:
+    items = ["0.5", prefix, "0.3", npy_files[0], "0.2", npy_files[1]]
+    train = build(DataConfig(train_data=items), train_samples=400).train
+    sources = [int(train[sample]["dataset_id"]) for sample in range(400)]
+    assert [sources.count(number) for number in range(3)] == pytest.approx([200, 120, 80], abs=1)
+
+
+def test_npy_files_in_a_blend_keep_their_own_order(prefix: str, npy_files: list[str]) -> None:
+    train = build(DataConfig(train_data=["1", prefix, "2", npy_files[0]]), train_samples=60).train
+    alone = build(DataConfig(train_data=npy_files[:1]), train_samples=40).train
+    drawn = [train[sample]["tokens"] for sample in range(60) if train[sample]["dataset_id"] == 1]
+    assert torch.equal(torch.stack(drawn), tokens(alone, len(drawn)))
+
+
+def test_npy_files_and_pairs_without_weights_count_by_their_size(prefix: str, npy_files: list[str]) -> None:
+    config = DataConfig(train_data=[prefix], valid_data={"v": [npy_files[0], prefix, npy_files[1]]})
+    valid = build(config, valid_samples=None).valid["v"]
+    pair = (read_index(prefix).tokens - 1) // SEQ_LENGTH
+    assert len(valid) == pair + 22
+    sources = [int(valid[sample]["dataset_id"]) for sample in range(len(valid))]
+    assert sources.count(0) == pytest.approx(22, abs=1)
+
+
+def test_a_blend_file_is_read_like_its_words(prefix: str, npy_files: list[str], tmp_path: Path) -> None:
+    (tmp_path / "my.blend").write_text("0.5 samples\n0.5 a.npy\n")
+    by_file = build(DataConfig(train_data=[f"@{tmp_path / 'my.blend'}"])).train
+    by_words = build(DataConfig(train_data=["0.5", prefix, "0.5", npy_files[0]])).train
+    assert torch.equal(tokens(by_file, 50), tokens(by_words, 50))
+
+
+def test_two_ranks_build_the_same_mixed_blend_at_once(
+    prefix: str, npy_files: list[str], run_on_ranks: Callable[..., list[Any]]
+) -> None:
+    first, second = run_on_ranks(2, first_samples, prefix, npy_files[0])
+    assert first == second == first_samples(prefix, npy_files[0])
+
+
+def test_npy_files_cannot_be_split(prefix: str, npy_files: list[str]) -> None:
+    config = DataConfig(train_data=[prefix, *npy_files], split="9,1")
+    assert any("data.split: cuts by documents, and .npy files" in line for line in config.problems())
+    with pytest.raises(InputError, match=r"use data\.valid_data"):
+        build(config)
+
+
+def test_every_kind_of_token_file_is_held_against_the_vocabulary(prefix: str, npy_files: list[str]) -> None:
+    for config in (DataConfig(train_data=[prefix], valid_data={"v": npy_files}), DataConfig(train_data=[prefix])):
+        config.check_token_ids(600)
+    np.array([601], "<u2").tofile(npy_files[1])
+    with pytest.raises(InputError, match=r"b\.npy holds token id 601"):
+        DataConfig(train_data=[prefix], valid_data={"v": npy_files}).check_token_ids(600)
+
+
+# -- the configuration
+
+
 def test_megatrons_compiled_index_builder_is_there() -> None:
     from megatron.core.datasets import helpers_cpp
 
     assert helpers_cpp.__file__.endswith(".so")
 
 
-def test_a_complete_configuration_has_no_problems(prefix: str, small_tokenizer_file: Path) -> None:
+def test_a_complete_configuration_has_no_problems(prefix: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").touch()
     config = DataConfig(
         train_data=["0.3", prefix, "0.7", prefix],
         valid_data={"v": [prefix]},
-        tokenizer=str(small_tokenizer_file),
+        tokenizer=str(tmp_path / "tokenizer.json"),
     )
     assert config.problems() == []
 

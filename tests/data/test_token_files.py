@@ -1,29 +1,42 @@
-import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_fanformer.data.token_files import check_token_ids, read_index, token_dtype
+from megatron_fanformer.data import token_files
+from megatron_fanformer.data.token_files import INDEX_HEADER, check_token_ids, read_index, token_dtype
 from megatron_fanformer.errors import CorruptError, InputError
+from tests.data.token_making import write_manifest, write_pair
+
+LENGTHS = [5, 3, 8, 0, 2, 6]
+SEQUENCES = len(LENGTHS)
+# The fields of an index of LENGTHS, a sequence a document, in their order: name, bytes.
+FIELDS = [
+    ("magic", 9),
+    ("version", 8),
+    ("dtype code", 1),
+    ("sequence count", 8),
+    ("document count", 8),
+    ("sequence length", 4 * SEQUENCES),
+    ("sequence pointer", 8 * SEQUENCES),
+    ("document bound", 8 * (SEQUENCES + 1)),
+]
+
+FLIPS = (0x01, 0x40, 0xFF)  # bits of a byte that are changed
 
 
 @pytest.fixture
-def copied(token_prefix: str, tmp_path: Path) -> str:
-    """Token files of the samples that a test may spoil; without a manifest."""
-    prefix = str(tmp_path / "copy")
-    for suffix in (".bin", ".idx"):
-        shutil.copyfile(token_prefix + suffix, prefix + suffix)
-    return prefix
+def pair(tmp_path: Path) -> str:
+    """Token files of LENGTHS, a sequence a document."""
+    return write_pair(tmp_path / "pair", [[length] for length in LENGTHS])
 
 
-def write_tokens(prefix: str, dtype: type, ids: list[int]) -> None:
-    """A pair of one document, by megatron-core's own writer."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=dtype)
-    builder.add_document(np.array(ids), [len(ids)])
-    builder.finalize(prefix + ".idx")
+def write_ids(prefix: Path, dtype: type, ids: list[int]) -> str:
+    """A pair of one document of these ids."""
+    write_pair(prefix, [[len(ids)]], dtype=dtype)
+    np.array(ids, dtype).tofile(f"{prefix}.bin")
+    return str(prefix)
 
 
 def test_the_token_type_follows_megatrons_rule() -> None:
@@ -33,56 +46,124 @@ def test_the_token_type_follows_megatrons_rule() -> None:
         assert np.dtype(token_dtype(vocab_size)) == np.dtype(DType.optimal_dtype(vocab_size))
 
 
-def test_an_index_of_megatrons_own_writer_is_read(tmp_path: Path) -> None:
-    write_tokens(str(tmp_path / "own"), np.int32, [1, 2, 70_000])
-    index = read_index(str(tmp_path / "own"))
-    assert (index.dtype, index.lengths.tolist(), index.tokens) == (np.dtype(np.int32), [3], 3)
+# -- the index
 
 
-def test_ids_within_the_vocabulary_pass(token_prefix: str) -> None:
-    check_token_ids([token_prefix], 600)
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_an_index_of_megatrons_own_writer_is_read(tmp_path: Path, dtype: type) -> None:
+    index = read_index(write_pair(tmp_path / "own", [[3], [4]], dtype=dtype))
+    assert (index.dtype, index.lengths.tolist(), index.tokens) == (np.dtype(dtype), [3, 4], 7)
 
 
-def test_an_id_beyond_the_vocabulary_is_named_out_of_the_manifest(token_prefix: str) -> None:
-    with pytest.raises(InputError, match=r"samples holds token id 5\d\d, outside the vocabulary of 500"):
-        check_token_ids([token_prefix], 500)
+def test_documents_of_several_sequences_and_of_none_are_read(tmp_path: Path) -> None:
+    index = read_index(write_pair(tmp_path / "sentences", [[3, 4], [], [5], [1, 2, 3]]))
+    assert index.lengths.tolist() == [3, 4, 5, 1, 2, 3]
+    assert index.bounds.tolist() == [0, 2, 2, 3, 6]
 
 
-def test_an_id_beyond_the_vocabulary_is_named_without_a_manifest(copied: str) -> None:
-    largest = int(np.fromfile(copied + ".bin", np.uint16).max())
-    with pytest.raises(InputError, match=f"copy holds token id {largest}, outside the vocabulary of {largest}"):
-        check_token_ids([copied], largest)
+def test_a_pair_of_no_documents_is_read(tmp_path: Path) -> None:
+    assert read_index(write_pair(tmp_path / "empty", [])).tokens == 0
 
 
-def test_a_manifest_of_another_bin_file_is_not_believed(token_prefix: str, tmp_path: Path) -> None:
-    prefix = str(tmp_path / "other")
-    shutil.copyfile(token_prefix + ".manifest.json", prefix + ".manifest.json")
-    write_tokens(prefix, np.uint16, [1, 9_999])
-    with pytest.raises(InputError, match="token id 9999"):
-        check_token_ids([prefix], 600)
-
-
-def test_a_negative_id_is_outside_the_vocabulary(tmp_path: Path) -> None:
-    write_tokens(str(tmp_path / "negative"), np.int32, [1, -3])
-    with pytest.raises(InputError, match="token id -3"):
-        check_token_ids([str(tmp_path / "negative")], 600)
-
-
-def test_a_missing_file_is_an_input_error(copied: str) -> None:
-    Path(copied + ".idx").unlink()
-    with pytest.raises(InputError, match=r"copy\.idx does not exist"):
-        read_index(copied)
+def test_a_missing_file_is_an_input_error(pair: str) -> None:
+    Path(pair + ".idx").unlink()
+    with pytest.raises(InputError, match=r"pair\.idx does not exist"):
+        read_index(pair)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_truncated_file_is_corrupt(copied: str, suffix: str) -> None:
-    path = Path(copied + suffix)
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(CorruptError, match="truncated"):
-        read_index(copied)
+@pytest.mark.parametrize("change", [-20, -1, 1, 2])
+def test_a_file_of_another_length_is_corrupt(pair: str, suffix: str, change: int) -> None:
+    path = Path(pair + suffix)
+    data = path.read_bytes()
+    path.write_bytes(data[:change] if change < 0 else data + bytes(change))
+    with pytest.raises(CorruptError, match=f"^{path}: it is {'truncated' if change < 0 else 'extended'}"):
+        read_index(pair)
 
 
-def test_a_file_of_another_format_is_corrupt(copied: str) -> None:
-    Path(copied + ".idx").write_bytes(b"something else" * 100)
-    with pytest.raises(CorruptError, match="no Megatron index"):
-        read_index(copied)
+@pytest.mark.parametrize("size", [0, 1, INDEX_HEADER.size - 1])
+def test_an_index_without_a_whole_header_is_corrupt(pair: str, size: int) -> None:
+    path = Path(pair + ".idx")
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CorruptError, match="the header is truncated"):
+        read_index(pair)
+
+
+def test_a_file_of_another_format_is_corrupt(pair: str) -> None:
+    Path(pair + ".idx").write_bytes(b"something else" * 100)
+    with pytest.raises(CorruptError, match=r"the magic is b'something', .* no Megatron index"):
+        read_index(pair)
+
+
+@pytest.mark.parametrize(
+    ("field", "begin", "end"),
+    [
+        (name, sum(size for _, size in FIELDS[:number]), sum(size for _, size in FIELDS[: number + 1]))
+        for number, (name, _) in enumerate(FIELDS)
+    ],
+)
+def test_every_changed_byte_of_an_index_is_found(pair: str, field: str, begin: int, end: int) -> None:
+    """The message names the file and the field."""
+    path = Path(pair + ".idx")
+    sound = path.read_bytes()
+    for position in range(begin, end):
+        for mask in FLIPS:
+            spoilt = bytearray(sound)
+            spoilt[position] ^= mask
+            path.write_bytes(spoilt)
+            with pytest.raises(CorruptError) as error:
+                read_index(pair)
+            message = str(error.value)
+            assert str(path) in message and field in message and "\n" not in message, (position, mask, message)
+    path.write_bytes(sound)
+
+
+def test_a_type_of_another_size_is_found(pair: str) -> None:
+    path = Path(pair + ".idx")
+    path.write_bytes(path.read_bytes().replace(struct.pack("<QB", 1, 8), struct.pack("<QB", 1, 4), 1))
+    with pytest.raises(CorruptError, match="int32"):
+        read_index(pair)
+
+
+def test_an_index_longer_than_a_block_is_checked_throughout(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = read_index(pair).identity
+    monkeypatch.setattr(token_files, "CHECKED_ENTRIES", 2)
+    assert read_index(pair).identity == identity
+    test_every_changed_byte_of_an_index_is_found(pair, "sequence pointer", 58, 106)
+    test_every_changed_byte_of_an_index_is_found(pair, "document bound", 106, 162)
+
+
+def test_two_lengths_that_change_places_change_the_identity(tmp_path: Path) -> None:
+    first, second = (read_index(write_pair(tmp_path / "pair", [[4], [a], [b]])) for a, b in ((5, 6), (6, 5)))
+    assert first.identity != second.identity
+
+
+# -- the ids
+
+
+def test_ids_within_the_vocabulary_pass(pair: str) -> None:
+    check_token_ids([pair], 600)
+
+
+def test_an_id_beyond_the_vocabulary_is_named_out_of_the_manifest(pair: str) -> None:
+    write_manifest(pair, dtype="uint16", max_token_id=777)
+    with pytest.raises(InputError, match="pair holds token id 777, outside the vocabulary of 600"):
+        check_token_ids([pair], 600)
+
+
+def test_an_id_beyond_the_vocabulary_is_named_without_a_manifest(pair: str) -> None:
+    largest = int(np.fromfile(pair + ".bin", np.uint16).max())
+    with pytest.raises(InputError, match=f"pair holds token id {largest}, outside the vocabulary of {largest}"):
+        check_token_ids([pair], largest)
+
+
+def test_a_manifest_of_another_bin_file_is_not_believed(pair: str, tmp_path: Path) -> None:
+    write_manifest(pair, dtype="uint16", max_token_id=3)
+    write_ids(tmp_path / "pair", np.uint16, [1, 9_999])
+    with pytest.raises(InputError, match="token id 9999"):
+        check_token_ids([pair], 600)
+
+
+def test_a_negative_id_is_outside_the_vocabulary(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="token id -3"):
+        check_token_ids([write_ids(tmp_path / "negative", np.int32, [1, -3])], 600)

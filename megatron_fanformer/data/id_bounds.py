@@ -1,0 +1,80 @@
+"""The smallest and the largest id of a token file, held against the vocabulary.
+
+A manifest says the largest one. Where there is none, a file is read from end to end; since that may take an hour for
+the tokens of a large run, and every rank asks, what was found in a large file is remembered in the index cache, for as
+long as its size and time of modification stay.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_fanformer.errors import InputError
+
+SCAN_TOKENS = 1 << 24
+# Files below it are read in a fraction of a second: not worth a note.
+REMEMBERED_BYTES = 1 << 28
+
+
+def refuse_ids_outside(
+    vocab_size: int, name: str, file: Path, dtype: np.dtype[Any], *, largest: int | None, cache: Path | None
+) -> None:
+    """Raise InputError, speaking of `name`, where a file of token ids holds one outside [0, vocab_size).
+
+    `largest` is what a manifest says; where it is None, the file is read, unless its type can hold no such id.
+    """
+    smallest = 0
+    if largest is None:
+        limits = np.iinfo(dtype)
+        smallest, largest = int(limits.min), int(limits.max)
+        if smallest < 0 or largest >= vocab_size:
+            smallest, largest = _remembered_bounds(file, dtype, cache)
+    wrong = smallest if smallest < 0 else largest
+    if not 0 <= wrong < vocab_size:
+        raise InputError(
+            f"{name} holds token id {wrong}, outside the vocabulary of {vocab_size}:"
+            " train with the tokenizer that made the tokens, or raise model.vocab_size"
+        )
+
+
+def _remembered_bounds(file: Path, dtype: np.dtype[Any], cache: Path | None) -> tuple[int, int]:
+    stat = file.stat()
+    if cache is None or stat.st_size < REMEMBERED_BYTES:
+        return _read_bounds(file, dtype)
+    identity = f"{file.absolute()} {stat.st_size} {stat.st_mtime_ns} {dtype.str}"
+    note = cache / "ids" / (hashlib.sha256(identity.encode()).hexdigest()[:32] + ".json")
+    bounds = _read_note(note, identity)
+    if bounds is None:
+        bounds = _read_bounds(file, dtype)
+        _write_note(note, {"file": identity, "smallest": bounds[0], "largest": bounds[1]})
+    return bounds
+
+
+def _read_bounds(file: Path, dtype: np.dtype[Any]) -> tuple[int, int]:
+    smallest, largest = 0, 0
+    with file.open("rb") as stream:
+        while len(block := np.fromfile(stream, dtype=dtype, count=SCAN_TOKENS)):
+            smallest, largest = min(smallest, int(block.min())), max(largest, int(block.max()))
+    return smallest, largest
+
+
+def _read_note(note: Path, identity: str) -> tuple[int, int] | None:
+    try:
+        found = json.loads(note.read_bytes())
+        return (int(found["smallest"]), int(found["largest"])) if found["file"] == identity else None
+    except (OSError, ValueError, KeyError, TypeError):  # none, or torn
+        return None
+
+
+def _write_note(note: Path, found: dict[str, Any]) -> None:
+    partial = note.with_name(f"{note.name}.{os.getpid()}.partial")  # ranks may find out the same at once
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(found))
+        partial.replace(note)
+    except OSError:
+        return  # a folder that cannot be written: read again next time

@@ -1,0 +1,86 @@
+"""Samples of the paper's .npy files, in the order in which the authors' own loader takes them.
+
+A sample is a run of seq_length tokens of one file, cut from its beginning on; a file's tail that fills no sample is not
+used. Each epoch takes all samples of all files once, their numbers shuffled by NumPy's PCG64 of seed + epoch.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_fanformer.data.npy_files import NpyFile
+from megatron_fanformer.errors import InputError
+
+# Their numbers are shuffled as uint32, which the order depends on.
+MOST_SAMPLES = 1 << 32
+
+
+def epoch_order(samples: int, *, seed: int, epoch: int) -> np.ndarray:
+    """[samples] uint32: the numbers of all samples in the order in which an epoch takes them. Epochs count from 0."""
+    order = np.arange(samples, dtype=np.uint32)
+    np.random.Generator(np.random.PCG64(seed + epoch)).shuffle(order)
+    return order
+
+
+class NpyDataset:
+    """Samples of .npy files in their order, epoch after epoch: a map-style dataset for a DataLoader.
+
+    Sample n depends on the files, their order, seq_length and the seed alone. An epoch's order is held in memory, 4
+    bytes a sample; loader processes that are forked share the first epoch's.
+    """
+
+    def __init__(self, files: list[NpyFile], *, seq_length: int, seed: int, samples: int | None = None) -> None:
+        """`samples` is the length, over as many epochs as it takes; None: one epoch.
+
+        Raises InputError where the files hold no whole sample, or 2^32 of them.
+        """
+        self.files = files
+        self.seq_length = seq_length
+        self._seed = seed
+        self._ends = np.cumsum([file.tokens // seq_length for file in files], dtype=np.int64)
+        self.epoch_samples = int(self._ends[-1]) if files else 0
+        if not 0 < self.epoch_samples < MOST_SAMPLES:
+            raise InputError(
+                f"{len(files)} .npy files hold {self.epoch_samples} whole samples of {seq_length} tokens; there must be"
+                " at least 1, and fewer than 2^32: change the files, or model.seq_length"
+            )
+        self._length = self.epoch_samples if samples is None else samples
+        self._order: tuple[int, np.ndarray] | None = None
+        self._order_of(0)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """`tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [seq_length].
+
+        Labels are the sample's own tokens shifted by one, so that the last position has none: its mask is 0.
+        """
+        file, first = self.place(index)
+        tokens = torch.from_numpy(file.read(first, self.seq_length).astype(np.int64))
+        mask = torch.ones(self.seq_length)
+        mask[-1] = 0.0
+        labels = tokens.roll(-1)
+        labels[-1] = 0  # any id within the vocabulary
+        return {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": torch.arange(self.seq_length)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_order": None}
+
+    def place(self, index: int) -> tuple[NpyFile, int]:
+        """The file that a sample is of, and the number of its first token there."""
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        epoch, position = divmod(int(index), self.epoch_samples)
+        sample = int(self._order_of(epoch)[position])
+        number = int(np.searchsorted(self._ends, sample, side="right"))
+        before = int(self._ends[number - 1]) if number else 0
+        return self.files[number], (sample - before) * self.seq_length
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
+            self._order = None  # before the next is made: one at a time in memory
+            self._order = (epoch, epoch_order(self.epoch_samples, seed=self._seed, epoch=epoch))
+        return self._order[1]

@@ -1,0 +1,105 @@
+"""The paper's token files: `.npy` without NumPy's header, token ids in little-endian order and nothing else.
+
+They are read where they lie, without a copy.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_fanformer.data.id_bounds import refuse_ids_outside
+from megatron_fanformer.data.manifest import manifest_path, read_any_manifest, token_files_record
+from megatron_fanformer.errors import CorruptError, InputError
+
+NpyType = Literal["uint16", "uint32"]
+
+SUFFIX = ".npy"
+NUMPY_MAGIC = b"\x93NUMPY"
+# Of files with a manifest; what `prepare` writes.
+MANIFEST_TYPES = ("uint16", "uint32", "int32")
+
+
+def npy_prefix(path: str) -> str:
+    """The prefix of a .npy file, which its manifest and ledger stand under."""
+    return path.removesuffix(SUFFIX)
+
+
+@dataclass(frozen=True)
+class NpyFile:
+    """One file of token ids."""
+
+    path: str
+    dtype: np.dtype[Any]
+    tokens: int
+    max_token_id: int | None
+    """By its manifest; None where it has none."""
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """[count] tokens from the one numbered `first` on.
+
+        Raises CorruptError where the file has become shorter than it was when it was opened.
+        """
+        # Not a map: it would hold a file open for each of thousands, and the process would not survive a file cut off.
+        tokens = np.fromfile(self.path, dtype=self.dtype, count=count, offset=first * self.dtype.itemsize)
+        if len(tokens) < count:
+            raise CorruptError(f"{self.path} became shorter since the run began: copy it again, and resume")
+        return tokens
+
+
+def open_npy_files(paths: Iterable[str], dtype: NpyType) -> list[NpyFile]:
+    """Look at each file: `dtype` is the type of those that have no manifest beside them.
+
+    Raises:
+        InputError: a file that is missing, or that has NumPy's own header.
+        CorruptError: a file of half a token, or of another size than its manifest says.
+    """
+    return [_open(path, dtype) for path in paths]
+
+
+def _open(path: str, stated: NpyType) -> NpyFile:
+    if not Path(path).is_file():
+        raise InputError(f"{path} does not exist: name .npy files of token ids")
+    with open(path, "rb") as stream:
+        if stream.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC:
+            raise InputError(
+                f"{path} has NumPy's own header; token files are ids alone: write it anew by"
+                " numpy.load(FILE).astype('<u2').tofile(FILE)"
+            )
+    size = Path(path).stat().st_size
+    dtype, largest = _by_manifest(path, size) or (stated, None)
+    kind = np.dtype(dtype).newbyteorder("<")
+    if size % kind.itemsize:
+        raise CorruptError(
+            f"{path}: its size of {size} bytes is no multiple of {kind.itemsize}, a token of {dtype}; copy it again, or"
+            " set data.npy_dtype to its type"
+        )
+    return NpyFile(path, kind, size // kind.itemsize, largest)
+
+
+def _by_manifest(path: str, size: int) -> tuple[str, int] | None:
+    """The type of the ids and the largest of them, by the manifest beside a file; None where there is none."""
+    prefix = npy_prefix(path)
+    record, manifest = token_files_record(prefix), read_any_manifest(prefix)
+    if record is None or manifest is None or SUFFIX not in record.files:
+        return None
+    dtype, said = manifest.settings.dtype, record.files[SUFFIX].bytes
+    if dtype not in MANIFEST_TYPES:
+        raise CorruptError(f"{manifest_path(prefix)}: dtype is {dtype}, not one of {', '.join(MANIFEST_TYPES)}")
+    if size != said:
+        raise CorruptError(
+            f"{path}: it holds {size} bytes where {manifest_path(prefix)} says {said}; copy or prepare it again, or"
+            " remove the manifest of another file"
+        )
+    return dtype, record.max_token_id
+
+
+def check_npy_ids(files: Iterable[NpyFile], vocab_size: int, *, cache: Path | None = None) -> None:
+    """Raise InputError for a file that holds an id outside [0, vocab_size).
+
+    One without a manifest is read whole, and what is found in a large one is remembered in the folder `cache`.
+    """
+    for file in files:
+        refuse_ids_outside(vocab_size, file.path, Path(file.path), file.dtype, largest=file.max_token_id, cache=cache)

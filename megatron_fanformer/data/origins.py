@@ -1,0 +1,63 @@
+"""Where a sample's tokens stand: the runs of tokens, in the token files, that a dataset makes it of."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fanformer.data.npy_dataset import NpyDataset
+from megatron_fanformer.data.npy_files import npy_prefix
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of tokens in the files of one prefix, counted in tokens from 0."""
+
+    prefix: str
+    """The path of its .bin or .npy file without that suffix."""
+    first_token: int
+    length: int
+
+
+def sample_spans(dataset: Any, index: int) -> list[Span]:
+    """The runs that sample `index` of a training or validation set is made of, in order.
+
+    Together they are seq_length tokens for a .npy source; for .bin and .idx pairs one more, the last label.
+    """
+    # What is drawn from stands in `datasets` of a blend, and in `samples` of a source of a mixed one.
+    while hasattr(dataset, "datasets"):
+        number, index = int(dataset.dataset_index[index]), int(dataset.dataset_sample_index[index])
+        dataset = dataset.datasets[number]
+    dataset = getattr(dataset, "samples", dataset)
+    if isinstance(dataset, NpyDataset):
+        file, first = dataset.place(index)
+        return [Span(npy_prefix(file.path), first, dataset.seq_length)]
+    return list(_merged(_runs(dataset, index)))
+
+
+def _runs(dataset: Any, index: int) -> Iterator[Span]:
+    """The part of each sequence that a GPTDataset's sample takes, by its three indices."""
+    sample = int(dataset.shuffle_index[index])
+    (begin, begin_offset), (end, end_offset) = (map(int, dataset.sample_index[sample + ahead]) for ahead in (0, 1))
+    sequences = dataset.dataset.index
+    for place in range(begin, end + 1):
+        sequence = int(dataset.document_index[place])
+        offset = begin_offset if place == begin else 0
+        stop = end_offset + 1 if place == end else int(sequences.sequence_lengths[sequence])
+        first = int(sequences.sequence_pointers[sequence]) // sequences.dtype_size + offset
+        yield Span(dataset.dataset_path, first, stop - offset)
+
+
+def _merged(spans: Iterable[Span]) -> Iterator[Span]:
+    """The same tokens, with runs that follow each other in a file made one; empty ones are left out."""
+    last: Span | None = None
+    for span in spans:
+        if not span.length:
+            continue
+        if last is not None and (last.prefix, last.first_token + last.length) == (span.prefix, span.first_token):
+            last = Span(last.prefix, last.first_token, last.length + span.length)
+            continue
+        if last is not None:
+            yield last
+        last = span
+    if last is not None:
+        yield last

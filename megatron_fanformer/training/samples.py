@@ -1,0 +1,77 @@
+"""The samples of a run: which datasets they come from, and which of them each step, rank and micro batch takes.
+
+The trainer takes its batches here, and `inspect` asks here what a step took: the order stands in one place.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megatron_fanformer.data.batches import micro_batches, sample_numbers
+from megatron_fanformer.data.loader import Datasets, build_datasets
+from megatron_fanformer.training.config import RunConfig
+
+
+def run_datasets(config: RunConfig) -> Datasets:
+    """A run's training and validation samples; a collective call where torch.distributed is initialised.
+
+    Raises:
+        InputError, CorruptError: as `build_datasets`.
+    """
+    training, model = config.training, config.model
+    return build_datasets(
+        config.data,
+        seq_length=model.seq_length,
+        train_samples=training.train_iters * training.global_batch_size,
+        valid_samples=training.eval_iters * training.global_batch_size,
+        seed=training.seed,
+        vocab_size=model.vocab_size,
+        eod_id=model.vocab_size - 1,  # no document boundary is looked for: samples run over them
+    )
+
+
+def run_batches(
+    config: RunConfig, dataset: Any, *, consumed_samples: int, data_parallel_rank: int, data_parallel_size: int
+) -> Iterator[dict[str, Tensor]]:
+    """A rank's micro batches from a number of consumed samples on, as `micro_batches` yields them."""
+    return micro_batches(
+        dataset,
+        consumed_samples=consumed_samples,
+        micro_batch_size=config.training.micro_batch_size,
+        data_parallel_rank=data_parallel_rank,
+        data_parallel_size=data_parallel_size,
+        num_workers=config.data.num_workers,
+    )
+
+
+def consumed_before(config: RunConfig, step: int) -> int:
+    """Samples that a run has taken when a step begins. Steps count from 1, as in metrics.jsonl."""
+    return (step - 1) * config.training.global_batch_size
+
+
+class MicroBatch(NamedTuple):
+    """One micro batch of a step: whose it is, and its samples. All count from 0."""
+
+    number: int
+    data_parallel_rank: int
+    samples: list[int]
+
+
+def step_micro_batches(
+    config: RunConfig, dataset_length: int, step: int, data_parallel_size: int
+) -> Iterator[MicroBatch]:
+    """Every micro batch that a step takes of a dataset, on all ranks, in the order of the samples."""
+    orders = [
+        sample_numbers(
+            dataset_length,
+            consumed_samples=consumed_before(config, step),
+            micro_batch_size=config.training.micro_batch_size,
+            data_parallel_rank=rank,
+            data_parallel_size=data_parallel_size,
+        )
+        for rank in range(data_parallel_size)
+    ]
+    for number in range(config.num_micro_batches(data_parallel_size)):
+        for rank, order in enumerate(orders):
+            yield MicroBatch(number, rank, next(order))

@@ -1,0 +1,89 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_fanformer.data.blends import Blend, Source, blend_problems, parse_blend
+from megatron_fanformer.errors import InputError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with pairs a and b, and .npy files in a folder of their own."""
+    for name in ("a.bin", "a.idx", "b.bin", "b.idx", "npy/2.npy", "npy/1.npy", "npy/1.manifest.json", "npy/sub/3.npy"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def paths(*items: str) -> list[tuple[str, ...]]:
+    return [source.paths for source in parse_blend(items).sources]
+
+
+def test_each_prefix_is_a_source(folder: Path) -> None:
+    assert parse_blend(["a", "b"]) == Blend([Source(("a",)), Source(("b",))], None)
+
+
+@pytest.mark.parametrize("item", ["npy", "npy/*.npy"])
+def test_a_folder_and_a_glob_are_their_npy_files_sorted(folder: Path, item: str) -> None:
+    assert paths(item) == [("npy/1.npy", "npy/2.npy")]
+
+
+def test_a_glob_may_go_into_folders(folder: Path) -> None:
+    assert paths("npy/**/*.npy") == [("npy/1.npy", "npy/2.npy", "npy/sub/3.npy")]
+
+
+def test_npy_files_without_weights_are_one_source_in_their_order(folder: Path) -> None:
+    assert paths("npy/2.npy", "npy/sub", "npy/1.npy") == [("npy/2.npy", "npy/sub/3.npy", "npy/1.npy")]
+
+
+def test_npy_files_among_prefixes_are_one_source(folder: Path) -> None:
+    assert paths("a", "npy/2.npy", "b", "npy/1.npy") == [("a",), ("npy/2.npy", "npy/1.npy"), ("b",)]
+
+
+def test_with_weights_each_goes_with_one_source(folder: Path) -> None:
+    blend = parse_blend(["1", "npy", "2", "a", "3", "npy/2.npy"])
+    assert blend.weights == [1.0, 2.0, 3.0]
+    assert [source.paths for source in blend.sources] == [("npy/1.npy", "npy/2.npy"), ("a",), ("npy/2.npy",)]
+
+
+def test_a_pair_is_taken_before_a_folder_of_its_name(folder: Path) -> None:
+    (folder / "a").mkdir()
+    assert paths("a") == [("a",)]
+
+
+def test_a_blend_file_stands_for_its_words(folder: Path) -> None:
+    (folder / "npy" / "my.blend").write_text("# made by hand\n0.3 ../a\n0.7\t../b  # the other\n\n2 1.npy 1 /x\n")
+    blend = parse_blend(["@npy/my.blend"])
+    assert blend.weights == [0.3, 0.7, 2.0, 1.0]
+    assert [source.paths[0] for source in blend.sources] == ["npy/../a", "npy/../b", "npy/1.npy", "/x"]
+
+
+def test_several_blend_files_are_joined(folder: Path) -> None:
+    (folder / "one.blend").write_text("a")
+    (folder / "two.blend").write_text("b npy/*.npy")
+    assert paths("@one.blend", "@two.blend") == [("a",), ("b",), ("npy/1.npy", "npy/2.npy")]
+
+
+@pytest.mark.parametrize(
+    ("text", "items", "said"),
+    [
+        ("", ["@x.blend"], "the list is empty"),
+        ("a 0.5", ["@x.blend"], "'./0.5' does not exist|0.5"),
+        ("0.5 a 0.5", ["@x.blend"], "does not alternate"),
+        ("@x.blend", ["@x.blend"], "blend file x.blend names another by @"),
+        ("a", ["@y.blend"], "blend file y.blend cannot be read"),
+        ("", ["empty"], "empty holds no .npy file"),
+        ("", ["none/*.npy"], r"none/\*.npy holds no .npy file"),
+        ("", ["none.npy"], "none.npy does not exist: name .npy files of token ids"),
+        ("", ["npy/1"], "npy/1.bin does not exist: name npy/1.npy"),
+        ("", ["x"], "x.bin does not exist: name @x.blend"),
+    ],
+)
+def test_each_problem_is_named(folder: Path, text: str, items: list[str], said: str) -> None:
+    (folder / "empty").mkdir()
+    (folder / "x.blend").write_text(text)
+    problems = blend_problems("data.train_data", items)
+    assert all(line.startswith("data.train_data: ") for line in problems)
+    with pytest.raises(InputError, match=said):
+        raise InputError("\n".join(problems))

@@ -1,0 +1,71 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_fanformer.data import id_bounds
+from megatron_fanformer.data.id_bounds import refuse_ids_outside
+from megatron_fanformer.errors import InputError
+
+UINT16 = np.dtype("<u2")
+
+
+@pytest.fixture(autouse=True)
+def read_files(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that are read from end to end; what is found in any file is remembered, however small."""
+    read: list[Path] = []
+    original = id_bounds._read_bounds
+    monkeypatch.setattr(id_bounds, "REMEMBERED_BYTES", 0)
+    monkeypatch.setattr(id_bounds, "SCAN_TOKENS", 4)
+
+    def noted(file: Path, dtype: np.dtype[Any]) -> tuple[int, int]:
+        read.append(file)
+        return original(file, dtype)
+
+    monkeypatch.setattr(id_bounds, "_read_bounds", noted)
+    return read
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    np.array([1, 2, 3, 4, 5, 70, 7], UINT16).tofile(tmp_path / "a.npy")
+    return tmp_path / "a.npy"
+
+
+def check(file: Path, vocab_size: int, cache: Path | None = None, largest: int | None = None) -> None:
+    refuse_ids_outside(vocab_size, "a", file, UINT16, largest=largest, cache=cache)
+
+
+def test_a_large_file_is_read_once(file: Path, tmp_path: Path, read_files: list[Path]) -> None:
+    for _ in range(2):
+        check(file, 71, tmp_path / "cache")
+        with pytest.raises(InputError, match="a holds token id 70, outside the vocabulary of 70"):
+            check(file, 70, tmp_path / "cache")
+    assert read_files == [file]
+
+
+def test_a_file_that_was_written_again_is_read_again(file: Path, tmp_path: Path) -> None:
+    check(file, 100, tmp_path / "cache")
+    np.array([1, 2, 3, 4, 5, 200, 7], UINT16).tofile(file)
+    with pytest.raises(InputError, match="token id 200"):
+        check(file, 100, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"smallest": 0, "largest": 1}'])
+def test_a_torn_note_is_not_believed(file: Path, tmp_path: Path, text: str) -> None:
+    check(file, 100, tmp_path / "cache")
+    (note,) = (tmp_path / "cache" / "ids").iterdir()
+    note.write_text(text)
+    with pytest.raises(InputError, match="token id 70"):
+        check(file, 70, tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(file: Path) -> None:
+    check(file, 100, file / "cache")
+
+
+def test_a_manifests_word_and_a_type_without_such_ids_spare_the_reading(file: Path, read_files: list[Path]) -> None:
+    check(file, 100, largest=70)
+    check(file, 65_536)
+    assert read_files == []

@@ -1,0 +1,119 @@
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fanformer.data.loader import DataConfig, build_datasets
+from tests.data.token_making import write_npy, write_pair
+
+SAMPLES = 60
+INDICES = ("document_index", "sample_index", "shuffle_index")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    return DataConfig(train_data=[write_pair(tmp_path / "samples", [[200 + number] for number in range(30)])])
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / ".index_cache"
+
+
+def drawn(config: DataConfig) -> torch.Tensor:
+    datasets = build_datasets(
+        config, seq_length=64, train_samples=SAMPLES, valid_samples=8, seed=1, vocab_size=600, eod_id=1
+    )
+    return torch.stack([datasets.train[sample]["tokens"] for sample in range(SAMPLES)])
+
+
+def stamps(cache: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in cache.glob("*/*")}
+
+
+class Trap:
+    """Leaves a trace where it is unpickled."""
+
+    sprung: ClassVar[list[str]] = []
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Trap.sprung.append, ("sprung",)
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def overwrite_an_entry(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-8] ^= 1
+    path.write_bytes(data)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def put_objects(path: Path) -> None:
+    np.save(path, np.array([Trap()] * 3, dtype=object), allow_pickle=True)
+
+
+def put_pickle(path: Path) -> None:
+    path.write_bytes(pickle.dumps(Trap()))
+
+
+def test_whole_indices_are_used_again(config: DataConfig, cache: Path) -> None:
+    first, before = drawn(config), stamps(cache)
+    assert torch.equal(drawn(config), first)
+    assert stamps(cache) == before
+
+
+@pytest.mark.parametrize("spoil", [cut_off, overwrite_an_entry, empty, put_objects, put_pickle, Path.unlink])
+@pytest.mark.parametrize("index", INDICES)
+def test_torn_indices_are_built_again(
+    config: DataConfig, cache: Path, spoil: Callable[[Path], Any], index: str
+) -> None:
+    first = drawn(config)
+    (path,) = cache.glob(f"*/*{index}.npy")
+    spoil(path)
+    assert torch.equal(drawn(config), first)
+    assert Trap.sprung == []
+    assert np.load(path, allow_pickle=False).size
+
+
+def test_indices_that_a_killed_job_left_are_built_again(config: DataConfig, cache: Path) -> None:
+    """It had not written down yet that they are whole."""
+    first = drawn(config)
+    for path in cache.glob("*/complete.json"):
+        path.unlink()
+    for path in cache.glob("*/*shuffle_index.npy"):
+        cut_off(path)
+    assert torch.equal(drawn(config), first)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": "b"}'])
+def test_a_torn_record_of_what_is_whole_is_not_believed(config: DataConfig, cache: Path, text: str) -> None:
+    first = drawn(config)
+    for path in cache.glob("*/complete.json"):
+        path.write_text(text)
+    assert torch.equal(drawn(config), first)
+
+
+@pytest.mark.parametrize("index", ["dataset_index", "dataset_sample_index"])
+def test_a_mixed_blends_torn_indices_are_built_again(
+    config: DataConfig, cache: Path, tmp_path: Path, index: str
+) -> None:
+    blend = DataConfig(train_data=["1", config.train_data[0], "2", write_npy(tmp_path / "a.npy", 4_000)])
+    first = drawn(blend)
+    (path,) = cache.glob(f"*/*{index}.npy")
+    overwrite_an_entry(path)
+    assert torch.equal(drawn(blend), first)
+
+
+def test_npy_files_alone_need_no_cache(cache: Path, tmp_path: Path) -> None:
+    drawn(DataConfig(train_data=[write_npy(tmp_path / "a.npy", 4_000)]))
+    assert not cache.exists()

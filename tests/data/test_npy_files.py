@@ -1,0 +1,80 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_fanformer.data.npy_files import check_npy_ids, open_npy_files
+from megatron_fanformer.errors import CorruptError, InputError
+from tests.data.token_making import write_manifest, write_npy
+
+
+def test_a_file_is_its_tokens_in_little_endian_order(tmp_path: Path) -> None:
+    (tmp_path / "a.npy").write_bytes(b"\x01\x00\x02\x01\xff\xff")
+    (file,) = open_npy_files([str(tmp_path / "a.npy")], "uint16")
+    assert (file.tokens, file.read(0, 3).tolist(), file.read(1, 1).tolist()) == (3, [1, 258, 65_535], [258])
+
+
+@pytest.mark.parametrize("stated", ["uint16", "uint32"])
+def test_the_manifest_says_the_type(tmp_path: Path, stated: str) -> None:
+    path = write_npy(tmp_path / "a.npy", 10, dtype="<u4")
+    write_manifest(str(tmp_path / "a"), dtype="uint32", max_token_id=599)
+    (file,) = open_npy_files([path], stated)  # type: ignore[arg-type]
+    assert (file.tokens, file.max_token_id) == (10, 599)
+
+
+def test_without_a_manifest_the_stated_type_is_taken(tmp_path: Path) -> None:
+    path = write_npy(tmp_path / "a.npy", 10, dtype="<u4")
+    assert [open_npy_files([path], dtype)[0].tokens for dtype in ("uint16", "uint32")] == [20, 10]
+
+
+def test_numpys_own_header_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    np.save(path, np.arange(10, dtype=np.uint16))
+    with pytest.raises(InputError, match=r"a\.npy has NumPy's own header.*tofile"):
+        open_npy_files([str(path)], "uint16")
+    np.load(path).astype("<u2").tofile(path)  # the remedy
+    assert open_npy_files([str(path)], "uint16")[0].read(0, 10).tolist() == list(range(10))
+
+
+def test_a_missing_file_is_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"a\.npy does not exist"):
+        open_npy_files([str(tmp_path / "a.npy")], "uint16")
+
+
+def test_half_a_token_is_corrupt(tmp_path: Path) -> None:
+    (tmp_path / "a.npy").write_bytes(b"abc")
+    with pytest.raises(CorruptError, match=r"a\.npy: its size of 3 bytes is no multiple of 2, a token of uint16"):
+        open_npy_files([str(tmp_path / "a.npy")], "uint16")
+
+
+@pytest.mark.parametrize("change", [-2, 2])
+def test_another_size_than_the_manifests_is_corrupt(tmp_path: Path, change: int) -> None:
+    path = Path(write_npy(tmp_path / "a.npy", 10))
+    write_manifest(str(tmp_path / "a"), dtype="uint16", max_token_id=599)
+    data = path.read_bytes()
+    path.write_bytes(data[:change] if change < 0 else data + bytes(change))
+    with pytest.raises(CorruptError, match=f"it holds {20 + change} bytes where .*a.manifest.json says 20"):
+        open_npy_files([str(path)], "uint16")
+
+
+def test_a_file_cut_off_while_it_is_read_is_corrupt(tmp_path: Path) -> None:
+    path = Path(write_npy(tmp_path / "a.npy", 10))
+    (file,) = open_npy_files([str(path)], "uint16")
+    path.write_bytes(path.read_bytes()[:10])
+    with pytest.raises(CorruptError, match=r"a\.npy became shorter"):
+        file.read(0, 10)
+
+
+def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    np.array([3, 700, 5], "<u2").tofile(tmp_path / "a.npy")
+    files = open_npy_files([str(tmp_path / "a.npy")], "uint16")
+    check_npy_ids(files, 701)
+    with pytest.raises(InputError, match=r"a\.npy holds token id 700, outside the vocabulary of 700"):
+        check_npy_ids(files, 700)
+
+
+def test_the_manifests_largest_id_is_believed(tmp_path: Path) -> None:
+    path = write_npy(tmp_path / "a.npy", 10)
+    write_manifest(str(tmp_path / "a"), dtype="uint16", max_token_id=5_000)
+    with pytest.raises(InputError, match="token id 5000"):
+        check_npy_ids(open_npy_files([path], "uint16"), 600)

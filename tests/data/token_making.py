@@ -1,0 +1,63 @@
+"""Writes token files for the tests of what reads them, without `prepare`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_fanformer.data.manifest import (
+    FileRecord,
+    PartManifest,
+    Settings,
+    TokenFiles,
+    TokenizerRecord,
+    encode_manifest,
+    manifest_path,
+)
+
+VOCAB_SIZE = 600
+
+
+def random_ids(count: int, *, seed: int = 0) -> np.ndarray:
+    """[count] ids below VOCAB_SIZE, 0 left out."""
+    return np.random.default_rng(seed).integers(1, VOCAB_SIZE, size=count)
+
+
+def write_pair(prefix: Path, documents: Sequence[Sequence[int]], *, dtype: type = np.uint16, seed: int = 0) -> str:
+    """A pair by megatron-core's own writer, of documents by the lengths of their sequences; returns the prefix."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for number, lengths in enumerate(documents):
+        builder.add_document(random_ids(sum(lengths), seed=seed + number), list(lengths))
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def write_npy(path: Path, tokens: int, *, seed: int = 0, dtype: str = "<u2") -> str:
+    """A headerless file of random ids; returns its path."""
+    random_ids(tokens, seed=seed).astype(dtype).tofile(path)
+    return str(path)
+
+
+def raw_tokens(prefix: str, first: int, length: int, *, dtype: str = "<u2") -> list[int]:
+    """Tokens straight out of the .bin or .npy file of a prefix, with no code of the package."""
+    path = next(path for path in (Path(prefix + ".bin"), Path(prefix + ".npy")) if path.exists())
+    return np.fromfile(path, dtype=dtype)[first : first + length].tolist()
+
+
+def write_manifest(prefix: str, *, dtype: str, max_token_id: int) -> None:
+    """The manifest of one prefix, of its files as they are."""
+    files = [path for path in map(Path, (prefix + ".bin", prefix + ".idx", prefix + ".npy")) if path.exists()]
+    records = {path.suffix: FileRecord(path=path.name, bytes=path.stat().st_size, sha256="") for path in files}
+    manifest = PartManifest(
+        part=0,
+        whole="whole.manifest.json",
+        first_input=0,
+        end_input=1,
+        end_document=0,
+        settings=Settings(text_field="text", dtype=dtype, format="npy" if ".npy" in records else "megatron"),
+        tokenizer=TokenizerRecord(path="tokenizer.json", sha256="", vocab_size=VOCAB_SIZE, eod_id=0),
+        output=TokenFiles(prefix=Path(prefix).name, documents=1, tokens=1, max_token_id=max_token_id, files=records),
+    )
+    manifest_path(prefix).write_bytes(encode_manifest(manifest))

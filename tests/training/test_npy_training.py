@@ -1,0 +1,83 @@
+"""Training and evaluation on .npy files: a sample of s tokens has s - 1 labels, and the loss is the mean over those."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.training.config import config_from_dict
+from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run
+
+SAME_LOSS = 1e-6  # relative: float32 sums in another order
+
+LAYOUTS: dict[str, dict[str, Any]] = {"dp2": {"data_parallel_size": 2}, "cp2": {"context_parallel_size": 2}}
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> dict[str, Any]:
+    np.random.default_rng(0).integers(VOCAB_SIZE, size=900).astype("<u2").tofile(tmp_path / "a.npy")
+    values = small_run(str(tmp_path / "*.npy"), tmp_path / "run")
+    values["data"]["valid_data"] = {"same": [str(tmp_path)]}
+    values["training"]["eval_iters"] = 1
+    return values
+
+
+def losses(values: dict[str, Any]) -> tuple[float, float, int]:
+    """Of the first step and of an evaluation before it, and the tokens that the step's is over. On every rank."""
+    from megatron_fanformer.training.evaluation import evaluate_loss
+    from megatron_fanformer.training.step import train_step
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid)
+        valid = trainer._data.valid["same"]
+        evaluated = evaluate_loss(trainer._wrapped, valid, grid, trainer._shape, eval_iters=1)
+        result = train_step(trainer._wrapped, trainer._optimizer, trainer._batches, grid, trainer._shape)
+        trainer.close()
+        return result.loss, evaluated, result.tokens
+
+
+def loss_by_hand(values: dict[str, Any], files: list[str]) -> float:
+    """The mean over the s - 1 labels of each of the first global batch's samples, cut from the raw file; one rank."""
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    (path,) = files
+    raw = np.fromfile(path, "<u2")
+    order = np.arange(len(raw) // SEQ_LENGTH, dtype=np.uint32)
+    np.random.Generator(np.random.PCG64(config.training.seed)).shuffle(order)
+    rows = [raw[number * SEQ_LENGTH :][:SEQ_LENGTH] for number in order[: config.training.global_batch_size]]
+    tokens_bs = torch.from_numpy(np.stack(rows).astype(np.int64))
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid)
+        positions_bs = torch.arange(SEQ_LENGTH).expand_as(tokens_bs)
+        with torch.no_grad():
+            logits_bsv = trainer._stages[0](tokens_bs, positions_bs, None)[:, :-1]
+        trainer.close()
+        return torch.nn.functional.cross_entropy(logits_bsv.flatten(0, 1), tokens_bs[:, 1:].flatten()).item()
+
+
+def test_the_loss_is_the_mean_over_one_label_less_than_tokens(
+    values: dict[str, Any], tmp_path: Path, run_on_ranks: Callable[..., list[Any]]
+) -> None:
+    (expected,) = run_on_ranks(1, loss_by_hand, values, [str(tmp_path / "a.npy")])
+    ((trained, evaluated, tokens),) = run_on_ranks(1, losses, values)
+    assert tokens == values["training"]["global_batch_size"] * (SEQ_LENGTH - 1)
+    assert trained == pytest.approx(expected, rel=SAME_LOSS)
+    assert evaluated == pytest.approx(expected, rel=SAME_LOSS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_does_not_change_the_loss(
+    values: dict[str, Any], run_on_ranks: Callable[..., list[Any]], layout: str
+) -> None:
+    """Though the masked position is on one of two ranks only where the sequence is cut."""
+    (alone,) = run_on_ranks(1, losses, values)
+    values["parallel"].update(LAYOUTS[layout])
+    for found in run_on_ranks(2, losses, values):
+        assert found == pytest.approx(alone, rel=SAME_LOSS)
