@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron_fanformer.errors import CorruptError, InputError
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("model.pt", "pytorch_model.bin")
+SAFETENSORS_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _UNREADABLE = (safetensors.SafetensorError, pickle.UnpicklingError)
 
 
@@ -47,8 +49,14 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         InputError: the folder has none of them.
         CorruptError: a file cannot be read.
     """
-    try:
+    with _damage_told(folder):
         return _read_weights(folder)
+
+
+@contextmanager
+def _damage_told(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except InputError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, EOFError, *_UNREADABLE) as error:
@@ -57,18 +65,57 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
+    loaded: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        if file.suffix == ".safetensors":
+            loaded.update(safetensors.torch.load_file(file))
+        else:
+            loaded.update(torch.load(file, map_location="cpu", weights_only=True))
+    return loaded
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a folder's weights; those that the index of shards names need not be there.
+
+    Raises:
+        InputError: the folder has none.
+    """
     if (folder / SAFETENSORS).is_file():
-        return safetensors.torch.load_file(folder / SAFETENSORS)
+        return [folder / SAFETENSORS]
     if (folder / SAFETENSORS_INDEX).is_file():
         shards = json.loads((folder / SAFETENSORS_INDEX).read_text())["weight_map"].values()
-        loaded = [safetensors.torch.load_file(folder / shard) for shard in sorted(set(shards))]
-        return {name: tensor for part in loaded for name, tensor in part.items()}
+        return [folder / shard for shard in sorted(set(shards))]
     for name in PICKLED:
         if (folder / name).is_file():
-            state: dict[str, Tensor] = torch.load(folder / name, map_location="cpu", weights_only=True)
-            return state
+            return [folder / name]
     names = ", ".join((SAFETENSORS, SAFETENSORS_INDEX, *PICKLED))
     raise InputError(f"{folder} holds no weights; it must hold one of {names}")
+
+
+def read_shapes(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder as `read_weights` returns them, but on the meta device: no weights are read.
+
+    Raises:
+        InputError, CorruptError: as `read_weights`; so for a safetensors file that is longer or shorter than it says.
+    """
+    with _damage_told(folder):
+        shapes: dict[str, Tensor] = {}
+        for file in weight_files(folder):
+            if file.suffix == ".safetensors":
+                shapes.update(_shapes_in(file))
+            else:
+                # Older pickles are no archives, and cannot be mapped.
+                is_archive = zipfile.is_zipfile(file)
+                shapes.update(torch.load(file, map_location="meta", weights_only=True, mmap=is_archive))
+        return shapes
+
+
+def _shapes_in(file: Path) -> Iterator[tuple[str, Tensor]]:
+    with safetensors.safe_open(file, framework="pt") as stream:
+        for name in stream.keys():  # noqa: SIM118 (it is no mapping)
+            part = stream.get_slice(name)
+            dtype = SAFETENSORS_TYPES[part.get_dtype()]
+            yield name, torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
 
 def write_shards(

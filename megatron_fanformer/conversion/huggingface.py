@@ -85,13 +85,30 @@ def read_huggingface(folder: Path) -> tuple[FANformerConfig, dict[str, Tensor]]:
             disagrees with the weights.
         CorruptError: the configuration or the weights cannot be read.
     """
+    stated = _stated_config(folder)
+    tensors = read_weights(folder)
+    return _checked_config(folder, stated, tensors), tensors
+
+
+def huggingface_config(folder: Path, tensors: Mapping[str, Tensor]) -> FANformerConfig:
+    """The configuration alone; of `tensors` only names and shapes count, so that they may be on the meta device.
+
+    Raises:
+        InputError: as `read_huggingface`.
+    """
+    return _checked_config(folder, _stated_config(folder), tensors)
+
+
+def _stated_config(folder: Path) -> HuggingFaceConfig:
     if not is_huggingface_folder(folder):
         raise InputError(f"{folder} is no Hugging Face folder of a FANformer: name one that {CONFIG_JSON} says is")
     try:
-        stated = HuggingFaceConfig.from_pretrained(folder)
+        return HuggingFaceConfig.from_pretrained(folder)
     except (ValueError, TypeError) as error:
         raise InputError(f"the model in {folder} cannot be built: {' '.join(str(error).split())}") from error
-    tensors = read_weights(folder)
+
+
+def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[str, Tensor]) -> FANformerConfig:
     if stated.fan_placement != "none" and FAN_WEIGHT in tensors:
         inferred_p_ratio(tensors[FAN_WEIGHT].shape[0], stated.hidden_size, stated.p_ratio)
     if stated.rope_theta % 1:
@@ -99,7 +116,7 @@ def read_huggingface(folder: Path) -> tuple[FANformerConfig, dict[str, Tensor]]:
     config = from_huggingface_config(stated)
     if config.problems():
         raise InputError(f"the model in {folder} cannot be built: {'; '.join(config.problems())}")
-    return config, tensors
+    return config
 
 
 def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = None) -> HuggingFaceConfig:

@@ -71,15 +71,33 @@ def read_reference(folder: Path) -> tuple[FANformerConfig, dict[str, Tensor]]:
             or a stated p_ratio that disagrees with the weights.
         CorruptError: the weights cannot be read, or have no FAN map where the configuration says they do.
     """
+    fields = _convertible_fields(folder)
+    tensors = _unwrapped(read_weights(folder))
+    return _checked_config(folder, fields, tensors), tensors
+
+
+def reference_config(folder: Path, tensors: Mapping[str, Tensor]) -> FANformerConfig:
+    """The configuration alone; of `tensors` only names and shapes count, so that they may be on the meta device.
+
+    Raises:
+        InputError, CorruptError: as `read_reference`.
+    """
+    return _checked_config(folder, _convertible_fields(folder), _unwrapped(tensors))
+
+
+def _convertible_fields(folder: Path) -> dict[str, Any]:
     fields = _model_section(_read_config(folder))
     problems = _problems(fields)
     if problems:
         raise InputError(f"the model in {folder} cannot be converted: {'; '.join(problems)}")
-    tensors = _unwrapped(read_weights(folder))
+    return fields
+
+
+def _checked_config(folder: Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FANformerConfig:
     config = _config(fields, _fan(fields, tensors))
     if config.problems():
         raise InputError(f"the model in {folder} cannot be built: {'; '.join(config.problems())}")
-    return config, tensors
+    return config
 
 
 def write_reference(
@@ -162,9 +180,9 @@ def _embedding_size(fields: Mapping[str, Any]) -> int:
     return int(fields["vocab_size"] if stated is None else stated)
 
 
-def _unwrapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not all(name.startswith(WRAP_PREFIX) for name in tensors):
-        return tensors
+        return dict(tensors)
     return {name.removeprefix(WRAP_PREFIX): tensor for name, tensor in tensors.items()}
 
 

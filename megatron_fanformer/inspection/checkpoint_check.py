@@ -1,0 +1,102 @@
+"""Verifies a checkpoint: that all of it is there, and undamaged.
+
+A checkpoint has no hashes of its own. But each tensor in it is a torch archive, and so carries the CRC-32 of its
+bytes: with the table of tensors this tells damage, and what is missing. torch alone is needed.
+"""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.conversion.mapping import expected_shapes
+from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.inspection.archive import check_archive
+from megatron_fanformer.inspection.checkpoint import (
+    COMMON,
+    COMMON_STATE,
+    Stored,
+    damage_told,
+    read_table,
+    stored_parts,
+    tensors_of,
+)
+from megatron_fanformer.inspection.report import Advance, plural, size
+
+READ_BYTES = 1 << 20
+
+
+def bytes_to_check(checkpoint: Path) -> int:
+    """Bytes that `check_checkpoint` is going to read."""
+    return sum(part.length for part in stored_parts(read_table(checkpoint)))
+
+
+def check_checkpoint(checkpoint: Path, advance: Advance) -> str:
+    """Check that every tensor is there whole, and the CRC-32 of all that is stored; says what was checked.
+
+    Raises:
+        CorruptError: something is missing or damaged; names the file, and what.
+    """
+    table = read_table(checkpoint)
+    _check_shapes(checkpoint, table)
+    parts = list(stored_parts(table))
+    if not any(part.name.startswith(COMMON_STATE) for part in parts):
+        with damage_told(checkpoint, COMMON), (checkpoint / COMMON).open("rb") as stream:
+            check_archive(checkpoint / COMMON, "its plain values", stream)
+    for part in parts:
+        _check_part(checkpoint, part)
+        advance(part.length)
+    total = sum(part.length for part in parts)
+    return f"CRC-32 of {plural(len(parts), 'stored part')}, {size(total)}; every tensor is there whole"
+
+
+def _check_shapes(checkpoint: Path, table: Metadata) -> None:
+    """The model's weights are all named, and the stored parts of each tensor make it whole."""
+    tensors, config = tensors_of(table), store.saved_model(checkpoint)
+    if config.fan.placement != "qk_and_v":  # whose names conversion does not know
+        for name, shape in expected_shapes(config, "megatron").items():
+            found = tuple(tensors[name].size) if name in tensors else None
+            if found != shape:
+                raise CorruptError(
+                    f"{checkpoint / '.metadata'} has {name} of shape {found or 'none'}, where the model in "
+                    f"{store.CONFIG} has {shape}; take another checkpoint"
+                )
+    for name, tensor in tensors.items():
+        if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
+            raise CorruptError(f"{checkpoint / '.metadata'} has not all of {name}; take another checkpoint")
+
+
+def _check_part(checkpoint: Path, part: Stored) -> None:
+    path = checkpoint / part.file
+    with damage_told(checkpoint, part.file), path.open("rb") as stream:
+        if part.offset + part.length > path.stat().st_size:
+            raise CorruptError(f"{path} ends before {part.name}; take another checkpoint")
+        check_archive(path, part.name, io.BufferedReader(_Section(stream, part.offset, part.length), READ_BYTES))
+
+
+class _Section(io.RawIOBase):
+    """A range of a file as a file of its own."""
+
+    def __init__(self, stream: Any, offset: int, length: int) -> None:
+        self._stream, self._offset, self._length, self._position = stream, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = max(0, min(len(buffer), self._length - self._position))
+        self._stream.seek(self._offset + self._position)
+        data = self._stream.read(wanted)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)

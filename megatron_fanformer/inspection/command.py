@@ -1,0 +1,144 @@
+"""The verb `inspect`: says what a path is, verifies it, or shows the samples of a training step."""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.inspection.report import Advance, Report, as_json
+from megatron_fanformer.inspection.target import Target, recognise
+
+
+def inspect_path(path: str, *, verify: bool, json: bool) -> None:
+    """Print what a dataset, a checkpoint or an export is; with `verify`, whether it is whole.
+
+    Raises:
+        InputError: it is none of these, or there is nothing to verify it against.
+        CorruptError: it cannot be read, or fails its verification; names the file, and what differs.
+    """
+    target = recognise(path)
+    kind = _kind(target)
+    agrees = _verify(target, kind) if verify else None
+    report = kind.describe(target)
+    if json:
+        _print([as_json({**report.as_object(), **({"verified": agrees} if verify else {})})])
+    else:
+        _print([*report.lines(), *([f"verified: {agrees}"] if agrees else [])])
+
+
+class _Kind(NamedTuple):
+    """What can be done with a kind of target."""
+
+    describe: Callable[[Target], Report]
+    bytes_to_check: Callable[[Target], int]
+    check: Callable[[Target, Advance], str]
+
+
+def _kind(target: Target) -> _Kind:
+    """Imports what the kind needs: data neither torch nor megatron-core."""
+    if target.is_data:
+        return _data()
+    return _checkpoint() if target.kind in ("run", "checkpoint") else _export()
+
+
+def _data() -> _Kind:
+    from megatron_fanformer.inspection.dataset import describe_data
+    from megatron_fanformer.inspection.dataset_check import bytes_to_check, check_data
+
+    return _Kind(describe_data, bytes_to_check, check_data)
+
+
+def _checkpoint() -> _Kind:
+    from megatron_fanformer.checkpoint import store
+    from megatron_fanformer.inspection.checkpoint import describe_checkpoint, describe_run
+    from megatron_fanformer.inspection.checkpoint_check import bytes_to_check, check_checkpoint
+
+    return _Kind(
+        lambda target: describe_run(target.path) if target.kind == "run" else describe_checkpoint(target.path),
+        lambda target: bytes_to_check(store.find_checkpoint(target.path)),
+        lambda target, advance: check_checkpoint(store.find_checkpoint(target.path), advance),
+    )
+
+
+def _export() -> _Kind:
+    from megatron_fanformer.inspection import export
+
+    return _Kind(
+        lambda target: export.describe_export(target.path, export.form_of(target.kind)),
+        lambda target: export.bytes_to_check(target.path),
+        lambda target, advance: export.check_export(target.path, export.form_of(target.kind), advance),
+    )
+
+
+def _verify(target: Target, kind: _Kind) -> str:
+    with _progress(kind.bytes_to_check(target)) as advance:
+        return kind.check(target, advance)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Advance]:
+    """A bar while the block reads `total` bytes; nothing where the output is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _print(lines: Iterable[str]) -> None:
+    """Print lines as they come; a reader who has seen enough, such as `head`, ends it."""
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more at its end, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def inspect_step(
+    path: str, step: int, config: Path | None, overrides: Sequence[str], *, full: bool, json: bool
+) -> None:
+    """Print the samples of a training step, and the documents that they are of.
+
+    Args:
+        path: a run's folder, a checkpoint or a configuration file; or, with `config`, token files that it trains on:
+            samples without tokens of these are left out.
+        overrides: `--section.field VALUE`, as for `train`.
+
+    Raises:
+        InputError: the configuration, the step or the path is wrong.
+        CorruptError: token files or a ledger are damaged.
+    """
+    from megatron_fanformer.inspection import step_report
+    from megatron_fanformer.inspection.step import StepSamples
+    from megatron_fanformer.training.config import load_config
+
+    file, only = _configuration_of(path, config)
+    samples = StepSamples(load_config(file, overrides), step, only)
+    if json:
+        _print([as_json(step_report.as_object(samples, full=full))])
+    else:
+        _print(step_report.lines(samples, full=full))
+
+
+def _configuration_of(path: str, config: Path | None) -> tuple[Path, Target | None]:
+    """The configuration file, and the token files to which the samples are narrowed down."""
+    if Path(path).suffix in (".yaml", ".yml") and Path(path).is_file():
+        return config or Path(path), None
+    target = recognise(path)
+    if target.kind in ("run", "checkpoint"):
+        return config or target.path / "config.yaml", None
+    if not target.is_data:
+        raise InputError(f"{path} is an export, of which nothing says what it was trained on: name a run's folder")
+    if config is None:
+        raise InputError(
+            f"--step of token files asks for the configuration that trains on them: --config FILE ({path})"
+        )
+    return config, target

@@ -1,0 +1,207 @@
+"""Describes token files: by their manifest where there is one, and by themselves; torch is not imported."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_fanformer.data.blends import parse_blend
+from megatron_fanformer.data.manifest import (
+    FileRecord,
+    InputRecord,
+    Manifest,
+    PartManifest,
+    Settings,
+    TokenFiles,
+    manifest_path,
+    read_any_manifest,
+    token_files_record,
+)
+from megatron_fanformer.data.npy_files import SUFFIX, NpyType, open_npy_files
+from megatron_fanformer.data.token_files import bin_path, idx_path, read_index
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.inspection.ledger import Ledger, ledger_path
+from megatron_fanformer.inspection.report import Report, plural, size, some
+from megatron_fanformer.inspection.target import Target
+
+NPY_DTYPE: NpyType = "uint16"  # of the paper's files, which say nothing about it
+TITLES = {
+    "megatron": "Megatron token files",
+    "npy": "token file without a header",
+    "parts": "token files in parts",
+}
+SHOWN_HASH_DIGITS = 12
+
+Rows = list[tuple[str, str]]
+
+
+def describe_data(target: Target) -> Report:
+    """What token files hold: one prefix, or all that a blend or a folder names.
+
+    Raises:
+        InputError: files that are missing.
+        CorruptError: files that cannot be read, or disagree with their index.
+    """
+    parts = [describe_prefix(prefix) for prefix in target.prefixes]
+    if target.kind == "token files":
+        return parts[0]
+    documents = [part.facts.get("documents") for part in parts]
+    known = [count for count in documents if count is not None]
+    facts: dict[str, Any] = {
+        "kind": target.kind,
+        "path": str(target.path),
+        "documents": sum(known) if len(known) == len(documents) else None,
+        "tokens": sum(part.facts["tokens"] for part in parts),
+        "parts": [part.facts for part in parts],
+    }
+    rows = [("tokens", f"{facts['tokens']:,} in {plural(len(parts), 'part')}")]
+    if facts["documents"] is not None:
+        rows.insert(0, ("documents", f"{facts['documents']:,}"))
+    if target.kind == "blend":
+        facts["sources"] = _weighted_sources(target.path)
+        rows.append(("sources", some(" ".join(map(str, source.values())) for source in facts["sources"])))
+    rows += [("", _in_one_line(part.facts)) for part in parts]  # a run's shards may be thousands
+    return Report(f"{target.path}: {target.kind}", facts, rows)
+
+
+def _in_one_line(facts: dict[str, Any]) -> str:
+    documents = "" if facts["documents"] is None else f"{plural(facts['documents'], 'document')}, "
+    beside = ", ".join(name for name in ("manifest", "ledger") if facts.get(name)) or "neither manifest nor ledger"
+    return f"{facts['prefix']}: {facts['format']}, {documents}{facts['tokens']:,} {facts['dtype']} tokens, {beside}"
+
+
+def _weighted_sources(file: Path) -> list[dict[str, Any]]:
+    """What a blend file names, each with its weight where it has one."""
+    blend = parse_blend([f"@{file}"])
+    if blend.weights is None:
+        return [{"source": path} for source in blend.sources for path in source.paths]
+    pairs = zip(blend.weights, blend.sources, strict=True)
+    return [{"weight": weight, "source": ", ".join(source.paths)} for weight, source in pairs]
+
+
+def describe_prefix(prefix: str) -> Report:
+    """What the token files of one prefix hold."""
+    manifest = read_any_manifest(prefix)
+    is_whole = isinstance(manifest, Manifest) and token_files_record(prefix) is None
+    form, facts, rows = _of_parts(manifest) if is_whole else _of_files(prefix)
+    if manifest is None:
+        stated = None
+        rows.append(("manifest", "none: these files were not written by prepare"))
+    else:
+        stated = {"path": str(manifest_path(prefix)), **msgspec.to_builtins(manifest)}
+        rows += _manifest_rows(manifest)
+    facts = {"kind": "token files", "format": form, "prefix": prefix, **facts, "manifest": stated}
+    return Report(f"{prefix}: {TITLES[form]}", facts, rows)
+
+
+def _of_parts(manifest: Any) -> tuple[str, dict[str, Any], Rows]:
+    """A preparation in several parts, which has no token files of its own."""
+    outputs: list[TokenFiles] = manifest.outputs
+    files = [record for output in outputs for record in output.files.values()]
+    rows = [
+        ("documents", f"{manifest.documents:,}"),
+        (
+            "tokens",
+            f"{manifest.tokens:,} of {manifest.settings.dtype} in {plural(len(outputs), 'part')},"
+            f" {size(sum(file.bytes for file in files))}; largest id {manifest.max_token_id}",
+        ),
+        ("parts", some(output.prefix for output in outputs)),
+    ]
+    facts = {"documents": manifest.documents, "tokens": manifest.tokens, "dtype": manifest.settings.dtype}
+    return "parts", facts, rows
+
+
+def _of_files(prefix: str) -> tuple[str, dict[str, Any], Rows]:
+    """One prefix with token files."""
+    stated = token_files_record(prefix)
+    largest = f"; largest id {stated.max_token_id}" if stated else ""
+    if bin_path(prefix).exists() or idx_path(prefix).exists():
+        form, facts, lengths = "megatron", *_of_megatron(prefix)
+    elif Path(prefix + SUFFIX).exists():
+        form, facts, lengths = "npy", *_of_npy(prefix)
+    else:
+        raise InputError(f"{prefix} has no token files, only what stands beside them: copy its .bin and .idx, or .npy")
+    if stated is not None:
+        facts = {**facts, "documents": stated.documents}
+    rows = [("documents", f"{facts['documents']:,}{lengths}")] if facts["documents"] is not None else []
+    rows.append(("tokens", f"{facts['tokens']:,} of {facts['dtype']}, {size(facts['bytes'])}{largest}"))
+    ledger_facts, ledger_rows = _of_ledger(prefix)
+    return form, {**facts, **ledger_facts}, rows + ledger_rows
+
+
+def _of_megatron(prefix: str) -> tuple[dict[str, Any], str]:
+    index = read_index(prefix)
+    documents, sequences = len(index.bounds) - 1, len(index.lengths)
+    facts = {
+        "documents": documents,
+        "sequences": sequences,
+        "tokens": index.tokens,
+        "dtype": index.dtype.name,
+        "bytes": index.tokens * index.dtype.itemsize,
+    }
+    if not sequences:
+        return facts, ""
+    shortest, longest = int(index.lengths.min()), int(index.lengths.max())
+    each = "" if documents == sequences else f" in {plural(sequences, 'sequence')}"
+    lengths = f"{each}, of {shortest:,} to {longest:,} tokens, {index.tokens / sequences:,.0f} on average"
+    return {**facts, "shortest": shortest, "longest": longest}, lengths
+
+
+def _of_npy(prefix: str) -> tuple[dict[str, Any], str]:
+    (file,) = open_npy_files([prefix + SUFFIX], NPY_DTYPE)
+    total = file.tokens * file.dtype.itemsize
+    return {"documents": None, "tokens": file.tokens, "dtype": file.dtype.name, "bytes": total}, ""
+
+
+def _of_ledger(prefix: str) -> tuple[dict[str, Any], Rows]:
+    path = ledger_path(prefix)
+    if not path.exists():
+        return {"ledger": None}, [("ledger", "none: a token's document cannot be told")]
+    ledger = Ledger(path)
+    return {"ledger": {"path": str(path), "rows": ledger.rows}}, [("ledger", plural(ledger.rows, "row"))]
+
+
+def _manifest_rows(manifest: Manifest | PartManifest) -> Rows:
+    tokenizer = manifest.tokenizer
+    rows = [
+        (
+            "tokenizer",
+            f"{tokenizer.path}: {tokenizer.vocab_size:,} ids, {tokenizer.eod_id} ends a document;"
+            f" SHA-256 {tokenizer.sha256[:SHOWN_HASH_DIGITS]}…",
+        ),
+        ("settings", _settings(manifest.settings)),
+    ]
+    if isinstance(manifest, PartManifest):
+        return [*rows, ("part", f"{manifest.part} of the preparation {manifest.whole}")]
+    return rows + _preparation_rows(manifest)
+
+
+def _preparation_rows(manifest: Manifest) -> Rows:
+    refused = sum(manifest.refused.values())
+    reasons = "; ".join(f"{reason} {count:,}" for reason, count in manifest.refused.items())
+    examples = [("", str(example)) for example in manifest.refused_examples]
+    encoding = manifest.encoding
+    return [
+        ("inputs", _inputs(manifest.inputs)),
+        ("text", f"{size(manifest.text_bytes)} in {plural(manifest.lines_read, 'line')}"),
+        ("refused", f"{plural(refused, 'line')}{f': {reasons}' if reasons else ''}"),
+        *examples,
+        ("encoded by", encoding.backend + (f" ({encoding.reason})" if encoding.reason else "")),
+        ("made with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
+    ]
+
+
+def _inputs(inputs: list[InputRecord]) -> str:
+    files: list[FileRecord] = list(inputs)
+    return f"{plural(len(files), 'file')}, {size(sum(f.bytes for f in files))}: {some(f.path for f in files)}"
+
+
+def _settings(settings: Settings) -> str:
+    """The text field, and what is not as it would be by itself."""
+    default = Settings(text_field=settings.text_field, dtype=settings.dtype)
+    changed = [
+        f"{name.replace('_', ' ')} {getattr(settings, name)}"
+        for name in settings.__struct_fields__
+        if getattr(settings, name) != getattr(default, name)
+    ]
+    return ", ".join([f"text field {settings.text_field}", *changed])

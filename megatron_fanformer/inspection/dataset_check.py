@@ -1,0 +1,197 @@
+"""Holds token files against their manifest: bytes, index, ledger and counts."""
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_fanformer.data.manifest import (
+    FileRecord,
+    Manifest,
+    PartManifest,
+    TokenFiles,
+    manifest_path,
+    read_any_manifest,
+)
+from megatron_fanformer.data.token_files import read_index
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.inspection.ledger import Ledger, ledger_path
+from megatron_fanformer.inspection.report import Advance, plural, size
+from megatron_fanformer.inspection.target import Target
+
+TOKEN_ENDINGS = (".bin", ".npy")
+BLOCK_BYTES = 1 << 22
+THREADS = 8  # more only make a disk seek
+
+
+def bytes_to_check(target: Target) -> int:
+    """Bytes that `check_data` is going to read through SHA-256."""
+    manifests = [_manifest(prefix) for prefix in target.prefixes]
+    return sum(file.bytes for manifest in manifests for output in _outputs(manifest) for file in output.files.values())
+
+
+def check_data(target: Target, advance: Advance) -> str:
+    """Hold every token file of `target` against its manifest; says what agrees.
+
+    Raises:
+        InputError: there is no manifest.
+        CorruptError: something differs; names the file, and what.
+    """
+    manifests = {prefix: _manifest(prefix) for prefix in target.prefixes}
+    for prefix, manifest in manifests.items():
+        _check_counts(prefix, manifest)
+    files = [
+        _File(Path(prefix).parent, record, manifest.settings.dtype if ending in TOKEN_ENDINGS else None)
+        for prefix, manifest in manifests.items()
+        for output in _outputs(manifest)
+        for ending, record in output.files.items()
+    ]
+    largest = _check_files(files, advance)
+    for prefix, manifest in manifests.items():
+        for output in _outputs(manifest):
+            _check_output(Path(prefix).parent, output, manifest.settings.dtype, largest)
+    outputs = [output for manifest in manifests.values() for output in _outputs(manifest)]
+    return (
+        f"SHA-256 of {plural(len(files), 'file')}, {size(sum(file.record.bytes for file in files))}; index, ledger and"
+        f" manifest agree on {plural(sum(output.documents for output in outputs), 'document')} and"
+        f" {plural(sum(output.tokens for output in outputs), 'token')}"
+    )
+
+
+def _manifest(prefix: str) -> Manifest | PartManifest:
+    manifest = read_any_manifest(prefix)
+    if manifest is None:
+        raise InputError(
+            f"{manifest_path(prefix)} does not exist: without a manifest there is nothing to verify {prefix} against"
+        )
+    return manifest
+
+
+def _outputs(manifest: Manifest | PartManifest) -> list[TokenFiles]:
+    return manifest.outputs if isinstance(manifest, Manifest) else [manifest.output]
+
+
+def _check_counts(prefix: str, manifest: Manifest | PartManifest) -> None:
+    """What a whole preparation's manifest says of itself, and the parts' manifests of it."""
+    if isinstance(manifest, PartManifest):
+        return
+    path = manifest_path(prefix)
+    for name in ("documents", "tokens"):
+        _compare(path, f"{name} and those of its outputs", getattr(manifest, name), _sum(manifest, name))
+    accounted = manifest.documents + sum(manifest.refused.values())
+    _compare(path, "lines_read and its documents and refused lines", manifest.lines_read, accounted)
+    for output in manifest.outputs:
+        part = str(path.parent / output.prefix)
+        record = read_any_manifest(part)
+        if isinstance(record, PartManifest) and record.output != output:
+            raise CorruptError(f"{manifest_path(part)} and {path} say different things of its files: prepare again")
+
+
+def _sum(manifest: Manifest, name: str) -> int:
+    return sum(getattr(output, name) for output in manifest.outputs)
+
+
+def _check_files(files: "list[_File]", advance: Advance) -> dict[Path, int]:
+    """The largest token id of each token file, all files read through; several at a time, as hashing allows."""
+    with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
+        largest = pool.map(lambda file: _check_file(file, advance), files)
+        return {file.path: value for file, value in zip(files, largest, strict=True) if file.dtype}
+
+
+class _File(NamedTuple):
+    """A file of a manifest."""
+
+    folder: Path
+    record: FileRecord
+    dtype: str | None
+    """Of its tokens; None where it holds something else."""
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.record.path
+
+
+def _check_file(file: _File, advance: Advance) -> int:
+    """Compare a file's bytes with its manifest; returns its largest token id, -1 if it holds none."""
+    path, record = file.path, file.record
+    try:
+        found = path.stat().st_size
+        if found != record.bytes:
+            raise CorruptError(
+                f"{path} holds {found} bytes where its manifest says {record.bytes}: copy or prepare it again"
+            )
+        sha256, largest = _read_through(path, file.dtype, advance)
+    except OSError as error:
+        raise CorruptError(f"{path}, of which its manifest speaks, cannot be read ({error.strerror})") from error
+    if sha256 != record.sha256:
+        raise CorruptError(
+            f"{path} has SHA-256 {sha256} where its manifest says {record.sha256}: copy or prepare it again"
+        )
+    return largest
+
+
+def _read_through(path: Path, dtype: str | None, advance: Advance) -> tuple[str, int]:
+    digest, largest = hashlib.sha256(), -1
+    with path.open("rb") as stream:
+        while block := stream.read(BLOCK_BYTES):
+            digest.update(block)
+            if dtype is not None and len(block) % np.dtype(dtype).itemsize == 0:
+                largest = max(largest, int(np.frombuffer(block, dtype).max()))
+            advance(len(block))
+    return digest.hexdigest(), largest
+
+
+def _check_output(folder: Path, output: TokenFiles, dtype: str, largest: dict[Path, int]) -> None:
+    """Hold what a manifest says of one prefix against its index, its ledger and its largest id."""
+    prefix = str(folder / output.prefix)
+    path, lengths = manifest_path(prefix), None
+    if ".idx" in output.files:
+        index = read_index(prefix)
+        lengths = index.lengths
+        _compare(path, f"documents and those of {prefix}.idx", output.documents, len(lengths))
+        _compare(path, f"tokens and those of {prefix}.idx", output.tokens, index.tokens)
+    else:
+        tokens = output.files[".npy"].bytes // np.dtype(dtype).itemsize
+        _compare(path, f"tokens and those of {prefix}.npy", output.tokens, tokens)
+    if output.tokens:
+        found = next(largest[folder / record.path] for end, record in output.files.items() if end in TOKEN_ENDINGS)
+        _compare(path, "max_token_id and the largest in the token file", output.max_token_id, found)
+    if ".ledger.parquet" in output.files:
+        check_ledger(prefix, output, lengths)
+
+
+def check_ledger(prefix: str, output: TokenFiles, lengths: np.ndarray | None) -> None:
+    """Hold a ledger against the lengths of the index, or, of a .npy file, against its number of tokens.
+
+    Raises:
+        CorruptError: a row differs.
+    """
+    path = ledger_path(prefix)
+    ledger = Ledger(path)
+    _compare(path, f"rows and the documents of {manifest_path(prefix)}", ledger.rows, output.documents)
+    row, token = 0, 0
+    for first_tokens, own_lengths in ledger.spans():
+        expected = own_lengths if lengths is None else np.asarray(lengths[row : row + len(own_lengths)])
+        _compare_rows(path, row, "length", own_lengths, expected)
+        ends = token + np.cumsum(expected, dtype=np.int64)
+        _compare_rows(path, row, "first_token", first_tokens, ends - expected)
+        row, token = row + len(expected), int(ends[-1]) if len(ends) else token
+    _compare(path, "the end of its last document and the token file's", token, output.tokens)
+
+
+def _compare_rows(path: Path, row: int, name: str, found: np.ndarray, expected: np.ndarray) -> None:
+    wrong = np.flatnonzero(found != expected)
+    if len(wrong):
+        at = int(wrong[0])
+        raise CorruptError(
+            f"{path} has {name} {found[at]} in row {row + at} (from 0) where the token files have {expected[at]}:"
+            " it is not of these files; copy or prepare it again"
+        )
+
+
+def _compare(path: Path, what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise CorruptError(f"{path}: {what} differ ({found} and {expected}); copy or prepare it again")

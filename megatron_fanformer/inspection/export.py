@@ -1,0 +1,101 @@
+"""Describes and verifies exported folders: those of transformers, and the authors'. No weights are read to describe."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.conversion.files import read_shapes, weight_files
+from megatron_fanformer.conversion.huggingface import huggingface_config
+from megatron_fanformer.conversion.mapping import expected_shapes
+from megatron_fanformer.conversion.reference import WRAP_PREFIX, reference_config
+from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.inspection.archive import check_archive
+from megatron_fanformer.inspection.model_rows import model_facts, model_rows
+from megatron_fanformer.inspection.report import Advance, Report, plural, size, some
+from megatron_fanformer.model.config import FANformerConfig
+
+Form = Literal["huggingface", "reference"]
+TITLES: dict[Form, str] = {"huggingface": "Hugging Face folder", "reference": "reference checkpoint"}
+# A torch archive's records are checked by their CRC-32; safetensors have none.
+PICKLE_SUFFIXES = (".pt", ".bin")
+
+
+def form_of(kind: str) -> Form:
+    """The form of an export that was recognised."""
+    return "huggingface" if kind == "huggingface" else "reference"
+
+
+def describe_export(folder: Path, form: Form) -> Report:
+    """The model, its type and its files.
+
+    Raises:
+        InputError: the model is none that can be built here.
+        CorruptError: a file is missing or cannot be read.
+    """
+    shapes = read_shapes(folder)
+    config = _config(folder, form, shapes)
+    files = weight_files(folder)
+    tokenizer = store.attached_tokenizer(folder)
+    total = sum(file.stat().st_size for file in files)
+    stored, types = sum(tensor.numel() for tensor in shapes.values()), _types(shapes)
+    facts = {
+        "kind": form,
+        "path": str(folder),
+        "model": {**dataclasses.asdict(config), **model_facts(config)},
+        "dtype": types,
+        "tensors": len(shapes),
+        "stored_parameters": stored,
+        "shards": [file.name for file in files],
+        "bytes": total,
+        "tokenizer": tokenizer.name if tokenizer else None,
+    }
+    rows = [
+        *model_rows(config),
+        ("stored", f"{plural(len(shapes), 'tensor')} of {types}, {stored:,} parameters"),
+        ("files", f"{len(files)}, {size(total)}: {some(file.name for file in files)}"),
+        ("tokenizer", tokenizer.name if tokenizer else "none"),
+    ]
+    return Report(f"{folder}: {TITLES[form]}", facts, rows)
+
+
+def _config(folder: Path, form: Form, shapes: Mapping[str, Tensor]) -> FANformerConfig:
+    return huggingface_config(folder, shapes) if form == "huggingface" else reference_config(folder, shapes)
+
+
+def _types(shapes: Mapping[str, Tensor]) -> str:
+    return ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in shapes.values()}))
+
+
+def bytes_to_check(folder: Path) -> int:
+    """Bytes that `check_export` is going to read."""
+    return sum(file.stat().st_size for file in weight_files(folder) if file.suffix in PICKLE_SUFFIXES)
+
+
+def check_export(folder: Path, form: Form, advance: Advance) -> str:
+    """Check that exactly the model's tensors are there, whole and in their shapes; says what was checked.
+
+    Raises:
+        CorruptError: something is missing or damaged; names it.
+    """
+    found = {name: tuple(tensor.shape) for name, tensor in read_shapes(folder).items()}
+    config = _config(folder, form, read_shapes(folder))
+    if form == "reference" and all(name.startswith(WRAP_PREFIX) for name in found):
+        found = {name.removeprefix(WRAP_PREFIX): shape for name, shape in found.items()}
+    expected = expected_shapes(config, "hf" if form == "huggingface" else "reference")
+    for name in expected.keys() | found.keys():
+        if found.get(name) != expected.get(name):
+            raise CorruptError(
+                f"{folder} has {name} of shape {found.get(name) or 'none'} where its model has"
+                f" {expected.get(name) or 'none'}: copy it anew"
+            )
+    archives = [file for file in weight_files(folder) if file.suffix in PICKLE_SUFFIXES]
+    for file in archives:
+        with file.open("rb") as stream:
+            check_archive(file, "its weights", stream)
+        advance(file.stat().st_size)
+    bytes_said = "the CRC-32 of their bytes" if archives else "safetensors hold no sum of their bytes"
+    return f"{plural(len(expected), 'tensor')} by name, shape and place; {bytes_said}"

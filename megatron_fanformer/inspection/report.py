@@ -1,0 +1,71 @@
+"""What is told of a path: rows for people and one object for programs, made side by side."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+UNITS = ("bytes", "kB", "MB", "GB", "TB")
+SHOWN_NAMES = 4  # of a long list: the first ones, and the last
+
+Advance = Callable[[int], None]
+"""Told of every number of bytes that a verification has read."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A description of one thing, and of what it is made of."""
+
+    title: str
+    facts: dict[str, Any]
+    """As `--json` prints them."""
+    rows: list[tuple[str, str]] = field(default_factory=list)
+    """A label and what is to be said, in the order of reading."""
+    parts: "list[Report]" = field(default_factory=list)
+
+    def as_object(self) -> dict[str, Any]:
+        """The facts, those of the parts included."""
+        return {**self.facts, "parts": [part.as_object() for part in self.parts]} if self.parts else self.facts
+
+    def lines(self) -> Iterator[str]:
+        """The report as text."""
+        yield escaped(self.title)
+        width = max((len(label) for label, _ in self.rows), default=0)
+        for label, text in self.rows:
+            yield f"  {label:<{width}}  {escaped(text)}".rstrip()
+        for part in self.parts:
+            yield ""
+            yield from part.lines()
+
+
+def as_json(value: Any) -> str:
+    """One JSON object, indented."""
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def size(count: int) -> str:
+    """A number of bytes in three or four digits, by powers of a thousand."""
+    unit, value = 0, float(count)
+    while value >= 999.5 and unit < len(UNITS) - 1:
+        unit, value = unit + 1, value / 1000
+    return f"{value:.3g} {UNITS[unit]}" if unit else f"{count} {UNITS[0]}"
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 file`, `2,000 files`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def some(names: Iterable[str]) -> str:
+    """A list of names on one line; of a long one the first and the last."""
+    listed = list(names)
+    if len(listed) <= SHOWN_NAMES + 1:
+        return ", ".join(listed)
+    return f"{', '.join(listed[:SHOWN_NAMES])} … {listed[-1]}"
+
+
+def escaped(text: str) -> str:
+    """Text of unknown origin as a terminal may show it: control characters written out, line ends and tabs kept."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,172 @@
+"""The very samples of a training step, and the documents that they are made of.
+
+Datasets and order are the trainer's own (`training.samples`); where a sample's tokens stand is told by `data.origins`,
+and whose they are by the ledger of their token files.
+"""
+
+import os.path
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fanformer.data.blends import parse_blend
+from megatron_fanformer.data.manifest import Manifest, read_any_manifest
+from megatron_fanformer.data.origins import sample_spans
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.inspection.ledger import Document, Ledger, ledger_path
+from megatron_fanformer.inspection.target import Target
+from megatron_fanformer.training.config import RunConfig
+from megatron_fanformer.training.layout_rules import batch_problems
+from megatron_fanformer.training.samples import MicroBatch, consumed_before, run_datasets, step_micro_batches
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Tokens of a sample that follow one another in a token file, of one document where a ledger tells which."""
+
+    prefix: str
+    first_token: int
+    """Position in the token file, in tokens."""
+    ids: list[int]
+    document: Document | None
+    """None where the token files have no ledger."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample of a step."""
+
+    number: int
+    """In the run's order, from 0."""
+    ids: list[int]
+    """All tokens that it reads: those that go in, and the last label."""
+    passages: list[Passage]
+
+
+class StepSamples:
+    """What a step of a run takes: `micro_batches` goes through it.
+
+    Raises:
+        InputError: the configuration or the step is wrong, or `only` names no training data of it.
+        CorruptError: token files or a ledger are damaged.
+    """
+
+    def __init__(self, config: RunConfig, step: int, only: Target | None = None) -> None:
+        self.config, self.step = config, step
+        self.data_parallel_size = config.parallel.resolve_data_parallel_size(None)
+        _check(config, step, self.data_parallel_size)
+        self.only = _checked_prefixes(config, only) if only else None
+        self.dataset = run_datasets(config).train
+        self.first = consumed_before(config, step)
+        self.end = self.first + config.training.global_batch_size
+        self._ledgers: dict[str, Ledger | None] = {}
+        self._tokenizers: dict[str, Tokenizer | None] = {}
+
+    def micro_batches(self) -> Iterator[tuple[MicroBatch, list[Sample]]]:
+        """Each micro batch with its samples, in the samples' order; those without tokens of `only` are left out."""
+        for batch in step_micro_batches(self.config, len(self.dataset), self.step, self.data_parallel_size):
+            samples = [self._sample(number) for number in batch.samples]
+            shown = [sample for sample in samples if self._is_wanted(sample)]
+            if shown:
+                yield batch, shown
+
+    def without_ledger(self) -> list[str]:
+        """The prefixes met so far that have none."""
+        return [prefix for prefix, ledger in self._ledgers.items() if ledger is None]
+
+    def text_of(self, passage: Passage) -> str | None:
+        """A passage's text; None where no tokenizer is known.
+
+        Raises:
+            InputError: the tokenizer is not the one that made the tokens.
+        """
+        tokenizer = self._tokenizer(passage.prefix)
+        if tokenizer is None:
+            return None
+        if passage.ids and max(passage.ids) >= tokenizer.vocab_size:
+            raise InputError(
+                f"{passage.prefix} holds token id {max(passage.ids)}, but {tokenizer.path} has {tokenizer.vocab_size}:"
+                " set data.tokenizer to the one that made the tokens"
+            )
+        return tokenizer.decode(passage.ids)
+
+    def _sample(self, number: int) -> Sample:
+        item = self.dataset[number]
+        spans = sample_spans(self.dataset, number)
+        ids = item["tokens"].tolist()
+        if sum(span.length for span in spans) > len(ids):  # it reads one more, as the last label
+            ids.append(int(item["labels"][-1]))
+        passages: list[Passage] = []
+        position = 0
+        for span in spans:
+            own = ids[position : position + span.length]
+            passages += self._passages(span.prefix, span.first_token, own)
+            position += span.length
+        assert position == len(ids), "the spans of a sample are all that it reads"
+        return Sample(number, ids, passages)
+
+    def _passages(self, prefix: str, first_token: int, ids: list[int]) -> Iterator[Passage]:
+        ledger = self._ledger(prefix)
+        if ledger is None:
+            yield Passage(prefix, first_token, ids, None)
+            return
+        for document in ledger.documents(first_token, len(ids)):
+            begin = max(first_token, document.first_token)
+            end = min(first_token + len(ids), document.first_token + document.length)
+            yield Passage(prefix, begin, ids[begin - first_token : end - first_token], document)
+
+    def _is_wanted(self, sample: Sample) -> bool:
+        return self.only is None or any(os.path.abspath(passage.prefix) in self.only for passage in sample.passages)
+
+    def _ledger(self, prefix: str) -> Ledger | None:
+        if prefix not in self._ledgers:
+            path = ledger_path(prefix)
+            self._ledgers[prefix] = Ledger(path) if path.exists() else None
+        return self._ledgers[prefix]
+
+    def _tokenizer(self, prefix: str) -> Tokenizer | None:
+        """The configuration's, else the one that the manifest names, if it is still there."""
+        path = self.config.data.tokenizer
+        if path is None:
+            manifest = read_any_manifest(prefix)
+            path = manifest.tokenizer.path if manifest and Path(manifest.tokenizer.path).exists() else None
+        if path is None:
+            return None
+        if path not in self._tokenizers:
+            self._tokenizers[path] = load_tokenizer(path, eod_id=0)  # whichever: nothing is encoded
+        return self._tokenizers[path]
+
+
+def _check(config: RunConfig, step: int, data_parallel_size: int) -> None:
+    """What decides the samples; the layout is not held against this machine, which need not train."""
+    training = config.training
+    found = [*config.model.problems(), *config.data.problems(), *training.problems()]
+    if not found:
+        found = batch_problems(
+            config.parallel, data_parallel_size, training.global_batch_size, training.micro_batch_size
+        )
+    if not 1 <= step <= training.train_iters:
+        found.append(f"--step is {step}; the run has steps 1 to {training.train_iters} (training.train_iters)")
+    if found:
+        raise InputError("\n".join(found))
+
+
+def _checked_prefixes(config: RunConfig, only: Target) -> Collection[str]:
+    wanted = {os.path.abspath(part) for prefix in only.prefixes for part in _parts(prefix)}
+    sources = parse_blend(config.data.train_data).sources
+    training = {os.path.abspath(prefix): prefix for source in sources for prefix in source.prefixes}
+    if not wanted & training.keys():
+        raise InputError(
+            f"{only.path} is none of the configuration's data.train_data ({', '.join(training.values())}): "
+            "name one of these, or the configuration file itself"
+        )
+    return wanted
+
+
+def _parts(prefix: str) -> list[str]:
+    """The prefixes that hold a preparation's tokens: its own, or those of its parts."""
+    manifest = read_any_manifest(prefix)
+    if not isinstance(manifest, Manifest):
+        return [prefix]
+    return [str(Path(prefix).parent / output.prefix) for output in manifest.outputs]

@@ -1,0 +1,132 @@
+"""Shows the samples of a training step: as text, one micro batch after the other, or as one object."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_fanformer.inspection.report import escaped, plural
+from megatron_fanformer.inspection.step import Passage, Sample, StepSamples
+
+HEAD_CHARACTERS, TAIL_CHARACTERS = 100, 40  # of a shortened text
+SHOWN_IDS = 16  # where no tokenizer is known
+BETWEEN = " … "
+
+
+def lines(samples: StepSamples, *, full: bool) -> Iterator[str]:
+    """All of it for people; `full` shows whole texts."""
+    yield from _heading(samples)
+    for batch, own in samples.micro_batches():
+        yield ""
+        yield f"micro batch {batch.number}, data parallel rank {batch.data_parallel_rank}"
+        for sample in own:
+            yield from _sample_lines(samples, sample, full=full)
+    if missing := samples.without_ledger():
+        yield ""
+        yield (
+            f"no ledger ({', '.join(map(_ledger_name, missing))}): these tokens' documents cannot be told;"
+            " prepare writes one"
+        )
+
+
+def _ledger_name(prefix: str) -> str:
+    return f"{prefix}.ledger.parquet"
+
+
+def _heading(samples: StepSamples) -> Iterator[str]:
+    config = samples.config
+    batches = config.num_micro_batches(samples.data_parallel_size)
+    yield (
+        f"step {samples.step} of {config.training.train_iters}: samples {samples.first} to {samples.end - 1}, "
+        f"of {config.model.seq_length} tokens"
+    )
+    yield (
+        f"{plural(samples.data_parallel_size, 'data parallel rank')} x {batches} micro batches"
+        f" x {plural(config.training.micro_batch_size, 'sample')}"
+    )
+
+
+def _sample_lines(samples: StepSamples, sample: Sample, *, full: bool) -> Iterator[str]:
+    yield f"  sample {sample.number}"
+    for passage in sample.passages:
+        yield f"    {escaped(_origin(passage))}"
+        text = samples.text_of(passage)
+        if text is None:
+            yield f"      ids {_shown_ids(passage.ids, full=full)}"
+        elif full:
+            yield from (f"      {line}" for line in escaped(text).split("\n"))
+        else:
+            yield f"      {escaped(shortened(text))}"
+
+
+def _origin(passage: Passage) -> str:
+    """Tokens are numbered from 0 and spans are half open, as Python's slices."""
+    end = passage.first_token + len(passage.ids)
+    place = f"{passage.prefix} [{passage.first_token}:{end}]"
+    document = passage.document
+    if document is None:
+        return place
+    begin = passage.first_token - document.first_token
+    which = f"tokens [{begin}:{begin + len(passage.ids)}] of {document.length}"
+    names = f"{document.id or 'no id'}" + (f" ({document.source})" if document.source else "")
+    return f"{document.shard}:{document.line}  {names}  {which}  = {place}"
+
+
+def shortened(text: str) -> str:
+    """The beginning and the end of a text in one line, as a JSON string."""
+    if len(text) > HEAD_CHARACTERS + TAIL_CHARACTERS + len(BETWEEN):
+        text = text[:HEAD_CHARACTERS] + BETWEEN + text[-TAIL_CHARACTERS:]
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _shown_ids(ids: list[int], *, full: bool) -> str:
+    shown = ids if full else ids[:SHOWN_IDS]
+    return " ".join(map(str, shown)) + (BETWEEN.rstrip() if len(shown) < len(ids) else "")
+
+
+def _facts(samples: StepSamples, passage: Passage, *, full: bool) -> dict[str, Any]:
+    text, document = samples.text_of(passage), passage.document
+    facts: dict[str, Any] = {
+        "prefix": passage.prefix,
+        "first_token": passage.first_token,
+        "length": len(passage.ids),
+        "document": None
+        if document is None
+        else {
+            "id": document.id,
+            "source": document.source,
+            "shard": document.shard,
+            "line": document.line,
+            "first_token": passage.first_token - document.first_token,
+            "length": document.length,
+        },
+        "text": text if full or text is None else text[:HEAD_CHARACTERS],
+    }
+    return {**facts, "ids": passage.ids} if full else facts
+
+
+def as_object(samples: StepSamples, *, full: bool) -> dict[str, Any]:
+    """All of it for programs; `full` adds the token ids and whole texts."""
+    training = samples.config.training
+    batches = [
+        {
+            "micro_batch": batch.number,
+            "data_parallel_rank": batch.data_parallel_rank,
+            "samples": [
+                {"sample": sample.number, "passages": [_facts(samples, p, full=full) for p in sample.passages]}
+                for sample in own
+            ],
+        }
+        for batch, own in samples.micro_batches()
+    ]
+    return {
+        "kind": "training step",
+        "step": samples.step,
+        "first_sample": samples.first,
+        "end_sample": samples.end,
+        "data_parallel_size": samples.data_parallel_size,
+        "micro_batches_a_rank": samples.config.num_micro_batches(samples.data_parallel_size),
+        "micro_batch_size": training.micro_batch_size,
+        "seq_length": samples.config.model.seq_length,
+        "without_ledger": samples.without_ledger(),
+        "micro_batches": batches,
+    }

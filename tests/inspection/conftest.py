@@ -1,0 +1,64 @@
+"""What the tests of the inspection room share: the command, and prepared token files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megatron_fanformer.cli import PROGRAM, main
+from tests.conftest import SAMPLES
+from tests.inspection.making import random_documents, write_ledger, write_manifest, write_npy, write_pair
+
+TOKENIZER = SAMPLES / "tokenizers" / "allenai_gpt-neox-olmo-dolma-v1_5.json"
+
+
+class Said(NamedTuple):
+    """What a command did."""
+
+    code: int
+    out: str
+    error: str
+
+
+@pytest.fixture
+def inspect(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """`inspect("PATH", "--json")`: the command's exit code and output."""
+
+    def run(*arguments: object) -> Said:
+        capsys.readouterr()
+        code = main(["inspect", *map(str, arguments)])
+        said = capsys.readouterr()
+        assert all(line.startswith(f"{PROGRAM}: ") for line in said.err.splitlines()), said.err
+        return Said(code, said.out, said.err.removeprefix(f"{PROGRAM}: ").rstrip("\n"))
+
+    return run
+
+
+class Prepared(NamedTuple):
+    """Token files as `prepare` leaves them."""
+
+    prefix: Path
+    documents: list[list[int]]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Prepared:
+    """A .bin and .idx pair with ledger and manifest."""
+    documents = random_documents(50_000)
+    prefix = tmp_path / "docs"
+    write_pair(prefix, documents)
+    write_ledger(prefix, documents)
+    write_manifest(prefix, documents, TOKENIZER)
+    return Prepared(prefix, documents)
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Prepared:
+    """A .npy file with ledger and manifest."""
+    documents = random_documents(50_000)
+    prefix = tmp_path / "shard"
+    write_npy(prefix, documents)
+    write_ledger(prefix, documents)
+    write_manifest(prefix, documents, TOKENIZER, format="npy")
+    return Prepared(prefix, documents)

@@ -1,0 +1,129 @@
+"""Runs and checkpoints described and verified; every part of one damaged in turn."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.inspection.checkpoint import read_table, stored_parts
+from tests.inspection.conftest import TOKENIZER, Said
+from tests.inspection.test_dataset import flip, refused
+from tests.small_runs import small_run, write_tokens
+from tests.training.test_trainer import train
+
+Inspect = Callable[..., Said]
+
+
+@pytest.fixture(scope="module")
+def trained(run_on_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps at tensor parallel 2, with two checkpoints."""
+    folder = tmp_path_factory.mktemp("trained")
+    values = small_run(
+        write_tokens(folder / "tokens"),
+        folder / "run",
+        parallel={"tensor_model_parallel_size": 2},
+        schedule={"lr_warmup_iters": 0},
+        data={"tokenizer": str(TOKENIZER)},
+        training={"train_iters": 4},
+        checkpoint={"save_interval": 2},
+    )
+    run_on_ranks(2, train, values)
+    return folder / "run"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy to be damaged."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("path", [".", "checkpoints", "checkpoints/step-00000002"])
+def test_what_is_said_of_a_run_and_a_checkpoint(inspect: Inspect, trained: Path, path: str) -> None:
+    said = inspect(trained / path, "--json")
+    assert (said.code, said.error) == (0, "")
+    facts = json.loads(said.out)
+    step, checkpoint = (2, facts) if "step" in path else (4, *facts["parts"])
+    if "step" not in path:
+        assert (facts["kind"], facts["last_metrics"]["step"]) == ("run", 4)
+        assert facts["checkpoints"] == ["step-00000002", "step-00000004"]
+    assert (checkpoint["kind"], checkpoint["step"], checkpoint["consumed_samples"]) == ("checkpoint", step, 4 * step)
+    assert checkpoint["model"]["parameters"] == store.saved_model(Path(checkpoint["path"])).num_parameters
+    assert checkpoint["model"]["fan"]["p_ratio"] == 0.25
+    assert checkpoint["layout"]["tensor_model_parallel_size"] == 2
+    assert (checkpoint["dtype"], checkpoint["tokenizer"]) == ("fp32", "tokenizer.json")
+    assert checkpoint["optimizer_tensors"] == 2 * checkpoint["tensors"]
+
+
+def test_a_run_as_text(inspect: Inspect, trained: Path) -> None:
+    said = inspect(trained)
+    for expected in (
+        f"{trained}: run\n  checkpoints    2: step-00000002, step-00000004\n",
+        "metrics.jsonl  step 4, loss ",
+        "step        4, after 16 samples, 256 tokens\n",
+        "model       FANformer: 2 layers, h 32, 4 heads\n",
+        "FAN         p_ratio 0.25, placement qkv: 8 periodic and 16 linear rows\n",
+        "layout      tp 2, cp 1, pp 1, dp 1; distributed optimizer; fp32 on cpu\n",
+        "tokenizer   tokenizer.json\n",
+    ):
+        assert expected in said.out
+
+
+def test_a_run_without_checkpoints(inspect: Inspect, run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    said = inspect(run)
+    assert (said.code, said.error) == (0, "")
+    assert "checkpoints    none\n" in said.out
+    assert inspect(run, "--verify").code == 2
+
+
+def test_metrics_torn_by_a_crash(inspect: Inspect, run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 5, "lo')
+    assert json.loads(inspect(run, "--json").out)["last_metrics"]["step"] == 4
+
+
+def test_a_sound_checkpoint(inspect: Inspect, trained: Path) -> None:
+    said = inspect(trained, "--verify")
+    assert (said.code, said.error) == (0, "")
+    assert said.out.splitlines()[-1].startswith("verified: CRC-32 of ")
+    assert said.out.endswith("every tensor is there whole\n")
+
+
+def test_a_flipped_bit_of_any_tensor(inspect: Inspect, run: Path) -> None:
+    """The archives' padding alone may change unseen: a tensor's bytes stand in the middle of its archive."""
+    checkpoint = run / "checkpoints" / "step-00000004"
+    weights = [part for part in stored_parts(read_table(checkpoint)) if part.length > 4000]
+    assert len({part.file for part in weights}) > 1
+    for part in weights[::3]:
+        flip(checkpoint / part.file, part.offset + part.length // 2)
+        refused(inspect(run, "--verify"), checkpoint / part.file, f"is damaged in {part.name}")
+        flip(checkpoint / part.file, part.offset + part.length // 2)
+    assert inspect(run, "--verify").code == 0
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "common.pt"])
+def test_truncated_and_missing_files(inspect: Inspect, run: Path, file: str) -> None:
+    path = run / "checkpoints" / "step-00000004" / file
+    if file == "common.pt" and not path.exists():
+        pytest.skip("this megatron-core keeps plain values among the tensors")
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(inspect(run, "--verify"), path)
+    path.unlink()
+    refused(inspect(run, "--verify"), path)
+
+
+def test_a_checkpoint_of_another_model(inspect: Inspect, run: Path) -> None:
+    config = run / "checkpoints" / "step-00000004" / "config.yaml"
+    config.write_text(config.read_text().replace("num_layers: 2", "num_layers: 3"))
+    refused(
+        inspect(run, "--verify"), ".metadata has decoder.layers.2.", "of shape none, where the model in config.yaml"
+    )
+
+
+def test_a_pointer_to_what_is_not_there(inspect: Inspect, run: Path) -> None:
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    refused(inspect(run), "latest names step-00000004, which is no complete checkpoint")

@@ -1,0 +1,293 @@
+"""Token files described and verified: by prefix, by file, as a blend, in parts; and everything that may differ."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_fanformer.data.manifest import (
+    FileRecord,
+    Manifest,
+    encode_manifest,
+    manifest_path,
+    read_any_manifest,
+    sha256_of,
+)
+from tests.inspection.conftest import TOKENIZER, Prepared, Said
+from tests.inspection.making import (
+    random_documents,
+    token_files,
+    write_ledger,
+    write_manifest,
+    write_npy,
+    write_pair,
+    write_part_manifest,
+)
+
+Inspect = Callable[..., Said]
+
+
+# -- described
+
+
+@pytest.mark.parametrize("ending", ["", ".bin", ".idx", ".manifest.json", ".ledger.parquet"])
+def test_a_pair_by_its_prefix_or_one_of_its_files(inspect: Inspect, pair: Prepared, ending: str) -> None:
+    said = inspect(f"{pair.prefix}{ending}", "--json")
+    facts = json.loads(said.out)
+    lengths = [len(document) for document in pair.documents]
+    assert (facts["kind"], facts["format"], facts["prefix"]) == ("token files", "megatron", str(pair.prefix))
+    assert (facts["documents"], facts["tokens"], facts["dtype"]) == (60, sum(lengths), "uint16")
+    assert (facts["shortest"], facts["longest"]) == (min(lengths), max(lengths))
+    assert facts["ledger"]["rows"] == 60
+    assert facts["manifest"]["tokenizer"]["path"] == str(TOKENIZER)
+
+
+def test_a_pair_as_text(inspect: Inspect, pair: Prepared) -> None:
+    said = inspect(pair.prefix)
+    assert (said.code, said.error) == (0, "")
+    for expected in (
+        f"{pair.prefix}: Megatron token files\n",
+        "documents   60, of 20 to 79 tokens, 50 on average\n",
+        "tokens      2,970 of uint16, 5.94 kB; largest id ",
+        "50,280 ids, 50279 ends a document",
+        "inputs      3 files, 3 kB: docs.0.jsonl.gz, docs.1.jsonl.gz, docs.2.jsonl.gz\n",
+        "refused     2 lines: not JSON 2\n",
+        "encoded by  gigatoken\n",
+        "ledger      60 rows\n",
+    ):
+        assert expected in said.out
+
+
+def test_files_of_other_tools(inspect: Inspect, tmp_path: Path) -> None:
+    documents = random_documents(1000)
+    write_pair(tmp_path / "a", documents)
+    write_npy(tmp_path / "b", documents)
+    for name in ("a", "b.npy"):
+        said = inspect(tmp_path / name)
+        assert said.code == 0
+        assert "manifest" in said.out and "none: these files were not written by prepare" in said.out
+        assert "none: a token's document cannot be told" in said.out
+        assert json.loads(inspect(tmp_path / name, "--json").out)["tokens"] == 2970
+
+
+@pytest.mark.parametrize("how", ["file", "@file", "folder"])
+def test_a_blend_and_a_folder(inspect: Inspect, pair: Prepared, shard: Prepared, how: str) -> None:
+    folder = pair.prefix.parent
+    blend = folder / "all.blend"
+    blend.write_text("# both\n0.5 docs\n0.5 shard.npy\n")
+    path = {"file": blend, "@file": f"@{blend}", "folder": folder}[how]
+    facts = json.loads(inspect(path, "--json").out)
+    assert (facts["tokens"], facts["documents"]) == (2 * 2970, 120)
+    assert [part["format"] for part in facts["parts"]] == ["megatron", "npy"]
+    line = f"{folder}/docs: megatron, 60 documents, 2,970 uint16 tokens, manifest, ledger\n"
+    assert line in inspect(path).out
+    if how != "folder":
+        assert [source["weight"] for source in facts["sources"]] == [0.5, 0.5]
+        assert f"sources    0.5 {folder}/docs, 0.5 {folder}/shard.npy\n" in inspect(path).out
+    assert inspect(path, "--verify").code == 0
+
+
+def write_parts(folder: Path) -> Manifest:
+    """A preparation in two parts, as `prepare` leaves it."""
+    halves = [random_documents(50_000, seed=seed) for seed in range(2)]
+    outputs = []
+    for number, documents in enumerate(halves):
+        prefix = folder / f"whole-{number}"
+        write_pair(prefix, documents)
+        write_ledger(prefix, documents)
+        outputs.append(token_files(prefix, documents))
+    first = write_manifest(folder / "whole-0", halves[0], TOKENIZER)
+    whole = msgspec.structs.replace(
+        first,
+        lines_read=122,
+        documents=120,
+        tokens=sum(output.tokens for output in outputs),
+        max_token_id=max(output.max_token_id for output in outputs),
+        outputs=outputs,
+    )
+    for number, output in enumerate(outputs):
+        write_part_manifest(folder / f"whole-{number}", number, whole, output)
+    manifest_path(str(folder / "whole")).write_bytes(encode_manifest(whole))
+    return whole
+
+
+def test_a_preparation_in_parts(inspect: Inspect, tmp_path: Path) -> None:
+    write_parts(tmp_path)
+    whole = inspect(tmp_path / "whole", "--verify")
+    assert whole.code == 0
+    assert "tokens      5,940 of uint16 in 2 parts" in whole.out
+    assert "SHA-256 of 6 files" in whole.out
+    assert "120 documents and 5,940 tokens" in whole.out
+    part = inspect(tmp_path / "whole-1", "--verify")
+    assert "1 of the preparation whole.manifest.json" in part.out
+    assert "60 documents and 2,970 tokens" in part.out
+
+
+def test_a_part_that_disagrees_with_the_whole(inspect: Inspect, tmp_path: Path) -> None:
+    whole = write_parts(tmp_path)
+    write_part_manifest(tmp_path / "whole-1", 1, whole, msgspec.structs.replace(whole.outputs[1], documents=61))
+    refused(inspect(tmp_path / "whole", "--verify"), "whole-1.manifest.json", "say different things")
+
+
+def test_neither_torch_nor_megatron_is_imported(pair: Prepared) -> None:
+    program = (
+        "import sys; from megatron_fanformer.cli import main\n"
+        f"assert main(['inspect', {str(pair.prefix)!r}, '--verify']) == 0\n"
+        "assert not {'torch', 'megatron', 'transformers', 'tokenizers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_a_reader_may_have_seen_enough(pair: Prepared) -> None:
+    command = f"{sys.executable} -m megatron_fanformer inspect {pair.prefix} | head -c 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("none", "none is not there: name a prefix of token files"),
+        ("empty", "is a folder of no known kind"),
+        ("notes.txt", "is of no known kind: it is no token file, and names files that are not there"),
+        ("weights.txt", "is no token file, and no blend file either"),
+    ],
+)
+def test_a_path_that_is_nothing_known(inspect: Inspect, tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("some words\n")
+    (tmp_path / "weights.txt").write_text("0.5 a 0.5\n")
+    found = inspect(tmp_path / name)
+    assert (found.code, found.out) == (2, "")
+    assert said in found.error
+
+
+# -- verified
+
+
+def refused(said: Said, *parts: object) -> None:
+    """Exit code 3, one line that names the file, and nothing else."""
+    assert (said.code, said.out) == (3, "")
+    assert len(said.error.splitlines()) == 1
+    for part in parts:
+        assert str(part) in said.error
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def agree_again(prefix: Path, **changes: Any) -> None:
+    """Write the manifest anew for the present files, as somebody might who means to deceive."""
+    manifest = read_any_manifest(str(prefix))
+    assert isinstance(manifest, Manifest)
+    (output,) = manifest.outputs
+    files = {
+        ending: FileRecord(path=path.name, bytes=path.stat().st_size, sha256=sha256_of(path))
+        for ending in output.files
+        if (path := Path(f"{prefix}{ending}")).exists()
+    }
+    own = {name: value for name, value in changes.items() if name in ("documents", "tokens", "max_token_id")}
+    changed = msgspec.structs.replace(
+        manifest, outputs=[msgspec.structs.replace(output, files=files, **own)], **changes
+    )
+    manifest_path(str(prefix)).write_bytes(encode_manifest(changed))
+
+
+def test_sound_files(inspect: Inspect, pair: Prepared, shard: Prepared) -> None:
+    said = inspect(pair.prefix, "--verify")
+    assert (said.code, said.error) == (0, "")
+    assert said.out.splitlines()[-1].startswith("verified: SHA-256 of 3 files, ")
+    assert said.out.endswith("index, ledger and manifest agree on 60 documents and 2,970 tokens\n")
+    assert "SHA-256 of 2 files" in json.loads(inspect(shard.prefix, "--verify", "--json").out)["verified"]
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx", ".ledger.parquet"])
+def test_damaged_files(inspect: Inspect, pair: Prepared, ending: str) -> None:
+    path = Path(f"{pair.prefix}{ending}")
+    sound = path.read_bytes()
+    for position in (0, len(sound) // 2, -1):
+        flip(path, position)
+        refused(inspect(pair.prefix, "--verify"), path, "has SHA-256", "where its manifest says")
+        path.write_bytes(sound)
+    path.write_bytes(sound[:-1])
+    refused(inspect(pair.prefix, "--verify"), path, f"holds {len(sound) - 1} bytes where its manifest says")
+    path.unlink()
+    refused(inspect(pair.prefix, "--verify"), path, "cannot be read (No such file or directory)")
+
+
+def test_a_manifest_that_is_damaged_or_missing(inspect: Inspect, pair: Prepared) -> None:
+    path = manifest_path(str(pair.prefix))
+    path.write_bytes(path.read_bytes()[:-10])
+    refused(inspect(pair.prefix, "--verify"), path, "is no manifest")
+    path.unlink()
+    said = inspect(pair.prefix, "--verify")
+    assert (said.code, said.out) == (2, "")
+    assert said.error == (f"{path} does not exist: without a manifest there is nothing to verify {pair.prefix} against")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"documents": 61, "lines_read": 63}, "documents and those of {prefix}.idx differ (61 and 60)"),
+        ({"tokens": 5}, "tokens and those of {prefix}.idx differ (5 and 2970)"),
+        ({"max_token_id": 7}, "max_token_id and the largest in the token file differ (7 and "),
+        ({"lines_read": 7}, "lines_read and its documents and refused lines differ (7 and 62)"),
+        ({"text_bytes": 1, "outputs": []}, "documents and those of its outputs differ (60 and 0)"),
+    ],
+)
+def test_counts_that_differ(inspect: Inspect, pair: Prepared, changes: dict[str, Any], said: str) -> None:
+    if "outputs" in changes:
+        manifest = read_any_manifest(str(pair.prefix))
+        assert isinstance(manifest, Manifest)
+        path = manifest_path(str(pair.prefix))
+        path.write_bytes(encode_manifest(msgspec.structs.replace(manifest, **changes)))
+    else:
+        agree_again(pair.prefix, **changes)
+    refused(inspect(pair.prefix, "--verify"), f"{pair.prefix}.manifest.json", said.format(prefix=pair.prefix))
+
+
+@pytest.mark.parametrize("kind", ["pair", "shard"])
+@pytest.mark.parametrize(
+    ("column", "row", "value", "said"),
+    [
+        ("length", 9, 30, "has length 30 in row 9 (from 0) where the token files have 29"),
+        ("first_token", 9, 217, "has first_token 217 in row 9 (from 0) where the token files have 216"),
+    ],
+)
+def test_a_ledger_that_differs(
+    inspect: Inspect, request: pytest.FixtureRequest, kind: str, column: str, row: int, value: int, said: str
+) -> None:
+    prefix = request.getfixturevalue(kind).prefix
+    path = Path(f"{prefix}.ledger.parquet")
+    table = pq.read_table(path)
+    values = table[column].to_numpy().copy()
+    values[row] = value
+    table = table.set_column(table.schema.names.index(column), table.schema.field(column), [values])
+    pq.write_table(table, path, row_group_size=7)
+    agree_again(prefix)
+    if (kind, column) == ("shard", "length"):  # nothing else tells lengths: the next document does not follow
+        said = "has first_token 245 in row 10 (from 0) where the token files have 246"
+    refused(inspect(prefix, "--verify"), path, said)
+
+
+def test_a_ledger_of_fewer_documents(inspect: Inspect, pair: Prepared) -> None:
+    path = write_ledger(pair.prefix, pair.documents[:-1])
+    agree_again(pair.prefix)
+    refused(inspect(pair.prefix, "--verify"), path, "rows and the documents of", "differ (59 and 60)")
+
+
+def test_an_index_of_another_token_file(inspect: Inspect, pair: Prepared) -> None:
+    np.zeros(5, np.uint16).tofile(f"{pair.prefix}.bin")
+    agree_again(pair.prefix, max_token_id=0)
+    said = inspect(pair.prefix, "--verify")
+    refused(said, pair.prefix)

@@ -1,0 +1,104 @@
+"""Exported folders described and verified: transformers' and the authors', whole, in shards, and pickled."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from megatron_fanformer.conversion.files import read_shapes, read_weights
+from megatron_fanformer.conversion.huggingface import export_huggingface
+from megatron_fanformer.conversion.mapping import reference_to_megatron
+from megatron_fanformer.conversion.reference import read_reference
+from tests.conftest import REFERENCE
+from tests.inspection.conftest import Said
+from tests.inspection.test_dataset import flip, refused
+
+Inspect = Callable[..., Said]
+CASE = REFERENCE / "fanformer-untied-p0125"
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    config, tensors = read_reference(CASE)
+    folder = tmp_path / "export"
+    export_huggingface(
+        config, reference_to_megatron(tensors, config), folder, dtype=torch.bfloat16, max_shard_size="100KB"
+    )
+    return folder
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(CASE, tmp_path / "reference"))
+
+
+def test_a_hugging_face_folder_in_shards(inspect: Inspect, exported: Path) -> None:
+    said = inspect(exported, "--verify")
+    assert (said.code, said.error) == (0, "")
+    assert f"{exported}: Hugging Face folder\n" in said.out
+    assert "FAN         p_ratio 0.125, placement qkv: 8 periodic and 48 linear rows\n" in said.out
+    assert "safetensors hold no sum of their bytes" in said.out
+    facts = json.loads(inspect(exported, "--json").out)
+    assert (facts["kind"], facts["dtype"], facts["tokenizer"]) == ("huggingface", "bfloat16", None)
+    assert len(facts["shards"]) > 2
+    assert facts["stored_parameters"] == sum(tensor.numel() for tensor in read_weights(exported).values())
+
+
+def test_a_reference_checkpoint(inspect: Inspect, reference: Path) -> None:
+    facts = json.loads(inspect(reference, "--verify", "--json").out)
+    config, tensors = read_reference(reference)
+    assert (facts["kind"], facts["dtype"], facts["tensors"]) == ("reference", "float32", len(tensors))
+    assert facts["model"]["parameters"] == config.num_parameters == facts["stored_parameters"]
+    assert facts["model"]["fan"]["p_ratio"] == 0.125
+
+
+def test_a_pickled_reference_checkpoint(inspect: Inspect, reference: Path) -> None:
+    weights = safetensors.torch.load_file(reference / "model.safetensors")
+    (reference / "model.safetensors").unlink()
+    torch.save(weights, reference / "model.pt")
+    said = inspect(reference, "--verify")
+    assert said.code == 0
+    assert "the CRC-32 of their bytes" in said.out
+    flip(reference / "model.pt", (reference / "model.pt").stat().st_size // 2)
+    refused(inspect(reference, "--verify"), "model.pt is damaged in its weights (CRC-32 of")
+
+
+def test_shapes_are_those_of_the_weights(exported: Path, reference: Path) -> None:
+    for folder in (exported, reference):
+        shapes, weights = read_shapes(folder), read_weights(folder)
+        assert {name: (t.shape, t.dtype) for name, t in shapes.items()} == {
+            name: (t.shape, t.dtype) for name, t in weights.items()
+        }
+        assert all(tensor.is_meta for tensor in shapes.values())
+
+
+def test_truncated_and_missing_shards(inspect: Inspect, exported: Path) -> None:
+    shard = sorted(exported.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-3])
+    refused(inspect(exported, "--verify"), f"the weights in {exported} cannot be read")
+    shard.unlink()
+    refused(inspect(exported), f"the weights in {exported} cannot be read", shard.name)
+
+
+def test_a_tensor_that_is_missing_or_of_another_shape(inspect: Inspect, reference: Path) -> None:
+    file, name = reference / "model.safetensors", "transformer.blocks.1.ff_out.weight"
+    weights = safetensors.torch.load_file(file)
+    whole = weights[name]
+    weights[name] = whole[:, 1:].contiguous()
+    safetensors.torch.save_file(weights, file)
+    refused(inspect(reference, "--verify"), f"has {name} of shape ", "where its model has")
+    del weights[name]
+    safetensors.torch.save_file(weights, file)
+    refused(inspect(reference, "--verify"), f"has {name} of shape none")
+
+
+def test_a_model_that_cannot_be_built(inspect: Inspect, reference: Path) -> None:
+    config = reference / "config.yaml"
+    config.write_text(config.read_text().replace("block_type: sequential", "block_type: fanformer"))
+    said = inspect(reference)
+    assert said.code == 2
+    assert "placement qk_and_v" in said.error

@@ -1,0 +1,279 @@
+"""`inspect --step` against training itself: the batches that a run recorded, and the documents that they are of."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.inspection.step import StepSamples
+from megatron_fanformer.training.config import config_from_dict
+from tests.inspection.conftest import TOKENIZER, Said
+from tests.inspection.making import random_documents, write_ledger, write_manifest, write_npy, write_pair
+from tests.small_runs import VOCAB_SIZE, small_run, write_config
+
+STEPS = 3
+BATCH = {"train_iters": STEPS, "global_batch_size": 8, "micro_batch_size": 2}
+NO_WARMUP = {"lr_warmup_iters": 0}
+OLMO_VOCABULARY = 50_280
+
+
+class Recorded(NamedTuple):
+    """One sample as the trainer got it."""
+
+    tokens: list[int]
+    labels: list[int]
+    loss_mask: list[float]
+
+
+# -- on every rank
+
+
+def recorded_batches(values: dict[str, Any]) -> tuple[int, list[list[Recorded]]]:
+    """Train a configuration; this rank's data parallel rank, and its micro batches in their order."""
+    from megatron_fanformer.runtime.parallel import rank_grid
+    from megatron_fanformer.training.trainer import Trainer
+
+    config, taken = config_from_dict(values), []
+
+    def recording(batches: Any) -> Any:
+        for batch in batches:
+            fields = (batch[name].tolist() for name in Recorded._fields)
+            taken.append([Recorded(*sample) for sample in zip(*fields, strict=True)])
+            yield batch
+
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid)
+        trainer._batches = recording(trainer._batches)
+        trainer.train()
+        trainer.close()
+        return grid.data_parallel_rank, taken
+
+
+# -- against training
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """`train_data` of each kind; the second pair alone has a ledger."""
+    folder = tmp_path_factory.mktemp("sources")
+    first, second, third = (random_documents(VOCAB_SIZE, seed=seed) for seed in range(3))
+    pairs = [write_pair(folder / "first", first), write_pair(folder / "second", second)]
+    write_ledger(folder / "second", second)
+    npy = write_npy(folder / "third", third)
+    return {
+        "pair": [pairs[0]],
+        "npy": [npy],
+        "blend": ["0.3", pairs[0], "0.7", pairs[1]],
+        "mixed": ["0.5", pairs[1], "0.5", npy],
+    }
+
+
+def shown(values: dict[str, Any], step: int) -> dict[tuple[int, int], list[list[int]]]:
+    """What `inspect` says: by rank and micro batch, the token ids of the samples."""
+    samples = StepSamples(config_from_dict(values), step)
+    return {
+        (batch.data_parallel_rank, batch.number): [sample.ids for sample in own]
+        for batch, own in samples.micro_batches()
+    }
+
+
+def same_tokens(recorded: Recorded, ids: list[int]) -> bool:
+    """A last label that the loss does not read is none of a sample's tokens."""
+    return ids == recorded.tokens + recorded.labels[-1:] * int(recorded.loss_mask[-1])
+
+
+@pytest.mark.parametrize("data_parallel_size", [1, 2])
+@pytest.mark.parametrize("kind", ["pair", "npy", "blend", "mixed"])
+def test_a_step_takes_what_inspect_shows(
+    run_on_ranks: Callable[..., list[Any]],
+    sources: dict[str, list[str]],
+    tmp_path: Path,
+    kind: str,
+    data_parallel_size: int,
+) -> None:
+    values = small_run(
+        "",
+        tmp_path / "run",
+        data={"train_data": sources[kind]},
+        parallel={"data_parallel_size": data_parallel_size},
+        schedule=NO_WARMUP,
+        training=BATCH,
+    )
+    ranks = run_on_ranks(data_parallel_size, recorded_batches, values)
+    batches_a_step = 4 // data_parallel_size
+    for step in range(1, STEPS + 1):
+        expected = shown(values, step)
+        assert len(expected) == 4
+        for rank, taken in ranks:
+            own = taken[(step - 1) * batches_a_step : step * batches_a_step]
+            for number, samples in enumerate(own):
+                ids = expected[rank, number]
+                assert len(samples) == len(ids) == BATCH["micro_batch_size"]
+                assert all(map(same_tokens, samples, ids)), (step, rank, number)
+    assert len({tuple(ids) for batch in expected.values() for ids in batch}) == BATCH["global_batch_size"]
+
+
+def test_a_resumed_run_takes_what_inspect_shows(
+    run_on_ranks: Callable[..., list[Any]], sources: dict[str, list[str]], tmp_path: Path
+) -> None:
+    data = {"train_data": sources["blend"]}
+    values = small_run("", tmp_path / "run", data=data, schedule=NO_WARMUP, training={**BATCH, "exit_interval": 2})
+    run_on_ranks(1, recorded_batches, values)
+    [(_, taken)] = run_on_ranks(1, recorded_batches, values)  # goes on with step 3
+    expected = [ids for batch in shown(values, 3).values() for ids in batch]
+    assert all(map(same_tokens, [sample for batch in taken for sample in batch], expected))
+    assert len(taken) * BATCH["micro_batch_size"] == len(expected)
+
+
+# -- documents
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> tuple[Path, list[list[int]]]:
+    """A configuration that trains on real text, and the documents' ids."""
+    tokenizer = load_tokenizer(TOKENIZER)
+    documents = [
+        [*tokenizer.encode(f"Document {number} says: " + "all work and no play\n" * (1 + number % 4)), tokenizer.eod_id]
+        for number in range(40)
+    ]
+    write_pair(tmp_path / "docs", documents)
+    write_ledger(tmp_path / "docs", documents)
+    values = small_run(
+        str(tmp_path / "docs"),
+        tmp_path / "run",
+        model={"vocab_size": OLMO_VOCABULARY},
+        data={"tokenizer": str(TOKENIZER)},
+        training=BATCH,
+    )
+    return write_config(tmp_path / "run.yaml", values), documents
+
+
+def test_each_passage_is_a_slice_of_its_document(
+    inspect: Callable[..., Said], texts: tuple[Path, list[list[int]]]
+) -> None:
+    config, documents = texts
+    tokenizer = load_tokenizer(TOKENIZER)
+    said = inspect(config, "--step", 2, "--full", "--json")
+    assert (said.code, said.error) == (0, "")
+    step = json.loads(said.out)
+    assert (step["first_sample"], step["end_sample"], step["without_ledger"]) == (8, 16, [])
+    samples = [sample for batch in step["micro_batches"] for sample in batch["samples"]]
+    assert [sample["sample"] for sample in samples] == list(range(8, 16))
+    for sample in samples:
+        assert sum(passage["length"] for passage in sample["passages"]) == 17
+        for passage in sample["passages"]:
+            document = passage["document"]
+            number = int(document["shard"].split(".")[1]) * 20 + document["line"] - 1
+            assert document["id"] == (None if number % 3 == 2 else f"docs-{number}")
+            assert document["length"] == len(documents[number])
+            first = document["first_token"]
+            assert passage["ids"] == documents[number][first : first + passage["length"]]
+            assert passage["first_token"] == sum(map(len, documents[:number])) + first
+            assert passage["text"] == tokenizer.decode(passage["ids"])
+
+
+def test_a_step_as_text(inspect: Callable[..., Said], texts: tuple[Path, list[list[int]]]) -> None:
+    config, _ = texts
+    said = inspect(config.parent / "docs", "--step", 1, "--config", config, "--parallel.data_parallel_size", "2")
+    assert (said.code, said.error) == (0, "")
+    lines = said.out.splitlines()
+    assert lines[0] == "step 1 of 3: samples 0 to 7, of 16 tokens"
+    assert lines[1] == "2 data parallel ranks x 2 micro batches x 2 samples"
+    batches = [line for line in lines if line.startswith("micro batch")]
+    assert batches == [f"micro batch {number}, data parallel rank {rank}" for number in (0, 1) for rank in (0, 1)]
+    assert sum(line.startswith("  sample ") for line in lines) == 8
+    assert any("docs.0.jsonl.gz:" in line and "docs-" in line and "tokens [" in line for line in lines)
+    assert "play" in said.out
+    assert "no ledger" not in said.out
+
+
+def test_full_texts_have_their_own_lines(inspect: Callable[..., Said], texts: tuple[Path, list[list[int]]]) -> None:
+    said = inspect(texts[0], "--step", 1, "--full")
+    assert "\n      all work and no play\n" in said.out
+
+
+def test_a_run_knows_its_own_configuration(
+    inspect: Callable[..., Said], texts: tuple[Path, list[list[int]]], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text(texts[0].read_text())
+    assert inspect(run, "--step", 3).out == inspect(texts[0], "--step", 3).out
+
+
+def test_a_blend_is_narrowed_down_to_a_prefix(
+    inspect: Callable[..., Said], sources: dict[str, list[str]], tmp_path: Path
+) -> None:
+    values = small_run("", tmp_path / "run", data={"train_data": sources["mixed"]}, training=BATCH)
+    config = write_config(tmp_path / "run.yaml", values)
+
+    def prefixes(path: object) -> list[list[str]]:
+        step = json.loads(inspect(path, "--config", config, "--step", 1, "--json").out)
+        samples = [sample for batch in step["micro_batches"] for sample in batch["samples"]]
+        return [[passage["prefix"] for passage in sample["passages"]] for sample in samples]
+
+    everything = prefixes(config)
+    npy, pair = sources["mixed"][3], sources["mixed"][1]
+    assert len(everything) == 8
+    assert len(prefixes(npy)) + len(prefixes(pair)) == 8
+    assert {name for sample in prefixes(npy) for name in sample} == {npy.removesuffix(".npy")}
+
+
+def test_without_ledger_and_tokenizer_the_tokens_are_told(
+    inspect: Callable[..., Said], sources: dict[str, list[str]], tmp_path: Path
+) -> None:
+    config = write_config(tmp_path / "run.yaml", small_run(sources["pair"][0], tmp_path / "run", training=BATCH))
+    said = inspect(config, "--step", 1)
+    prefix = sources["pair"][0]
+    assert f"no ledger ({prefix}.ledger.parquet): these tokens' documents cannot be told" in said.out
+    assert f"    {prefix} [" in said.out
+    assert "      ids " in said.out
+
+
+def test_the_manifest_names_the_tokenizer(inspect: Callable[..., Said], tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(TOKENIZER)
+    documents = [tokenizer.encode("to be or not to be, that is the question ") for _ in range(60)]
+    prefix = write_pair(tmp_path / "docs", documents)
+    write_manifest(prefix, documents, TOKENIZER)
+    values = small_run(prefix, tmp_path / "run", model={"vocab_size": OLMO_VOCABULARY}, training=BATCH)
+    said = inspect(prefix, "--step", 1, "--config", write_config(tmp_path / "run.yaml", values))
+    assert "that is the question" in said.out
+
+
+# -- what cannot be shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{config}", "--step", "0"], "--step is 0; the run has steps 1 to 3 (training.train_iters)"),
+        (["{config}", "--step", "4"], "--step is 4; the run has steps 1 to 3"),
+        (["{docs}", "--step", "1"], "asks for the configuration that trains on them: --config FILE"),
+        (["{other}", "--step", "1", "--config", "{config}"], "is none of the configuration's data.train_data"),
+        (["{config}", "--step", "1", "--verify"], "ask for one at a time"),
+        (["{config}", "--step", "1", "--training.micro_batch_size", "3"], "is no multiple of micro batch size"),
+        (["{config}", "--step", "1", "--data.speed", "3"], "unknown configuration key data.speed"),
+        (["{docs}", "--config", "{config}"], "--config says nothing without --step"),
+        (["{docs}", "--speed", "3"], "--speed says nothing without --step"),
+    ],
+)
+def test_a_step_that_cannot_be_shown(
+    inspect: Callable[..., Said], texts: tuple[Path, list[list[int]]], tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    places = {"config": texts[0], "docs": tmp_path / "docs", "other": tmp_path / "other"}
+    write_pair(tmp_path / "other", texts[1])
+    found = inspect(*(argument.format(**places) for argument in arguments))
+    assert (found.code, found.out) == (2, "")
+    assert said in found.error
+
+
+def test_a_ledger_of_other_files_is_refused(
+    inspect: Callable[..., Said], texts: tuple[Path, list[list[int]]], tmp_path: Path
+) -> None:
+    write_ledger(tmp_path / "docs", texts[1][:3])
+    found = inspect(texts[0], "--step", 1)
+    assert found.code == 3
+    assert f"{tmp_path / 'docs'}.ledger.parquet speaks of" in found.error
