@@ -18,7 +18,7 @@ from megatron_fanformer import __version__
 from megatron_fanformer.errors import FanformerError, InputError
 
 PROGRAM = "megatron-fanformer"
-TAKES_OVERRIDES = ("train", "parity")  # --section.field VALUE
+TAKES_OVERRIDES = ("train", "parity", "inspect")  # --section.field VALUE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -101,19 +101,42 @@ def _demo(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) 
 
 
 def _prepare_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "inputs", nargs="+", metavar="INPUT", help=".jsonl, .jsonl.gz, .json.gz files, or folders of them"
+    add = parser.add_argument
+    add(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="files (.jsonl, .json, .ndjson, also .gz or .zst; .parquet), folders, glob patterns, @LIST files",
     )
-    parser.add_argument(
-        "--output", required=True, metavar="PREFIX", help="PREFIX.bin, PREFIX.idx, PREFIX.manifest.json"
+    add(
+        "--output",
+        required=True,
+        metavar="PREFIX",
+        help="PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json",
     )
-    parser.add_argument(
-        "--tokenizer", required=True, help="sentencepiece .model, Hugging Face tokenizer.json, or a folder"
-    )
-    parser.add_argument("--workers", type=int, help="worker processes (all cores)")
-    parser.add_argument("--text-field", default="text", help="the field of a document that is its text (text)")
-    parser.add_argument("--eod-id", type=int, help="the id that ends a document (the tokenizer's end of text)")
-    parser.add_argument("--strict", action="store_true", help="stop at the first line that is no document")
+    add("--tokenizer", required=True, help="sentencepiece .model, Hugging Face tokenizer.json, or a folder")
+    add("--workers", type=int, help="worker processes (all cores); they do not change the output")
+    add("--text-field", default="text", help="the field (the column) that is a document's text (text)")
+    add("--eod-id", type=int, help="the id that ends a document (the tokenizer's end of text)")
+    add("--format", default="megatron", help="megatron: .bin and .idx; npy: headerless .npy (megatron)")
+    add("--part-size", type=_size, metavar="SIZE", help="parts of about SIZE bytes of tokens, as 500M, 10G (one)")
+    add("--min-length", type=int, default=0, metavar="N", help="leave out documents of fewer characters")
+    add("--max-length", type=int, metavar="N", help="leave out documents of more characters")
+    add("--source", action="append", metavar="NAME", help="let in this value of the field source; may be repeated")
+    add("--no-ledger", action="store_true", help="do not write PREFIX.ledger.parquet")
+    add("--backend", default="auto", help="auto, gigatoken, tokenizers, sentencepiece: the ids are the same (auto)")
+    add("--from-npy", action="store_true", help="the inputs are headerless .npy token files")
+    add("--npy-dtype", default="uint16", help="with --from-npy: the type of the tokens in them (uint16)")
+    add("--strict", action="store_true", help="stop at the first line that is no document")
+
+
+def _size(text: str) -> int:
+    """A number of bytes: digits, then K, M, G or T for powers of 1000."""
+    factors = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+    digits = text[:-1] if text[-1:].upper() in factors else text
+    if not digits.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write bytes, as 500M or 10G")
+    return int(digits) * factors.get(text[-1:].upper(), 1)
 
 
 def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
@@ -126,19 +149,20 @@ def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str
         tokenizer=options.tokenizer,
         text_field=options.text_field,
         eod_id=options.eod_id,
+        format=options.format,
+        part_bytes=options.part_size,
+        min_length=options.min_length,
+        max_length=options.max_length,
+        sources=None if options.source is None else tuple(options.source),
+        ledger=not options.no_ledger,
+        npy_dtype=options.npy_dtype if options.from_npy else None,
+        backend=options.backend,
         workers=available_cores() if options.workers is None else options.workers,
         strict=options.strict,
     )
     with progress_line("preparing") as show:
         report = prepare(config, show)
-    manifest = report.manifest
-    if report.already_there:
-        print(f"{options.output} is there already, made of the same input with the same settings")
-    print(f"{manifest.lines_read:,} lines read: {manifest.documents:,} documents, {manifest.tokens:,} tokens")
-    for reason, number in manifest.refused.items():
-        print(f"{number:,} lines refused: {reason}")
-    for example in manifest.refused_examples:
-        print(f"  {example}")
+    print("\n".join(report.lines()))
 
 
 # -- train
@@ -273,6 +297,39 @@ def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str
     print(f"wrote {options.destination}")
 
 
+# -- inspect
+
+
+def _inspect_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="token files (a prefix, one of them, a blend file, a folder), a run, a checkpoint, an exported folder",
+    )
+    parser.add_argument("--verify", action="store_true", help="check that all of it is there, and undamaged")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--step", type=int, help="show the samples of this training step, of a run or of --config")
+    parser.add_argument("--config", metavar="FILE", help="with --step: the configuration that trains on PATH")
+    parser.add_argument("--full", action="store_true", help="with --step: whole texts")
+    parser.epilog = "With --step, fields of the configuration can be set as --section.field VALUE, after PATH."
+
+
+def _inspect(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.inspection.command import inspect_path, inspect_step
+
+    if options.step is None:
+        stray = [*rest, *(f"--{name}" for name in ("config", "full") if getattr(options, name))]
+        if stray:
+            raise InputError(f"{stray[0]} says nothing without --step; {PROGRAM} inspect --help lists the options")
+        inspect_path(options.path, verify=options.verify, json=options.json)
+        return
+    if options.verify:
+        raise InputError("--verify checks files and --step shows samples: ask for one at a time")
+    _ready(on_cpu=True)
+    config = Path(options.config) if options.config else None
+    inspect_step(options.path, options.step, config, rest, full=options.full, json=options.json)
+
+
 def _ready(*, on_cpu: bool = False) -> None:
     """Before the first import of megatron-core: quiet it, and adapt it to a machine without CUDA.
 
@@ -297,5 +354,10 @@ VERBS: dict[str, tuple[_Describe, _Run, str]] = {
     "train": (_train_options, _train, "Train, or go on with a run."),
     "parity": (_parity_options, _parity, "Show that parallel layouts train the same model as one process."),
     "generate": (_generate_options, _generate, "Continue a prompt."),
+    "inspect": (
+        _inspect_options,
+        _inspect,
+        "Describe or verify data, a checkpoint or an export; show the samples of a step.",
+    ),
     "convert": (_convert_options, _convert, "Convert between our checkpoints, Hugging Face and the reference."),
 }

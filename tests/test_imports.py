@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "conversion": ("runtime", "model", "data.tokenizer", "checkpoint", "hf"),
     "generation": ("runtime", "model", "data", "checkpoint", "conversion", "hf"),
     "parity": ("runtime", "model", "data", "checkpoint", "planning", "training"),
+    "inspection": ("runtime", "model", "data", "checkpoint", "training", "conversion"),
     "experiments": (
         "runtime",
         "model",
@@ -49,6 +50,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "parity",
         "conversion",
         "generation",
+        "inspection",
         "experiments",
         "hf",
     ),

@@ -1,27 +1,16 @@
-"""Documents in Dolma's format: one JSON object a line, in `.jsonl`, `.jsonl.gz` or `.json.gz` files.
+"""Documents in Dolma's format: JSON objects with a text, an id and a source.
 
-A line is either a document or refused with a reason; no line is dropped without a word. Files are read as
-blocks of whole lines, so that a block can be handed to another process unparsed and memory stays bounded by
-the longest line.
+A line (of a Parquet file, a row) is either a document or refused with a reason; none is dropped without a word.
 """
 
-import hashlib
-import io
 import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-from isal import igzip
-from isal.igzip_lib import IsalError
 
-from megatron_fanformer.errors import CorruptError, InputError
-
-DOCUMENT_SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
-BLOCK_BYTES = 1 << 19
+from megatron_fanformer.errors import InputError
 
 NOT_JSON = "not JSON"
 NOT_AN_OBJECT = "not a JSON object"
@@ -31,6 +20,13 @@ EMPTY_TEXT = "empty text"
 EMPTY_LINE = "empty line"
 INVALID_UTF8 = "invalid UTF-8"
 UNPAIRED_SURROGATE = "unpaired surrogate in the text"
+TOO_LONG_A_LINE = "line too long"
+SHORTER = "shorter than min_length"
+LONGER = "longer than max_length"
+OTHER_SOURCE = "source left out"
+
+# Python reads no longer integers (sys.int_info.default_max_str_digits).
+MAX_DIGITS = 4300
 
 
 @dataclass(frozen=True)
@@ -40,171 +36,116 @@ class Refusal:
     reason: str
 
 
-def expand_inputs(inputs: Iterable[str | Path]) -> list[Path]:
-    """The document files that `inputs` name: files as given, folders as their document files, sorted by path.
+class Document(NamedTuple):
+    """What is kept of a document."""
 
-    Raises:
-        InputError: no input, a path that does not exist, a file of another kind, a folder without document
-            files, or a file named twice.
-    """
-    files = [file for path in inputs for file in _expand(Path(path))]
-    if not files:
-        raise InputError("no input: name at least one document file or a folder of them")
-    seen: set[Path] = set()
-    for file in files:
-        if file.resolve() in seen:
-            raise InputError(f"{file} is named twice among the inputs: its documents would count double")
-        seen.add(file.resolve())
-    return files
+    text: str
+    id: str | None
+    source: str | None
 
 
-def _expand(path: Path) -> list[Path]:
-    kinds = ", ".join(DOCUMENT_SUFFIXES)
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.name.endswith(DOCUMENT_SUFFIXES) and p.is_file())
-        if not files:
-            raise InputError(f"{path} holds no document file: a folder must hold {kinds} files")
-        return files
-    if not path.exists():
-        raise InputError(f"{path} does not exist: give an existing document file or folder")
-    if not path.name.endswith(DOCUMENT_SUFFIXES):
-        raise InputError(f"{path} is no document file: its name must end in one of {kinds}")
-    return [path]
+@dataclass(frozen=True, kw_only=True)
+class DocumentRules:
+    """Where a document's text stands, and which documents are let in."""
+
+    text_field: str = "text"
+    min_length: int = 0
+    """In characters."""
+    max_length: int | None = None
+    """In characters; None: no limit."""
+    sources: frozenset[str] | None = None
+    """The values of the `source` field that are let in; None: all, and documents without one."""
+
+    @property
+    def choose(self) -> bool:
+        """Whether any whole document can be left out."""
+        return bool(self.min_length or self.max_length is not None or self.sources is not None)
 
 
 class DocumentParser:
-    """Takes the text out of one line; builds nothing else of the JSON object.
+    """Takes text, id and source out of one line; builds nothing else of the JSON object.
 
     Raises InputError for a `text_field` that holds a quote, a backslash or a control character.
     """
 
-    def __init__(self, text_field: str = "text") -> None:
-        self._text_field = text_field
+    def __init__(self, rules: DocumentRules) -> None:
+        self._rules = rules
+        self._choose = rules.choose
+        fields: list[Any] = [("text", str), ("id", Any, None), ("source", Any, None)]
+        names = {"text": rules.text_field}
+        if rules.text_field in ("id", "source"):  # then that is the text, and there is none of its kind
+            names[rules.text_field] = f"{rules.text_field}\x20"
         try:
-            line = msgspec.defstruct("Line", [("text", str)], rename={"text": text_field})
+            line = msgspec.defstruct("Line", fields, rename=names)
         except ValueError as error:
-            raise InputError(f"text_field {text_field!r} cannot be a field's name: {error}") from error
+            raise InputError(f"text_field {rules.text_field!r} cannot be a field's name: {error}") from error
         self._decode: Callable[[bytes], Any] = msgspec.json.Decoder(line).decode
 
-    def parse(self, line: bytes) -> str | Refusal:
-        """The text of the document on `line` (without or with its line end), or why there is none."""
+    @property
+    def text_field(self) -> str:
+        """The name of the field that holds the text."""
+        return self._rules.text_field
+
+    def parse(self, line: bytes) -> Document | Refusal:
+        """The document on `line` (without or with its line end), or why there is none."""
         try:
-            text: str = self._decode(line).text
+            fields = self._decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return self._look_again(line)
-        return text or Refusal(EMPTY_TEXT)
+        return self.judge(fields.text, fields.id, fields.source)
 
-    def _look_again(self, line: bytes) -> str | Refusal:
+    def judge(self, text: str, id: Any, source: Any) -> Document | Refusal:
+        """The document of these values, or why it is not let in."""
+        if not text:
+            return Refusal(EMPTY_TEXT)
+        document = Document(text, _as_text(id), _as_text(source))
+        return self._left_out(document) or document if self._choose else document
+
+    def _left_out(self, document: Document) -> Refusal | None:
+        rules = self._rules
+        if len(document.text) < rules.min_length:
+            return Refusal(SHORTER)
+        if rules.max_length is not None and len(document.text) > rules.max_length:
+            return Refusal(LONGER)
+        if rules.sources is not None and document.source not in rules.sources:
+            return Refusal(OTHER_SOURCE)
+        return None
+
+    def _look_again(self, line: bytes) -> Document | Refusal:
         """Name the reason; the standard library also takes what Python's own writer emits (NaN, Infinity)."""
         if not line.strip():
             return Refusal(EMPTY_LINE)
         try:
-            document = json.loads(line.decode("utf-8-sig"))
+            fields = json.loads(line.decode("utf-8-sig"), parse_int=_integer)
         except UnicodeDecodeError:
             return Refusal(INVALID_UTF8)
         except (ValueError, RecursionError):
             return Refusal(NOT_JSON)
-        return self._text_of(document)
+        return self._document_of(fields)
 
-    def _text_of(self, document: Any) -> str | Refusal:
-        if not isinstance(document, dict):
+    def _document_of(self, fields: Any) -> Document | Refusal:
+        if not isinstance(fields, dict):
             return Refusal(NOT_AN_OBJECT)
-        if self._text_field not in document:
+        if self.text_field not in fields:
             return Refusal(NO_TEXT_FIELD)
-        text = document[self._text_field]
+        text = fields[self.text_field]
         if not isinstance(text, str):
             return Refusal(TEXT_NOT_A_STRING)
         if any("\ud800" <= character <= "\udfff" for character in text):
             return Refusal(UNPAIRED_SURROGATE)
-        return text or Refusal(EMPTY_TEXT)
+        return self.judge(text, fields.get("id"), fields.get("source"))
 
 
-def split_lines(block: bytes) -> list[bytes]:
-    """The lines of a block; a line end at its end begins no further line."""
-    lines = block.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    return lines
+def _integer(digits: str) -> int | float:
+    """A number that Python refuses to read, for its thousands of digits, is no fault of the text beside it."""
+    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
-class DocumentFile:
-    """One input file, read once from start to end; counts and hashes its bytes as they are on disk."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.bytes_read = 0
-        self._digest = hashlib.sha256()
-
-    @property
-    def sha256(self) -> str:
-        """Hexadecimal SHA-256 of the bytes read so far; of the whole file once `blocks` is exhausted."""
-        return self._digest.hexdigest()
-
-    def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
-        """Blocks of whole lines, of about `block_bytes` uncompressed bytes (more where one line is longer).
-
-        Every member of a concatenated gzip file is read. Raises CorruptError for a gzip file that is
-        truncated or damaged, InputError for one that cannot be opened.
-        """
-        with self._open() as stream, _naming_corruption(self.path):
-            pending: list[bytes] = []
-            while chunk := stream.read(block_bytes):
-                end = chunk.rfind(b"\n") + 1
-                if not end:
-                    pending.append(chunk)
-                    continue
-                yield b"".join([*pending, chunk[:end]])
-                pending = [chunk[end:]]
-            if rest := b"".join(pending):
-                yield rest
-
-    @contextmanager
-    def _open(self) -> Iterator[io.BufferedIOBase | io.RawIOBase]:
-        try:
-            raw = self.path.open("rb", buffering=0)
-        except OSError as error:
-            raise InputError(f"{self.path} cannot be read: {error.strerror}") from error
-        with raw:
-            counted = _CountedReader(raw, self)
-            yield igzip.IGzipFile(fileobj=counted) if self.path.name.endswith(".gz") else counted
-
-    def count(self, data: memoryview) -> None:
-        """Take note of `data`, read from the disk."""
-        self.bytes_read += len(data)
-        self._digest.update(data)
-
-
-class _CountedReader(io.RawIOBase):
-    """The file under a decompressor; tells the DocumentFile of every byte that passes."""
-
-    def __init__(self, raw: io.FileIO, owner: DocumentFile) -> None:
-        self._raw = raw
-        self._owner = owner
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        size = self._raw.readinto(buffer)
-        self._owner.count(memoryview(buffer)[:size])
-        return size
-
-
-@contextmanager
-def _naming_corruption(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except EOFError as error:
-        raise CorruptError(f"{path} is truncated: its gzip stream has no end; fetch it again") from error
-    except (igzip.BadGzipFile, IsalError) as error:  # type: ignore[misc]  # its stub has IsalError an instance
-        raise CorruptError(f"{path} is damaged ({error}): no whole gzip file; fetch it again") from error
-
-
-def read_documents(path: Path, text_field: str = "text") -> Iterator[str | Refusal]:
-    """The documents of one file in order: the text of each line, or why the line is refused.
-
-    Raises what `DocumentFile.blocks` raises.
-    """
-    parser = DocumentParser(text_field)
-    for block in DocumentFile(path).blocks():
-        yield from map(parser.parse, split_lines(block))
+def _as_text(value: Any) -> str | None:
+    """An id or a source as text: what is no text as JSON, an unpaired surrogate replaced."""
+    if value is None or value == b"":
+        return None
+    if type(value) is str and value.isascii():
+        return value
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text.encode("utf-8", "replace").decode("utf-8")

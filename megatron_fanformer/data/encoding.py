@@ -1,103 +1,130 @@
-"""The work of one preparation worker: a block of lines in, token bytes out.
+"""From blocks of documents to token buffers, and the threads that share one file's blocks.
 
 Worker processes start afresh and import this module, so nothing here may import torch or megatron-core: that
 would cost each of them seconds.
 """
 
-import multiprocessing
-import os
-import signal
-import threading
-from collections import Counter
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from itertools import count
+from queue import SimpleQueue
 
 import numpy as np
 
-from megatron_fanformer.data.documents import DocumentParser, Refusal, split_lines
-from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_fanformer.data.document_files import Block
+from megatron_fanformer.data.documents import Document, DocumentParser, DocumentRules
+from megatron_fanformer.data.id_encoders import EncoderPlan
 
-EXAMPLES_PER_BLOCK = 5
+# Of every so many blocks the first document is put to the exact tokenizer as well, or as much of it.
+CHECKED_BLOCKS = 8
+CHECKED_CHARACTERS = 4_000
+
+
+class TokenizersDisagree(Exception):
+    """The fast tokenizer was seen to give other ids than the exact one; the message says where."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedBlock:
-    """What became of one block of lines: lines == documents + the sum of refused."""
+    """What became of one block of lines: lines == documents + refusals."""
 
     lines: int
-    documents: int
-    tokens: bytes
+    tokens: np.ndarray
     """The documents' tokens one after the other, each document ended by the end-of-text id."""
-    lengths: bytes
-    """int32, one a document: its tokens, the end-of-text id counted."""
-    token_count: int
-    max_token_id: int
-    """-1 where there are no documents."""
+    lengths: np.ndarray
+    """[documents] int32: the tokens of each, the end-of-text id counted."""
+    numbers: list[int]
+    """The line in the block of each document, from 0."""
+    ids: list[str | None]
+    sources: list[str | None]
     text_bytes: int
     """UTF-8 bytes of the documents' text."""
-    refused: dict[str, int]
-    """Lines refused, by reason."""
-    examples: list[tuple[int, str]]
-    """The first refused lines: number in the block, from 0, and reason."""
+    refusals: list[tuple[int, str]]
+    """Line in the block, from 0, and reason."""
 
 
-class Encoder:
-    """Parses and tokenizes blocks of lines."""
+class BlockEncoder:
+    """Parses and tokenizes blocks, on one thread at a time."""
 
-    def __init__(self, tokenizer: Tokenizer, text_field: str, dtype: str) -> None:
-        self._tokenizer = tokenizer
-        self._parser = DocumentParser(text_field)
+    def __init__(self, plan: EncoderPlan, rules: DocumentRules, dtype: str) -> None:
+        self._parser = DocumentParser(rules)
+        self._encoder = plan.make()
+        self._exact = plan.exact() if plan.trust is not None else None
+        self._eod_id = plan.eod_id
         self._dtype = np.dtype(dtype)
 
-    def encode(self, block: bytes) -> EncodedBlock:
-        """Encode the documents among the lines of `block`, in order."""
-        texts: list[str] = []
-        refusals: list[tuple[int, str]] = []
-        lines = split_lines(block)
-        for number, line in enumerate(lines):
-            text = self._parser.parse(line)
-            if isinstance(text, Refusal):
-                refusals.append((number, text.reason))
-            else:
-                texts.append(text)
-        arrays = [self._with_end(ids) for ids in self._tokenizer.encode_batch(texts)]
-        tokens = np.concatenate(arrays) if arrays else np.empty(0, self._dtype)
+    def encode(self, number: int, block: Block) -> EncodedBlock:
+        """Encode the documents of `block`, the file's `number`-th, in order.
+
+        Raises TokenizersDisagree where the document that is looked at has other ids by the exact tokenizer.
+        """
+        parsed = block.parse(self._parser)
+        documents = parsed.documents
+        ids, counts = self._encoder.encode_batch([document.text for document in documents])
+        if self._exact is not None and documents and number % CHECKED_BLOCKS == 0:
+            self._check(documents[0], ids[: counts[0]])
         return EncodedBlock(
-            lines=len(lines),
-            documents=len(texts),
-            tokens=tokens.tobytes(),
-            lengths=np.array([len(array) for array in arrays], np.int32).tobytes(),
-            token_count=len(tokens),
-            max_token_id=int(tokens.max(initial=0)) if arrays else -1,
-            text_bytes=sum(len(text.encode()) for text in texts),
-            refused=dict(Counter(reason for _, reason in refusals)),
-            examples=refusals[:EXAMPLES_PER_BLOCK],
+            lines=parsed.lines,
+            tokens=self._with_ends(ids, counts),
+            lengths=(counts + 1).astype(np.int32),
+            numbers=parsed.numbers,
+            ids=[document.id for document in documents],
+            sources=[document.source for document in documents],
+            text_bytes=sum(_utf8_bytes(document.text) for document in documents),
+            refusals=parsed.refusals,
         )
 
-    def _with_end(self, ids: list[int]) -> np.ndarray:
-        ids.append(self._tokenizer.eod_id)
-        return np.array(ids, self._dtype)
+    def _with_ends(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """`ids` with an end-of-text id after each document's."""
+        tokens = np.empty(len(ids) + len(counts), self._dtype)
+        start = 0
+        for number, end in enumerate(np.cumsum(counts).tolist()):
+            tokens[start + number : end + number] = ids[start:end]
+            tokens[end + number] = self._eod_id
+            start = end
+        return tokens
+
+    def _check(self, document: Document, ids: np.ndarray) -> None:
+        assert self._exact is not None
+        text = document.text[:CHECKED_CHARACTERS]
+        if len(text) < len(document.text):
+            ids = self._encoder.encode_batch([text])[0]
+        if ids.tolist() != self._exact.encode(text):
+            raise TokenizersDisagree(f"document {document.id!r}")
 
 
-_encoder: Encoder | None = None  # one a worker process, made when it starts
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
-def start_worker(tokenizer_path: str, eod_id: int, text_field: str, dtype: str) -> None:
-    """Make this process a worker: Ctrl-C is its parent's business, and it does not outlive its parent."""
-    global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _encoder = Encoder(load_tokenizer(tokenizer_path, eod_id=eod_id), text_field, dtype)
+class EncodingThreads:
+    """Encodes a file's blocks on one thread or several, each with an encoder of its own; order is kept."""
 
+    def __init__(self, make: Callable[[], BlockEncoder], threads: int) -> None:
+        self._threads = threads
+        self._free: SimpleQueue[BlockEncoder] = SimpleQueue()
+        for _ in range(threads):
+            self._free.put(make())
+        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
 
-def encode_block(block: bytes) -> EncodedBlock:
-    """`Encoder.encode`, in a process that `start_worker` has made a worker."""
-    assert _encoder is not None
-    return _encoder.encode(block)
+    def encode(self, blocks: Iterable[Block]) -> Iterator[EncodedBlock]:
+        """The encoded blocks, in order; a few are under way at a time."""
+        if self._pool is None:
+            yield from map(self._encode, count(), blocks)
+            return
+        under_way: deque[Future[EncodedBlock]] = deque()
+        for number, block in enumerate(blocks):
+            under_way.append(self._pool.submit(self._encode, number, block))
+            if len(under_way) > self._threads:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
 
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+    def _encode(self, number: int, block: Block) -> EncodedBlock:
+        encoder = self._free.get()
+        try:
+            return encoder.encode(number, block)
+        finally:
+            self._free.put(encoder)

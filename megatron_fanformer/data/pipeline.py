@@ -1,29 +1,33 @@
-"""The work of a preparation, in several processes.
+"""The work of a preparation: shards encoded by worker processes, put together in the order of the inputs."""
 
-The parent reads blocks of lines, in order; workers parse and tokenize them; the parent writes the results in
-the order of the blocks. So the output does not depend on the number of workers, and memory is bounded by the
-few blocks under way.
-"""
-
-import multiprocessing
-import os
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import platform
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
-from megatron_fanformer.data.documents import DocumentFile
-from megatron_fanformer.data.encoding import EncodedBlock, encode_block, start_worker
-from megatron_fanformer.data.manifest import InputRecord, Manifest, RefusedLine, Settings, TokenizerRecord
-from megatron_fanformer.data.token_files import TokenWriter
+from megatron_fanformer import __version__
+from megatron_fanformer.data.assembly import Assembler, part_prefix, remove_parts
+from megatron_fanformer.data.documents import DocumentRules
+from megatron_fanformer.data.encoding import TokenizersDisagree
+from megatron_fanformer.data.id_encoders import EncoderPlan
+from megatron_fanformer.data.lanes import Crew, Done, Failed, LaneSetup, Progress, Refused, Task
+from megatron_fanformer.data.manifest import (
+    Manifest,
+    Settings,
+    TokenFiles,
+    TokenizerRecord,
+    encode_manifest,
+    manifest_path,
+)
+from megatron_fanformer.data.shards import REFUSED_EXAMPLES, ShardRecord, is_unchanged
+from megatron_fanformer.data.token_writer import LEDGER_SUFFIX, TOKEN_SUFFIXES, writing_to
+from megatron_fanformer.data.work_folder import Plan, WorkFolder, work_folder
 from megatron_fanformer.errors import FanformerError, InputError
 
-# Blocks handed out beyond one a worker: enough that no worker waits for the parent to write.
-BLOCKS_AHEAD = 2
-REFUSED_EXAMPLES = 10
+TOOLS = ("gigatoken", "tokenizers", "sentencepiece", "numpy", "pyarrow")
+FAILURES_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +36,7 @@ class PrepareProgress:
 
     documents: int
     text_bytes: int
-    """UTF-8 bytes of the documents' text."""
+    """UTF-8 bytes of the documents' text that this run has encoded."""
     input_bytes: int
     """Bytes of the input files that have been worked off, as they are on disk (compressed)."""
     input_bytes_total: int
@@ -49,154 +53,229 @@ class Job:
     output: str
     tokenizer: TokenizerRecord
     settings: Settings
+    encoder: EncoderPlan
     workers: int
     strict: bool
 
-
-@dataclass
-class _Totals:
-    """The sums over all blocks so far."""
-
-    lines: int = 0
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    max_token_id: int = -1
-    refused: Counter[str] = field(default_factory=Counter)
-
-    def add(self, block: EncodedBlock) -> None:
-        self.lines += block.lines
-        self.documents += block.documents
-        self.tokens += block.token_count
-        self.text_bytes += block.text_bytes
-        self.max_token_id = max(self.max_token_id, block.max_token_id)
-        self.refused.update(block.refused)
+    @property
+    def plan(self) -> Plan:
+        """What the work folder is held against."""
+        return Plan(
+            inputs=[str(file.absolute()) for file in self.files],
+            settings=self.settings,
+            tokenizer=self.tokenizer,
+            encoding=self.encoder.encoding,
+        )
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A block under way."""
+def run(job: Job, progress: ProgressListener | None) -> Manifest:
+    """Do all that is not done yet. For the errors see `prepare`."""
+    with writing_to(job.output), work_folder(job.output) as work:
+        plan = work.read_plan()
+        if plan is None:
+            _refuse_standing_files(job)
+            work.write_plan(job.plan)
+        elif difference := job.plan.difference(plan):
+            raise InputError(
+                f"{work.path} holds an unfinished preparation of {job.output} with {difference}:"
+                " finish that one, remove the folder, or choose another output prefix"
+            )
+        elif plan.encoding.backend != job.encoder.encoding.backend and plan.encoding.reason is not None:
+            job = replace(job, encoder=job.encoder.without_gigatoken(plan.encoding.reason))
+        try:
+            return _run_in(job, work, progress)
+        except TokenizersDisagree as disagreement:
+            # Whatever gigatoken has made is doubtful now: all of it is made again.
+            reason = f"gigatoken's ids differ in {disagreement}"
+            job = replace(job, encoder=job.encoder.without_gigatoken(reason))
+            remove_parts(job.output)
+            work.clear()
+            work.write_plan(job.plan)
+            return _run_in(job, work, progress)
 
-    file: Path
-    input_bytes: int  # of all files, read up to the end of this block
-    result: "Future[EncodedBlock]"
+
+def _refuse_standing_files(job: Job) -> None:
+    standing = next(iter(standing_files(job.output)), None)
+    if standing is not None:
+        raise InputError(
+            f"{standing} exists, and is no complete preparation with its manifest: choose another output prefix,"
+            f" or remove the files of {job.output}"
+        )
 
 
-class Pipeline:
-    """One run over all inputs of a job."""
+def standing_files(prefix: str) -> list[Path]:
+    """The files that stand under the output names of a prefix, parts included."""
+    suffixes = (*TOKEN_SUFFIXES.values(), ".idx", LEDGER_SUFFIX, ".blend", ".manifest.json")
+    whole = [path for suffix in suffixes if (path := Path(prefix + suffix)).exists()]
+    first = part_prefix(prefix, 0)
+    return whole + [path for suffix in suffixes if (path := Path(first + suffix)).exists()]
 
-    def __init__(self, job: Job, progress: ProgressListener | None) -> None:
+
+def _run_in(job: Job, work: WorkFolder, progress: ProgressListener | None) -> Manifest:
+    return _Run(job, work, progress).run()
+
+
+class _Run:
+    """One run over what a work folder leaves to be done."""
+
+    def __init__(self, job: Job, work: WorkFolder, progress: ProgressListener | None) -> None:
         self._job = job
-        self._progress = progress
-        self._totals = _Totals()
-        self._lines_of: Counter[Path] = Counter()
-        self._examples: list[RefusedLine] = []
-        self._inputs: list[InputRecord] = []
-        self._input_bytes_total = sum(file.stat().st_size for file in job.files)
-        self._writer: TokenWriter | None = None
+        self._work = work
+        self._listener = progress
+        self._assembler = Assembler(job.output, job.settings, job.tokenizer, work)
+        self._records: dict[int, ShardRecord] = {}
+        self._failures: list[FanformerError] = []
+        self._sums: Counter[str] = Counter(total=sum(file.stat().st_size for file in job.files))
 
     def run(self) -> Manifest:
-        """Do it, and leave either everything or nothing. For the errors see `prepare`."""
-        try:
-            with self._pool() as pool:
-                self._pump(pool)
-            return self._publish()
-        except BrokenProcessPool as error:
-            raise FanformerError(
-                f"a worker process died while preparing {self._job.output} (killed, or out of memory):"
-                " nothing was published; start again, with fewer workers if memory is short"
-            ) from error
-        finally:
-            if self._writer is not None:
-                self._writer.close()
+        self._assembler.resume(self._job.workers)
+        self._find_done()
+        tasks = [Task(number, file) for number, file in enumerate(self._job.files) if number not in self._records]
+        self._assemble()
+        with Crew(self._lane_setup(), self._job.workers) as crew:
+            for event in crew.work(tasks):
+                self._hear(event)
+        if self._failures:
+            raise self._all_failures()
+        return self._publish()
 
-    @contextmanager
-    def _pool(self) -> Iterator[ProcessPoolExecutor]:
-        """Worker processes, started afresh: forked ones would inherit threads and locks in any state."""
-        job = self._job
-        pool = ProcessPoolExecutor(
-            max_workers=job.workers,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=start_worker,
-            initargs=(job.tokenizer.path, job.tokenizer.eod_id, job.settings.text_field, job.settings.dtype),
-        )
-        try:
-            yield pool
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    def _find_done(self) -> None:
+        """Take the shards that are whole and of unchanged inputs."""
+        for number, file in enumerate(self._job.files):
+            shard = self._work.shard(number)
+            record = shard.read_record()
+            if record is None:
+                continue
+            if not is_unchanged(record.input):
+                if number < self._assembler.next_input:
+                    raise InputError(
+                        f"{file} has changed since its documents were written to {self._job.output}: remove"
+                        f" {self._job.output}-* and {self._work.path}, and prepare again"
+                    )
+                continue
+            if number < self._assembler.next_input or shard.is_whole(record):
+                self._take(number, record)
+                self._sums.update(input_bytes=record.input.bytes, documents=record.documents)
 
-    def _pump(self, pool: ProcessPoolExecutor) -> None:
-        """Keep a bounded number of blocks under way; take the results in the order of the blocks."""
-        pending: deque[_Pending] = deque()
-        for file, input_bytes, block in self._blocks():
-            pending.append(_Pending(file, input_bytes, pool.submit(encode_block, block)))
-            if len(pending) >= self._job.workers + BLOCKS_AHEAD:
-                self._take(pending.popleft())
-        while pending:
-            self._take(pending.popleft())
+    def _take(self, number: int, record: ShardRecord) -> None:
+        if self._job.strict and record.refused:
+            raise Refused(f"{record.refused_examples[0]}: mend the line, or prepare without strict to leave it out")
+        self._records[number] = record
 
-    def _blocks(self) -> Iterator[tuple[Path, int, bytes]]:
-        """All blocks of all files: the file, the input bytes read up to there, the block."""
-        before = 0
-        for path in self._job.files:
-            modified_ns = path.stat().st_mtime_ns
-            file = DocumentFile(path)
-            for block in file.blocks():
-                yield path, before + file.bytes_read, block
-            before += file.bytes_read
-            record = InputRecord(
-                path=os.path.abspath(path), bytes=file.bytes_read, sha256=file.sha256, modified_ns=modified_ns
-            )
-            self._inputs.append(record)
+    def _hear(self, event: Progress | Done | Failed) -> None:
+        match event:
+            case Done(task, record):
+                self._take(task.number, record)
+                self._assemble()
+            case Failed(task, TokenizersDisagree() as error):
+                raise TokenizersDisagree(f"{error} of {task.path}")
+            case Failed(_, FanformerError() as error):
+                if isinstance(error, Refused):
+                    raise error
+                self._failures.append(error)
+            case Progress():
+                self._sums.update(input_bytes=event.input_bytes, documents=event.documents, text_bytes=event.text_bytes)
+                self._tell()
 
-    def _take(self, pending: _Pending) -> None:
-        """Write one block's documents, count its refused lines, tell the listener."""
-        block = pending.result.result()
-        self._note_refused(pending.file, block)
-        if block.documents:
-            if self._writer is None:
-                self._writer = TokenWriter(self._job.output, self._job.settings.dtype)
-            self._writer.append(block.tokens, block.lengths)
-        self._totals.add(block)
-        self._lines_of[pending.file] += block.lines
-        if self._progress is not None:
-            self._progress(
+    def _assemble(self) -> None:
+        """Append the shards that are next in order."""
+        while (record := self._records.get(self._assembler.next_input)) is not None:
+            self._assembler.append(record)
+
+    def _tell(self) -> None:
+        if self._listener is not None:
+            sums = self._sums
+            self._listener(
                 PrepareProgress(
-                    documents=self._totals.documents,
-                    text_bytes=self._totals.text_bytes,
-                    input_bytes=pending.input_bytes,
-                    input_bytes_total=self._input_bytes_total,
+                    documents=sums["documents"],
+                    text_bytes=sums["text_bytes"],
+                    input_bytes=sums["input_bytes"],
+                    input_bytes_total=sums["total"],
                 )
             )
 
-    def _note_refused(self, file: Path, block: EncodedBlock) -> None:
-        for number, reason in block.examples[: REFUSED_EXAMPLES - len(self._examples)]:
-            line = self._lines_of[file] + number + 1
-            self._examples.append(RefusedLine(file=str(file), line=line, reason=reason))
-        if self._job.strict and self._examples:
-            raise InputError(f"{self._examples[0]}: mend the line, or prepare without strict to leave it out")
+    def _lane_setup(self) -> LaneSetup:
+        job = self._job
+        settings = job.settings
+        rules = DocumentRules(
+            text_field=settings.text_field,
+            min_length=settings.min_length,
+            max_length=settings.max_length,
+            sources=None if settings.sources is None else frozenset(settings.sources),
+        )
+        return LaneSetup(
+            plan=job.encoder,
+            rules=rules,
+            dtype=settings.dtype,
+            npy_dtype=settings.npy_dtype,
+            vocab_size=job.tokenizer.vocab_size,
+            folder=self._work.path,
+            strict=job.strict,
+        )
+
+    def _all_failures(self) -> FanformerError:
+        """One error for all files that failed, of the first one's kind."""
+        first = self._failures[0]
+        kept = f"; what is done stays in {self._work.path}, and the same command goes on from there"
+        more = "".join(f"; {error}" for error in self._failures[1:FAILURES_NAMED])
+        left = len(self._failures) - FAILURES_NAMED
+        message = f"{first}{more}" + (f"; and {left} files more" if left > 0 else "")
+        error = type(first)(message + (kept if self._records else ""))
+        error.rank_traceback = getattr(first, "rank_traceback", "")  # type: ignore[attr-defined]
+        return error
 
     def _publish(self) -> Manifest:
-        totals = self._totals
-        if self._writer is None:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(totals.refused.items()))
-            raise InputError(
-                f"the {len(self._job.files)} input files hold no document: {totals.lines} lines read,"
-                f" refused: {reasons or 'none'}; check the files and text_field"
-            )
-        assert totals.lines == totals.documents + totals.refused.total()
-        manifest = Manifest(
-            lines_read=totals.lines,
-            documents=totals.documents,
-            tokens=totals.tokens,
-            text_bytes=totals.text_bytes,
-            max_token_id=totals.max_token_id,
-            refused=dict(sorted(totals.refused.items())),
-            refused_examples=self._examples,
-            settings=self._job.settings,
-            tokenizer=self._job.tokenizer,
-            inputs=self._inputs,
-            outputs=self._writer.finish(),
-        )
-        self._writer.publish(manifest)
+        job = self._job
+        records = [self._records[number] for number in range(len(job.files))]
+        if not any(record.documents for record in records):
+            self._work.clear()
+            raise InputError(_nothing_found(records))
+        manifest = _manifest(job, records, self._assembler.finish())
+        if job.settings.part_bytes is not None:
+            self._work.publish(_blend(job, manifest.outputs), Path(job.output + ".blend"))
+        self._work.publish(encode_manifest(manifest), manifest_path(job.output))
+        self._work.remove()
         return manifest
+
+
+def _nothing_found(records: list[ShardRecord]) -> str:
+    refused = sum((Counter(record.refused) for record in records), Counter[str]())
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(refused.items()))
+    return (
+        f"the {len(records)} input files hold no document: {sum(record.lines for record in records)} lines read,"
+        f" refused: {reasons or 'none'}; check the files and text_field"
+    )
+
+
+def _manifest(job: Job, records: list[ShardRecord], outputs: list[TokenFiles]) -> Manifest:
+    refused = sum((Counter(record.refused) for record in records), Counter[str]())
+    examples = [example for record in records for example in record.refused_examples]
+    documents = sum(record.documents for record in records)
+    lines = sum(record.lines for record in records)
+    assert lines == documents + refused.total()
+    assert documents == sum(output.documents for output in outputs)
+    return Manifest(
+        lines_read=lines,
+        documents=documents,
+        tokens=sum(record.tokens for record in records),
+        text_bytes=sum(record.text_bytes for record in records),
+        max_token_id=max(record.max_token_id for record in records),
+        refused=dict(sorted(refused.items())),
+        refused_examples=examples[:REFUSED_EXAMPLES],
+        settings=job.settings,
+        tokenizer=job.tokenizer,
+        encoding=job.encoder.encoding,
+        inputs=[record.input for record in records],
+        outputs=outputs,
+        versions={
+            "megatron_fanformer": __version__,
+            "python": platform.python_version(),
+            **{tool: version(tool) for tool in TOOLS},
+        },
+    )
+
+
+def _blend(job: Job, outputs: list[TokenFiles]) -> bytes:
+    """The list of the parts, as `data.train_data` takes it (@FILE): each counts by its size."""
+    suffix = ".npy" if job.settings.format == "npy" else ""
+    return "".join(f"{output.prefix}{suffix}\n" for output in outputs).encode()

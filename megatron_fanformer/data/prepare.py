@@ -1,4 +1,4 @@
-"""From Dolma documents to Megatron token files.
+"""From documents, in Dolma's format or their like, to token files.
 
 Here: what is asked, whether it can be done, and whether it is done already. The work itself is `pipeline`'s.
 """
@@ -7,20 +7,28 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_fanformer.data.documents import DocumentParser, expand_inputs
+from megatron_fanformer.data.documents import DocumentParser, DocumentRules
+from megatron_fanformer.data.id_encoders import BACKENDS, SMALL_INPUT, Backend, EncoderPlan, plan_encoder
+from megatron_fanformer.data.inputs import DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
 from megatron_fanformer.data.manifest import (
+    Encoding,
+    Format,
     InputRecord,
     Manifest,
     Settings,
     TokenizerRecord,
-    manifest_path,
-    read_manifest,
+    read_any_manifest,
     sha256_of,
 )
-from megatron_fanformer.data.pipeline import Job, Pipeline, ProgressListener
-from megatron_fanformer.data.token_files import bin_path, idx_path, token_dtype
-from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.data.pipeline import Job, ProgressListener, run
+from megatron_fanformer.data.shards import is_unchanged
+from megatron_fanformer.data.token_files import token_dtype
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_fanformer.data.work_folder import folder_path, settings_difference, tokenizer_difference, work_folder
 from megatron_fanformer.errors import InputError
+
+FORMATS: tuple[Format, ...] = ("megatron", "npy")
+NPY_DTYPES = ("uint16", "uint32")
 
 
 def available_cores() -> int:
@@ -33,15 +41,31 @@ class PrepareConfig:
     """What to tokenize, and how."""
 
     inputs: tuple[str, ...]
-    """Document files (.jsonl, .jsonl.gz, .json.gz) and folders of them."""
+    """Document files, folders of them, glob patterns, and lists (@FILE)."""
     output: str
-    """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.manifest.json."""
+    """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json."""
     tokenizer: str
     """A sentencepiece .model, a Hugging Face tokenizer.json, or a folder that holds one."""
     text_field: str = "text"
     """The field of a document that is its text."""
     eod_id: int | None = None
     """The id that ends a document; None: the tokenizer's own end-of-text piece."""
+    format: Format = "megatron"
+    """megatron: .bin and .idx; npy: the headerless .npy files of the reference."""
+    part_bytes: int | None = None
+    """Publish parts PREFIX-00000, PREFIX-00001, … of about so many bytes of tokens; None: one."""
+    min_length: int = 0
+    """Leave out documents of fewer characters."""
+    max_length: int | None = None
+    """Leave out documents of more characters."""
+    sources: tuple[str, ...] | None = None
+    """Let in these values of the `source` field alone."""
+    ledger: bool = True
+    """Write the ledger, which says where each document came from."""
+    npy_dtype: str | None = None
+    """The inputs are headerless .npy token files of this type (uint16, uint32), made by the same tokenizer."""
+    backend: Backend = "auto"
+    """By what the ids are computed; they are the same."""
     workers: int = field(default_factory=available_cores)
     """Worker processes, at least 1. They do not change the output."""
     strict: bool = False
@@ -57,92 +81,153 @@ class PrepareReport:
     """The same preparation had been done before: nothing was written."""
     manifest: Manifest
 
+    def lines(self) -> list[str]:
+        """What was done, for people."""
+        manifest = self.manifest
+        lines = []
+        if self.already_there:
+            lines.append(f"{self.prefix} is there already, made of the same input with the same settings")
+        counts = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens"
+        lines.append(f"{manifest.lines_read:,} lines read: {counts}")
+        lines += [f"{number:,} lines refused: {reason}" for reason, number in manifest.refused.items()]
+        lines += [f"  {example}" for example in manifest.refused_examples]
+        if len(manifest.outputs) > 1:
+            lines.append(f"{len(manifest.outputs)} parts; data.train_data takes them as '@{self.prefix}.blend'")
+        if manifest.encoding.reason not in (None, SMALL_INPUT):
+            lines.append(f"ids by {manifest.encoding.backend}: {manifest.encoding.reason}")
+        return lines
+
 
 def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> PrepareReport:
-    """Tokenize all documents of the inputs into one pair of token files and their manifest.
+    """Tokenize all documents of the inputs into token files, their ledger and their manifest.
 
-    Each document becomes one sequence, ended by the end-of-text id. Lines that are no documents are counted
-    by reason. Where the same preparation is complete already, nothing is done. `progress` is called after
-    every block.
+    Each document becomes one sequence, ended by the end-of-text id, in the order of the inputs (sorted) and of
+    their lines. Lines that are no documents are counted by reason. Where the same preparation is complete
+    already, nothing is done; where it was cut short, it goes on, to the same bytes. `progress` is called as
+    the work goes on.
 
     Raises:
         InputError: missing or unusable input, tokenizer or output; an output prefix that exists with other
-            settings; no document at all; under `strict`, the first refused line.
-        CorruptError: a truncated or damaged input file.
-        FanformerError: a worker process died, or the disk is full.
-    On any of them no token file is left.
+            settings; no document at all; under `strict`, a refused line.
+        CorruptError: truncated or damaged input files; the others are encoded all the same, and kept.
+        FanformerError: worker processes died twice at a file, or the disk is full.
+    On any of them no output is left that looks whole; shards that are done stay in PREFIX.parts for the next run.
     """
-    job = _check(config)
-    existing = _existing(job)
+    _check(config)
+    files = expand_inputs(config.inputs, DOCUMENT_SUFFIXES if config.npy_dtype is None else NPY_SUFFIXES)
+    tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
+    record = _tokenizer_record(tokenizer)
+    settings = _settings(config, tokenizer)
+    existing = _existing(config, files, settings, record)
     if existing is not None:
         return PrepareReport(prefix=config.output, already_there=True, manifest=existing)
-    manifest = Pipeline(job, progress).run()
-    return PrepareReport(prefix=config.output, already_there=False, manifest=manifest)
+    job = Job(
+        files=files,
+        output=config.output,
+        tokenizer=record,
+        settings=settings,
+        encoder=_encoder(config, files, tokenizer),
+        workers=config.workers,
+        strict=config.strict,
+    )
+    return PrepareReport(prefix=config.output, already_there=False, manifest=run(job, progress))
 
 
-def _check(config: PrepareConfig) -> Job:
+def _check(config: PrepareConfig) -> None:
     if config.workers < 1:
         raise InputError(f"workers is {config.workers}: it must be at least 1")
-    DocumentParser(config.text_field)  # refuses an impossible name before any worker does
-    files = expand_inputs(config.inputs)
-    tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
-    record = TokenizerRecord(
+    if config.part_bytes is not None and config.part_bytes < 1:
+        raise InputError(f"part_bytes is {config.part_bytes}: it must be at least 1")
+    if config.min_length < 0 or (config.max_length is not None and config.max_length < max(1, config.min_length)):
+        raise InputError(
+            f"lengths from {config.min_length} to {config.max_length}: min_length must be at least 0,"
+            " and max_length at least 1 and no less than min_length"
+        )
+    for name, value, known in (
+        ("format", config.format, FORMATS),
+        ("backend", config.backend, BACKENDS),
+        ("npy_dtype", config.npy_dtype, (None, *NPY_DTYPES)),
+    ):
+        if value not in known:
+            raise InputError(f"{name} is {value!r}: it must be one of {', '.join(filter(None, known))}")
+    DocumentParser(DocumentRules(text_field=config.text_field))  # refuses an impossible name before any worker does
+
+
+def _tokenizer_record(tokenizer: Tokenizer) -> TokenizerRecord:
+    return TokenizerRecord(
         path=str(tokenizer.path),
         sha256=sha256_of(tokenizer.path),
         vocab_size=tokenizer.vocab_size,
         eod_id=tokenizer.eod_id,
     )
-    settings = Settings(text_field=config.text_field, dtype=token_dtype(tokenizer.vocab_size))
-    return Job(
-        files=files,
-        output=config.output,
-        tokenizer=record,
-        settings=settings,
-        workers=config.workers,
-        strict=config.strict,
+
+
+def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> Settings:
+    dtype = token_dtype(tokenizer.vocab_size)
+    if config.format == "npy":
+        dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    return Settings(
+        text_field=config.text_field,
+        dtype=dtype,
+        format=config.format,
+        part_bytes=config.part_bytes,
+        min_length=config.min_length,
+        max_length=config.max_length,
+        sources=None if config.sources is None else sorted(set(config.sources)),
+        ledger=config.ledger,
+        npy_dtype=config.npy_dtype,
     )
 
 
-def _existing(job: Job) -> Manifest | None:
-    """The manifest of the same preparation, already complete; None where the prefix is free."""
-    prefix = job.output
-    standing = [path for path in (bin_path(prefix), idx_path(prefix), manifest_path(prefix)) if path.exists()]
-    if not standing:
+def _encoder(config: PrepareConfig, files: list[Path], tokenizer: Tokenizer) -> EncoderPlan:
+    if config.npy_dtype is not None:  # there is nothing to encode
+        return EncoderPlan(str(tokenizer.path), tokenizer.eod_id, Encoding(backend="none"), None)
+    return plan_encoder(tokenizer, config.backend, sum(file.stat().st_size for file in files))
+
+
+def _existing(
+    config: PrepareConfig, files: list[Path], settings: Settings, tokenizer: TokenizerRecord
+) -> Manifest | None:
+    """The manifest of the same preparation, already complete; None where the prefix is free or unfinished."""
+    prefix = config.output
+    manifest = read_any_manifest(prefix)
+    if manifest is None:
         return None
-    remedy = "choose another output prefix, or remove its .bin, .idx and .manifest.json files"
-    manifest = read_manifest(prefix)
-    if manifest is None or len(standing) < 3 or not _outputs_stand(prefix, manifest):
-        raise InputError(f"{standing[0]} exists, and is no complete preparation with its manifest: {remedy}")
-    difference = _difference(job, manifest)
+    remedy = "choose another output prefix, or remove its files"
+    if not isinstance(manifest, Manifest) or not _outputs_stand(prefix, manifest):
+        raise InputError(f"{prefix}.manifest.json exists, but not all files that it speaks of: {remedy}")
+    difference = (
+        settings_difference(settings, manifest.settings)
+        or tokenizer_difference(tokenizer, manifest.tokenizer)
+        or _inputs_difference(files, manifest.inputs)
+    )
     if difference:
         raise InputError(f"output prefix {prefix} exists already with {difference}: {remedy}")
-    if job.strict and manifest.refused:
+    if config.strict and manifest.refused:
         raise InputError(f"{manifest.refused_examples[0]} (and the prefix {prefix} exists without it: {remedy})")
+    if folder_path(prefix).exists():  # a run that was killed after its very last step
+        with work_folder(prefix) as work:
+            work.remove()
     return manifest
 
 
 def _outputs_stand(prefix: str, manifest: Manifest) -> bool:
-    sizes = (bin_path(prefix).stat().st_size, idx_path(prefix).stat().st_size)
-    return sizes == (manifest.outputs.bin.bytes, manifest.outputs.idx.bytes)
+    folder = Path(prefix).parent
+    records = [record for output in manifest.outputs for record in output.files.values()]
+    paths = [folder / record.path for record in records]
+    return all(
+        path.is_file() and path.stat().st_size == record.bytes for path, record in zip(paths, records, strict=True)
+    )
 
 
-def _difference(job: Job, manifest: Manifest) -> str | None:
-    """In what the standing output was made otherwise, in words."""
-    for name in ("text_field", "dtype"):
-        if getattr(job.settings, name) != getattr(manifest.settings, name):
-            return f"{name} {getattr(manifest.settings, name)!r} and not {getattr(job.settings, name)!r}"
-    if job.tokenizer.sha256 != manifest.tokenizer.sha256:
-        return f"another tokenizer ({manifest.tokenizer.path})"
-    if job.tokenizer.eod_id != manifest.tokenizer.eod_id:
-        return f"eod_id {manifest.tokenizer.eod_id} and not {job.tokenizer.eod_id}"
-    same = len(job.files) == len(manifest.inputs) and all(map(_same_input, job.files, manifest.inputs))
-    return None if same else f"other inputs ({len(manifest.inputs)} files, {manifest.inputs[0].path} first)"
+def _inputs_difference(files: list[Path], records: list[InputRecord]) -> str | None:
+    if len(files) == len(records) and all(map(_same_input, files, records)):
+        return None
+    return f"other inputs ({len(records)} files, {records[0].path} first)"
 
 
 def _same_input(file: Path, record: InputRecord) -> bool:
-    """Whether a file has the recorded content; read only where its time or place has changed."""
-    status = file.stat()
-    if status.st_size != record.bytes:
-        return False
-    untouched = os.path.abspath(file) == record.path and status.st_mtime_ns == record.modified_ns
-    return untouched or sha256_of(file) == record.sha256
+    """Whether a file has the recorded content, wherever it stands now."""
+    if os.path.abspath(file) == record.path:
+        return is_unchanged(record)
+    return file.stat().st_size == record.bytes and sha256_of(file) == record.sha256

@@ -31,6 +31,10 @@ class Tokenizer(Protocol):
     def eod_id(self) -> int:
         """The id that ends a document."""
 
+    @property
+    def special_pieces(self) -> list[str]:
+        """Pieces that stand apart from the others; some tokenizers find them written out in a text."""
+
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, with no special one added."""
 
@@ -95,6 +99,13 @@ class SentencePieceTokenizer:
         self._has_byte_fallback = all(map(self._processor.is_byte, self._mark_ids))
         self.eod_id = _end_of_text_id(path, eod_id, self.vocab_size, self._find_end_of_text())
 
+    @property
+    def special_pieces(self) -> list[str]:
+        """Control and byte pieces, and the unknown one."""
+        model = self._processor
+        kinds = (model.is_control, model.is_unknown, model.is_byte)
+        return [model.id_to_piece(id) for id in range(self.vocab_size) if any(is_kind(id) for is_kind in kinds)]
+
     def encode(self, text: str) -> list[int]:
         """The ids of `text`; a literal U+2581 goes by its bytes, since the model's piece means a space."""
         if SPACE_MARK not in text or not self._has_byte_fallback:
@@ -138,6 +149,11 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         found = next((vocabulary[name] for name in END_OF_TEXT_NAMES if name in vocabulary), None)
         self.eod_id = _end_of_text_id(path, eod_id, self.vocab_size, found)
+
+    @property
+    def special_pieces(self) -> list[str]:
+        """The file's added tokens."""
+        return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, with no special one added."""

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from megatron_fanformer.conversion.convert import convert_checkpoint
 from megatron_fanformer.data.corpus import Corpus, pack_standard_library
-from megatron_fanformer.data.documents import read_documents
+from megatron_fanformer.data.document_files import read_documents
 from megatron_fanformer.data.prepare import PrepareConfig, available_cores, prepare
 from megatron_fanformer.data.tokenizer import load_tokenizer, train_sentencepiece
 from megatron_fanformer.errors import FanformerError, InputError

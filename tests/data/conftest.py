@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.data.documents import read_documents
+from megatron_fanformer.data.document_files import read_documents
 from megatron_fanformer.data.tokenizer import train_sentencepiece
 from tests.data.making import prepare_files
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_fanformer.data.pipeline import ProgressListener
 from megatron_fanformer.data.prepare import PrepareConfig, PrepareReport, prepare
 
 
@@ -12,8 +13,10 @@ def as_line(text: str) -> bytes:
     return json.dumps({"id": "1", "text": text, "source": "test"}).encode()
 
 
-def prepare_files(prefix: str, files: list[Path], tokenizer: Path, **settings: Any) -> PrepareReport:
+def prepare_files(
+    prefix: str, files: list[Path], tokenizer: Path, *, progress: ProgressListener | None = None, **settings: Any
+) -> PrepareReport:
     """Prepare `files` to `prefix`, with one worker unless the settings say otherwise."""
     settings = {"workers": 1, **settings}
     inputs = tuple(map(str, files))
-    return prepare(PrepareConfig(inputs=inputs, output=prefix, tokenizer=str(tokenizer), **settings))
+    return prepare(PrepareConfig(inputs=inputs, output=prefix, tokenizer=str(tokenizer), **settings), progress)

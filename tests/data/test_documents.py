@@ -1,21 +1,15 @@
-import gzip
-from collections.abc import Callable, Iterable
-from pathlib import Path
-
 import pytest
 
 from megatron_fanformer.data import documents
-from megatron_fanformer.data.documents import (
-    DocumentFile,
-    DocumentParser,
-    Refusal,
-    expand_inputs,
-    read_documents,
-)
-from megatron_fanformer.errors import CorruptError, InputError
-from tests.data.making import as_line
+from megatron_fanformer.data.documents import Document, DocumentParser, DocumentRules, Refusal
+from megatron_fanformer.errors import InputError
 
-WriteLines = Callable[[str, Iterable[bytes]], Path]
+PARSER = DocumentParser(DocumentRules())
+
+
+def text_of(outcome: Document | Refusal) -> str:
+    assert isinstance(outcome, Document)
+    return outcome.text
 
 
 @pytest.mark.parametrize(
@@ -35,7 +29,7 @@ WriteLines = Callable[[str, Iterable[bytes]], Path]
     ],
 )
 def test_a_line_that_is_no_document_is_refused_with_its_reason(line: bytes, reason: str) -> None:
-    assert DocumentParser().parse(line) == Refusal(reason)
+    assert PARSER.parse(line) == Refusal(reason)
 
 
 @pytest.mark.parametrize(
@@ -48,83 +42,52 @@ def test_a_line_that_is_no_document_is_refused_with_its_reason(line: bytes, reas
     ],
 )
 def test_a_documents_text_comes_out_as_it_is(line: bytes, text: str) -> None:
-    assert DocumentParser().parse(line) == text
+    assert text_of(PARSER.parse(line)) == text
 
 
 def test_the_text_field_has_the_name_that_is_asked_for() -> None:
-    assert DocumentParser("content").parse(b'{"text": "no", "content": "yes"}') == "yes"
+    assert (
+        text_of(DocumentParser(DocumentRules(text_field="content")).parse(b'{"text": "no", "content": "yes"}')) == "yes"
+    )
 
 
 def test_a_text_field_that_no_json_key_can_match_is_an_input_error() -> None:
     with pytest.raises(InputError, match="text_field"):
-        DocumentParser('a"b')
+        DocumentParser(DocumentRules(text_field='a"b'))
 
 
-def test_all_members_of_a_concatenated_gzip_file_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "two.jsonl.gz"
-    path.write_bytes(b"".join(gzip.compress(as_line(text) + b"\n") for text in ("one", "two")))
-    assert list(read_documents(path)) == ["one", "two"]
+@pytest.mark.parametrize(
+    ("fields", "id", "source"),
+    [
+        (b'"id": "a", "source": "web"', "a", "web"),
+        (b"", None, None),
+        (b'"id": 7, "source": null', "7", None),
+        (b'"id": {"a": [1]}, "source": "\\ud800"', '{"a": [1]}', "?"),
+        (b'"id": "\\u00e9"', "\u00e9", None),
+    ],
+)
+def test_id_and_source_are_kept_as_text(fields: bytes, id: str | None, source: str | None) -> None:
+    line = b'{"text": "t"' + (b", " + fields if fields else b"") + b"}"
+    assert PARSER.parse(line) == Document("t", id, source)
 
 
-def test_lines_longer_than_a_block_stay_whole(write_lines: WriteLines) -> None:
-    lines = [as_line("x" * length) for length in (1, 500, 3, 1000)]
-    path = write_lines("long.jsonl.gz", lines)
-    blocks = list(DocumentFile(path).blocks(block_bytes=64))
-    assert [line for block in blocks for line in documents.split_lines(block)] == lines
+@pytest.mark.parametrize("field", ["id", "source"])
+def test_the_text_may_stand_in_the_field_of_id_or_source(field: str) -> None:
+    parser = DocumentParser(DocumentRules(text_field=field))
+    assert text_of(parser.parse(b'{"%s": "the text"}' % field.encode())) == "the text"
 
 
-def test_a_last_line_without_line_end_counts(tmp_path: Path) -> None:
-    path = tmp_path / "open.jsonl"
-    path.write_bytes(as_line("a") + b"\n" + as_line("b"))
-    assert list(read_documents(path)) == ["a", "b"]
-
-
-def test_bytes_and_hash_are_those_of_the_file_on_disk(write_lines: WriteLines) -> None:
-    import hashlib
-
-    path = write_lines("a.jsonl.gz", [as_line("text")] * 1000)
-    file = DocumentFile(path)
-    list(file.blocks())
-    assert (file.bytes_read, file.sha256) == (
-        path.stat().st_size,
-        hashlib.sha256(path.read_bytes()).hexdigest(),
-    )
-
-
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "plain text", "followed by rubbish"])
-def test_a_damaged_gzip_file_is_corrupt_and_named(tmp_path: Path, damage: str) -> None:
-    whole = gzip.compress(b"".join(as_line(str(number) * 50) + b"\n" for number in range(1000)))
-    middle = len(whole) // 2
-    data = {
-        "truncated": whole[:-20],
-        "flipped": whole[:middle] + bytes(255 - byte for byte in whole[middle : middle + 8]) + whole[middle + 8 :],
-        "plain text": as_line("not compressed") * 100,
-        "followed by rubbish": whole + b"rubbish that is no gzip member",
-    }[damage]
-    path = tmp_path / "damaged.jsonl.gz"
-    path.write_bytes(data)
-    with pytest.raises(CorruptError, match=r"damaged\.jsonl\.gz"):
-        list(read_documents(path))
-
-
-def test_folders_stand_for_their_document_files_sorted(tmp_path: Path) -> None:
-    names = ["b/2.jsonl", "a/1.json.gz", "b/1.jsonl.gz", "b/notes.txt", "c.json"]
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    found = [path.relative_to(tmp_path).as_posix() for path in expand_inputs([tmp_path])]
-    assert found == ["a/1.json.gz", "b/1.jsonl.gz", "b/2.jsonl"]
-
-
-@pytest.mark.parametrize("name", ["missing.jsonl", "empty folder", "notes.txt"])
-def test_an_input_that_cannot_serve_is_an_input_error(tmp_path: Path, name: str) -> None:
-    (tmp_path / "empty folder").mkdir()
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(InputError, match=name):
-        expand_inputs([tmp_path / name])
-
-
-def test_a_file_named_twice_is_an_input_error(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").touch()
-    with pytest.raises(InputError, match="twice"):
-        expand_inputs([tmp_path, tmp_path / "a.jsonl"])
+@pytest.mark.parametrize(
+    ("text", "source", "reason"),
+    [
+        ("ab", "web", documents.SHORTER),
+        ("\u00e9\u00e9\u00e9", "web", None),  # lengths count characters, not bytes
+        ("abcdefg", "web", documents.LONGER),
+        ("abcd", "books", documents.OTHER_SOURCE),
+        ("abcd", None, documents.OTHER_SOURCE),
+    ],
+)
+def test_documents_are_let_in_by_length_and_source(text: str, source: str | None, reason: str | None) -> None:
+    parser = DocumentParser(DocumentRules(min_length=3, max_length=6, sources=frozenset({"web", "wiki"})))
+    expected = Document(text, None, source) if reason is None else Refusal(reason)
+    assert parser.judge(text, None, source) == expected

@@ -1,15 +1,20 @@
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 
-from megatron_fanformer.data.documents import BLOCK_BYTES
+from megatron_fanformer.data.document_files import BLOCK_BYTES
+from megatron_fanformer.data.manifest import Manifest, read_any_manifest, sha256_of
 from megatron_fanformer.data.pipeline import PrepareProgress
-from megatron_fanformer.data.prepare import PrepareConfig, prepare
+from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.data.work_folder import work_folder
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from tests.data.making import as_line, prepare_files
 
@@ -18,6 +23,10 @@ WriteLines = Callable[[str, Iterable[bytes]], Path]
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
+
+
+def outputs(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 @pytest.fixture
@@ -91,15 +100,14 @@ def test_strict_stops_at_the_first_refused_line_and_leaves_nothing(
 
 
 def test_the_manifest_tells_what_the_files_hold(token_prefix: str, sample_files: list[Path]) -> None:
-    from megatron_fanformer.data.manifest import read_manifest, sha256_of
-
-    manifest = read_manifest(token_prefix)
-    assert manifest is not None
+    manifest = read_any_manifest(token_prefix)
+    assert isinstance(manifest, Manifest)
     tokens = np.fromfile(token_prefix + ".bin", np.uint16)
     assert (manifest.tokens, manifest.max_token_id) == (len(tokens), tokens.max())
     assert [record.sha256 for record in manifest.inputs] == [sha256_of(file) for file in sample_files]
-    for suffix, record in (("bin", manifest.outputs.bin), ("idx", manifest.outputs.idx)):
-        assert record.sha256 == sha256_of(Path(f"{token_prefix}.{suffix}"))
+    assert set(manifest.outputs[0].files) == {".bin", ".idx", ".ledger.parquet"}
+    for suffix, record in manifest.outputs[0].files.items():
+        assert record.sha256 == sha256_of(Path(token_prefix + suffix))
 
 
 def test_the_same_preparation_again_does_nothing(tmp_path: Path, mixed: Path, small_tokenizer_file: Path) -> None:
@@ -148,13 +156,43 @@ def test_token_files_without_a_manifest_are_never_overwritten(
     assert (tmp_path / "out.bin").read_bytes() == b"somebody's"
 
 
-def test_a_damaged_input_leaves_nothing(
+def test_damaged_inputs_are_all_named_and_nothing_is_published(
     tmp_path: Path, mixed: Path, write_lines: WriteLines, small_tokenizer_file: Path
+) -> None:
+    damaged = [write_lines(f"damaged-{number}.jsonl.gz", [as_line("text " * 100)] * 100) for number in range(2)]
+    for path in damaged:
+        path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(CorruptError, match=r"damaged-0.*truncated.*damaged-1.*truncated.*same command goes on"):
+        prepare_files(str(tmp_path / "new" / "out"), [mixed, *damaged], small_tokenizer_file)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["out.parts"]
+
+
+def test_once_the_damaged_input_is_mended_the_rest_is_not_done_again(
+    tmp_path: Path, mixed: Path, write_lines: WriteLines, small_tokenizer_file: Path
+) -> None:
+    other = write_lines("other.jsonl.gz", [as_line("text " * 100)] * 100)
+    whole, times = other.read_bytes(), (1, 1)
+    os.utime(other, times)
+    prepare_files(str(tmp_path / "expected" / "out"), [mixed, other], small_tokenizer_file)
+    other.write_bytes(whole[:-9])
+    with pytest.raises(CorruptError, match="truncated"):
+        prepare_files(str(tmp_path / "new" / "out"), [mixed, other], small_tokenizer_file)
+    other.write_bytes(whole)
+    os.utime(other, times)
+    seen: list[PrepareProgress] = []
+    prepare_files(str(tmp_path / "new" / "out"), [mixed, other], small_tokenizer_file, progress=seen.append)
+    assert seen[-1].input_bytes == mixed.stat().st_size + len(whole)
+    assert seen[-1].text_bytes == 500 * 100  # of the other file alone: what was done before is not encoded again
+    assert outputs(tmp_path / "new") == outputs(tmp_path / "expected")
+
+
+def test_an_input_damaged_with_nothing_else_done_leaves_nothing(
+    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
 ) -> None:
     damaged = write_lines("damaged.jsonl.gz", [as_line("text " * 100)] * 100)
     damaged.write_bytes(damaged.read_bytes()[:-9])
     with pytest.raises(CorruptError, match="truncated"):
-        prepare_files(str(tmp_path / "new" / "out"), [mixed, damaged], small_tokenizer_file)
+        prepare_files(str(tmp_path / "new" / "out"), [damaged], small_tokenizer_file)
     assert not (tmp_path / "new").exists()
 
 
@@ -167,26 +205,30 @@ def test_inputs_without_a_document_are_an_input_error(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_worker_that_is_killed_is_noticed_and_nothing_is_left(
-    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_worker_that_dies_has_its_file_tried_once_more(
+    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path, times: int
 ) -> None:
     long = write_lines("long.jsonl", [as_line("word " * 50_000)] * 40)
-
+    prepare_files(str(tmp_path / "expected" / "out"), [long], small_tokenizer_file)
     others = set(multiprocessing.active_children())
+    killed = 0
 
     def kill_workers(progress: PrepareProgress) -> None:
-        for worker in set(multiprocessing.active_children()) - others:
-            worker.kill()
+        nonlocal killed
+        if killed < times:
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.kill()
+                killed += 1
 
-    config = PrepareConfig(
-        inputs=(str(long),),
-        output=str(tmp_path / "new" / "out"),
-        tokenizer=str(small_tokenizer_file),
-        workers=2,
-    )
-    with pytest.raises(FanformerError, match="worker process died"):
-        prepare(config, kill_workers)
-    assert not (tmp_path / "new").exists()
+    prefix = str(tmp_path / "new" / "out")
+    if times == 1:
+        prepare_files(prefix, [long], small_tokenizer_file, progress=kill_workers)
+        assert outputs(tmp_path / "new") == outputs(tmp_path / "expected")
+    else:
+        with pytest.raises(FanformerError, match=r"two workers died by signal 9 while preparing .*long\.jsonl"):
+            prepare_files(prefix, [long], small_tokenizer_file, progress=kill_workers)
+        assert not (tmp_path / "new").exists()
 
 
 def test_an_output_that_cannot_be_written_is_an_input_error(
@@ -197,30 +239,147 @@ def test_an_output_that_cannot_be_written_is_an_input_error(
         prepare_files(str(tmp_path / "file" / "out"), [mixed], small_tokenizer_file)
 
 
-def test_two_preparations_of_one_prefix_do_not_mix(tmp_path: Path) -> None:
-    from megatron_fanformer.data.token_files import TokenWriter
-
-    first = TokenWriter(str(tmp_path / "out"), "uint16")
-    with pytest.raises(InputError, match="another process"):
-        TokenWriter(str(tmp_path / "out"), "uint16")
-    first.close()
+def test_two_preparations_of_one_prefix_do_not_mix(tmp_path: Path, mixed: Path, small_tokenizer_file: Path) -> None:
+    prefix = str(tmp_path / "new" / "out")
+    with work_folder(prefix), pytest.raises(InputError, match="another process"):
+        prepare_files(prefix, [mixed], small_tokenizer_file)
+    prepare_files(prefix, [mixed], small_tokenizer_file)
 
 
-def test_leftovers_of_a_killed_preparation_are_overwritten(
-    tmp_path: Path, mixed: Path, small_tokenizer_file: Path
+@pytest.mark.parametrize("change", ["text_field", "min_length", "format", "inputs"])
+def test_an_unfinished_preparation_of_another_kind_is_refused(
+    tmp_path: Path, mixed: Path, write_lines: WriteLines, small_tokenizer_file: Path, change: str
 ) -> None:
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "out.bin.partial").write_bytes(b"left over" * 1000)
-    prepare_files(str(tmp_path / "new" / "out"), [mixed], small_tokenizer_file)
-    assert sorted(contents(tmp_path / "new")) == ["out.bin", "out.idx", "out.manifest.json"]
+    damaged = write_lines("damaged.jsonl.gz", [as_line("text " * 100)] * 100)
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    prefix = str(tmp_path / "out")
+    with pytest.raises(CorruptError):
+        prepare_files(prefix, [mixed, damaged], small_tokenizer_file)
+    settings = {"text_field": "content", "min_length": 2, "format": "npy"}
+    inputs = [mixed] if change == "inputs" else [mixed, damaged]
+    with pytest.raises(InputError, match=rf"unfinished preparation.*{change}"):
+        prepare_files(prefix, inputs, small_tokenizer_file, **{change: settings[change]} if change in settings else {})
+
+
+def test_the_ledger_says_where_each_document_came_from(
+    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
+) -> None:
+    lines = [b'{"id": "x", "text": "one", "source": "web"}', b"{", b'{"id": 7, "text": "two two"}']
+    first, second = write_lines("a.jsonl.gz", lines), write_lines("b.jsonl", [as_line("three")])
+    prefix = str(tmp_path / "out")
+    prepare_files(prefix, [first, second], small_tokenizer_file)
+    rows = parquet.read_table(prefix + ".ledger.parquet").to_pylist()
+    assert [(row["id"], row["source"], row["shard"], row["line"]) for row in rows] == [
+        ("x", "web", str(first), 1),
+        ("7", None, str(first), 3),
+        ("1", "test", str(second), 1),
+    ]
+    lengths = read_index(prefix).lengths.tolist()
+    assert [row["length"] for row in rows] == lengths
+    assert [row["first_token"] for row in rows] == [0, lengths[0], lengths[0] + lengths[1]]
+
+
+def test_without_a_ledger_the_tokens_are_the_same(tmp_path: Path, mixed: Path, small_tokenizer_file: Path) -> None:
+    prepare_files(str(tmp_path / "with" / "out"), [mixed], small_tokenizer_file)
+    prepare_files(str(tmp_path / "without" / "out"), [mixed], small_tokenizer_file, ledger=False)
+    assert set(contents(tmp_path / "without")) == {"out.bin", "out.idx", "out.manifest.json"}
+    assert contents(tmp_path / "with")["out.bin"] == contents(tmp_path / "without")["out.bin"]
+
+
+def test_parts_together_are_the_whole(
+    tmp_path: Path, sample_files: list[Path], small_tokenizer_file: Path, token_prefix: str
+) -> None:
+    prefix = str(tmp_path / "out")
+    manifest = prepare_files(prefix, sample_files, small_tokenizer_file, part_bytes=10_000).manifest
+    names = [output.prefix for output in manifest.outputs]
+    assert names == [f"out-{part:05d}" for part in range(len(names))] and len(names) > 3
+    assert Path(prefix + ".blend").read_text().split() == names
+    data = [Path(tmp_path, name + ".bin").read_bytes() for name in names]
+    assert b"".join(data) == Path(token_prefix + ".bin").read_bytes()
+    lengths = [read_index(str(tmp_path / name)).lengths.tolist() for name in names]
+    assert list(chain(*lengths)) == read_index(token_prefix).lengths.tolist()
+    for part, tokens in zip(lengths[:-1], data[:-1], strict=True):
+        assert len(tokens) >= 10_000 > len(tokens) - 2 * part[-1]  # the last document took it over the size
+    ledgers = [parquet.read_table(tmp_path / f"{name}.ledger.parquet") for name in names]
+    assert [table.column("length").to_pylist() for table in ledgers] == lengths
+    assert {table.column("first_token")[0].as_py() for table in ledgers} == {0}
+
+
+def test_npy_output_is_the_tokens_alone(
+    tmp_path: Path, sample_files: list[Path], small_tokenizer_file: Path, token_prefix: str
+) -> None:
+    prefix = str(tmp_path / "out")
+    prepare_files(prefix, sample_files, small_tokenizer_file, format="npy")
+    assert set(contents(tmp_path)) == {"out.npy", "out.ledger.parquet", "out.manifest.json"}
+    assert Path(prefix + ".npy").read_bytes() == Path(token_prefix + ".bin").read_bytes()
+
+
+def test_token_files_there_and_back_are_the_same(
+    tmp_path: Path, sample_files: list[Path], small_tokenizer_file: Path, token_prefix: str
+) -> None:
+    npy, back = str(tmp_path / "npy"), str(tmp_path / "back")
+    prepare_files(npy, sample_files, small_tokenizer_file, format="npy")
+    prepare_files(back, [Path(npy + ".npy")], small_tokenizer_file, npy_dtype="uint16")
+    for suffix in (".bin", ".idx"):
+        assert Path(back + suffix).read_bytes() == Path(token_prefix + suffix).read_bytes()
+
+
+def test_a_last_document_without_its_end_keeps_its_tokens(tmp_path: Path, small_tokenizer_file: Path) -> None:
+    eod = load_tokenizer(small_tokenizer_file).eod_id
+    np.array([5, 6, eod, eod, 7, 8], np.uint16).tofile(tmp_path / "a.npy")
+    prefix = str(tmp_path / "out")
+    prepare_files(prefix, [tmp_path / "a.npy"], small_tokenizer_file, npy_dtype="uint16")
+    assert read_index(prefix).lengths.tolist() == [3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "message"),
+    [
+        (b"\x93NUMPY\x01\x00", InputError, "NumPy header"),
+        (b"abc", CorruptError, "no whole number of uint16"),
+        (np.array([600], np.uint16).tobytes(), InputError, "id 600, outside"),
+    ],
+)
+def test_npy_files_that_cannot_serve_are_refused(
+    tmp_path: Path, small_tokenizer_file: Path, data: bytes, kind: type[FanformerError], message: str
+) -> None:
+    (tmp_path / "a.npy").write_bytes(data)
+    with pytest.raises(kind, match=message):
+        prepare_files(str(tmp_path / "out"), [tmp_path / "a.npy"], small_tokenizer_file, npy_dtype="uint16")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"workers": 0},
+        {"part_bytes": 0},
+        {"min_length": -1},
+        {"min_length": 5, "max_length": 4},
+        {"format": "csv"},
+        {"backend": "fast"},
+        {"npy_dtype": "int8"},
+        {"backend": "tokenizers"},
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_an_input_error(
+    tmp_path: Path, mixed: Path, small_tokenizer_file: Path, setting: dict[str, Any]
+) -> None:
+    with pytest.raises(InputError):
+        prepare_files(str(tmp_path / "new" / "out"), [mixed], small_tokenizer_file, **setting)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_killed_after_its_last_step_is_tidied_up(tmp_path: Path, mixed: Path, small_tokenizer_file: Path) -> None:
+    prefix = str(tmp_path / "new" / "out")
+    prepare_files(prefix, [mixed], small_tokenizer_file)
+    (tmp_path / "new" / "out.parts").mkdir()
+    assert prepare_files(prefix, [mixed], small_tokenizer_file).already_there
+    assert not (tmp_path / "new" / "out.parts").exists()
 
 
 def test_progress_ends_with_all_input_bytes(tmp_path: Path, mixed: Path, small_tokenizer_file: Path) -> None:
     seen: list[PrepareProgress] = []
-    config = PrepareConfig(
-        inputs=(str(mixed),), output=str(tmp_path / "out"), tokenizer=str(small_tokenizer_file), workers=1
-    )
-    prepare(config, seen.append)
+    prepare_files(str(tmp_path / "out"), [mixed], small_tokenizer_file, progress=seen.append)
     assert (seen[-1].documents, seen[-1].input_bytes) == (3, mixed.stat().st_size)
 
 
@@ -229,7 +388,7 @@ def test_workers_import_neither_torch_nor_megatron() -> None:
     import sys
 
     code = (
-        "import sys, megatron_fanformer.data.encoding, megatron_fanformer.data.prepare;"
+        "import sys, megatron_fanformer.data.lanes, megatron_fanformer.data.prepare;"
         "print({'torch', 'megatron', 'transformers'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

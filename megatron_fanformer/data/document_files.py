@@ -1,0 +1,281 @@
+"""Document files, read once from start to end in blocks: lines of JSON, plain or compressed, and Parquet.
+
+A block can be parsed by itself, by another thread. Memory is bounded by the block's size, or by the longest
+line that is let in, whatever the file holds and however well it is compressed.
+"""
+
+import hashlib
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from isal import igzip
+from isal.igzip_lib import IsalError
+
+from megatron_fanformer.data.documents import (
+    INVALID_UTF8,
+    TEXT_NOT_A_STRING,
+    TOO_LONG_A_LINE,
+    Document,
+    DocumentParser,
+    DocumentRules,
+    Refusal,
+)
+from megatron_fanformer.data.inputs import PARQUET_SUFFIX
+from megatron_fanformer.errors import CorruptError, InputError
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+BLOCK_BYTES = 1 << 20
+# A longer line is refused. The text of one line may take four times its bytes, and its ids as much again.
+MAX_LINE_BYTES = 128 << 20
+ROWS_A_BLOCK = 256
+
+
+@dataclass
+class Parsed:
+    """What became of the lines of one block."""
+
+    lines: int
+    documents: list[Document] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    """The line in the block of each document, from 0."""
+    refusals: list[tuple[int, str]] = field(default_factory=list)
+    """Line in the block, from 0, and reason."""
+
+    def note(self, number: int, outcome: Document | Refusal) -> None:
+        """Enter what one line holds."""
+        if isinstance(outcome, Refusal):
+            self.refusals.append((number, outcome.reason))
+        else:
+            self.documents.append(outcome)
+            self.numbers.append(number)
+
+
+class Block(Protocol):
+    """Some lines, one after the other, of a file."""
+
+    def parse(self, parser: DocumentParser) -> Parsed:
+        """Parse its lines."""
+
+
+@dataclass(frozen=True)
+class LineBlock:
+    """Whole lines of JSON."""
+
+    data: bytes
+
+    def parse(self, parser: DocumentParser) -> Parsed:
+        """Parse each line; a line end at the end begins no further line."""
+        lines = self.data.split(b"\n")
+        if not lines[-1]:
+            lines.pop()
+        parsed = Parsed(len(lines))
+        for number, line in enumerate(lines):
+            parsed.note(number, parser.parse(line))
+        return parsed
+
+
+@dataclass(frozen=True)
+class OverlongLine:
+    """A line that was skipped for its length."""
+
+    def parse(self, parser: DocumentParser) -> Parsed:
+        """Refuse it."""
+        return Parsed(1, refusals=[(0, TOO_LONG_A_LINE)])
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows of a Parquet file: the columns of text, id and source, those that there are."""
+
+    columns: dict[str, Any]  # pyarrow arrays, by field
+
+    def parse(self, parser: DocumentParser) -> Parsed:
+        """Take each row for a document."""
+        texts = _values(self.columns[parser.text_field])
+        nothing = [None] * len(texts)
+        ids, sources = (_values(self.columns[name]) if name in self.columns else nothing for name in ("id", "source"))
+        parsed = Parsed(len(texts))
+        for number, (text, id, source) in enumerate(zip(texts, ids, sources, strict=True)):
+            parsed.note(number, parser.judge(text, id, source) if isinstance(text, str) else _not_text(text))
+        return parsed
+
+
+def _values(column: Any) -> list[Any]:
+    """The values of a column; b"" for bytes that are no text where the file says text."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [value for single in range(len(column)) for value in _value(column.slice(single, 1))]
+
+
+def _value(single: Any) -> list[Any]:
+    try:
+        return list(single.to_pylist())
+    except UnicodeDecodeError:
+        return [b""]
+
+
+def _not_text(value: Any) -> Refusal:
+    return Refusal(INVALID_UTF8 if value == b"" else TEXT_NOT_A_STRING)
+
+
+class DocumentFile:
+    """One input file, read once from start to end; counts and hashes its bytes as they are on disk."""
+
+    def __init__(self, path: Path, text_field: str = "text") -> None:
+        self.path = path
+        self.bytes_read = 0
+        self._text_field = text_field
+        self._digest = hashlib.sha256()
+
+    @property
+    def sha256(self) -> str:
+        """Hexadecimal SHA-256 of the bytes read so far; of the whole file once `blocks` is exhausted."""
+        return self._digest.hexdigest()
+
+    def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """All its lines, in blocks of about `block_bytes` uncompressed bytes (more where one line is longer).
+
+        Every member of a concatenated gzip file and every frame of a zstd file is read. Raises CorruptError
+        for a compressed or Parquet file that is truncated or damaged, InputError for one that cannot be opened
+        or has no column of text.
+        """
+        if self.path.name.endswith(PARQUET_SUFFIX):
+            return self._row_blocks()
+        return self._line_blocks(block_bytes)
+
+    def _line_blocks(self, block_bytes: int) -> Iterator[Block]:
+        with self._open() as raw, _decompressed(self.path, _Counted(raw, self)) as stream:
+            pending: list[bytes] = []
+            size = 0
+            skipping = False
+            while chunk := stream.read(block_bytes):
+                end = chunk.rfind(b"\n") + 1
+                if skipping:
+                    start = chunk.find(b"\n") + 1
+                    if not start:
+                        continue
+                    skipping, chunk, end = False, chunk[start:], max(0, end - start)
+                    yield OverlongLine()
+                if end:
+                    yield LineBlock(b"".join([*pending, chunk[:end]]))
+                    pending, size, chunk = [], 0, chunk[end:]
+                pending.append(chunk)
+                size += len(chunk)
+                if size > MAX_LINE_BYTES:
+                    pending, size, skipping = [], 0, True
+            if skipping:
+                yield OverlongLine()
+            elif rest := b"".join(pending):
+                yield LineBlock(rest)
+
+    def _row_blocks(self) -> Iterator[Block]:
+        # Imported here: it costs a fifth of a second and 50 MB, which lines of JSON need not pay.
+        import pyarrow
+        from pyarrow import parquet
+
+        with self._open() as raw, _naming_parquet(self.path, pyarrow.ArrowException):
+            file = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BLOCK_BYTES)
+            names = _columns(self.path, file.schema_arrow, self._text_field)
+            for batch in file.iter_batches(ROWS_A_BLOCK, columns=names, use_threads=False):
+                self.bytes_read = max(self.bytes_read, raw.tell())
+                yield RowBlock(dict(zip(batch.schema.names, batch.columns, strict=True)))
+            self._hash_all(raw)
+
+    def _hash_all(self, raw: IO[bytes]) -> None:
+        """Parquet is not read in order: hash it in a pass of its own."""
+        self.bytes_read = 0
+        raw.seek(0)
+        while data := raw.read(BLOCK_BYTES):
+            self.count(memoryview(data))
+
+    def _open(self) -> io.FileIO:
+        try:
+            return self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be read: {error.strerror}") from error
+
+    def count(self, data: memoryview) -> None:
+        """Take note of `data`, read from the disk."""
+        self.bytes_read += len(data)
+        self._digest.update(data)
+
+
+class _Counted(io.RawIOBase):
+    """The file under a decompressor; tells the DocumentFile of every byte that passes."""
+
+    def __init__(self, raw: io.FileIO, owner: DocumentFile) -> None:
+        self._raw = raw
+        self._owner = owner
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        size = self._raw.readinto(buffer)
+        self._owner.count(memoryview(buffer)[:size])
+        return size
+
+
+@contextmanager
+def _decompressed(path: Path, raw: io.RawIOBase) -> Iterator[Any]:
+    """The uncompressed bytes of a file. Reading past damage raises CorruptError."""
+    kind = "gzip" if path.suffix == ".gz" else "zstd"
+    try:
+        match path.suffix:
+            case ".gz":
+                yield igzip.IGzipFile(fileobj=raw)
+            case ".zst":
+                yield zstd.ZstdFile(raw)
+            case _:
+                yield raw
+    except EOFError as error:
+        raise CorruptError(f"{path} is truncated: its {kind} stream has no end; fetch it again") from error
+    except (igzip.BadGzipFile, IsalError, zstd.ZstdError) as error:  # type: ignore[misc]  # IsalError's stub
+        raise CorruptError(f"{path} is damaged ({error}): no whole {kind} file; fetch it again") from error
+
+
+@contextmanager
+def _naming_parquet(path: Path, kind: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except (kind, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise CorruptError(f"{path} is damaged ({reason}): no whole Parquet file; fetch it again") from error
+
+
+def _columns(path: Path, schema: Any, text_field: str) -> list[str]:
+    """The columns to read. Raises InputError where there is no column of text by that name."""
+    import pyarrow
+
+    names: Sequence[str] = schema.names
+    if text_field not in names:
+        raise InputError(f"{path} has no column {text_field!r} but {', '.join(names)}: name one as text_field")
+    kind = schema.field(text_field).type
+    if pyarrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise InputError(f"column {text_field!r} of {path} holds {kind}, no text: name another as text_field")
+    return [name for name in dict.fromkeys((text_field, "id", "source")) if name in names]
+
+
+def read_documents(path: Path, text_field: str = "text") -> Iterator[str | Refusal]:
+    """The documents of one file in order: the text of each line, or why the line is refused.
+
+    Raises what `DocumentFile.blocks` raises.
+    """
+    parser = DocumentParser(DocumentRules(text_field=text_field))
+    for block in DocumentFile(path, text_field).blocks():
+        parsed = block.parse(parser)
+        outcomes: dict[int, str | Refusal] = {number: Refusal(reason) for number, reason in parsed.refusals}
+        outcomes.update(zip(parsed.numbers, (document.text for document in parsed.documents), strict=True))
+        yield from (outcomes[number] for number in range(parsed.lines))

@@ -1,0 +1,222 @@
+"""From batches of texts to token ids in one buffer: by gigatoken where it can be trusted, exactly elsewhere."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from megatron_fanformer.data.agreement import doubtful_pieces, first_difference, trusted_characters
+from megatron_fanformer.data.manifest import Encoding
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_fanformer.errors import InputError
+
+Backend = Literal["auto", "gigatoken", "tokenizers", "sentencepiece"]
+BACKENDS: tuple[Backend, ...] = ("auto", "gigatoken", "tokenizers", "sentencepiece")
+GIGATOKEN = "gigatoken"
+
+# gigatoken remembers every word that it meets. Once it has taken so much memory it starts anew, but not before
+# so much text has gone through, that the loading is no matter.
+CACHE_BYTES = 160 << 20
+CACHE_TEXT_BYTES = 16 << 20
+# Less input is done sooner than gigatoken is held against the exact library, which takes seconds.
+SMALL_INPUT_BYTES = 4 << 20
+SMALL_INPUT = "the input is small"
+# Each is searched for in every text.
+MAX_DOUBTFUL_PIECES = 8
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# Text is looked over for characters that are not trusted in slices of so many, which stay in the cache.
+SLICE = 1 << 16
+
+
+class IdEncoder(Protocol):
+    """Computes the ids of texts."""
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of all texts one after the other (unsigned), and the number of ids of each (int64)."""
+
+
+class ExactEncoder:
+    """By the library that defines the tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """See IdEncoder."""
+        arrays = [np.array(ids, np.uint32) for ids in self._tokenizer.encode_batch(texts)]
+        counts = np.array([len(array) for array in arrays], np.int64)
+        return np.concatenate(arrays) if arrays else np.empty(0, np.uint32), counts
+
+
+class Gigatoken:
+    """gigatoken alone, on the calling thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._load()
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """See IdEncoder."""
+        if not texts:
+            return np.empty(0, np.uint32), np.empty(0, np.int64)
+        self._text_left -= sum(map(len, texts))
+        if self._text_left < 0 and _resident_bytes() > self._resident_limit:
+            self._load()
+        rows = self._tokenizer.encode_batch(list(texts), parallel=False).layout
+        offsets = rows.offsets.data
+        return rows.content.data[offsets[0] : offsets[-1]], np.diff(offsets)
+
+    def _load(self) -> None:
+        # Imported here: whoever has gigatoken's ids checked, or does without it, need not wait for it.
+        import gigatoken
+
+        data = self._path.read_bytes()
+        load = gigatoken.Tokenizer.from_json if self._path.suffix == ".json" else gigatoken.Tokenizer.from_sentencepiece
+        self._tokenizer: Any = None  # frees the one before first
+        self._tokenizer = load(data)
+        self._text_left = CACHE_TEXT_BYTES
+        self._resident_limit = _resident_bytes() + CACHE_BYTES
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What gigatoken is trusted with."""
+
+    characters: np.ndarray
+    """[0x110000] bool."""
+    doubtful_pieces: list[str]
+    """Special pieces that, written out in a text, it takes otherwise."""
+
+
+class RoutedEncoder:
+    """gigatoken for the texts that it is trusted with, the exact tokenizer for the others."""
+
+    def __init__(self, fast: Gigatoken, exact: Tokenizer, trust: Trust) -> None:
+        self._fast = fast
+        self._exact = exact
+        self._trusted = trust.characters
+        self._doubtful_pieces = trust.doubtful_pieces
+        # Below this, no text need be looked at; most texts stay below.
+        self._first_doubtful = int(np.argmin(trust.characters))
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """See IdEncoder."""
+        doubtful = self._doubtful(texts)
+        if not doubtful:
+            return self._fast.encode_batch(texts)
+        ids, counts = self._fast.encode_batch([text for at, text in enumerate(texts) if at not in doubtful])
+        pieces = iter(np.split(ids, np.cumsum(counts)[:-1]) if len(counts) else [])
+        rows = [
+            np.array(self._exact.encode(text), np.uint32) if at in doubtful else next(pieces)
+            for at, text in enumerate(texts)
+        ]
+        return np.concatenate(rows), np.array([len(row) for row in rows], np.int64)
+
+    def _doubtful(self, texts: Sequence[str]) -> set[int]:
+        """The positions of texts that hold a character or a piece that is not trusted."""
+        doubtful = {at for piece in self._doubtful_pieces for at, text in enumerate(texts) if piece in text}
+        wide = [at for at, text in enumerate(texts) if not text.isascii()]
+        if wide and not self._all_trusted("".join([texts[at] for at in wide])):
+            doubtful.update(at for at in wide if not self._all_trusted(texts[at]))
+        return doubtful
+
+    def _all_trusted(self, text: str) -> bool:
+        for start in range(0, len(text), SLICE):
+            codes = np.frombuffer(text[start : start + SLICE].encode("utf-32-le"), np.uint32)
+            high = codes[codes >= self._first_doubtful]
+            if not self._trusted[high].all():
+                return False
+        return True
+
+
+@dataclass(frozen=True)
+class EncoderPlan:
+    """How ids are to be computed; what a process needs to make its own encoder."""
+
+    tokenizer: str
+    eod_id: int
+    encoding: Encoding
+    trust: Trust | None
+    """What gigatoken is trusted with; None where it is not used."""
+
+    def make(self) -> IdEncoder:
+        """An encoder for the calling thread alone."""
+        exact = self.exact()
+        if self.trust is None:
+            return ExactEncoder(exact)
+        return RoutedEncoder(Gigatoken(exact.path), exact, self.trust)
+
+    def exact(self) -> Tokenizer:
+        """The tokenizer that says what the ids are."""
+        return load_tokenizer(self.tokenizer, eod_id=self.eod_id)
+
+    def without_gigatoken(self, reason: str) -> "EncoderPlan":
+        """The same ids by the exact tokenizer, because of `reason`."""
+        return EncoderPlan(
+            self.tokenizer, self.eod_id, Encoding(backend=_exact_backend(Path(self.tokenizer)), reason=reason), None
+        )
+
+
+def plan_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> EncoderPlan:
+    """Choose by what the ids of `tokenizer` are computed, and hold gigatoken against the exact library.
+
+    `auto` takes gigatoken where it can read the tokenizer and there is enough input to be worth this. Where its
+    ids differ on texts that are known to be hard, the exact library takes its place, and the plan says why.
+
+    Raises InputError for a backend that is not this tokenizer's, or that cannot read it.
+    """
+    exact = EncoderPlan(str(tokenizer.path), tokenizer.eod_id, Encoding(backend=_exact_backend(tokenizer.path)), None)
+    if backend not in ("auto", GIGATOKEN):
+        if backend != exact.encoding.backend:
+            raise InputError(
+                f"backend {backend} does not read {tokenizer.path}: use {exact.encoding.backend}, {GIGATOKEN} or auto"
+            )
+        return exact
+    if backend == "auto" and input_bytes < SMALL_INPUT_BYTES:
+        return exact.without_gigatoken(SMALL_INPUT)
+    trust = trust_or_reason(tokenizer.path, tokenizer.eod_id, tokenizer.path.stat().st_mtime_ns)
+    if isinstance(trust, Trust):
+        return EncoderPlan(exact.tokenizer, exact.eod_id, Encoding(backend=GIGATOKEN), trust)
+    if backend == GIGATOKEN:
+        raise InputError(f"gigatoken does not serve for {tokenizer.path} ({trust}): leave the backend to auto")
+    return exact.without_gigatoken(trust)
+
+
+@lru_cache(maxsize=8)
+def trust_or_reason(path: Path, eod_id: int, _modified_ns: int) -> Trust | str:
+    """What gigatoken is trusted with, or why it is not to be used; takes seconds."""
+    exact = load_tokenizer(path, eod_id=eod_id)
+    pieces = exact.special_pieces
+    try:
+        fast = Gigatoken(path)
+        doubtful = doubtful_pieces(_rows(fast), exact.encode_batch, pieces)
+        if len(doubtful) > MAX_DOUBTFUL_PIECES:
+            return f"gigatoken takes {len(doubtful)} special pieces otherwise, {doubtful[0]!r} first"
+        trust = Trust(trusted_characters(_rows(fast), exact.encode_batch), doubtful)
+        difference = first_difference(_rows(RoutedEncoder(fast, exact, trust)), exact.encode_batch, pieces)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # its panics are no Exceptions
+        return f"gigatoken cannot read it: {' '.join(str(error).split())}"
+    return trust if difference is None else f"gigatoken's ids differ on {difference[:40]!a}"
+
+
+def _rows(encoder: IdEncoder) -> Callable[[Sequence[str]], list[list[int]]]:
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        ids, counts = encoder.encode_batch(texts)
+        return [row.tolist() for row in np.split(ids, np.cumsum(counts)[:-1])]
+
+    return encode
+
+
+def _exact_backend(path: Path) -> str:
+    return "tokenizers" if path.suffix == ".json" else "sentencepiece"
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * PAGE_BYTES

@@ -1,0 +1,187 @@
+"""One input file's share of a preparation: encoded by itself, and kept until it has gone into the output.
+
+A shard is three files in the work folder: `NNNNNN.tokens`, `NNNNNN.documents` (an Arrow stream with a row a
+document) and, written last, `NNNNNN.json`, the record that makes it whole. So a preparation that was cut short
+goes on with the shards that it has.
+"""
+
+import io
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from isal import isal_zlib
+
+from megatron_fanformer.data.encoding import EncodedBlock
+from megatron_fanformer.data.manifest import InputRecord, RefusedLine, sha256_of
+
+REFUSED_EXAMPLES = 10
+READ_BYTES = 1 << 22
+
+
+class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a shard holds: lines == documents + the sum of refused."""
+
+    input: InputRecord
+    lines: int
+    documents: int
+    tokens: int
+    text_bytes: int
+    max_token_id: int
+    """-1 where there is no document."""
+    refused: dict[str, int]
+    refused_examples: list[RefusedLine]
+    tokens_crc32: int
+    documents_crc32: int
+
+
+@dataclass(frozen=True)
+class ShardFiles:
+    """Where the shard of one input stands."""
+
+    folder: Path
+    number: int
+
+    def path(self, suffix: str) -> Path:
+        """The file of one suffix: tokens, documents or json."""
+        return self.folder / f"{self.number:06d}.{suffix}"
+
+    def read_record(self) -> ShardRecord | None:
+        """The record of a whole shard; None where there is none."""
+        try:
+            return msgspec.json.decode(self.path("json").read_bytes(), type=ShardRecord)
+        except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+
+    def is_whole(self, record: ShardRecord) -> bool:
+        """Whether tokens and documents are those that the record was written for; reads both."""
+        sums = {"tokens": record.tokens_crc32, "documents": record.documents_crc32}
+        try:
+            return all(_crc32(self.path(suffix)) == stated for suffix, stated in sums.items())
+        except FileNotFoundError:
+            return False
+
+    def remove_data(self) -> None:
+        """Remove what has gone into the output; the record stays, for the sums."""
+        for suffix in ("tokens", "documents"):
+            self.path(suffix).unlink(missing_ok=True)
+
+    def batches(self) -> Iterator[Any]:
+        """The rows of its documents, as Arrow record batches with columns id, source, line and length."""
+        import pyarrow
+
+        with self.path("documents").open("rb") as file, pyarrow.ipc.open_stream(file) as reader:
+            yield from reader
+
+
+def is_unchanged(record: InputRecord) -> bool:
+    """Whether an input still has the recorded content; read only where its time has changed."""
+    with suppress(OSError):
+        status = os.stat(record.path)
+        if status.st_size == record.bytes:
+            return status.st_mtime_ns == record.modified_ns or sha256_of(Path(record.path)) == record.sha256
+    return False
+
+
+class ShardWriter:
+    """Writes one shard; only `finish` makes it one."""
+
+    def __init__(self, files: ShardFiles, input_path: Path) -> None:
+        import pyarrow
+
+        self._files = files
+        self._input_path = input_path
+        self._modified_ns = input_path.stat().st_mtime_ns
+        text = pyarrow.string()
+        fields = [("id", text), ("source", text), ("line", pyarrow.int64()), ("length", pyarrow.int32())]
+        self._schema = pyarrow.schema(fields)
+        self._tokens = _SummedFile(files.path("tokens"))
+        self._documents = _SummedFile(files.path("documents"))
+        self._rows = pyarrow.ipc.new_stream(self._documents, self._schema)
+        self._counts: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._examples: list[RefusedLine] = []
+        self._max_token_id = -1
+
+    @property
+    def first_refused(self) -> RefusedLine | None:
+        """The first line that was no document."""
+        return self._examples[0] if self._examples else None
+
+    def add(self, block: EncodedBlock) -> None:
+        """Add the documents of the file's next block, and count its refused lines."""
+        import pyarrow
+
+        lines_before = self._counts["lines"]
+        if len(block.lengths):
+            self._tokens.write(block.tokens)
+            lines = np.array(block.numbers, np.int64) + (lines_before + 1)
+            columns = [block.ids, block.sources, lines, block.lengths]
+            arrays = [pyarrow.array(column, kind) for column, kind in zip(columns, self._schema.types, strict=True)]
+            self._rows.write_batch(pyarrow.record_batch(arrays, schema=self._schema))
+            self._max_token_id = max(self._max_token_id, int(block.tokens.max()))
+        self._refused.update(reason for _, reason in block.refusals)
+        for number, reason in block.refusals[: REFUSED_EXAMPLES - len(self._examples)]:
+            line = lines_before + number + 1
+            self._examples.append(RefusedLine(file=str(self._input_path), line=line, reason=reason))
+        self._counts.update(
+            lines=block.lines, documents=len(block.lengths), tokens=len(block.tokens), text_bytes=block.text_bytes
+        )
+
+    def finish(self, input_bytes: int, sha256: str) -> ShardRecord:
+        """Write the record, last; until then there is no shard."""
+        self._rows.close()
+        self._tokens.close()
+        self._documents.close()
+        record = ShardRecord(
+            input=InputRecord(
+                path=os.path.abspath(self._input_path), bytes=input_bytes, sha256=sha256, modified_ns=self._modified_ns
+            ),
+            lines=self._counts["lines"],
+            documents=self._counts["documents"],
+            tokens=self._counts["tokens"],
+            text_bytes=self._counts["text_bytes"],
+            max_token_id=self._max_token_id,
+            refused=dict(sorted(self._refused.items())),
+            refused_examples=self._examples,
+            tokens_crc32=self._tokens.crc32,
+            documents_crc32=self._documents.crc32,
+        )
+        path = self._files.path("json")
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(msgspec.json.encode(record))
+        partial.replace(path)
+        return record
+
+
+class _SummedFile(io.RawIOBase):
+    """A file that keeps the CRC-32 of what is written to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self.crc32 = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.crc32 = isal_zlib.crc32(data, self.crc32)
+        return self._file.write(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _crc32(path: Path) -> int:
+    total = 0
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(READ_BYTES):
+            total = isal_zlib.crc32(data, total)
+    return total

@@ -1,0 +1,192 @@
+"""Writes the files of one prefix: tokens, their index, the ledger. They get their names when they are whole.
+
+Everything is streamed: the index of a billion documents is written from a file of their lengths.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from megatron_fanformer.data.manifest import FileRecord, Format, TokenFiles
+from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
+from megatron_fanformer.errors import FanformerError, InputError
+
+LEDGER_SUFFIX = ".ledger.parquet"
+TOKEN_SUFFIXES: dict[Format, str] = {"megatron": ".bin", "npy": ".npy"}
+LEDGER_GROUP_ROWS = 100_000
+INDEX_CHUNK = 1 << 20
+
+
+class TokenWriter:
+    """The files of one prefix, written in a work folder on the same disk."""
+
+    def __init__(self, folder: Path, prefix: str, format: Format, dtype: str, *, ledger: bool) -> None:
+        self._prefix = prefix
+        self._folder = folder
+        self._format = format
+        self._dtype = np.dtype(dtype)
+        self._tokens = _HashedFile(self._partial(TOKEN_SUFFIXES[format]))
+        self._lengths = self._partial(".lengths").open("wb")
+        self._ledger = _Ledger(self._partial(LEDGER_SUFFIX)) if ledger else None
+        self._documents = 0
+        self._max_token_id = -1
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of tokens so far."""
+        return self._tokens.bytes
+
+    def add(self, tokens: bytes, rows: Any, shard: str) -> None:
+        """Add documents: their tokens, and their rows of `ShardFiles.batches`; `shard` is the input's path."""
+        lengths = rows.column("length").to_numpy()
+        if self._ledger is not None:
+            self._ledger.add(rows, shard, first_token=self.token_bytes // self._dtype.itemsize)
+        self._tokens.write(tokens)
+        self._lengths.write(lengths.data)
+        self._documents += len(lengths)
+        self._max_token_id = max(self._max_token_id, int(np.frombuffer(tokens, self._dtype).max()))
+
+    def finish(self) -> TokenFiles:
+        """Write what is still to be written, to the disk; returns what there is."""
+        self._lengths.close()
+        digests = {TOKEN_SUFFIXES[self._format]: self._tokens.finish()}
+        if self._format == "megatron":
+            index = _HashedFile(self._partial(".idx"))
+            for data in _index(self._partial(".lengths"), self._documents, self._dtype):
+                index.write(data)
+            digests[".idx"] = index.finish()
+        if self._ledger is not None:
+            digests[LEDGER_SUFFIX] = self._ledger.finish()
+        return TokenFiles(
+            prefix=self._prefix,
+            documents=self._documents,
+            tokens=self.token_bytes // self._dtype.itemsize,
+            max_token_id=self._max_token_id,
+            files={suffix: self._record(suffix, digest) for suffix, digest in digests.items()},
+        )
+
+    def publish(self, files: TokenFiles, folder: Path) -> None:
+        """Give the finished files their names in `folder`."""
+        for suffix, record in files.files.items():
+            self._partial(suffix).replace(folder / record.path)
+
+    def _partial(self, suffix: str) -> Path:
+        return self._folder / (self._prefix + suffix)
+
+    def _record(self, suffix: str, digest: str) -> FileRecord:
+        return FileRecord(path=self._prefix + suffix, bytes=self._partial(suffix).stat().st_size, sha256=digest)
+
+
+class _HashedFile:
+    """A file, and the SHA-256 of what is written to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] = path.open("wb")
+        self._digest = hashlib.sha256()
+        self.bytes = 0
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        self.bytes += memoryview(data).nbytes
+        return self._file.write(data)
+
+    def finish(self) -> str:
+        """Bring it to the disk; returns the hexadecimal SHA-256."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._digest.hexdigest()
+
+    # What pyarrow asks of a file besides `write`.
+    closed = False
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        pass
+
+
+class _Ledger:
+    """Which document stands where: a row each, in groups of a fixed size, so that the file's bytes are fixed too."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow
+        from pyarrow import parquet
+
+        text, number = pyarrow.string(), pyarrow.int64()
+        fields = [("id", text), ("source", text), ("shard", text), ("line", number), ("first_token", number)]
+        self._schema = pyarrow.schema([*fields, ("length", pyarrow.int32())])
+        self._file = _HashedFile(path)
+        repeated = ["source", "shard"]
+        self._writer = parquet.ParquetWriter(
+            self._file, self._schema, compression="zstd", use_dictionary=repeated, write_statistics=True
+        )
+        self._pending: list[Any] = []
+        self._pending_rows = 0
+
+    def add(self, rows: Any, shard: str, first_token: int) -> None:
+        import pyarrow
+
+        lengths = rows.column("length").to_numpy()
+        starts = first_token + np.cumsum(lengths, dtype=np.int64) - lengths
+        columns = {name: rows.column(name) for name in ("id", "source", "line", "length")}
+        columns |= {"shard": pyarrow.repeat(shard, len(lengths)), "first_token": pyarrow.array(starts)}
+        batch = [columns[name] for name in self._schema.names]
+        self._pending.append(pyarrow.record_batch(batch, schema=self._schema))
+        self._pending_rows += len(lengths)
+        if self._pending_rows >= LEDGER_GROUP_ROWS:
+            self._write_groups(rest=False)
+
+    def finish(self) -> str:
+        """Close it; returns the hexadecimal SHA-256."""
+        self._write_groups(rest=True)
+        self._writer.close()
+        return self._file.finish()
+
+    def _write_groups(self, *, rest: bool) -> None:
+        import pyarrow
+
+        table = pyarrow.Table.from_batches(self._pending, self._schema).combine_chunks()
+        whole = table.num_rows if rest else table.num_rows // LEDGER_GROUP_ROWS * LEDGER_GROUP_ROWS
+        for start in range(0, whole, LEDGER_GROUP_ROWS):
+            self._writer.write_table(table.slice(start, min(LEDGER_GROUP_ROWS, whole - start)), LEDGER_GROUP_ROWS)
+        self._pending = table.slice(whole).to_batches()
+        self._pending_rows = table.num_rows - whole
+
+
+def _index(lengths: Path, documents: int, dtype: np.dtype[Any]) -> Iterator[bytes]:
+    """The bytes of a Megatron index in which every document is one sequence.
+
+    The form is `token_files`'; megatron-core's own writer holds a Python number a document.
+    """
+    code = next(code for code, known in DTYPES.items() if known == dtype)
+    yield INDEX_HEADER.pack(INDEX_MAGIC, 1, code, documents, documents + 1)
+    with lengths.open("rb") as file:
+        while data := file.read(4 * INDEX_CHUNK):
+            yield data
+        file.seek(0)
+        offset = 0
+        while data := file.read(4 * INDEX_CHUNK):
+            ends = offset + np.cumsum(np.frombuffer(data, np.int32), dtype=np.int64) * dtype.itemsize
+            yield np.concatenate([[offset], ends[:-1]]).astype(np.int64).tobytes()
+            offset = int(ends[-1])
+    for start in range(0, documents + 1, INDEX_CHUNK):
+        yield np.arange(start, min(start + INDEX_CHUNK, documents + 1), dtype=np.int64).tobytes()
+
+
+@contextmanager
+def writing_to(prefix: str) -> Iterator[None]:
+    """Turn the system's refusals to write into errors that name the path."""
+    try:
+        yield
+    except (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError) as error:
+        path = error.filename or prefix
+        raise InputError(f"{path} cannot be written ({error.strerror}): choose another output prefix") from error
+    except OSError as error:
+        raise FanformerError(f"writing {prefix} failed ({error.strerror or error})") from error

@@ -1,0 +1,168 @@
+import gzip
+import hashlib
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megatron_fanformer.data import document_files, documents
+from megatron_fanformer.data.document_files import DocumentFile, read_documents
+from megatron_fanformer.data.documents import DocumentParser, DocumentRules, Refusal
+from megatron_fanformer.errors import CorruptError, InputError
+from tests.data.making import as_line
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+WriteLines = Callable[[str, Iterable[bytes]], Path]
+PARSER = DocumentParser(DocumentRules())
+
+
+def compress_zstd(data: bytes) -> bytes:
+    """With a checksum, as the command line tool writes it: without one, damage may pass."""
+    return zstd.compress(data, options={zstd.CompressionParameter.checksum_flag: 1})
+
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "zst": compress_zstd}
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_all_members_of_a_concatenated_file_are_read(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"two.jsonl.{kind}"
+    path.write_bytes(b"".join(COMPRESS[kind](as_line(text) + b"\n") for text in ("one", "two")))
+    assert list(read_documents(path)) == ["one", "two"]
+
+
+def test_lines_longer_than_a_block_stay_whole(write_lines: WriteLines) -> None:
+    lines = [as_line("x" * length) for length in (1, 500, 3, 1000)]
+    path = write_lines("long.jsonl.gz", lines)
+    texts = [document.text for block in DocumentFile(path).blocks(64) for document in block.parse(PARSER).documents]
+    assert texts == ["x" * length for length in (1, 500, 3, 1000)]
+
+
+def test_a_last_line_without_line_end_counts(tmp_path: Path) -> None:
+    path = tmp_path / "open.jsonl"
+    path.write_bytes(as_line("a") + b"\n" + as_line("b"))
+    assert list(read_documents(path)) == ["a", "b"]
+
+
+def test_bytes_and_hash_are_those_of_the_file_on_disk(write_lines: WriteLines) -> None:
+    path = write_lines("a.jsonl.gz", [as_line("text")] * 1000)
+    file = DocumentFile(path)
+    list(file.blocks())
+    assert (file.bytes_read, file.sha256) == (
+        path.stat().st_size,
+        hashlib.sha256(path.read_bytes()).hexdigest(),
+    )
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "plain text", "followed by rubbish"])
+def test_a_damaged_compressed_file_is_corrupt_and_named(tmp_path: Path, damage: str, kind: str) -> None:
+    lines = b"".join(as_line(hashlib.sha256(bytes([number % 256])).hexdigest()) + b"\n" for number in range(1000))
+    whole = COMPRESS[kind](lines)
+    middle = len(whole) // 2
+    data = {
+        "truncated": whole[:-20],
+        "flipped": whole[:middle] + bytes(255 - byte for byte in whole[middle : middle + 8]) + whole[middle + 8 :],
+        "plain text": as_line("not compressed") * 100,
+        "followed by rubbish": whole + b"rubbish that is no member",
+    }[damage]
+    path = tmp_path / f"damaged.jsonl.{kind}"
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match=rf"damaged\.jsonl\.{kind}"):
+        list(read_documents(path))
+
+
+def test_a_line_over_the_limit_is_refused_and_the_next_one_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document_files, "MAX_LINE_BYTES", 10_000)
+    path = tmp_path / "long.jsonl"
+    path.write_bytes(b"\n".join([as_line("a"), as_line("x" * 30_000), as_line("b"), as_line("y" * 30_000)]))
+    refused = Refusal(documents.TOO_LONG_A_LINE)
+    texts = [
+        (document.text for document in parsed.documents) if parsed.documents else parsed.refusals
+        for block in DocumentFile(path).blocks(1000)
+        for parsed in [block.parse(PARSER)]
+    ]
+    assert [list(part) for part in texts] == [["a"], [(0, refused.reason)], ["b"], [(0, refused.reason)]]
+
+
+def test_a_compressed_bomb_is_refused_within_bounded_memory(tmp_path: Path) -> None:
+    size = 3 * document_files.MAX_LINE_BYTES
+    path = tmp_path / "bomb.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(size >> 20):
+            file.write(b" " * (1 << 20))
+    tracemalloc.start()
+    outcomes = list(read_documents(path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert outcomes == [Refusal(documents.TOO_LONG_A_LINE)]
+    # The line up to the limit, and a block more; joining is left out for a line that is not let in.
+    assert peak < 1.1 * document_files.MAX_LINE_BYTES
+
+
+def write_parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    parquet.write_table(pyarrow.table(columns), path, **options)
+    return path
+
+
+def test_a_parquet_row_is_a_line(tmp_path: Path) -> None:
+    texts = ["one", None, "", "two\ttwo"]
+    path = write_parquet(tmp_path / "a.parquet", {"other": [1, 2, 3, 4], "text": texts, "id": ["a", "b", "c", "d"]})
+    refusals = [Refusal(documents.TEXT_NOT_A_STRING), Refusal(documents.EMPTY_TEXT)]
+    assert list(read_documents(path)) == ["one", *refusals, "two\ttwo"]
+    parsed = [block.parse(PARSER) for block in DocumentFile(path).blocks()]
+    assert [document.id for part in parsed for document in part.documents] == ["a", "d"]
+
+
+def test_parquet_text_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
+    raw = pyarrow.array([b"good", b"\xff", b"also good"], pyarrow.binary())
+    column = pyarrow.StringArray.from_buffers(3, raw.buffers()[1], raw.buffers()[2])
+    path = write_parquet(tmp_path / "a.parquet", {"text": column, "id": column})
+    assert list(read_documents(path)) == ["good", Refusal(documents.INVALID_UTF8), "also good"]
+
+
+def test_a_dictionary_column_is_text(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", {"text": pyarrow.array(["a", "b", "a"]).dictionary_encode()})
+    assert list(read_documents(path)) == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"), [({"content": ["a"]}, "no column 'text' but content"), ({"text": [1]}, "holds int64")]
+)
+def test_a_parquet_file_without_text_is_an_input_error(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
+    path = write_parquet(tmp_path / "a.parquet", columns)
+    with pytest.raises(InputError, match=message):
+        list(read_documents(path))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "rubbish"])
+def test_a_damaged_parquet_file_is_corrupt_and_named(tmp_path: Path, damage: str) -> None:
+    columns = {"text": [f"text {n}" for n in range(5000)]}
+    path = write_parquet(tmp_path / "a.parquet", columns, compression="none", write_page_checksum=True)
+    whole = path.read_bytes()
+    data = {
+        "truncated": whole[: len(whole) // 2],
+        "flipped": whole[:2000] + bytes(255 - byte for byte in whole[2000:2200]) + whole[2200:],
+        "rubbish": b"rubbish" * 100,
+    }[damage]
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"a\.parquet"):
+        list(read_documents(path))
+
+
+def test_a_parquet_files_bytes_and_hash_are_those_on_disk(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", {"text": ["a"] * 1000})
+    file = DocumentFile(path)
+    list(file.blocks())
+    assert (file.bytes_read, file.sha256) == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())

@@ -1,0 +1,155 @@
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_fanformer.data import id_encoders
+from megatron_fanformer.data.id_encoders import (
+    SMALL_INPUT,
+    EncoderPlan,
+    Gigatoken,
+    RoutedEncoder,
+    plan_encoder,
+)
+from megatron_fanformer.data.tokenizer import SPACE_MARK, Tokenizer, load_tokenizer
+from megatron_fanformer.errors import InputError
+from tests.data.making import as_line, prepare_files
+
+MUCH = 1 << 30  # bytes of input that are worth gigatoken
+
+
+@pytest.fixture(params=["olmo", "sentencepiece"], scope="module")
+def tokenizer(request: pytest.FixtureRequest, olmo_tokenizer_file: Path, small_tokenizer_file: Path) -> Tokenizer:
+    return load_tokenizer(olmo_tokenizer_file if request.param == "olmo" else small_tokenizer_file)
+
+
+@pytest.fixture(scope="module")
+def plan(tokenizer: Tokenizer) -> EncoderPlan:
+    return plan_encoder(tokenizer, "auto", MUCH)
+
+
+def rows(plan: EncoderPlan, texts: Sequence[str]) -> list[list[int]]:
+    ids, counts = plan.make().encode_batch(texts)
+    assert counts.sum() == len(ids)
+    return [row.tolist() for row in np.split(ids, np.cumsum(counts)[:-1])]
+
+
+def test_gigatoken_serves_for_both_kinds(plan: EncoderPlan) -> None:
+    assert (plan.encoding.backend, plan.encoding.reason) == ("gigatoken", None)
+
+
+def test_ids_are_those_of_the_exact_library(plan: EncoderPlan, tokenizer: Tokenizer, sample_texts: list[str]) -> None:
+    source = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
+    hard = ["", SPACE_MARK, f"a{SPACE_MARK}b", "<|endoftext|>", "x<|endoftext|>y", "\u0eba\u0323", "\U0001e4ec", " "]
+    texts = sample_texts + source + hard
+    assert rows(plan, texts) == tokenizer.encode_batch(texts)
+
+
+def test_texts_of_doubtful_characters_and_pieces_alone_go_to_the_exact_library(
+    tokenizer: Tokenizer, plan: EncoderPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert plan.trust is not None
+    doubtful = chr(int(np.flatnonzero(~plan.trust.characters)[0]))
+    exact = load_tokenizer(tokenizer.path)
+    seen: list[str] = []
+    encode = exact.encode
+    monkeypatch.setattr(exact, "encode", lambda text: seen.append(text) or encode(text))
+    texts = ["plain", f"one {doubtful}", "caf\u00e9", *(f"x{piece}" for piece in plan.trust.doubtful_pieces)]
+    ids, _ = RoutedEncoder(Gigatoken(tokenizer.path), exact, plan.trust).encode_batch(texts)
+    assert seen == [texts[1], *texts[3:]]
+    assert ids.tolist() == [id for text in texts for id in encode(text)]
+
+
+def test_little_input_is_not_worth_the_check(tokenizer: Tokenizer) -> None:
+    encoding = plan_encoder(tokenizer, "auto", 1000).encoding
+    assert encoding.backend in ("tokenizers", "sentencepiece") and encoding.reason == SMALL_INPUT
+
+
+def test_a_backend_of_another_kind_is_an_input_error(small_tokenizer_file: Path) -> None:
+    with pytest.raises(InputError, match="backend tokenizers does not read"):
+        plan_encoder(load_tokenizer(small_tokenizer_file), "tokenizers", MUCH)
+
+
+def test_a_tokenizer_that_gigatoken_cannot_read_goes_to_the_exact_library(
+    tmp_path: Path, sample_texts: list[str]
+) -> None:
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(" ".join(sample_texts).split(". ")),
+        model_prefix=str(tmp_path / "unigram"),
+        model_type="unigram",
+        vocab_size=400,
+        minloglevel=2,
+    )
+    tokenizer = load_tokenizer(tmp_path / "unigram.model")
+    encoding = plan_encoder(tokenizer, "auto", MUCH).encoding
+    assert encoding.backend == "sentencepiece" and "gigatoken cannot read it" in str(encoding.reason)
+    with pytest.raises(InputError, match="gigatoken does not serve"):
+        plan_encoder(tokenizer, "gigatoken", MUCH)
+
+
+class Faulty(Gigatoken):
+    """gigatoken with one id wrong, at whatever text `wrong` says."""
+
+    wrong: Callable[[str], bool]
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids, counts = super().encode_batch(texts)
+        ids = ids.copy()
+        for end, text in zip(np.cumsum(counts), texts, strict=True):
+            if type(self).wrong(text):
+                ids[end - 1] += 1
+        return ids, counts
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Any]]:
+    id_encoders.trust_or_reason.cache_clear()
+    monkeypatch.setattr(id_encoders, "Gigatoken", Faulty)
+    yield Faulty
+    id_encoders.trust_or_reason.cache_clear()
+
+
+def test_wrong_ids_on_a_hard_text_make_the_exact_library_take_over(
+    faulty: type[Faulty], olmo_tokenizer_file: Path
+) -> None:
+    faulty.wrong = staticmethod(lambda text: text == "a\r\nb\r\n\r\n c\r")
+    encoding = plan_encoder(load_tokenizer(olmo_tokenizer_file), "auto", MUCH).encoding
+    assert encoding.backend == "tokenizers"
+    assert encoding.reason == r"gigatoken's ids differ on 'a\r\nb\r\n\r\n c\r'"
+
+
+def test_a_difference_seen_under_way_starts_the_whole_run_anew(
+    tmp_path: Path, olmo_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker is told to trust gigatoken with a character that it takes otherwise: its sample shows it."""
+    assert load_tokenizer(olmo_tokenizer_file).encode("\u0eba\u0323") is not None
+    files = []
+    for number, text in enumerate(["plain text", "x\u0eba\u0323\u0334 " * 3, "more plain text"]):
+        files.append(tmp_path / f"{number}.jsonl")
+        files[-1].write_bytes(as_line(text) + b"\n")
+    prepare_files(str(tmp_path / "expected"), files, olmo_tokenizer_file, backend="tokenizers")
+    trust = id_encoders.Trust(np.ones(0x110000, bool), [])
+    trust.characters[0x10FFFF] = False
+    monkeypatch.setattr(id_encoders, "trust_or_reason", lambda *_: trust)
+    prefix = str(tmp_path / "out")
+    manifest = prepare_files(prefix, files, olmo_tokenizer_file, backend="gigatoken", part_bytes=1).manifest
+    assert manifest.encoding.backend == "tokenizers"
+    assert "differ in document '1' of" in str(manifest.encoding.reason)
+    parts = [Path(f"{prefix}-{part:05d}.bin").read_bytes() for part in range(3)]
+    assert b"".join(parts) == (tmp_path / "expected.bin").read_bytes()
+
+
+def test_memory_that_has_grown_is_given_back(olmo_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(id_encoders, "CACHE_TEXT_BYTES", 1000)
+    monkeypatch.setattr(id_encoders, "CACHE_BYTES", -1)  # any memory is too much
+    encoder = Gigatoken(olmo_tokenizer_file)
+    first = encoder._tokenizer
+    before = encoder.encode_batch(["word " * 100])[0].tolist()
+    assert encoder._tokenizer is first
+    encoder.encode_batch(["word " * 200])
+    assert encoder._tokenizer is not first
+    assert encoder.encode_batch(["word " * 100])[0].tolist() == before

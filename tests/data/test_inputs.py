@@ -1,0 +1,67 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_fanformer.data.inputs import NPY_SUFFIXES, expand_inputs
+from megatron_fanformer.errors import InputError
+
+
+def names(found: list[Path], folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in found]
+
+
+def touch(folder: Path, *files: str) -> None:
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+
+def test_folders_stand_for_their_document_files_sorted(tmp_path: Path) -> None:
+    touch(tmp_path, "b/2.jsonl", "a/1.json.gz", "b/1.jsonl.zst", "b/notes.txt", "c.json", "d.parquet")
+    touch(tmp_path, "b/tokens.ledger.parquet", "b/tokens.manifest.json")
+    assert names(expand_inputs([tmp_path]), tmp_path) == ["a/1.json.gz", "b/1.jsonl.zst", "b/2.jsonl", "d.parquet"]
+
+
+def test_the_order_does_not_depend_on_how_files_are_named(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jsonl", "b.jsonl", "c/d.jsonl")
+    one = expand_inputs([tmp_path / "c", tmp_path / "b.jsonl", tmp_path / "a.jsonl"])
+    assert one == expand_inputs([tmp_path])
+
+
+def test_patterns_take_what_they_match_of_document_files(tmp_path: Path) -> None:
+    touch(tmp_path, "a/1.jsonl", "a/2.txt", "b/1.jsonl", "[x].jsonl")
+    assert names(expand_inputs([f"{tmp_path}/*/*"]), tmp_path) == ["a/1.jsonl", "b/1.jsonl"]
+    assert names(expand_inputs([f"{tmp_path}/**/1.jsonl"]), tmp_path) == ["a/1.jsonl", "b/1.jsonl"]
+    assert names(expand_inputs([f"{tmp_path}/[x].jsonl"]), tmp_path) == ["[x].jsonl"]
+
+
+def test_a_list_names_inputs_a_line(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jsonl", "folder/b.jsonl", "c-1.jsonl")
+    listed = tmp_path / "inputs.txt"
+    listed.write_text(f"# shards\n{tmp_path}/a.jsonl\n\n  {tmp_path}/folder\n{tmp_path}/c-*.jsonl\n")
+    assert names(expand_inputs([f"@{listed}"]), tmp_path) == ["a.jsonl", "c-1.jsonl", "folder/b.jsonl"]
+
+
+def test_token_files_are_found_by_their_own_suffix(tmp_path: Path) -> None:
+    touch(tmp_path, "a.npy", "a.jsonl")
+    assert names(expand_inputs([tmp_path], NPY_SUFFIXES), tmp_path) == ["a.npy"]
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "empty folder", "notes.txt", "no*match.jsonl", "@missing list"])
+def test_an_input_that_cannot_serve_is_an_input_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty folder").mkdir()
+    (tmp_path / "notes.txt").touch()
+    path = f"@{tmp_path}/{name[1:]}" if name.startswith("@") else f"{tmp_path}/{name}"
+    with pytest.raises(InputError, match=name.lstrip("@").replace("*", r"\*")):
+        expand_inputs([path])
+
+
+def test_no_input_is_an_input_error() -> None:
+    with pytest.raises(InputError, match="no input"):
+        expand_inputs([])
+
+
+def test_a_file_named_twice_is_an_input_error(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jsonl")
+    with pytest.raises(InputError, match="twice"):
+        expand_inputs([tmp_path, tmp_path / "a.jsonl"])
