@@ -2,7 +2,7 @@
 # Prepares many document files under Slurm, one job of an array a list of them. Cut the list of all files into lists,
 # then run one task for each:
 #
-#   mkdir lists && find "$PWD/dolma" -name '*.json.gz' | sort | split --number=l/100 --numeric-suffixes --suffix-length=3 - lists/
+#   mkdir lists && find "$PWD/dolma" -name '*.json.gz' | sort | split --number=r/100 --numeric-suffixes --suffix-length=3 - lists/
 #   sbatch --array=0-99 examples/prepare.sh lists data/dolma tokenizer.json
 #
 # Task 7 reads lists/007 and writes data/dolma-007.bin, .idx, .ledger.parquet and .manifest.json. Further arguments are

@@ -1,14 +1,19 @@
 """The run configurations and scripts in examples/."""
 
 import dataclasses
+import json
+import os
 import re
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_fanformer.data.blends import parse_blend
+from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.model.config import PRESETS
 from megatron_fanformer.training.config import RunConfig, load_config
 from megatron_fanformer.training.metrics import read_metrics
@@ -156,6 +161,28 @@ def test_the_slurm_script_joins_the_ranks_and_requeues_what_stopped_after_saving
     assert srun.endswith("python -m megatron_fanformer train --config a file.yaml\n")
     requeued = ["requeue 12345"] if exit_code == 5 else []
     assert scontrol.splitlines() == ["show hostnames node-[7-8]", *requeued]
+
+
+def test_the_tasks_of_an_array_prepare_a_list_each_and_their_outputs_are_one_blend(tmp_path: Path) -> None:
+    for shard in range(3):
+        line = json.dumps({"id": str(shard), "text": f"shard {shard} " * 20})
+        (tmp_path / f"{shard}.jsonl").write_text(line + "\n")
+    shards = "\n".join(str(tmp_path / f"{shard}.jsonl") for shard in range(3)) + "\n"
+    (tmp_path / "lists").mkdir()
+    cut = ["split", "--number=r/2", "--numeric-suffixes", "--suffix-length=3", "-", f"{tmp_path}/lists/"]
+    subprocess.run(cut, input=shards, text=True, check=True)
+    tokenizer = Path(__file__).parent / "samples" / "tokenizers" / "allenai_gpt-neox-olmo-dolma-v1_5.json"
+    for task in range(2):
+        environment = {**os.environ, "SLURM_ARRAY_TASK_ID": str(task), "PYTHON": sys.executable}
+        words = [tmp_path / "lists", tmp_path / "dolma", tokenizer, "--no-ledger"]
+        script = subprocess.run(["bash", EXAMPLES / "prepare.sh", *words], env=environment, check=False, cwd=tmp_path)
+        assert script.returncode == 0
+    listed = "printf '%s\\n' dolma-*.manifest.json | sed 's|.*/||; s|\\.manifest\\.json$||' > dolma.blend"
+    assert listed.replace("dolma", "data/dolma") in (EXAMPLES / "prepare.sh").read_text()
+    subprocess.run(["bash", "-c", listed], cwd=tmp_path, check=True)
+    blend = parse_blend([f"@{tmp_path}/dolma.blend"])
+    assert [source.paths for source in blend.sources] == [(f"{tmp_path}/dolma-{task:03d}",) for task in range(2)]
+    assert sum(len(read_index(source.paths[0]).lengths) for source in blend.sources) == 3
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
