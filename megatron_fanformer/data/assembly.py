@@ -33,13 +33,14 @@ def part_prefix(prefix: str, part: int) -> str:
 
 
 def remove_parts(prefix: str) -> None:
-    """Remove every part that is published, its manifest first."""
-    part = 0
-    while isinstance(manifest := read_any_manifest(part_prefix(prefix, part)), PartManifest):
+    """Remove every part that is published, its manifest first; cut short, what is left is still the first parts."""
+    parts: list[TokenFiles] = []
+    while isinstance(manifest := read_any_manifest(part_prefix(prefix, len(parts))), PartManifest):
+        parts.append(manifest.output)
+    for part, output in reversed(list(enumerate(parts))):
         manifest_path(part_prefix(prefix, part)).unlink()
-        for record in manifest.output.files.values():
+        for record in output.files.values():
             (Path(prefix).parent / record.path).unlink(missing_ok=True)
-        part += 1
 
 
 class Assembler:
@@ -151,7 +152,8 @@ class Assembler:
                 output=output,
             )
             self._work.publish(encode_manifest(manifest), manifest_path(self._next_prefix))
+            for number in range(self._part_begins_in, end_input):
+                self._work.shard(number).remove_data()
+        # One part has no manifest but the whole's, yet to come: cut short here, it is put together again.
         self.published.append(output)
-        for number in range(self._part_begins_in, end_input):
-            self._work.shard(number).remove_data()
         self._part_begins_in = end_input

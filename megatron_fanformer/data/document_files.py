@@ -186,7 +186,7 @@ class DocumentFile:
         with self._open() as raw, _naming_parquet(self.path, pyarrow.ArrowException):
             file = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BLOCK_BYTES)
             names = _columns(self.path, file.schema_arrow, self._text_field)
-            for batch in file.iter_batches(ROWS_A_BLOCK, columns=names, use_threads=False):
+            for batch in file.iter_batches(_rows_a_block(file.metadata, names), columns=names, use_threads=False):
                 self.bytes_read = max(self.bytes_read, raw.tell())
                 yield RowBlock(dict(zip(batch.schema.names, batch.columns, strict=True)))
             self._hash_all(raw)
@@ -266,6 +266,16 @@ def _columns(path: Path, schema: Any, text_field: str) -> list[str]:
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
         raise InputError(f"column {text_field!r} of {path} holds {kind}, no text: name another as text_field")
     return [name for name in dict.fromkeys((text_field, "id", "source")) if name in names]
+
+
+def _rows_a_block(metadata: Any, names: Sequence[str]) -> int:
+    """So many rows as make a block, where they are the longest: memory must not depend on their number."""
+    longest = 1.0
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        columns = [group.column(number) for number in range(group.num_columns)]
+        size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema in names)
+        longest = max(longest, size / max(1, group.num_rows))
+    return max(1, min(ROWS_A_BLOCK, int(BLOCK_BYTES / longest)))
 
 
 def read_documents(path: Path, text_field: str = "text") -> Iterator[str | Refusal]:

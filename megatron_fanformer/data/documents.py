@@ -21,12 +21,19 @@ EMPTY_LINE = "empty line"
 INVALID_UTF8 = "invalid UTF-8"
 UNPAIRED_SURROGATE = "unpaired surrogate in the text"
 TOO_LONG_A_LINE = "line too long"
+TOO_LONG_TO_LOOK_AGAIN = "irregular, and too long to be looked at again"
 SHORTER = "shorter than min_length"
 LONGER = "longer than max_length"
 OTHER_SOURCE = "source left out"
 
+# A first look at a line builds what is asked for alone; a second one all that it holds, up to 25 times its bytes.
+LOOK_AGAIN_BYTES = 8 << 20
 # Python reads no longer integers (sys.int_info.default_max_str_digits).
 MAX_DIGITS = 4300
+
+
+# What an id or a source is to a first look, which is not to build what may be large: others get the second.
+Scalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class DocumentParser:
     def __init__(self, rules: DocumentRules) -> None:
         self._rules = rules
         self._choose = rules.choose
-        fields: list[Any] = [("text", str), ("id", Any, None), ("source", Any, None)]
+        fields: list[Any] = [("text", str), ("id", Scalar, None), ("source", Scalar, None)]
         names = {"text": rules.text_field}
         if rules.text_field in ("id", "source"):  # then that is the text, and there is none of its kind
             names[rules.text_field] = f"{rules.text_field}\x20"
@@ -115,6 +122,8 @@ class DocumentParser:
         """Name the reason; the standard library also takes what Python's own writer emits (NaN, Infinity)."""
         if not line.strip():
             return Refusal(EMPTY_LINE)
+        if len(line) > LOOK_AGAIN_BYTES:
+            return Refusal(TOO_LONG_TO_LOOK_AGAIN)
         try:
             fields = json.loads(line.decode("utf-8-sig"), parse_int=_integer)
         except UnicodeDecodeError:

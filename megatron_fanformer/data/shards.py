@@ -164,6 +164,7 @@ class _SummedFile(io.RawIOBase):
     """A file that keeps the CRC-32 of what is written to it."""
 
     def __init__(self, path: Path) -> None:
+        path.unlink(missing_ok=True)  # not to be shared with a worker that outlives its killed parent for a moment
         self._file = path.open("wb")
         self.crc32 = 0
 

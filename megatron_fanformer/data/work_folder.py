@@ -85,9 +85,9 @@ class WorkFolder:
         partial.replace(path)
 
     def clear(self) -> None:
-        """Remove all that has been done; the lock stays."""
+        """Remove all that has been done; the lock stays, and the plan, so that the folder stays this preparation's."""
         for path in self.path.iterdir():
-            if path.name != "lock":
+            if path.name not in ("lock", self._plan_file.name):
                 path.unlink()
 
     def remove(self) -> None:

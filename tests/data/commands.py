@@ -1,0 +1,92 @@
+"""The real command line in processes of its own: started, watched and killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# VmHWM is a peak that the kernel keeps, so that only a process's last moments can be missed.
+LOOK_SECONDS = 0.02
+
+
+def start(arguments: Sequence[str], **options: object) -> "subprocess.Popen[str]":
+    """Start `megatron-fanformer prepare` in a session (and so a process group) of its own."""
+    command = [sys.executable, "-m", "megatron_fanformer", "prepare", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True, **options
+    )  # type: ignore[call-overload]
+
+
+def kill_all(process: "subprocess.Popen[str]") -> None:
+    """SIGKILL for the whole run, its workers too."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+@dataclass
+class Ended:
+    """What a run said and took."""
+
+    code: int
+    output: str
+    errors: str
+    seconds: float
+    peaks: dict[int, int] = field(default_factory=dict)
+    """Peak resident bytes of each process, by its id."""
+    peak_together: int = 0
+    """The largest sum of resident bytes seen at one moment."""
+
+
+def run(arguments: Sequence[str], **options: object) -> Ended:
+    """Run it to its end."""
+    began = time.monotonic()
+    process = start(arguments, **options)
+    ended = Ended(0, "", "", 0.0)
+    watch = threading.Thread(target=_watch, args=(process, ended))
+    watch.start()
+    ended.output, ended.errors = process.communicate()
+    watch.join()
+    ended.code, ended.seconds = process.returncode, time.monotonic() - began
+    return ended
+
+
+def _watch(process: "subprocess.Popen[str]", ended: Ended) -> None:
+    while process.poll() is None:
+        together = 0
+        for member in session_members(process.pid):
+            peak, present = _resident(member)
+            ended.peaks[member] = max(ended.peaks.get(member, 0), peak)
+            together += present
+        ended.peak_together = max(ended.peak_together, together)
+        time.sleep(LOOK_SECONDS)
+
+
+def session_members(session: int) -> list[int]:
+    """The processes of a session that live."""
+    members = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()  # state, parent, group, session, …
+            if int(fields[3]) == session and fields[0] != "Z":
+                members.append(int(folder.name))
+    return members
+
+
+def _resident(process: int) -> tuple[int, int]:
+    """Peak and present resident bytes of a process."""
+    found = {"VmHWM": 0, "VmRSS": 0}
+    with suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name in found:
+                found[name] = int(rest.split()[0]) * 1024
+    return found["VmHWM"], found["VmRSS"]

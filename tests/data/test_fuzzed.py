@@ -1,0 +1,216 @@
+"""Every line of a hostile corpus is a document, exactly, or refused for the reason that it was made for."""
+
+import random
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megatron_fanformer.data import document_files, documents
+from megatron_fanformer.data.manifest import Manifest, read_any_manifest
+from megatron_fanformer.data.tokenizer import load_tokenizer
+from tests.data import commands, fuzzing
+from tests.data.fuzzing import FuzzedFile, FuzzedLine
+from tests.data.making import as_line, prepare_files
+
+Row = tuple[str, int, str | None, str | None, str]
+
+LINES = 5_000
+FULL_LINES = 200_000
+BOMB_MEGABYTES = 4_096
+LONG_DOCUMENT_BYTES = 100_000_000
+# What the project promises for a run of any input.
+PROMISED_BYTES = 1_500_000_000
+PROMISED_BYTES_A_WORKER = 300_000_000
+
+
+def expected_rows(files: Sequence[FuzzedFile]) -> list[Row]:
+    """(file, line, id, source, text) of every document."""
+    return [
+        (str(file.path), number, line.id, line.source, line.text)
+        for file in files
+        for number, line in enumerate(file.lines, start=1)
+        if line.text is not None
+    ]
+
+
+def expected_refusals(files: Sequence[FuzzedFile]) -> Counter[str]:
+    return Counter(line.reason for file in files for line in file.lines if line.reason is not None)
+
+
+def written_rows(prefix: str, tokenizer_file: Path) -> Iterator[Row]:
+    """The same, from the ledger and the tokens that it points to."""
+    tokenizer = load_tokenizer(tokenizer_file)
+    tokens = np.fromfile(prefix + ".bin", np.uint16)
+    end = 0
+    for batch in parquet.ParquetFile(prefix + ".ledger.parquet").iter_batches(1000):
+        for row in batch.to_pylist():
+            assert row["first_token"] == end
+            end += row["length"]
+            assert tokens[end - 1] == tokenizer.eod_id
+            text = tokenizer.decode(tokens[row["first_token"] : end - 1].tolist())
+            yield row["shard"], row["line"], row["id"], row["source"], text
+    assert end == len(tokens)
+
+
+def assert_all_accounted_for(files: Sequence[FuzzedFile], prefix: str, tokenizer_file: Path) -> None:
+    """Every line made is read; the documents, the refusals and the ledger are those expected."""
+    manifest = read_any_manifest(prefix)
+    assert isinstance(manifest, Manifest)
+    assert manifest.refused == dict(sorted(expected_refusals(files).items()))
+    for written, expected in zip(written_rows(prefix, tokenizer_file), expected_rows(files), strict=True):
+        assert written == expected
+    assert manifest.lines_read == sum(len(file.lines) for file in files)
+    assert manifest.lines_read == manifest.documents + sum(manifest.refused.values())
+
+
+@pytest.mark.parametrize(("backend", "workers"), [("sentencepiece", 2), ("gigatoken", 1)])
+def test_every_line_of_a_fuzzed_corpus_is_accounted_for(
+    tmp_path: Path, small_tokenizer_file: Path, backend: str, workers: int
+) -> None:
+    files = fuzzing.write_fuzzed(tmp_path, LINES // 2, seed=workers)
+    prefix = str(tmp_path / "out" / "tokens")
+    paths = [file.path for file in files]
+    prepare_files(prefix, paths, small_tokenizer_file, backend=backend, workers=workers)
+    assert_all_accounted_for(files, prefix, small_tokenizer_file)
+
+
+def test_the_fuzz_holds_every_reason() -> None:
+    lines = fuzzing.fuzzed_lines(random.Random(0), 2_000)
+    made = {line.reason for line in lines} - {None}
+    of_settings = {documents.SHORTER, documents.LONGER, documents.OTHER_SOURCE}
+    of_length = {documents.TOO_LONG_A_LINE, documents.TOO_LONG_TO_LOOK_AGAIN}
+    reasons = {value for name, value in vars(documents).items() if name.isupper() and isinstance(value, str)}
+    assert made == reasons - of_settings - of_length
+
+
+@pytest.mark.parametrize(
+    "start", [b'{"text": null, "other": [', b'{"text": "a", "id": [', b'\xef\xbb\xbf{"text": "a", "x": [']
+)
+def test_a_line_of_millions_of_objects_is_not_built(start: bytes) -> None:
+    line = start + b"{}," * 4_000_000 + b"1]}"
+    parser = documents.DocumentParser(documents.DocumentRules())
+    tracemalloc.start()
+    outcome = parser.parse(line)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert outcome == documents.Refusal(documents.TOO_LONG_TO_LOOK_AGAIN)
+    assert peak < 2 * len(line)  # built, it takes twenty times its bytes
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_bombs_cost_a_line_or_their_lines(tmp_path: Path, small_tokenizer_file: Path, kind: str) -> None:
+    write = fuzzing.write_gzip_bomb if kind == "gz" else fuzzing.write_zstd_bomb
+    size = 2 * document_files.MAX_LINE_BYTES >> 20
+    write(tmp_path / f"a.jsonl.{kind}", b"a" * (1 << 20), size)
+    lines = write(tmp_path / f"b.jsonl.{kind}", b" " * ((1 << 20) - 1) + b"\n", 64)
+    last = tmp_path / "c.jsonl"
+    last.write_bytes(as_line("after all"))
+    paths = sorted(tmp_path.glob("*.jsonl*"))
+    assert sum(path.stat().st_size for path in paths) < size << 20 >> 9
+    report = prepare_files(str(tmp_path / "out"), paths, small_tokenizer_file, workers=2)
+    assert report.manifest.refused == {documents.TOO_LONG_A_LINE: 1, documents.EMPTY_LINE: lines}
+    assert report.manifest.documents == 1
+
+
+def damaged(folder: Path, whole: Sequence[FuzzedFile]) -> dict[Path, bytes]:
+    """Damages some files of a corpus; returns what they held."""
+    held = {}
+    for file in whole:
+        data = file.path.read_bytes()
+        match file.path.name.partition("-")[2]:
+            case "whole.json.gz" | "whole.jsonl.zst" | "frames.ndjson.zst":
+                file.path.write_bytes(data[: len(data) * 2 // 3])
+            case "members.jsonl.gz":
+                file.path.write_bytes(data + b"garbage that is no member")
+            case _:
+                continue
+        held[file.path] = data
+    return held
+
+
+def test_damaged_files_are_named_and_all_else_is_kept_for_the_next_run(
+    tmp_path: Path, small_tokenizer_file: Path
+) -> None:
+    files = fuzzing.write_fuzzed(tmp_path, 1_000, seed=3)
+    held = damaged(tmp_path, files)
+    assert len(held) == 4
+    prefix = str(tmp_path / "out" / "tokens")
+    arguments = [*(str(file.path) for file in files), "--output", prefix, "--workers", "2"]
+    arguments += ["--tokenizer", str(small_tokenizer_file)]
+    ended = commands.run(arguments)
+    assert (ended.code, ended.errors.count("\n")) == (3, 1)
+    assert all(str(path) in ended.errors for path in held)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["tokens.parts"]
+    kept = sorted((tmp_path / "out" / "tokens.parts").glob("[0-9]*.json"))
+    assert [int(path.stem) for path in kept] == [at for at, file in enumerate(files) if file.path not in held]
+    for path, data in held.items():
+        path.write_bytes(data)
+    assert commands.run(arguments).code == 0
+    assert_all_accounted_for(files, prefix, small_tokenizer_file)
+
+
+# -- full
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_long_rows_of_parquet_stay_within_the_promised_memory(tmp_path: Path, small_tokenizer_file: Path) -> None:
+    """A file of 100 KB, of 320 MB of text in one row group."""
+    path = tmp_path / "a.parquet"
+    texts = [f"{number} " + " ".join(fuzzing.WORDS[:10]) * 80_000 for number in range(80)]
+    parquet.write_table(pyarrow.table({"text": texts}), path, compression="zstd")
+    arguments = [str(path), "--output", str(tmp_path / "out"), "--tokenizer", str(small_tokenizer_file)]
+    ended = commands.run([*arguments, "--workers", "1", "--backend", "gigatoken"])
+    assert ended.code == 0
+    assert ended.peak_together < PROMISED_BYTES + PROMISED_BYTES_A_WORKER
+
+
+def write_long_document(path: Path) -> FuzzedLine:
+    """One document of 100 MB among short ones, without an end of its line."""
+    words = " ".join(fuzzing.WORDS[:10])
+    text = words * (LONG_DOCUMENT_BYTES // len(words))
+    path.write_bytes(as_line(text))
+    return FuzzedLine(data=b"", text=text, id="1", source="test")
+
+
+def write_bombs(folder: Path) -> list[FuzzedFile]:
+    """Files of a few MB that expand to several GB each."""
+    spaces = b" " * (1 << 20)
+    files = []
+    for kind, write in (("gz", fuzzing.write_gzip_bomb), ("zst", fuzzing.write_zstd_bomb)):
+        endless = FuzzedLine(data=b"", reason=documents.TOO_LONG_A_LINE)
+        empty = FuzzedLine(data=b"", reason=documents.EMPTY_LINE)
+        for name, line, fate in (("endless", spaces, endless), ("lines", spaces[:-1] + b"\n", empty)):
+            path = folder / f"bomb-{name}.jsonl.{kind}"
+            files.append(FuzzedFile(path, [fate] * write(path, line, BOMB_MEGABYTES)))
+    dense = folder / "bomb-dense.jsonl.gz"
+    files.append(FuzzedFile(dense, [empty] * fuzzing.write_gzip_bomb(dense, b"\n", 4)))
+    return files
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("workers", [2])
+def test_a_large_fuzzed_corpus_with_bombs_within_the_promised_memory(
+    tmp_path: Path, small_tokenizer_file: Path, workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = fuzzing.write_fuzzed(tmp_path, FULL_LINES, seed=11, files_of_each=4) + write_bombs(tmp_path)
+    long = tmp_path / "long.jsonl"
+    files.append(FuzzedFile(long, [write_long_document(long)]))
+    files.sort(key=lambda file: file.path)
+    prefix = str(tmp_path / "out" / "tokens")
+    arguments = [*(str(file.path) for file in files), "--output", prefix, "--workers", str(workers)]
+    ended = commands.run([*arguments, "--tokenizer", str(small_tokenizer_file)])
+    with capsys.disabled():
+        peaks = sorted((peak >> 20 for peak in ended.peaks.values()), reverse=True)
+        print(f"\n{ended.seconds:.0f} s; peak MiB of each process {peaks}, together {ended.peak_together >> 20}")
+        print(ended.output, ended.errors)
+    assert ended.code == 0
+    assert_all_accounted_for(files, prefix, small_tokenizer_file)
+    assert ended.peak_together < PROMISED_BYTES + workers * PROMISED_BYTES_A_WORKER

@@ -1,0 +1,280 @@
+"""However often a preparation is cut short, the same command again ends with the very bytes of an undisturbed one."""
+
+import hashlib
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.data import commands, fuzzing
+from tests.data.making import as_line
+
+ROOT = Path(__file__).parents[2]
+LINES = 400
+FULL_LINES = 20_000
+FULL_KILLS = 50
+# The size of parts is far below an input's, so that parts end within shards, and some shards give several.
+VARIANTS: dict[str, list[str]] = {
+    "one": [],
+    "parts": ["--part-size", "40K"],
+    "npy": ["--format", "npy", "--part-size", "50K"],
+}
+FULL_PART = "300K"
+NOTICED_SECONDS = 10.0
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    fuzzing.write_fuzzed(folder, LINES, seed=5)
+    return folder
+
+
+@pytest.fixture
+def options(corpus: Path, small_tokenizer_file: Path) -> list[str]:
+    """The command but for its output: all files of the corpus, `.json` files too."""
+    return [*sorted(map(str, corpus.iterdir())), "--tokenizer", str(small_tokenizer_file)]
+
+
+def complete(options: list[str], folder: Path, workers: int = 1) -> dict[str, str]:
+    """Run to the end; returns the hashes of the output."""
+    ended = commands.run([*options, "--output", str(folder / "tokens"), "--workers", str(workers)])
+    assert ended.code == 0, ended.errors
+    return hashes(folder)
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, options: list[str]) -> None:
+    results = [complete([*options, *VARIANTS["parts"]], tmp_path / str(n), workers=n) for n in (1, 2, 3, 8)]
+    assert "tokens.blend" in results[0]
+    assert all(result == results[0] for result in results)
+
+
+def killed_after(command: list[str], seconds: float) -> bool:
+    """Start, and kill the whole run after a time; False where it had ended by itself."""
+    process = commands.start(command)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        commands.kill_all(process)
+        return True
+    process.communicate()
+    assert process.returncode == 0
+    return False
+
+
+def test_a_run_killed_again_and_again_ends_with_the_same_bytes(tmp_path: Path, options: list[str]) -> None:
+    options += VARIANTS["parts"]
+    began = time.monotonic()
+    expected = complete(options, tmp_path / "whole", workers=2)
+    whole_seconds = time.monotonic() - began
+    command = [*options, "--output", str(tmp_path / "killed" / "tokens"), "--workers", "2"]
+    for share in (0.4, 0.6, 0.75, 0.9):
+        killed_after(command, share * whole_seconds)
+    assert complete(options, tmp_path / "killed", workers=3) == expected
+
+
+def assert_killed_at_steps(options: list[str], folder: Path, stride: int) -> int:
+    """Kill runs before steps of their ending, go on with each, and compare; returns how many were killed."""
+    expected = complete(options, folder / "whole")
+    trials = folder / "trials"
+    trials.mkdir()
+    command = [sys.executable, "-m", "tests.data.step_killing", str(trials), str(stride), *options, "--workers", "2"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    killed = int(ran.stdout.split()[-1])
+    results = [hashes(trial) for trial in trials.iterdir() if trial.name != "done"]
+    assert len(results) == killed + 1
+    assert all(result == expected for result in results)
+    return killed
+
+
+@pytest.mark.parametrize("variant", ["one", "parts"])
+def test_a_run_killed_in_its_ending_ends_with_the_same_bytes(tmp_path: Path, options: list[str], variant: str) -> None:
+    assert assert_killed_at_steps([*options, *VARIANTS[variant]], tmp_path, stride=6) > 5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_a_run_killed_before_any_step_of_its_ending_ends_with_the_same_bytes(
+    tmp_path: Path, options: list[str], variant: str
+) -> None:
+    killed = assert_killed_at_steps([*options, *VARIANTS[variant]], tmp_path, stride=1)
+    assert killed > 2 * len(options)  # at the least, the files of each input's shard are removed
+
+
+def test_another_run_of_a_prefix_is_refused_while_one_is_under_way(
+    tmp_path: Path, small_tokenizer_file: Path, waiting_input: "WaitingInput"
+) -> None:
+    command = waiting_input.command
+    first = commands.start(command)
+    waiting_input.wait_for_worker(first.pid)
+    second = commands.run(command)
+    assert (second.code, second.errors.count("\n")) == (2, 1)
+    assert "is being written by another process" in second.errors
+    waiting_input.feed()
+    assert first.communicate() and first.returncode == 0
+    assert waiting_input.documents() == 2
+
+
+class WaitingInput:
+    """A preparation of two inputs, the second a pipe that nothing comes through until `feed`."""
+
+    def __init__(self, folder: Path, tokenizer: Path) -> None:
+        self.folder = folder / "out"
+        self._pipe = folder / "b.jsonl"
+        os.mkfifo(self._pipe)
+        first = folder / "a.jsonl"
+        first.write_bytes(as_line("one"))
+        self.command = [str(first), str(self._pipe), "--output", str(self.folder / "tokens")]
+        self.command += ["--tokenizer", str(tokenizer), "--workers", "1"]
+
+    def wait_for_worker(self, session: int, *dead: int) -> int:
+        """The process of the worker that has done the first input, or has taken the place of a dead one."""
+        deadline = time.monotonic() + NOTICED_SECONDS
+        while time.monotonic() < deadline:
+            workers = [process for process in commands.session_members(session) if _is_worker(process)]
+            if (self.folder / "tokens.parts" / "000000.json").exists() and set(workers) - set(dead):
+                return next(iter(set(workers) - set(dead)))
+            time.sleep(0.02)
+        raise AssertionError("no worker")
+
+    def feed(self) -> None:
+        """Let a document through."""
+        with self._pipe.open("wb") as pipe:
+            pipe.write(as_line("two"))
+
+    def documents(self) -> int:
+        from megatron_fanformer.data.manifest import Manifest, read_any_manifest
+
+        manifest = read_any_manifest(str(self.folder / "tokens"))
+        assert isinstance(manifest, Manifest)
+        return manifest.documents
+
+
+def _is_worker(process: int) -> bool:
+    try:
+        return b"spawn_main" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def waiting_input(tmp_path: Path, small_tokenizer_file: Path) -> WaitingInput:
+    return WaitingInput(tmp_path, small_tokenizer_file)
+
+
+def test_a_worker_that_dies_once_costs_nothing_but_time(waiting_input: WaitingInput) -> None:
+    process = commands.start(waiting_input.command)
+    worker = waiting_input.wait_for_worker(process.pid)
+    os.kill(worker, signal.SIGKILL)
+    waiting_input.wait_for_worker(process.pid, worker)
+    waiting_input.feed()
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (0, "")
+    assert waiting_input.documents() == 2
+
+
+def test_a_file_that_kills_its_workers_is_named_at_once(waiting_input: WaitingInput) -> None:
+    process = commands.start(waiting_input.command)
+    worker = waiting_input.wait_for_worker(process.pid)
+    os.kill(worker, signal.SIGKILL)
+    second = waiting_input.wait_for_worker(process.pid, worker)
+    began = time.monotonic()
+    os.kill(second, signal.SIGKILL)
+    _, errors = process.communicate()
+    assert time.monotonic() - began < NOTICED_SECONDS
+    assert (process.returncode, errors.count("\n")) == (1, 1)
+    assert "b.jsonl" in errors and "signal 9" in errors
+
+
+def test_workers_do_not_outlive_their_parent(waiting_input: WaitingInput) -> None:
+    process = commands.start(waiting_input.command)
+    waiting_input.wait_for_worker(process.pid)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + NOTICED_SECONDS
+    while any(map(_is_worker, commands.session_members(process.pid))):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.communicate()
+
+
+def _limit_file_size(number: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
+
+
+@pytest.mark.parametrize("larger_than", ["a shard", "the output"])
+def test_a_full_disk_is_one_line_and_a_later_run_goes_on(
+    tmp_path: Path, small_tokenizer_file: Path, larger_than: str
+) -> None:
+    """The system refuses to write beyond a size, as it does on a full disk: in a worker, or in the parent."""
+    texts = [" ".join(random.Random(n).choices(fuzzing.WORDS, k=4_000)) for n in range(4)]
+    files = [tmp_path / f"{n}.jsonl" for n in range(4)]
+    for file, text in zip(files, texts, strict=True):
+        file.write_bytes(as_line(text))
+    options = [*map(str, files), "--tokenizer", str(small_tokenizer_file)]
+    expected = complete(options, tmp_path / "whole")
+    whole = (tmp_path / "whole" / "tokens.bin").stat().st_size
+    command = [*options, "--output", str(tmp_path / "out" / "tokens"), "--workers", "2"]
+    limit = _limit_file_size(whole // 16 if larger_than == "a shard" else whole // 2)
+    ended = commands.run(command, preexec_fn=limit)
+    assert (ended.code, ended.errors.count("\n")) == (1, 1), ended.errors
+    assert "File too large" in ended.errors
+    assert not (tmp_path / "out" / "tokens.manifest.json").exists()
+    assert complete(options, tmp_path / "out", workers=2) == expected
+
+
+# -- full
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_fifty_random_kills(tmp_path: Path, small_tokenizer_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each over a fresh output, at a moment drawn over the whole run, some of them twice or thrice."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    fuzzing.write_fuzzed(folder, FULL_LINES, seed=9)
+    files = sorted(map(str, folder.iterdir()))
+    chance = random.Random(13)
+    expected: dict[str, dict[str, str]] = {}
+    seconds: dict[tuple[str, int], float] = {}
+    options = {
+        variant: [
+            *files,
+            "--tokenizer",
+            str(small_tokenizer_file),
+            *(FULL_PART if o.endswith("K") else o for o in more),
+        ]
+        for variant, more in VARIANTS.items()
+    }
+    for variant in VARIANTS:
+        for workers in (1, 2, 3, 8):
+            began = time.monotonic()
+            result = complete(options[variant], tmp_path / f"{variant}-{workers}", workers)
+            seconds[variant, workers] = time.monotonic() - began
+            assert result == expected.setdefault(variant, result)
+    kills, ended_before = 0, 0
+    while kills < FULL_KILLS:
+        variant, workers = chance.choice(list(seconds))
+        out = tmp_path / f"kill-{kills}-{ended_before}"
+        command = [*options[variant], "--output", str(out / "tokens"), "--workers", str(workers)]
+        for _ in range(chance.choice((1, 1, 1, 2, 3))):
+            killed = killed_after(command, chance.uniform(0, seconds[variant, workers]))
+            kills += killed
+            ended_before += not killed
+        assert complete(options[variant], out, chance.choice((1, 2, 3, 8))) == expected[variant], (variant, out)
+    with capsys.disabled():
+        print(f"\n{kills} kills ({ended_before} runs had ended before); undisturbed runs took {seconds} s")
