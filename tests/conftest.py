@@ -1,4 +1,4 @@
-"""What all tests share: megatron-core made ready for the CPU, and the pool of ranks."""
+"""What all tests share: megatron-core made ready for the CPU, the pool of ranks, documents and tokenizers."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron_fanformer.data.tokenizer import train_sentencepiece
+from megatron_fanformer.preparation.document_files import read_documents
 from megatron_fanformer.runtime import device, megatron_cpu
 from megatron_fanformer.runtime.rank_pool import RankPool
 
@@ -30,3 +32,24 @@ def rank_pool() -> Iterator[RankPool]:
 def run_on_ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
     """`run_on_ranks(world_size, function, *arguments)`: the results of all ranks."""
     return rank_pool.run
+
+
+@pytest.fixture(scope="session")
+def sample_files() -> list[Path]:
+    return sorted((SAMPLES / "dolma").glob("*.json.gz"))
+
+
+@pytest.fixture(scope="session")
+def sample_texts(sample_files: list[Path]) -> list[str]:
+    return [text for file in sample_files for text in read_documents(file) if isinstance(text, str)]
+
+
+@pytest.fixture(scope="session")
+def olmo_tokenizer_file() -> Path:
+    return SAMPLES / "tokenizers" / "allenai_gpt-neox-olmo-dolma-v1_5.json"
+
+
+@pytest.fixture(scope="session")
+def small_tokenizer_file(tmp_path_factory: pytest.TempPathFactory, sample_texts: list[str]) -> Path:
+    code = ["def f(x):\n    if x:\n        return [x]\n\n" * 20]
+    return train_sentencepiece(sample_texts + code, tmp_path_factory.mktemp("tokenizer") / "small", vocab_size=600)

@@ -28,16 +28,16 @@ from typing import Any
 
 from isal import igzip
 
-from megatron_fanformer.data.assembly import Assembler
-from megatron_fanformer.data.document_files import DocumentFile, read_documents
-from megatron_fanformer.data.documents import DocumentRules
-from megatron_fanformer.data.encoding import BlockEncoder
-from megatron_fanformer.data.id_encoders import SMALL_INPUT_BYTES, EncoderPlan, IdEncoder, plan_encoder
 from megatron_fanformer.data.manifest import Settings, TokenizerRecord, sha256_of
-from megatron_fanformer.data.shards import ShardFiles, ShardWriter
 from megatron_fanformer.data.token_files import token_dtype
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_fanformer.data.work_folder import work_folder
+from megatron_fanformer.preparation.assembly import Assembler
+from megatron_fanformer.preparation.document_files import DocumentFile, read_documents
+from megatron_fanformer.preparation.documents import DocumentRules
+from megatron_fanformer.preparation.encoding import BlockEncoder
+from megatron_fanformer.preparation.id_encoders import SMALL_INPUT_BYTES, EncoderPlan, IdEncoder, plan_encoder
+from megatron_fanformer.preparation.shards import ShardFiles, ShardWriter
+from megatron_fanformer.preparation.work_folder import work_folder
 
 # What is collected, by the ends of names: documentation and prose before code.
 PROSE = (".md", ".rst", ".txt", ".tex", ".html", ".htm", ".pod", ".adoc", ".org", ".texi")

@@ -1,1 +1,1 @@
-"""From Dolma documents to token files (.bin/.idx), and from those to the micro batches of training."""
+"""Token files, and the samples and micro batches that a training reads from them."""

@@ -21,14 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_fanformer.conversion.convert import convert_checkpoint
-from megatron_fanformer.data.corpus import Corpus, pack_standard_library
-from megatron_fanformer.data.document_files import read_documents
-from megatron_fanformer.data.prepare import PrepareConfig, available_cores, prepare
 from megatron_fanformer.data.tokenizer import load_tokenizer, train_sentencepiece
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.experiments.loss_curve import draw_loss_curve
 from megatron_fanformer.generation.generate import GenerateConfig, generate
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.preparation.corpus import Corpus, pack_standard_library
+from megatron_fanformer.preparation.document_files import read_documents
+from megatron_fanformer.preparation.prepare import PrepareConfig, available_cores, prepare
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import VALIDATION_LOSS, read_metrics
 from megatron_fanformer.training.start import start_run

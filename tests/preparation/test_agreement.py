@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from megatron_fanformer.data.agreement import (
+from megatron_fanformer.preparation.agreement import (
     CODE_POINTS,
     PROBED,
     SURROGATES,

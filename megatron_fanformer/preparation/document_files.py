@@ -16,7 +16,8 @@ from typing import IO, Any, Protocol
 from isal import igzip
 from isal.igzip_lib import IsalError
 
-from megatron_fanformer.data.documents import (
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.preparation.documents import (
     INVALID_UTF8,
     TEXT_NOT_A_STRING,
     TOO_LONG_A_LINE,
@@ -25,8 +26,7 @@ from megatron_fanformer.data.documents import (
     DocumentRules,
     Refusal,
 )
-from megatron_fanformer.data.inputs import PARQUET_SUFFIX
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.preparation.inputs import PARQUET_SUFFIX
 
 if sys.version_info >= (3, 14):
     from compression import zstd

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.data.pipeline import ProgressListener
-from megatron_fanformer.data.prepare import PrepareConfig, PrepareReport, prepare
+from megatron_fanformer.preparation.pipeline import ProgressListener
+from megatron_fanformer.preparation.prepare import PrepareConfig, PrepareReport, prepare
 
 
 def as_line(text: str) -> bytes:

@@ -10,11 +10,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megatron_fanformer.data import document_files, documents
-from megatron_fanformer.data.document_files import DocumentFile, read_documents
-from megatron_fanformer.data.documents import DocumentParser, DocumentRules, Refusal
 from megatron_fanformer.errors import CorruptError, InputError
-from tests.data.making import as_line
+from megatron_fanformer.preparation import document_files, documents
+from megatron_fanformer.preparation.document_files import DocumentFile, read_documents
+from megatron_fanformer.preparation.documents import DocumentParser, DocumentRules, Refusal
+from tests.preparation.making import as_line
 
 if sys.version_info >= (3, 14):
     from compression import zstd

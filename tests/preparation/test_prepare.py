@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from megatron_fanformer.data.document_files import BLOCK_BYTES
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest, sha256_of
-from megatron_fanformer.data.pipeline import PrepareProgress
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.data.tokenizer import load_tokenizer
-from megatron_fanformer.data.work_folder import work_folder
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
-from tests.data.making import as_line, prepare_files
+from megatron_fanformer.preparation.document_files import BLOCK_BYTES
+from megatron_fanformer.preparation.pipeline import PrepareProgress
+from megatron_fanformer.preparation.work_folder import work_folder
+from tests.preparation.making import as_line, prepare_files
 
 WriteLines = Callable[[str, Iterable[bytes]], Path]
 
@@ -388,7 +388,7 @@ def test_workers_import_neither_torch_nor_megatron() -> None:
     import sys
 
     code = (
-        "import sys, megatron_fanformer.data.lanes, megatron_fanformer.data.prepare;"
+        "import sys, megatron_fanformer.preparation.lanes, megatron_fanformer.preparation.prepare;"
         "print({'torch', 'megatron', 'transformers'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

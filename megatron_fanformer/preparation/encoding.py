@@ -13,9 +13,9 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from megatron_fanformer.data.document_files import Block
-from megatron_fanformer.data.documents import Document, DocumentParser, DocumentRules
-from megatron_fanformer.data.id_encoders import EncoderPlan
+from megatron_fanformer.preparation.document_files import Block
+from megatron_fanformer.preparation.documents import Document, DocumentParser, DocumentRules
+from megatron_fanformer.preparation.id_encoders import EncoderPlan
 
 # Of every so many blocks the first document is put to the exact tokenizer as well, or as much of it.
 CHECKED_BLOCKS = 8

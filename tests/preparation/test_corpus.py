@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.data.corpus import Corpus, pack_standard_library
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.preparation.corpus import Corpus, pack_standard_library
 
 MODULES = 60
 

@@ -31,7 +31,6 @@ LOOK_AGAIN_BYTES = 8 << 20
 # Python reads no longer integers (sys.int_info.default_max_str_digits).
 MAX_DIGITS = 4300
 
-
 # What an id or a source is to a first look, which is not to build what may be large: others get the second.
 Scalar = str | int | float | bool | None
 

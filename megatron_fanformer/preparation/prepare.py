@@ -7,9 +7,6 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_fanformer.data.documents import DocumentParser, DocumentRules
-from megatron_fanformer.data.id_encoders import BACKENDS, SMALL_INPUT, Backend, EncoderPlan, plan_encoder
-from megatron_fanformer.data.inputs import DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
 from megatron_fanformer.data.manifest import (
     Encoding,
     Format,
@@ -20,12 +17,20 @@ from megatron_fanformer.data.manifest import (
     read_any_manifest,
     sha256_of,
 )
-from megatron_fanformer.data.pipeline import Job, ProgressListener, run
-from megatron_fanformer.data.shards import is_unchanged
 from megatron_fanformer.data.token_files import token_dtype
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_fanformer.data.work_folder import folder_path, settings_difference, tokenizer_difference, work_folder
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.preparation.documents import DocumentParser, DocumentRules
+from megatron_fanformer.preparation.id_encoders import BACKENDS, SMALL_INPUT, Backend, EncoderPlan, plan_encoder
+from megatron_fanformer.preparation.inputs import DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
+from megatron_fanformer.preparation.pipeline import Job, ProgressListener, run
+from megatron_fanformer.preparation.shards import is_unchanged
+from megatron_fanformer.preparation.work_folder import (
+    folder_path,
+    settings_difference,
+    tokenizer_difference,
+    work_folder,
+)
 
 FORMATS: tuple[Format, ...] = ("megatron", "npy")
 NPY_DTYPES = ("uint16", "uint32")

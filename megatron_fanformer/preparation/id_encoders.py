@@ -9,10 +9,10 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from megatron_fanformer.data.agreement import doubtful_pieces, first_difference, trusted_characters
 from megatron_fanformer.data.manifest import Encoding
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.preparation.agreement import doubtful_pieces, first_difference, trusted_characters
 
 Backend = Literal["auto", "gigatoken", "tokenizers", "sentencepiece"]
 BACKENDS: tuple[Backend, ...] = ("auto", "gigatoken", "tokenizers", "sentencepiece")

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from megatron_fanformer.data.pipeline import PrepareProgress, ProgressListener
+from megatron_fanformer.preparation.pipeline import PrepareProgress, ProgressListener
 
 
 @contextmanager

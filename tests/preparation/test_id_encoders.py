@@ -5,17 +5,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fanformer.data import id_encoders
-from megatron_fanformer.data.id_encoders import (
+from megatron_fanformer.data.tokenizer import SPACE_MARK, Tokenizer, load_tokenizer
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.preparation import id_encoders
+from megatron_fanformer.preparation.id_encoders import (
     SMALL_INPUT,
     EncoderPlan,
     Gigatoken,
     RoutedEncoder,
     plan_encoder,
 )
-from megatron_fanformer.data.tokenizer import SPACE_MARK, Tokenizer, load_tokenizer
-from megatron_fanformer.errors import InputError
-from tests.data.making import as_line, prepare_files
+from tests.preparation.making import as_line, prepare_files
 
 MUCH = 1 << 30  # bytes of input that are worth gigatoken
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from megatron_fanformer.data.manifest import Encoding, Settings, TokenizerRecord
-from megatron_fanformer.data.shards import ShardFiles
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.preparation.shards import ShardFiles
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,7 +71,7 @@ def test_stages_and_commands_are_measured(
 def test_ids_are_held_against_the_exact_library(
     tool: ModuleType, tmp_path: Path, texts: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_fanformer.data.id_encoders import ExactEncoder
+    from megatron_fanformer.preparation.id_encoders import ExactEncoder
 
     shard = tool.collect([texts], 1.0, tmp_path / "work")[0]
     assert tool.verify_file((str(small_tokenizer_file), shard))[::2] == (3, None)
@@ -89,6 +89,6 @@ def test_ids_are_held_against_the_exact_library(
 
 def exact_plan(tokenizer: object, *_: object) -> object:
     """A plan by the exact library alone."""
-    from megatron_fanformer.data.id_encoders import plan_encoder
+    from megatron_fanformer.preparation.id_encoders import plan_encoder
 
     return plan_encoder(tokenizer, "sentencepiece", 0)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.data import commands, fuzzing
-from tests.data.making import as_line
+from tests.preparation.making import as_line
 
 ROOT = Path(__file__).parents[2]
 LINES = 400
@@ -91,7 +91,16 @@ def assert_killed_at_steps(options: list[str], folder: Path, stride: int) -> int
     expected = complete(options, folder / "whole")
     trials = folder / "trials"
     trials.mkdir()
-    command = [sys.executable, "-m", "tests.data.step_killing", str(trials), str(stride), *options, "--workers", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.preparation.step_killing",
+        str(trials),
+        str(stride),
+        *options,
+        "--workers",
+        "2",
+    ]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     killed = int(ran.stdout.split()[-1])

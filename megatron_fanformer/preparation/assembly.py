@@ -21,10 +21,10 @@ from megatron_fanformer.data.manifest import (
     read_any_manifest,
     sha256_of,
 )
-from megatron_fanformer.data.shards import ShardRecord
-from megatron_fanformer.data.token_writer import TokenWriter
-from megatron_fanformer.data.work_folder import WorkFolder
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.preparation.shards import ShardRecord
+from megatron_fanformer.preparation.token_writer import TokenWriter
+from megatron_fanformer.preparation.work_folder import WorkFolder
 
 
 def part_prefix(prefix: str, part: int) -> str:

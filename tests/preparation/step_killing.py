@@ -1,10 +1,10 @@
 """Kills a preparation before each step that it takes in the file system, one after the other; run as a program.
 
-`python -m tests.data.step_killing FOLDER STRIDE OPTIONS…` prepares to FOLDER/done/tokens, up to where all shards are
-whole and nothing is assembled yet. A copy of that goes on in a process that kills itself before its first step (a
-rename, a removal, an fsync), and again in one that is left alone; another copy until a later step, STRIDE steps on;
-and so on, until one meets no further step. It prints how many were killed. All processes are forked off this one,
-which has imported everything: so a step costs a tenth of a second.
+`python -m tests.preparation.step_killing FOLDER STRIDE OPTIONS…` prepares to FOLDER/done/tokens, up to where all
+shards are whole and nothing is assembled yet. A copy of that goes on in a process that kills itself before its first
+step (a rename, a removal, an fsync), and again in one that is left alone; another copy until a later step, STRIDE
+steps on; and so on, until one meets no further step. It prints how many were killed. All processes are forked off
+this one, which has imported everything: so a step costs a tenth of a second.
 """
 
 import os
@@ -21,10 +21,10 @@ from typing import Any
 import pyarrow.parquet  # noqa: F401
 import sentencepiece  # noqa: F401
 
-import megatron_fanformer.data.prepare
-import megatron_fanformer.data.progress  # noqa: F401
+import megatron_fanformer.preparation.prepare
+import megatron_fanformer.preparation.progress  # noqa: F401
 from megatron_fanformer.cli import main
-from megatron_fanformer.data.assembly import Assembler
+from megatron_fanformer.preparation.assembly import Assembler
 
 STEPS = ("replace", "rename", "unlink", "remove", "rmdir", "fsync")
 

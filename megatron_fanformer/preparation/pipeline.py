@@ -8,11 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from megatron_fanformer import __version__
-from megatron_fanformer.data.assembly import Assembler, part_prefix, remove_parts
-from megatron_fanformer.data.documents import DocumentRules
-from megatron_fanformer.data.encoding import TokenizersDisagree
-from megatron_fanformer.data.id_encoders import EncoderPlan
-from megatron_fanformer.data.lanes import Crew, Done, Failed, LaneSetup, Progress, Refused, Task
 from megatron_fanformer.data.manifest import (
     Manifest,
     Settings,
@@ -21,10 +16,15 @@ from megatron_fanformer.data.manifest import (
     encode_manifest,
     manifest_path,
 )
-from megatron_fanformer.data.shards import REFUSED_EXAMPLES, ShardRecord, is_unchanged
-from megatron_fanformer.data.token_writer import LEDGER_SUFFIX, TOKEN_SUFFIXES, writing_to
-from megatron_fanformer.data.work_folder import Plan, WorkFolder, work_folder
 from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.preparation.assembly import Assembler, part_prefix, remove_parts
+from megatron_fanformer.preparation.documents import DocumentRules
+from megatron_fanformer.preparation.encoding import TokenizersDisagree
+from megatron_fanformer.preparation.id_encoders import EncoderPlan
+from megatron_fanformer.preparation.lanes import Crew, Done, Failed, LaneSetup, Progress, Refused, Task
+from megatron_fanformer.preparation.shards import REFUSED_EXAMPLES, ShardRecord, is_unchanged
+from megatron_fanformer.preparation.token_writer import LEDGER_SUFFIX, TOKEN_SUFFIXES, writing_to
+from megatron_fanformer.preparation.work_folder import Plan, WorkFolder, work_folder
 
 TOOLS = ("gigatoken", "tokenizers", "sentencepiece", "numpy", "pyarrow")
 FAILURES_NAMED = 5

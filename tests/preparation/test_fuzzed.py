@@ -11,12 +11,12 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megatron_fanformer.data import document_files, documents
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.preparation import document_files, documents
 from tests.data import commands, fuzzing
-from tests.data.fuzzing import FuzzedFile, FuzzedLine
-from tests.data.making import as_line, prepare_files
+from tests.preparation.fuzzing import FuzzedFile, FuzzedLine
+from tests.preparation.making import as_line, prepare_files
 
 Row = tuple[str, int, str | None, str | None, str]
 

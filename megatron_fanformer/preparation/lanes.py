@@ -19,14 +19,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.data.document_files import DocumentFile
-from megatron_fanformer.data.documents import DocumentRules
-from megatron_fanformer.data.encoding import BlockEncoder, EncodingThreads, TokenizersDisagree
-from megatron_fanformer.data.id_encoders import EncoderPlan
 from megatron_fanformer.data.manifest import sha256_of
-from megatron_fanformer.data.npy_documents import NpyDocuments
-from megatron_fanformer.data.shards import ShardFiles, ShardRecord, ShardWriter
 from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.preparation.document_files import DocumentFile
+from megatron_fanformer.preparation.documents import DocumentRules
+from megatron_fanformer.preparation.encoding import BlockEncoder, EncodingThreads, TokenizersDisagree
+from megatron_fanformer.preparation.id_encoders import EncoderPlan
+from megatron_fanformer.preparation.npy_documents import NpyDocuments
+from megatron_fanformer.preparation.shards import ShardFiles, ShardRecord, ShardWriter
 
 PROGRESS_SECONDS = 0.2
 # One file under way and one waiting, so that no worker waits for the parent to look up from its writing.

@@ -1,8 +1,8 @@
 import pytest
 
-from megatron_fanformer.data import documents
-from megatron_fanformer.data.documents import Document, DocumentParser, DocumentRules, Refusal
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.preparation import documents
+from megatron_fanformer.preparation.documents import Document, DocumentParser, DocumentRules, Refusal
 
 PARSER = DocumentParser(DocumentRules())
 

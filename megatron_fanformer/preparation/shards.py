@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 from isal import isal_zlib
 
-from megatron_fanformer.data.encoding import EncodedBlock
 from megatron_fanformer.data.manifest import InputRecord, RefusedLine, sha256_of
+from megatron_fanformer.preparation.encoding import EncodedBlock
 
 REFUSED_EXAMPLES = 10
 READ_BYTES = 1 << 22

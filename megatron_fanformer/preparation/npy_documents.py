@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_fanformer.data.encoding import EncodedBlock
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.preparation.encoding import EncodedBlock
 
 BLOCK_TOKENS = 1 << 22
 NUMPY_MAGIC = b"\x93NUMPY"

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.data import documents
+from megatron_fanformer.preparation import documents
 
 if sys.version_info >= (3, 14):
     from compression import zstd

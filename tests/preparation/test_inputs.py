@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.data.inputs import NPY_SUFFIXES, expand_inputs
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.preparation.inputs import NPY_SUFFIXES, expand_inputs
 
 
 def names(found: list[Path], folder: Path) -> list[str]:

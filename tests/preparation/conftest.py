@@ -1,0 +1,30 @@
+"""What the tests of the preparation share: document files, and token files made of them."""
+
+import gzip
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.preparation.making import prepare_files
+
+
+@pytest.fixture
+def write_lines(tmp_path: Path) -> Callable[[str, Iterable[bytes]], Path]:
+    """Write lines, each ended by a line feed, to a document file of the test's folder."""
+
+    def write(name: str, lines: Iterable[bytes]) -> Path:
+        path = tmp_path / name
+        data = b"".join(line + b"\n" for line in lines)
+        path.write_bytes(gzip.compress(data, mtime=0) if name.endswith(".gz") else data)
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def token_prefix(tmp_path_factory: pytest.TempPathFactory, sample_files: list[Path], small_tokenizer_file: Path) -> str:
+    """Token files of the thirty sample documents, with the small tokenizer."""
+    prefix = str(tmp_path_factory.mktemp("tokens") / "samples")
+    prepare_files(prefix, sample_files, small_tokenizer_file)
+    return prefix
