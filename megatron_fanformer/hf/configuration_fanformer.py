@@ -9,14 +9,32 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 FAN_ACTIVATIONS = ("none", "gelu")
-FAN_PLACEMENTS = ("qkv", "none")
+FAN_PLACEMENTS = ("qkv", "qk_and_v", "none")
+# Of attention and SwiGLU alone: FAN's rows are [p | g], of which a plain split would give one rank p and another g, so
+# every rank keeps the whole map.
+TP_PLAN = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+# Values straight out of FAN are whole on every rank, and so the attention's heads are: its matrices are split alone.
+OWN_VALUES_TP_PLAN = {
+    **{name: style for name, style in TP_PLAN.items() if not name.endswith("v_proj")},
+    "layers.*.self_attn.q_proj": "colwise_gather_output",
+    "layers.*.self_attn.k_proj": "colwise_gather_output",
+    "layers.*.self_attn.o_proj": "rowwise_split_input",
+}
 
 
 class FANformerConfig(PreTrainedConfig):
     """Shape of a decoder-only language model whose attention input passes through a FAN projection.
 
     Pre-norm RMSNorm, rotary positions, SwiGLU, no biases except FAN's. The FAN projection maps the normed
-    hidden state x, `hidden_size` wide, to [cos p, sin p, g] with [p | g] = W x + b.
+    hidden state x, `hidden_size` wide, to [cos p, sin p, g] with [p | g] = W x + b, of the same width.
 
     Raises:
         ValueError: a value that no FANformer can have; the message names the rule.
@@ -24,6 +42,12 @@ class FANformerConfig(PreTrainedConfig):
 
     model_type: ClassVar[str] = "fanformer"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    base_model_tp_plan = TP_PLAN
+    base_model_pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
 
     vocab_size: int = 50_280
     """Token ids; rows of the embedding, without padding."""
@@ -50,7 +74,10 @@ class FANformerConfig(PreTrainedConfig):
     fan_bias: bool = True
     """Whether the FAN projection has a bias b, on all rows."""
     fan_placement: str = "qkv"
-    """`qkv`: queries, keys and values are projected from FAN's output; `none`: an ordinary Transformer."""
+    """`qkv`: queries, keys and values are projected from FAN's output; `qk_and_v`: queries and keys are, and the values
+    are the output of a FAN projection of their own; `none`: an ordinary Transformer."""
+    v_p_ratio: float | None = None
+    """p_ratio of the values' own FAN projection (placement `qk_and_v`), a share of their width; None for p_ratio."""
     tie_word_embeddings: bool = True
     """Whether the output head is the embedding."""
     use_cache: bool = True
@@ -62,6 +89,8 @@ class FANformerConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        if self.fan_placement == "qk_and_v":
+            self.base_model_tp_plan = OWN_VALUES_TP_PLAN
         super().__post_init__(**kwargs)
         problems = self._problems()
         if problems:
@@ -73,9 +102,9 @@ class FANformerConfig(PreTrainedConfig):
         return self.hidden_size // self.num_attention_heads
 
     @property
-    def periodic_size(self) -> int:
-        """P, the rows of the FAN projection whose cos and sin are taken."""
-        return int(self.p_ratio * self.hidden_size)
+    def value_p_ratio(self) -> float:
+        """`v_p_ratio` resolved."""
+        return self.p_ratio if self.v_p_ratio is None else self.v_p_ratio
 
     def _problems(self) -> list[str]:
         found = []
@@ -89,10 +118,18 @@ class FANformerConfig(PreTrainedConfig):
                 f"num_key_value_heads {self.num_key_value_heads} must divide num_attention_heads "
                 f"{self.num_attention_heads}"
             )
-        if not 0.0 <= self.p_ratio <= 0.5:
-            found.append(f"p_ratio {self.p_ratio} must lie in [0, 0.5], since both cos and sin of p are used")
+        for name in ("p_ratio", "v_p_ratio"):
+            ratio = getattr(self, name)
+            if ratio is not None and not 0.0 <= ratio <= 0.5:
+                found.append(f"{name} {ratio} must lie in [0, 0.5], since both cos and sin of p are used")
         if self.fan_activation not in FAN_ACTIVATIONS:
             found.append(f"fan_activation {self.fan_activation!r} must be one of {FAN_ACTIVATIONS}")
         if self.fan_placement not in FAN_PLACEMENTS:
             found.append(f"fan_placement {self.fan_placement!r} must be one of {FAN_PLACEMENTS}")
+        if self.v_p_ratio is not None and self.fan_placement != "qk_and_v":
+            found.append(f"v_p_ratio {self.v_p_ratio} is of fan_placement 'qk_and_v' alone, not {self.fan_placement!r}")
+        if getattr(self, "rope_parameters", None):
+            found.append(
+                f"rope_parameters {self.rope_parameters} are not known: positions are not scaled; set rope_theta"
+            )
         return found

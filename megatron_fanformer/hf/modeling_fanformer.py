@@ -8,17 +8,18 @@ heads, d head size, v vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.processing_utils import Unpack
+from transformers.utils.generic import TransformersKwargs, can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_fanformer import FANformerConfig
@@ -40,17 +41,18 @@ class FANformerRMSNorm(nn.Module):
 
 
 class FANProjection(nn.Module):
-    """x -> [cos p, sin p, g] with [p | g] = W x + b; as wide as x."""
+    """x -> [cos p, sin p, g] with [p | g] = W x + b; `width` wide, of which p is the share `p_ratio`."""
 
-    def __init__(self, config: FANformerConfig) -> None:
+    def __init__(self, config: FANformerConfig, width: int, p_ratio: float) -> None:
         super().__init__()
-        self.sizes = [config.periodic_size, config.hidden_size - 2 * config.periodic_size]
+        periodic_size = int(p_ratio * width)
+        self.sizes = [periodic_size, width - 2 * periodic_size]
         self.gelu = config.fan_activation == "gelu"
         self.weight = nn.Parameter(torch.empty(sum(self.sizes), config.hidden_size))
         self.bias = nn.Parameter(torch.empty(sum(self.sizes))) if config.fan_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, h]; cos and sin are taken in float32, whatever the dtype of `x`."""
+        """[b, s, h] -> [b, s, width]; cos and sin are taken in float32, whatever the dtype of `x`."""
         p, g = F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
         phase = p.float()
         activated = F.gelu(g) if self.gelu else g
@@ -92,7 +94,7 @@ def eager_attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    **_: Any,
+    **_: Unpack[TransformersKwargs],
 ) -> tuple[Tensor, Tensor]:
     """Attention that keeps its weights: [b, n, s, d], [b, k, t, d] twice -> [b, s, n, d] and [b, n, s, t]."""
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
@@ -105,7 +107,10 @@ def eager_attention_forward(
 
 
 class FANformerAttention(nn.Module):
-    """Self-attention whose queries, keys and values are projected from the FAN projection's output."""
+    """Self-attention whose queries, keys and values are projected from the FAN projection's output.
+
+    At placement `qk_and_v` the values are the output of a FAN projection of their own instead.
+    """
 
     def __init__(self, config: FANformerConfig, layer_idx: int) -> None:
         super().__init__()
@@ -116,10 +121,15 @@ class FANformerAttention(nn.Module):
         self.num_key_value_groups = heads // groups
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
-        self.fan = FANProjection(config) if config.fan_placement == "qkv" else None
+        value_size = groups * self.head_dim
+        if config.fan_placement != "none":
+            self.fan = FANProjection(config, config.hidden_size, config.p_ratio)
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, value_size, bias=False)
+        if config.fan_placement == "qk_and_v":
+            self.v_fan = FANProjection(config, value_size, config.value_p_ratio)
+        else:
+            self.v_proj = nn.Linear(config.hidden_size, value_size, bias=False)
         self.o_proj = ResidualLinear(heads * self.head_dim, config.hidden_size, layer_idx)
 
     def forward(
@@ -128,14 +138,15 @@ class FANformerAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[Tensor, Tensor | None]:
         """[b, s, h] -> [b, s, h] and, where the implementation keeps them, the weights [b, n, s, t]."""
         shape = hidden_states.shape[:-1]
-        x = hidden_states if self.fan is None else self.fan(hidden_states)
+        placement = self.config.fan_placement
+        x = hidden_states if placement == "none" else self.fan(hidden_states)
+        values = self.v_fan(hidden_states) if placement == "qk_and_v" else self.v_proj(x)
         query, key, value = (
-            projection(x).view(*shape, -1, self.head_dim).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            heads.view(*shape, -1, self.head_dim).transpose(1, 2) for heads in (self.q_proj(x), self.k_proj(x), values)
         )
         query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         if past_key_values is not None:
@@ -179,7 +190,7 @@ class FANformerDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = FANformerRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = FANformerMLP(config, layer_idx)
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, **kwargs: Unpack[TransformersKwargs]) -> Tensor:
         """[b, s, h] -> [b, s, h]; the other arguments are the attention's."""
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attended
@@ -199,6 +210,7 @@ class FANformerPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": FANformerDecoderLayer, "attentions": FANformerAttention}
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -207,17 +219,17 @@ class FANformerPreTrainedModel(PreTrainedModel):
         Maps into the residual stream have 1/sqrt(2 * fan in * (layer + 1)), layers counted from 0.
         """
         if isinstance(module, FANformerRMSNorm):
-            nn.init.ones_(module.weight)
+            init.ones_(module.weight)
         if not isinstance(module, nn.Linear | nn.Embedding | FANProjection):
             return
         variance = 1.0 / module.weight.shape[1]
         if isinstance(module, ResidualLinear):
             variance /= 2 * (module.layer_idx + 1)
         std = variance**0.5
-        nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
+        init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
         bias = getattr(module, "bias", None)
         if bias is not None:
-            nn.init.zeros_(bias)
+            init.zeros_(bias)
 
 
 class FANformerModel(FANformerPreTrainedModel):
@@ -242,7 +254,7 @@ class FANformerModel(FANformerPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """Ids [b, s], or their embeddings [b, s, h] -> hidden states [b, s, h] behind the last norm.
 
@@ -265,7 +277,7 @@ class FANformerModel(FANformerPreTrainedModel):
             position_ids=position_ids,
         )
         position_embeddings = self.rotary_emb(position_ids)
-        for layer in self.layers:
+        for layer in self.layers[: self.config.num_hidden_layers]:  # fewer while drafting by early exit
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
@@ -282,6 +294,9 @@ class FANformerForCausalLM(FANformerPreTrainedModel, GenerationMixin):
     """The decoder with a language-model head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: FANformerConfig) -> None:
         super().__init__(config)
@@ -300,7 +315,7 @@ class FANformerForCausalLM(FANformerPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Ids [b, s] -> logits [b, s, v], and the mean next-token loss where `labels` [b, s] are given.
 

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 _installed = False
 
@@ -61,6 +62,9 @@ def _hide_cuda_extensions() -> None:
 
 
 def _map_factories() -> None:
+    # torch keeps a list of its factories, made when `with torch.device(…)` is first used, and knows them by identity:
+    # it is to hold the originals, which the others end in.
+    _device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

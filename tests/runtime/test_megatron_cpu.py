@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
@@ -45,3 +46,11 @@ def test_types_read_as_megatron_core_wants_them(dtype: str) -> None:
     assert tensor.device.type == "cpu"
     assert tensor.type().startswith("torch.cuda.")
     assert tensor.type(torch.float64).dtype == torch.float64
+
+
+@pytest.mark.parametrize("factory", ["empty", "zeros", "ones", "full", "arange", "tensor"])
+def test_the_device_of_a_with_block_is_the_factories_device_still(factory: str) -> None:
+    arguments = {"full": ((2,), 1.0), "tensor": ([1, 2],)}.get(factory, (2,))
+    with torch.device("meta"):
+        assert getattr(torch, factory)(*arguments).device.type == "meta"
+    assert getattr(torch, factory)(*arguments).device.type == "cpu"

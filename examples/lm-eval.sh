@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Scores an exported model with lm-eval on the task in lm-eval/, offline; the task is the pattern for your own.
+#
+#   pip install 'lm-eval[hf]'
+#   examples/lm-eval.sh runs/demo-hf runs/demo-eval
+#
+# What follows the export and the folder for the results goes to lm-eval: --tasks, --device, --batch_size, ...
+#
+# Variables, with their defaults:
+#   PYTHON (python3)   the interpreter that has lm-eval; it need not have megatron_fanformer
+set -euo pipefail
+
+model=$(realpath -- "${1:?names no export}")
+results=$(realpath -m -- "${2:?names no folder for the results}")
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/lm-eval"  # the task names its data from there
+
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
+exec "${PYTHON:-python3}" -m lm_eval --model hf --model_args "pretrained=$model,trust_remote_code=True" \
+    --include_path . --tasks continuations --output_path "$results" --log_samples "${@:3}"

@@ -1,0 +1,141 @@
+"""Generation: with a cache and without, of either kind, padded in batches, by every strategy, and compiled."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import StaticCache
+
+from tests.hf.models import PLACEMENTS, build, some_ids
+
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+FLOAT32_LOGITS = 1e-4  # logits of order 10, summed in another order
+PAD_LENGTHS = (11, 4, 7)
+
+
+@pytest.fixture(params=PLACEMENTS)
+def fields(request):
+    return PLACEMENTS[request.param]
+
+
+@torch.no_grad()
+def greedy_without_cache(model, ids, steps):
+    """Decoded here, by whole forwards alone."""
+    for _ in range(steps):
+        ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return ids
+
+
+def left_padded(prompts, length=11):
+    """The batch of prompts, and its attention mask."""
+    pads = [length - len(prompt) for prompt in prompts]
+    batch = torch.stack([F.pad(prompt, (pad, 0)) for prompt, pad in zip(prompts, pads, strict=True)])
+    mask = torch.stack([F.pad(torch.ones_like(prompt), (pad, 0)) for prompt, pad in zip(prompts, pads, strict=True)])
+    return batch, mask
+
+
+def prompts():
+    return [row[:length] for row, length in zip(some_ids(3), PAD_LENGTHS, strict=True)]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_cached_equals_uncached(fields, attention):
+    model, ids = build(attention, **fields), some_ids()
+    assert torch.equal(model.generate(ids, max_new_tokens=12, **GREEDY), greedy_without_cache(model, ids, 12))
+
+
+def test_logits_from_the_cache_are_those_of_the_whole(fields):
+    model, ids = build(**fields), some_ids()
+    first = model(ids[:, :7], use_cache=True)
+    second = model(ids[:, 7:], past_key_values=first.past_key_values)
+    joined = torch.cat([first.logits, second.logits], dim=1)
+    assert (joined - model(ids).logits).abs().max() < FLOAT32_LOGITS
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_left_padded_batch_generates_what_its_rows_do_alone(fields, attention, cache):
+    model = build(attention, **fields)
+    batch, mask = left_padded(prompts())
+    kind = {"cache_implementation": "static"} if cache == "static" else {}
+    together = model.generate(batch, attention_mask=mask, max_new_tokens=8, **GREEDY, **kind)
+    alone = [greedy_without_cache(model, prompt[None], 8)[0, -8:] for prompt in prompts()]
+    assert torch.equal(together[:, -8:], torch.stack(alone))
+
+
+@torch.no_grad()
+def test_a_left_padded_forward_needs_no_position_ids(fields):
+    """Positions then count the padding too, as in every model of transformers; rotary ones only differ by a shift."""
+    model = build(**fields)
+    batch, mask = left_padded(prompts())
+    logits = model(batch, attention_mask=mask).logits
+    for row, prompt in zip(logits, prompts(), strict=True):
+        assert (row[-len(prompt) :] - model(prompt[None]).logits[0]).abs().max() < FLOAT32_LOGITS
+
+
+def test_a_static_cache_generates_what_a_dynamic_one_does(fields):
+    model, ids = build(**fields), some_ids()
+    static = model.generate(ids, max_new_tokens=12, cache_implementation="static", **GREEDY)
+    assert torch.equal(static, model.generate(ids, max_new_tokens=12, **GREEDY))
+
+
+@torch.no_grad()
+def test_beams_are_the_likeliest_of_their_width():
+    """Two tokens with as many beams as tokens are an exhaustive search."""
+    model, ids = build(vocab_size=7), 1 + some_ids(1) % 6  # 0 would be padding
+    beams = model.generate(ids, max_new_tokens=2, num_beams=7, **GREEDY)
+    first = model(ids).logits[0, -1].log_softmax(-1)
+    pairs = torch.cat([ids.expand(7, -1), torch.arange(7)[:, None]], dim=1)
+    both = first[:, None] + model(pairs).logits[:, -1].log_softmax(-1)
+    assert beams[0, -2] * 7 + beams[0, -1] == both.argmax()
+
+
+def test_beams_reorder_the_cache():
+    model, ids = build(), some_ids()
+    beams = [model.generate(ids, max_new_tokens=8, num_beams=3, use_cache=cached, **GREEDY) for cached in (True, False)]
+    assert torch.equal(*beams)
+
+
+def test_sampling_is_the_same_with_the_cache():
+    model, ids, samples = build(), some_ids(), []
+    for cached in (True, False):
+        torch.manual_seed(5)
+        kind = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "use_cache": cached, "pad_token_id": 0}
+        samples.append(model.generate(ids, max_new_tokens=8, **kind))
+    assert torch.equal(*samples)
+
+
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        {"assistant_model": lambda: build(num_hidden_layers=1)},
+        {"assistant_early_exit": lambda: 1},
+        {"prompt_lookup_num_tokens": lambda: 2},
+    ],
+    ids=["assistant", "early exit", "prompt lookup"],
+)
+def test_assisted_generation_is_greedy_generation(drafts):
+    model, ids = build(), some_ids(1)
+    assisted = model.generate(ids, max_new_tokens=8, **GREEDY, **{name: make() for name, make in drafts.items()})
+    assert torch.equal(assisted, model.generate(ids, max_new_tokens=8, **GREEDY))
+    assert model.config.num_hidden_layers == 3
+
+
+def test_generation_stops_at_the_end_of_text():
+    model, ids = build(), some_ids(1)
+    unbounded = model.generate(ids, max_new_tokens=8, **GREEDY)[0, 11:]
+    stop = unbounded[3].item()
+    stopped = model.generate(ids, max_new_tokens=8, eos_token_id=stop, **GREEDY)
+    assert stopped[0, -1] == stop and len(stopped[0]) <= 11 + 4
+
+
+@pytest.mark.parametrize("placement", ["qkv", pytest.param("qk_and_v", marks=pytest.mark.full)])
+@torch.no_grad()
+def test_the_forward_compiles_without_graph_breaks(placement):
+    """`fullgraph` refuses a break. The backend `eager` runs the traced graph: what counts is that it can be traced."""
+    model, ids = build(num_hidden_layers=1, **PLACEMENTS[placement]), some_ids()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert (compiled(ids, use_cache=False).logits - model(ids).logits).abs().max() < FLOAT32_LOGITS
+    assert (compiled(ids).logits - model(ids).logits).abs().max() < FLOAT32_LOGITS
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    steps = [compiled(part, past_key_values=cache).logits for part in (ids[:, :7], ids[:, 7:8], ids[:, 8:9])]
+    assert (torch.cat(steps, dim=1) - model(ids[:, :9]).logits).abs().max() < FLOAT32_LOGITS

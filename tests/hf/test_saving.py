@@ -1,0 +1,54 @@
+"""What `save_pretrained` writes opens where this package is not installed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.hf.models import OWN_VALUES, build, some_ids
+
+# What a stranger runs: nothing of ours can be imported, and nothing can be fetched.
+STRANGER = """
+import sys
+sys.modules["megatron_fanformer"] = None
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+ids = torch.tensor([[5, 6, 7]])
+print(model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0).tolist())
+model.save_pretrained(sys.argv[2])
+"""
+
+
+@pytest.mark.full  # as tests/conversion does with an export, in every run
+def test_a_stranger_opens_it_and_saves_it_again(tmp_path: Path) -> None:
+    model = build(**OWN_VALUES)
+    model.save_pretrained(tmp_path / "once")
+    environment = {**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", STRANGER, tmp_path / "once", tmp_path / "twice"]
+    out = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    ids = torch.tensor([[5, 6, 7]])
+    assert out.stdout.split("\n")[0] == str(
+        model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0).tolist()
+    )
+    files = {"config.json", "configuration_fanformer.py", "modeling_fanformer.py", "model.safetensors"}
+    assert files <= {path.name for path in (tmp_path / "twice").iterdir()}
+    once, twice = (load_file(tmp_path / folder / "model.safetensors") for folder in ("once", "twice"))
+    assert once.keys() == twice.keys()
+    assert all(torch.equal(once[name], twice[name]) for name in once)
+
+
+def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
+    build(tie_word_embeddings=True).save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+
+
+def test_large_models_are_saved_in_shards(tmp_path: Path) -> None:
+    model = build()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    assert torch.equal(type(model).from_pretrained(tmp_path)(some_ids()).logits, model(some_ids()).logits)
