@@ -304,7 +304,10 @@ def verify(files: Sequence[Path], tokenizer: str, processes: int) -> dict[str, A
     """Hold the ids of all documents against the exact library's."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        results = list(pool.map(verify_file, [(tokenizer, path) for path in files]))
+        results = []
+        for path, result in zip(files, pool.map(verify_file, [(tokenizer, path) for path in files]), strict=True):
+            print(f"{path.name}: {result[0]:,} documents, {result[1]:,} tokens: {result[2] or 'equal'}", flush=True)
+            results.append(result)
     differences = [found for _, _, found in results if found is not None]
     documents, tokens = sum(result[0] for result in results), sum(result[1] for result in results)
     return {"tokenizer": Path(tokenizer).name, "documents": documents, "tokens": tokens, "differences": differences}

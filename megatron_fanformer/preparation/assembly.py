@@ -21,7 +21,7 @@ from megatron_fanformer.data.manifest import (
     read_any_manifest,
     sha256_of,
 )
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.preparation.shards import ShardRecord
 from megatron_fanformer.preparation.token_writer import TokenWriter
 from megatron_fanformer.preparation.work_folder import WorkFolder
@@ -108,7 +108,11 @@ class Assembler:
                 self._writer = self._open_writer()
             number, fills = self._fitting(rows, self._writer)
             piece, rows = rows.slice(0, number), rows.slice(number)
-            self._writer.add(tokens.read(self._bytes_of(piece)), piece, shard)
+            size = self._bytes_of(piece)
+            data = tokens.read(size)
+            if len(data) != size:
+                raise FanformerError(f"{tokens.name} is cut off: another program wrote to it; start again")
+            self._writer.add(data, piece, shard)
             document += number
             if fills:
                 self._publish(self.next_input, document)

@@ -240,7 +240,12 @@ def _decompressed(path: Path, raw: io.RawIOBase) -> Iterator[Any]:
                 yield raw
     except EOFError as error:
         raise CorruptError(f"{path} is truncated: its {kind} stream has no end; fetch it again") from error
-    except (igzip.BadGzipFile, IsalError, zstd.ZstdError) as error:  # type: ignore[misc]  # IsalError's stub
+    except zstd.ZstdError as error:
+        if "memory" in str(error):
+            reason = "its zstd window is above 128 MB: compress it again without --long or --ultra"
+            raise InputError(f"{path} cannot be read: {reason}") from error
+        raise CorruptError(f"{path} is damaged ({error}): no whole {kind} file; fetch it again") from error
+    except (igzip.BadGzipFile, IsalError) as error:  # type: ignore[misc]  # IsalError's stub
         raise CorruptError(f"{path} is damaged ({error}): no whole {kind} file; fetch it again") from error
 
 

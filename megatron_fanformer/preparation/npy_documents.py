@@ -9,6 +9,8 @@ from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.preparation.encoding import EncodedBlock
 
 BLOCK_TOKENS = 1 << 22
+# A file without any end of text is of another tokenizer, and no document to be held in memory.
+MAX_DOCUMENT_TOKENS = 1 << 26
 NUMPY_MAGIC = b"\x93NUMPY"
 
 
@@ -32,6 +34,11 @@ class NpyDocuments:
         for at in range(0, len(tokens), BLOCK_TOKENS):
             self._check_ids(tokens[at : at + BLOCK_TOKENS])
             ends = at + 1 + np.flatnonzero(tokens[at : at + BLOCK_TOKENS] == self._eod_id)
+            if len(ends) == 0 and at - start > MAX_DOCUMENT_TOKENS:
+                raise InputError(
+                    f"{self._path} has no end-of-text id {self._eod_id} in more than {MAX_DOCUMENT_TOKENS} tokens:"
+                    " state the id that ends its documents as eod_id"
+                )
             if len(ends):
                 yield _block(tokens[start : ends[-1]], np.diff(ends, prepend=start), output_dtype)
                 start = int(ends[-1])

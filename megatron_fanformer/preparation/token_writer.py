@@ -6,6 +6,7 @@ Everything is streamed: the index of a billion documents is written from a file 
 import hashlib
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -83,20 +84,26 @@ class TokenWriter:
 
 
 class _HashedFile:
-    """A file, and the SHA-256 of what is written to it."""
+    """A file, and the SHA-256 of what is written to it, which a thread computes: it takes longer than the writing."""
 
     def __init__(self, path: Path) -> None:
         self._file: IO[bytes] = path.open("wb")
         self._digest = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(1)
+        self._hashed: Future[None] | None = None
         self.bytes = 0
 
     def write(self, data: Any) -> int:
-        self._digest.update(data)
-        self.bytes += memoryview(data).nbytes
+        data = bytes(data)  # a copy where it is another's buffer, which may change once this returns
+        if self._hashed is not None:
+            self._hashed.result()  # one piece at a time is held
+        self._hashed = self._thread.submit(self._digest.update, data)
+        self.bytes += len(data)
         return self._file.write(data)
 
     def finish(self) -> str:
         """Bring it to the disk; returns the hexadecimal SHA-256."""
+        self._thread.shutdown()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

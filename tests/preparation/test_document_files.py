@@ -166,3 +166,12 @@ def test_a_parquet_files_bytes_and_hash_are_those_on_disk(tmp_path: Path) -> Non
     file = DocumentFile(path)
     list(file.blocks())
     assert (file.bytes_read, file.sha256) == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def test_a_zstd_window_beyond_the_memory_bound_is_told_apart_from_damage(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl.zst"
+    options = {zstd.CompressionParameter.window_log: 30, zstd.CompressionParameter.content_size_flag: 0}
+    compressor = zstd.ZstdCompressor(options=options)
+    path.write_bytes(compressor.compress(as_line("text") + b"\n") + compressor.flush())
+    with pytest.raises(InputError, match="window is above 128 MB"):
+        list(read_documents(path))

@@ -13,6 +13,7 @@ from megatron_fanformer.data.manifest import Manifest, read_any_manifest, sha256
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
+from megatron_fanformer.preparation import npy_documents
 from megatron_fanformer.preparation.document_files import BLOCK_BYTES
 from megatron_fanformer.preparation.pipeline import PrepareProgress
 from megatron_fanformer.preparation.work_folder import work_folder
@@ -392,3 +393,14 @@ def test_workers_import_neither_torch_nor_megatron() -> None:
         "print({'torch', 'megatron', 'transformers'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_token_files_of_another_end_of_text_are_not_one_document(
+    tmp_path: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(npy_documents, "BLOCK_TOKENS", 10)
+    monkeypatch.setattr(npy_documents, "MAX_DOCUMENT_TOKENS", 100)
+    np.full(200, 7, np.uint16).tofile(tmp_path / "a.npy")
+    file = npy_documents.NpyDocuments(tmp_path / "a.npy", dtype="uint16", eod_id=1, vocab_size=600)
+    with pytest.raises(InputError, match="no end-of-text id 1"):
+        list(file.blocks("uint16"))
