@@ -1,9 +1,11 @@
 """From batches of texts to token ids in one buffer: by gigatoken where it can be trusted, exactly elsewhere."""
 
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -12,7 +14,12 @@ import numpy as np
 from megatron_fanformer.data.manifest import Encoding
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.preparation.agreement import doubtful_pieces, first_difference, trusted_characters
+from megatron_fanformer.preparation.agreement import (
+    doubtful_pieces,
+    first_difference,
+    hard_texts,
+    trusted_characters,
+)
 
 Backend = Literal["auto", "gigatoken", "tokenizers", "sentencepiece"]
 BACKENDS: tuple[Backend, ...] = ("auto", "gigatoken", "tokenizers", "sentencepiece")
@@ -28,6 +35,9 @@ SMALL_INPUT = "the input is small"
 # Each is searched for in every text.
 MAX_DOUBTFUL_PIECES = 8
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# Characters of a text above which it is cut, and where: no library joins a word to the space after the one before it.
+PIECE = 1 << 18
+CUT = re.compile(r"(?<=[A-Za-z0-9])(?= [A-Za-z0-9])")
 # Text is looked over for characters that are not trusted in slices of so many, which stay in the cache.
 SLICE = 1 << 16
 
@@ -40,14 +50,34 @@ class IdEncoder(Protocol):
 
 
 class ExactEncoder:
-    """By the library that defines the tokenizer."""
+    """By the library that defines the tokenizer.
+
+    It takes up to 170 bytes a byte of text, so a long text goes through it in pieces, cut before single spaces between
+    words; unless cuts at all such places change the ids of a hard text, or of this one's beginning.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._may_cut: bool | None = None
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of one text."""
+        if len(text) <= PIECE or not self._cuts_change_nothing(text[:PIECE]):
+            return np.array(self._tokenizer.encode(text), np.uint32)
+        return np.concatenate([np.array(self._tokenizer.encode(piece), np.uint32) for piece in _pieces(text, PIECE)])
+
+    def _cuts_change_nothing(self, beginning: str) -> bool:
+        if self._may_cut is None:
+            self._may_cut = all(map(self._stays_when_cut, hard_texts(self._tokenizer.special_pieces)))
+        return self._may_cut and self._stays_when_cut(beginning)
+
+    def _stays_when_cut(self, text: str) -> bool:
+        pieces = self._tokenizer.encode_batch(list(_pieces(text, 1)))
+        return list(chain.from_iterable(pieces)) == self._tokenizer.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """See IdEncoder."""
-        arrays = [np.array(ids, np.uint32) for ids in self._tokenizer.encode_batch(texts)]
+        arrays = [self.encode(text) for text in texts]
         counts = np.array([len(array) for array in arrays], np.int64)
         return np.concatenate(arrays) if arrays else np.empty(0, np.uint32), counts
 
@@ -97,7 +127,7 @@ class RoutedEncoder:
 
     def __init__(self, fast: Gigatoken, exact: Tokenizer, trust: Trust) -> None:
         self._fast = fast
-        self._exact = exact
+        self._exact = ExactEncoder(exact)
         self._trusted = trust.characters
         self._doubtful_pieces = trust.doubtful_pieces
         # Below this, no text need be looked at; most texts stay below.
@@ -110,10 +140,7 @@ class RoutedEncoder:
             return self._fast.encode_batch(texts)
         ids, counts = self._fast.encode_batch([text for at, text in enumerate(texts) if at not in doubtful])
         pieces = iter(np.split(ids, np.cumsum(counts)[:-1]) if len(counts) else [])
-        rows = [
-            np.array(self._exact.encode(text), np.uint32) if at in doubtful else next(pieces)
-            for at, text in enumerate(texts)
-        ]
+        rows = [self._exact.encode(text) if at in doubtful else next(pieces) for at, text in enumerate(texts)]
         return np.concatenate(rows), np.array([len(row) for row in rows], np.int64)
 
     def _doubtful(self, texts: Sequence[str]) -> set[int]:
@@ -215,6 +242,15 @@ def _rows(encoder: IdEncoder) -> Callable[[Sequence[str]], list[list[int]]]:
 
 def _exact_backend(path: Path) -> str:
     return "tokenizers" if path.suffix == ".json" else "sentencepiece"
+
+
+def _pieces(text: str, length: int) -> Iterator[str]:
+    """The text in pieces of at least `length` characters, the last one excepted."""
+    start = 0
+    while found := CUT.search(text, start + length):
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
 
 
 def _resident_bytes() -> int:

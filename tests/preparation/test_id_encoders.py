@@ -11,6 +11,7 @@ from megatron_fanformer.preparation import id_encoders
 from megatron_fanformer.preparation.id_encoders import (
     SMALL_INPUT,
     EncoderPlan,
+    ExactEncoder,
     Gigatoken,
     RoutedEncoder,
     plan_encoder,
@@ -153,3 +154,32 @@ def test_memory_that_has_grown_is_given_back(olmo_tokenizer_file: Path, monkeypa
     encoder.encode_batch(["word " * 200])
     assert encoder._tokenizer is not first
     assert encoder.encode_batch(["word " * 100])[0].tolist() == before
+
+
+def test_a_long_text_has_the_same_ids_in_pieces(
+    tokenizer: Tokenizer, sample_texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(id_encoders, "PIECE", 100)
+    text = "\n\n".join(sample_texts) + " \u0eba\u0323  two  spaces"
+    seen: list[int] = []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text: seen.append(len(text)) or encode(text))
+    assert ExactEncoder(tokenizer).encode(text).tolist() == encode(text)
+    assert max(seen[-10:]) < 1000 < len(text)
+
+
+def test_a_tokenizer_that_joins_words_gets_long_texts_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the end of the day is the end of the night"] * 50),
+        model_prefix=str(tmp_path / "joining"),
+        model_type="bpe",
+        vocab_size=60,
+        split_by_whitespace=False,
+        minloglevel=2,
+    )
+    monkeypatch.setattr(id_encoders, "PIECE", 10)
+    tokenizer = load_tokenizer(tmp_path / "joining.model")
+    text = "the end of the day is the end of the night"
+    assert ExactEncoder(tokenizer).encode(text).tolist() == tokenizer.encode(text)
