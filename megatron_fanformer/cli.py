@@ -280,21 +280,34 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", help="tokenizer to put beside the weights, where the source has none")
     parser.add_argument("--eod-id", type=int, help="the id that ends a document (the tokenizer's end of text)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the written weights (the source's own)")
+    parser.add_argument(
+        "--padded-vocab-size",
+        type=int,
+        metavar="N",
+        help="rows of the embedding (the source's own; for hf the token ids alone)",
+    )
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a Hugging Face folder (5GB)")
+    parser.add_argument("--no-verify", action="store_true", help="publish without checking the result")
+    parser.add_argument("--report", metavar="FILE", help="write the receipt as JSON, with hashes of the files")
 
 
 def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
     _ready(on_cpu=True)
     from megatron_fanformer.conversion.convert import convert_checkpoint
 
-    convert_checkpoint(
+    done = convert_checkpoint(
         Path(options.source),
         Path(options.destination),
         to=options.to,
         tokenizer=Path(options.tokenizer) if options.tokenizer else None,
         eod_id=options.eod_id,
         dtype=options.dtype,
+        padded_vocab_size=options.padded_vocab_size,
+        max_shard_size=options.max_shard_size,
+        verified=not options.no_verify,
+        receipt=Path(options.report) if options.report else None,
     )
-    print(f"wrote {options.destination}")
+    print("\n".join([f"wrote {options.destination}", *done.notes]))
 
 
 # -- inspect

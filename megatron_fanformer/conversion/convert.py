@@ -1,119 +1,148 @@
-"""`convert`: from any kind of checkpoint to any other, through whole tensors under our global names."""
+"""`convert`: from any kind of checkpoint to any other, a tensor at a time, with a receipt."""
 
 import dataclasses
-from collections.abc import Callable
+import json
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.full_tensors import read_full_tensors, write_full_tensors
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors
+from megatron_fanformer.conversion.checkpoints import Checkpoint, Extras, open_checkpoint, write_checkpoint
 from megatron_fanformer.conversion.files import new_folder
-from megatron_fanformer.conversion.huggingface import export_huggingface, is_huggingface_folder, read_huggingface
-from megatron_fanformer.conversion.mapping import hf_to_megatron, megatron_to_reference, reference_to_megatron
-from megatron_fanformer.conversion.reference import is_reference_folder, read_reference, write_reference
-from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.conversion.huggingface import MAX_SHARD_SIZE
+from megatron_fanformer.conversion.mapping import Format, convert
+from megatron_fanformer.conversion.receipt import Json, failures, report, verify, vocabulary
+from megatron_fanformer.data.tokenizer import tokenizer_file
+from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import DTYPES, FANformerConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 
-Kind = Literal["megatron", "hf", "reference"]
+RECEIPT = "receipt.json"
 
 
-class Checkpoint(NamedTuple):
-    """A model out of a checkpoint of any kind: whole tensors under our global names, on the CPU."""
+class Conversion(NamedTuple):
+    """What a conversion did."""
 
-    config: FANformerConfig
-    tensors: dict[str, torch.Tensor]
-    tokenizer: Path | None
-    eod_id: int | None = None
-
-    @property
-    def end_of_text_id(self) -> int | None:
-        """What ends a document: the id that was stated, or the tokenizer's own."""
-        return load_tokenizer(self.tokenizer, eod_id=self.eod_id).eod_id if self.tokenizer else self.eod_id
+    checks: Json | None
+    """By their names; None where it was told not to verify."""
+    notes: list[str]
+    """What was left out, a line each."""
 
 
 def convert_checkpoint(
     source: Path,
     destination: Path,
     *,
-    to: Kind,
+    to: Format,
     tokenizer: Path | None = None,
     eod_id: int | None = None,
     dtype: str | None = None,
-) -> None:
-    """Convert `source`, whose kind is recognised, into a new folder `destination`.
+    padded_vocab_size: int | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+    verified: bool = True,
+    receipt: Path | None = None,
+) -> Conversion:
+    """Convert `source`, whose kind is recognised, into a new folder `destination`, which appears when it is verified.
 
     Args:
         tokenizer: a file to put beside the weights; None: the source's own, if it has one.
         eod_id: the id that ends a document; None: the tokenizer's own.
         dtype: `fp32` or `bf16`; None: the source's own.
+        padded_vocab_size: rows of the embedding and the head at the destination; None: the source's own, and none but
+            the vocabulary's for Hugging Face, which has no padding.
+        max_shard_size: of a Hugging Face folder's weights.
+        verified: whether to verify before the destination gets its name.
+        receipt: a JSON file to write the receipt into, whether it is passed or not.
 
     Raises:
-        InputError: the source is no checkpoint, the destination exists, or the tokenizer is missing.
-        CorruptError: the source is damaged.
+        InputError: the source is no checkpoint, the destination exists, the tokenizer is missing, or a size is none.
+        CorruptError: the source is damaged, or a check failed; there is no destination then.
     """
     if destination.exists():
         raise InputError(f"{destination} exists; name a folder that does not, or remove it")
     if tokenizer is not None:
         tokenizer = tokenizer_file(tokenizer)
-    with distributed(ParallelConfig(device="cpu")):  # megatron-core's reader and writer ask for a process group
-        checkpoint = read_checkpoint(source)._replace(eod_id=eod_id)
-        if tokenizer is not None:
-            checkpoint = checkpoint._replace(tokenizer=tokenizer)
-        if dtype is not None:
-            tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in checkpoint.tensors.items()}
-            checkpoint = checkpoint._replace(tensors=tensors)
-        WRITERS[to](checkpoint, destination)
-
-
-def read_checkpoint(source: Path) -> Checkpoint:
-    """Read a checkpoint of any kind; needs a process group.
-
-    Raises:
-        InputError: it is none.
-    """
-    if is_huggingface_folder(source):
-        config, tensors = read_huggingface(source)
-        return Checkpoint(config, hf_to_megatron(tensors, config), store.attached_tokenizer(source))
-    if is_reference_folder(source):
-        config, tensors = read_reference(source)
-        return Checkpoint(config, reference_to_megatron(tensors, config), store.attached_tokenizer(source))
-    found = store.find_checkpoint(source)
-    if store.saved_model(found).fan.placement == "qk_and_v":
-        raise InputError(
-            f"{found} is of placement qk_and_v, which convert does not know yet; train on and generate from it as it is"
-        )
-    return Checkpoint(store.saved_model(found), read_full_tensors(found), store.attached_tokenizer(found))
-
-
-def _write_megatron(checkpoint: Checkpoint, destination: Path) -> None:
-    saved = {"model": dataclasses.asdict(checkpoint.config)}
-    attachments = [checkpoint.tokenizer] if checkpoint.tokenizer else []
-    with new_folder(destination) as folder:
-        write_full_tensors(folder, checkpoint.tensors, saved, attachments)
-
-
-def _write_huggingface(checkpoint: Checkpoint, destination: Path) -> None:
-    export_huggingface(
-        checkpoint.config,
-        checkpoint.tensors,
-        destination,
-        dtype=next(iter(checkpoint.tensors.values())).dtype,
-        tokenizer_path=checkpoint.tokenizer,
-        end_of_text_id=checkpoint.end_of_text_id,
+    opened = open_checkpoint(source)
+    goal = _with_vocabulary(opened.config, to, padded_vocab_size)
+    used: set[str] = set()
+    converted = convert(
+        _recorded(opened.tensors, used),
+        opened.config,
+        opened.form,
+        to,
+        target_config=goal,
+        dtype=None if dtype is None else DTYPES[dtype],
     )
+    extras = Extras(destination.name, tokenizer or opened.tokenizer, eod_id, max_shard_size)
+    with new_folder(destination) as folder:
+        write_checkpoint(to, folder, goal, converted, extras)
+        written = open_checkpoint(folder)
+        checks = _verified(opened, used, written) if verified else None
+        if receipt is not None:
+            content = report(opened, written, checks, destination)
+            receipt.write_text(json.dumps(content, indent=1) + "\n")
+        if checks and (failed := failures(checks)):
+            raise CorruptError(
+                f"the conversion of {source} failed its checks, and is not published: {failed}; keep the source, and "
+                "report this"
+            )
+        if checks and to == "hf":
+            _add_receipt(folder, report(opened, written, checks, destination, hashed=False))
+        notes = _notes(opened, vocabulary(opened, written))
+    return Conversion(checks, notes)
 
 
-def _write_reference(checkpoint: Checkpoint, destination: Path) -> None:
-    tensors = megatron_to_reference(checkpoint.tensors, checkpoint.config)
-    write_reference(destination, checkpoint.config, tensors, end_of_text_id=checkpoint.end_of_text_id)
+def _verified(source: Checkpoint, used: set[str], written: Checkpoint) -> Json:
+    with distributed(ParallelConfig(device="cpu")) as grid:  # megatron-core's model asks for process groups
+        return verify(source, used, written, grid)
 
 
-WRITERS: dict[str, Callable[[Checkpoint, Path], Any]] = {
-    "megatron": _write_megatron,
-    "hf": _write_huggingface,
-    "reference": _write_reference,
-}
+def _add_receipt(folder: Path, content: Json) -> None:
+    """The receipt, and a word of it in the model card, for whom the folder is passed on to."""
+    for side in ("source", "destination"):
+        content[side]["path"] = Path(content[side]["path"]).name  # nobody else's business
+    (folder / RECEIPT).write_text(json.dumps(content, indent=1) + "\n")
+    rounded = content["checks"]["round_trip"]["rounded_to"]
+    same = f"the same when rounded to {rounded.removeprefix('torch.')}" if rounded else "the same bit for bit"
+    error = content["checks"]["logits"]["max_abs_error"]
+    with (folder / "README.md").open("a") as card:
+        card.write(
+            f"\nThe weights were converted from a {content['source']['format']} checkpoint and held against it: {same},"
+            f" and their logits in float32 differ by {error:.1e} at most. See [{RECEIPT}]({RECEIPT}).\n"
+        )
+
+
+def _recorded(tensors: LazyTensors, used: set[str]) -> LazyTensors:
+    def load(name: str) -> object:
+        used.add(name)
+        return tensors[name]
+
+    return LazyTensors(tensors.meta, load)  # type: ignore[arg-type]
+
+
+def _with_vocabulary(config: FANformerConfig, to: Format, rows: int | None) -> FANformerConfig:
+    """The model with so many rows of its embedding: padding, or token ids where the format has no padding."""
+    if rows is None:
+        return config
+    if rows < config.vocab_size:
+        raise InputError(
+            f"the padded vocabulary size is stated as {rows}, and the model has {config.vocab_size} token ids: state "
+            "that many or more"
+        )
+    vocab_size = rows if to == "hf" else config.vocab_size
+    usual = FANformerConfig.make_vocab_size_divisible_by
+    multiple = usual if -(-vocab_size // usual) * usual == rows else rows
+    return dataclasses.replace(config, vocab_size=vocab_size, make_vocab_size_divisible_by=multiple)
+
+
+def _notes(source: Checkpoint, rows: Json) -> list[str]:
+    notes = []
+    if source.not_converted:
+        notes.append(
+            f"not converted: {', '.join(source.not_converted)} (the optimizer's state; training starts afresh on the "
+            "converted weights)"
+        )
+    if rows["dropped_rows"] and "not zero" in rows["dropped_rows_were"].values():
+        notes.append(
+            f"left out: {rows['dropped_rows']} rows of vocabulary padding that were not zero; no token id needs them"
+        )
+    return notes

@@ -8,22 +8,27 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from megatron_fanformer.conversion.files import new_folder, read_weights, write_shards
-from megatron_fanformer.conversion.mapping import convert, expected_shapes, inferred_p_ratio
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
+from megatron_fanformer.conversion.files import new_folder, open_weights, write_shards
+from megatron_fanformer.conversion.mapping import convert
+from megatron_fanformer.conversion.p_ratio import inferred_p_ratio
 from megatron_fanformer.conversion.tokenizer_files import write_tokenizer
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.hf import FANformerConfig as HuggingFaceConfig
 from megatron_fanformer.hf import configuration_fanformer, modeling_fanformer
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 
+Placement: TypeAlias = Literal["qkv", "qk_and_v", "none"]
 CONFIG_JSON = "config.json"
 MAX_SHARD_SIZE = "5GB"
 FAN_WEIGHT = "model.layers.0.self_attn.fan.weight"
+V_FAN_WEIGHT = "model.layers.0.self_attn.v_fan.weight"
 AUTO_MAP = {
     "AutoConfig": "configuration_fanformer.FANformerConfig",
     "AutoModel": "modeling_fanformer.FANformerModel",
@@ -60,23 +65,39 @@ def export_huggingface(
         CorruptError: the tensors are not those of `config`.
     """
     with new_folder(destination) as folder:
-        if tokenizer_path is not None:
-            _write_tokenizer(folder, tokenizer_path, config, end_of_text_id)
-        _write_configuration(folder, config, dtype, end_of_text_id)
-        for module in (configuration_fanformer, modeling_fanformer):
-            shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)
-        write_shards(
-            folder,
-            convert(tensors, config, "megatron", "hf"),
-            expected_shapes(config, "hf"),
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-        )
-        (folder / "README.md").write_text(_model_card(config, destination.name, tokenizer_path is not None))
+        written = convert(tensors, config, "megatron", "hf", dtype=dtype)
+        write_huggingface(folder, config, written, destination.name, tokenizer_path, end_of_text_id, max_shard_size)
 
 
-def read_huggingface(folder: Path) -> tuple[FANformerConfig, dict[str, Tensor]]:
-    """A folder's configuration and its tensors under transformers' names, on the CPU.
+def write_huggingface(
+    folder: Path,
+    config: FANformerConfig,
+    tensors: Mapping[str, Tensor],
+    name: str,
+    tokenizer_path: Path | None = None,
+    end_of_text_id: int | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+) -> None:
+    """Fill an empty folder; `tensors` are transformers', and asked for one at a time.
+
+    Args:
+        name: what the model card calls it.
+
+    Raises:
+        InputError: the tokenizer cannot be written or does not fit the model, or the shard size is none.
+    """
+    if tokenizer_path is not None:
+        _write_tokenizer(folder, tokenizer_path, config, end_of_text_id)
+    dtype = next(iter(meta_of(tensors).values())).dtype
+    _write_configuration(folder, config, dtype, end_of_text_id)
+    for module in (configuration_fanformer, modeling_fanformer):
+        shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)
+    write_shards(folder, tensors, max_shard_size=max_shard_size)
+    (folder / "README.md").write_text(_model_card(config, name, tokenizer_path is not None))
+
+
+def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
+    """A folder's configuration and its tensors under transformers' names, read one by one.
 
     The vocabulary is padded to Megatron's usual multiple, whatever it was padded to before the export.
 
@@ -86,8 +107,14 @@ def read_huggingface(folder: Path) -> tuple[FANformerConfig, dict[str, Tensor]]:
         CorruptError: the configuration or the weights cannot be read.
     """
     stated = _stated_config(folder)
-    tensors = read_weights(folder)
+    tensors = open_weights(folder)
     return _checked_config(folder, stated, tensors), tensors
+
+
+def read_huggingface(folder: Path) -> tuple[FANformerConfig, dict[str, Tensor]]:
+    """As `open_huggingface`, with all tensors at once."""
+    config, tensors = open_huggingface(folder)
+    return config, dict(tensors)
 
 
 def huggingface_config(folder: Path, tensors: Mapping[str, Tensor]) -> FANformerConfig:
@@ -109,8 +136,13 @@ def _stated_config(folder: Path) -> HuggingFaceConfig:
 
 
 def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[str, Tensor]) -> FANformerConfig:
-    if stated.fan_placement != "none" and FAN_WEIGHT in tensors:
-        inferred_p_ratio(tensors[FAN_WEIGHT].shape[0], stated.hidden_size, stated.p_ratio)
+    known = meta_of(tensors)
+    if stated.fan_placement != "none" and FAN_WEIGHT in known:
+        inferred_p_ratio(known[FAN_WEIGHT].shape[0], stated.hidden_size, stated.p_ratio)
+    if stated.fan_placement == "qk_and_v" and V_FAN_WEIGHT in known:
+        groups = stated.num_key_value_heads or stated.num_attention_heads
+        rows = known[V_FAN_WEIGHT].shape[0]
+        inferred_p_ratio(rows, groups * stated.head_dim, _v_p_ratio(stated), "v_p_ratio")
     if stated.rope_theta % 1:
         raise InputError(f"the model in {folder} has rope_theta {stated.rope_theta}, which must be whole here")
     config = from_huggingface_config(stated)
@@ -121,6 +153,7 @@ def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[st
 
 def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = None) -> HuggingFaceConfig:
     """transformers' configuration of the same model, without vocabulary padding."""
+    values_own = {"v_p_ratio": config.fan.value_p_ratio} if config.fan.placement == "qk_and_v" else {}
     return HuggingFaceConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -135,6 +168,7 @@ def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = 
         fan_activation=config.fan.activation,
         fan_bias=config.fan.bias,
         fan_placement=config.fan.placement,
+        **values_own,
         tie_word_embeddings=not config.untie_embeddings_and_output_weights,
         eos_token_id=end_of_text_id,
         pad_token_id=end_of_text_id,
@@ -143,11 +177,13 @@ def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = 
 
 def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
     """The model's configuration here; the vocabulary is padded to Megatron's usual multiple."""
+    v_p_ratio = _v_p_ratio(stated) if stated.fan_placement == "qk_and_v" else None
     fan = FANConfig(
         p_ratio=stated.p_ratio,
         activation="gelu" if stated.fan_activation == "gelu" else "none",
         bias=stated.fan_bias,
-        placement="qkv" if stated.fan_placement == "qkv" else "none",
+        placement=cast(Placement, stated.fan_placement),  # its own rules say that it is one
+        v_p_ratio=None if v_p_ratio == stated.p_ratio else v_p_ratio,
     )
     return FANformerConfig(
         num_layers=stated.num_hidden_layers,
@@ -162,6 +198,11 @@ def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
         untie_embeddings_and_output_weights=not stated.tie_word_embeddings,
         fan=fan,
     )
+
+
+def _v_p_ratio(stated: HuggingFaceConfig) -> float:
+    own: float | None = getattr(stated, "v_p_ratio", None)
+    return stated.p_ratio if own is None else own
 
 
 def _read_json(path: Path) -> dict[str, object]:

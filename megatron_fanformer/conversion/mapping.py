@@ -1,14 +1,10 @@
-"""The one table of tensor names, and what happens to a tensor between the three formats.
+"""The one table of tensor names, and what follows from it: every conversion, in either direction.
 
-Each row names a tensor as Megatron, the reference and transformers have it. Megatron's form is the hub:
-another format's form of a row holds its names, and an invertible transform from Megatron's tensor to the
-tensors of those names. Every conversion, in either direction, follows from the table. The transforms move
-rows and change no value, so a round trip is exact, and gradients convert as weights do.
-
-Shapes: h hidden size, v vocabulary, n query heads, k query groups, d head size, f ffn size.
+Each row names a tensor as Megatron, the reference and transformers have it. Megatron's form is the hub: another
+format's form of a row holds its names, and an invertible transform from Megatron's tensor to those of these names.
+No converter has names of its own. docs/conversion.md holds the table as `table_text` renders it.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,71 +12,38 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.model.config import FANformerConfig, p_ratio_of
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
+from megatron_fanformer.conversion import transforms
+from megatron_fanformer.conversion.transforms import Transform
+from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.model.config import FANformerConfig
 
 Format = Literal["megatron", "reference", "hf"]
 MOST_NAMES_SHOWN = 12
 
+SIZES: dict[str, Callable[[FANformerConfig], int]] = {
+    "h": lambda config: config.hidden_size,
+    "V": lambda config: config.padded_vocab_size,
+    "P + G": lambda config: config.periodic_size + config.linear_size,
+    "Pv + Gv": lambda config: config.value_size - int(config.fan.value_p_ratio * config.value_size),
+    "(n + 2k) d": lambda config: config.qkv_rows,
+    "(n + k) d": lambda config: config.qkv_rows,
+    "n d": lambda config: config.num_attention_heads * config.kv_channels,
+    "f": lambda config: config.ffn_hidden_size,
+    "2f": lambda config: 2 * config.ffn_hidden_size,
+}
+"""The sizes in the table's shapes."""
 
-@dataclass(frozen=True)
-class Transform:
-    """From Megatron's tensor of a row to another format's tensors, and back."""
-
-    name: str
-    split: Callable[[Tensor, FANformerConfig], tuple[Tensor, ...]]
-    join: Callable[[Sequence[Tensor], FANformerConfig], Tensor]
-
-
-def _group_heads(tensor: Tensor, config: FANformerConfig) -> Tensor:
-    """Rows by query group and head: [k * x * d, h] -> [k, x, d, h]."""
-    return tensor.unflatten(0, (config.query_groups, -1, config.kv_channels))
-
-
-def _split_heads(grouped: Tensor, config: FANformerConfig) -> tuple[Tensor, ...]:
-    """Each group's queries, key, value -> all queries, all keys, all values."""
-    queries = config.num_attention_heads // config.query_groups
-    return tuple(part.flatten(0, 2) for part in _group_heads(grouped, config).split([queries, 1, 1], dim=1))
-
-
-def _join_heads(parts: Sequence[Tensor], config: FANformerConfig) -> Tensor:
-    return torch.cat([_group_heads(part, config) for part in parts], dim=1).flatten(0, 2)
-
-
-def _split_stacked(parts: Sequence[Tensor], config: FANformerConfig) -> tuple[Tensor, ...]:
-    """The reference's rows: all queries, all keys, all values."""
-    heads = (config.num_attention_heads, config.query_groups, config.query_groups)
-    return parts[0].split([count * config.kv_channels for count in heads])
-
-
-def _swap_halves(tensor: Tensor) -> Tensor:
-    return torch.cat(tensor.chunk(2)[::-1])
-
-
-def _pad_vocabulary(tensor: Tensor, config: FANformerConfig) -> Tensor:
-    """[v, h] -> [padded v, h]. Padded rows were dropped and are gone; zeros stand in for them."""
-    padding = config.padded_vocab_size - tensor.shape[0]
-    return torch.cat([tensor, tensor.new_zeros(padding, *tensor.shape[1:])])
-
-
-IDENTITY = Transform("identity", lambda hub, _: (hub,), lambda parts, _: parts[0])
-QKV_SEPARATE = Transform("separate q, k and v", _split_heads, _join_heads)
-QKV_STACKED = Transform(
-    "all q, then all k, then all v",
-    lambda hub, config: (torch.cat(_split_heads(hub, config)),),
-    lambda parts, config: _join_heads(_split_stacked(parts, config), config),
-)
-GATE_UP_SEPARATE = Transform(
-    "separate gate and up", lambda hub, _: hub.chunk(2), lambda parts, _: torch.cat(list(parts))
-)
-GATE_UP_SWAPPED = Transform(
-    "up, then gate", lambda hub, _: (_swap_halves(hub),), lambda parts, _: _swap_halves(parts[0])
-)
-VOCABULARY_TRIMMED = Transform(
-    "padded vocabulary rows trimmed",
-    lambda hub, config: (hub[: config.vocab_size],),
-    lambda parts, config: _pad_vocabulary(parts[0], config),
-)
+CONDITIONS: dict[str, Callable[[FANformerConfig], bool]] = {
+    "always": lambda _: True,
+    "with FAN": lambda config: config.has_fan,
+    "with FAN and its bias": lambda config: config.has_fan and config.fan.bias,
+    "at placement qk_and_v": lambda config: config.fan.placement == "qk_and_v",
+    "at placement qk_and_v, with bias": lambda config: config.fan.placement == "qk_and_v" and config.fan.bias,
+    "at placements qkv and none": lambda config: config.fan.placement != "qk_and_v",
+    "untied": lambda config: config.untie_embeddings_and_output_weights,
+}
+"""When a model has a row's tensors."""
 
 
 @dataclass(frozen=True)
@@ -88,142 +51,168 @@ class Form:
     """A row of the table as one format has it; `{layer}` stands for the layer's number, from 0."""
 
     names: tuple[str, ...]
-    transform: Transform = IDENTITY
+    transform: Transform = transforms.IDENTITY
 
 
 @dataclass(frozen=True)
 class Row:
     """One tensor, or one a layer, in the three formats."""
 
-    megatron: str
-    shape: Callable[[FANformerConfig], tuple[int, ...]]
-    """Of Megatron's tensor."""
+    megatron: Form
+    """Has one name. Its transform is the identity, but for the vocabulary's padding."""
+    shape: tuple[str, ...]
+    """Of Megatron's tensor; keys of `SIZES`."""
     reference: Form
     hf: Form
-    present: Callable[[FANformerConfig], bool] = lambda _: True
+    present: str = "always"
+    """A key of `CONDITIONS`."""
 
     def form(self, form: Format) -> Form:
         """The row as `form` has it."""
-        return {"megatron": Form((self.megatron,)), "reference": self.reference, "hf": self.hf}[form]
+        return {"megatron": self.megatron, "reference": self.reference, "hf": self.hf}[form]
 
+    def hub(self, config: FANformerConfig, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Megatron's tensor on the meta device."""
+        return torch.empty([SIZES[size](config) for size in self.shape], dtype=dtype, device="meta")
 
-def _hidden(config: FANformerConfig) -> tuple[int, ...]:
-    return (config.hidden_size,)
-
-
-def _vocabulary(config: FANformerConfig) -> tuple[int, ...]:
-    return config.padded_vocab_size, config.hidden_size
-
-
-def _fan_rows(config: FANformerConfig) -> int:
-    return config.periodic_size + config.linear_size
+    @property
+    def is_vocabulary(self) -> bool:
+        """Whether the tensor has a row a token id, and rows of padding."""
+        return self.shape[0] == "V"
 
 
 _LAYER, _BLOCK, _HF = "decoder.layers.{layer}.", "transformer.blocks.{layer}.", "model.layers.{layer}."
+_ATTENTION, _FAN, _HF_ATTENTION = _LAYER + "self_attention.", _BLOCK + "att_proj.fanlayer.", _HF + "self_attn."
+
+
+def _same(megatron: str, shape: tuple[str, ...], reference: str, hf: str) -> Row:
+    return Row(Form((megatron,)), shape, Form((reference,)), Form((hf,)))
+
+
+def _vocabulary(megatron: str, reference: str, hf: str, present: str = "always") -> Row:
+    return Row(
+        Form((megatron,), transforms.VOCABULARY_PADDED),
+        ("V", "h"),
+        Form((reference,), transforms.VOCABULARY_PADDED),
+        Form((hf,), transforms.VOCABULARY_TRIMMED),
+        present,
+    )
+
+
+def _fan(megatron: str, shape: tuple[str, ...], reference: str, hf: str, present: str) -> Row:
+    rows = transforms.FAN_ROWS
+    return Row(
+        Form((_ATTENTION + megatron,)), shape, Form((reference,), rows), Form((_HF_ATTENTION + hf,), rows), present
+    )
+
 
 TABLE = (
-    Row(
-        "embedding.word_embeddings.weight",
-        _vocabulary,
-        Form(("transformer.wte.weight",)),
-        Form(("model.embed_tokens.weight",), VOCABULARY_TRIMMED),
+    _vocabulary("embedding.word_embeddings.weight", "transformer.wte.weight", "model.embed_tokens.weight"),
+    _same(_LAYER + "input_layernorm.weight", ("h",), _BLOCK + "attn_norm.weight", _HF + "input_layernorm.weight"),
+    _fan("fan.linear.weight", ("P + G", "h"), _FAN + "input_linear.weight", "fan.weight", "with FAN"),
+    _fan("fan.linear.bias", ("P + G",), _FAN + "input_linear.bias", "fan.bias", "with FAN and its bias"),
+    _fan(
+        "fan.v_linear.weight",
+        ("Pv + Gv", "h"),
+        _BLOCK + "v_fan.input_linear.weight",
+        "v_fan.weight",
+        "at placement qk_and_v",
+    ),
+    _fan(
+        "fan.v_linear.bias",
+        ("Pv + Gv",),
+        _BLOCK + "v_fan.input_linear.bias",
+        "v_fan.bias",
+        "at placement qk_and_v, with bias",
     ),
     Row(
-        _LAYER + "input_layernorm.weight",
-        _hidden,
-        Form((_BLOCK + "attn_norm.weight",)),
-        Form((_HF + "input_layernorm.weight",)),
+        Form((_ATTENTION + "linear_qkv.weight",)),
+        ("(n + 2k) d", "h"),
+        Form((_BLOCK + "{att_proj}.weight",), transforms.QKV_STACKED),
+        Form(tuple(f"{_HF_ATTENTION}{part}_proj.weight" for part in "qkv"), transforms.QKV_SEPARATE),
+        "at placements qkv and none",
     ),
     Row(
-        _LAYER + "self_attention.fan.linear.weight",
-        lambda config: (_fan_rows(config), config.hidden_size),
-        Form((_BLOCK + "att_proj.fanlayer.input_linear.weight",)),
-        Form((_HF + "self_attn.fan.weight",)),
-        lambda config: config.has_fan,
+        Form((_ATTENTION + "linear_qk.weight",)),
+        ("(n + k) d", "h"),
+        Form((_BLOCK + "att_proj.linear.weight",), transforms.QK_STACKED),
+        Form(tuple(f"{_HF_ATTENTION}{part}_proj.weight" for part in "qk"), transforms.QK_SEPARATE),
+        "at placement qk_and_v",
     ),
-    Row(
-        _LAYER + "self_attention.fan.linear.bias",
-        lambda config: (_fan_rows(config),),
-        Form((_BLOCK + "att_proj.fanlayer.input_linear.bias",)),
-        Form((_HF + "self_attn.fan.bias",)),
-        lambda config: config.has_fan and config.fan.bias,
-    ),
-    Row(
-        _LAYER + "self_attention.linear_qkv.weight",
-        lambda config: (
-            (config.num_attention_heads + 2 * config.query_groups) * config.kv_channels,
-            config.hidden_size,
-        ),
-        Form((_BLOCK + "{att_proj}.weight",), QKV_STACKED),
-        Form(tuple(f"{_HF}self_attn.{part}_proj.weight" for part in "qkv"), QKV_SEPARATE),
-    ),
-    Row(
-        _LAYER + "self_attention.linear_proj.weight",
-        lambda config: (config.hidden_size, config.num_attention_heads * config.kv_channels),
-        Form((_BLOCK + "attn_out.weight",)),
-        Form((_HF + "self_attn.o_proj.weight",)),
-    ),
-    Row(
+    _same(_ATTENTION + "linear_proj.weight", ("h", "n d"), _BLOCK + "attn_out.weight", _HF_ATTENTION + "o_proj.weight"),
+    _same(
         _LAYER + "pre_mlp_layernorm.weight",
-        _hidden,
-        Form((_BLOCK + "ff_norm.weight",)),
-        Form((_HF + "post_attention_layernorm.weight",)),
+        ("h",),
+        _BLOCK + "ff_norm.weight",
+        _HF + "post_attention_layernorm.weight",
     ),
     Row(
-        _LAYER + "mlp.linear_fc1.weight",
-        lambda config: (2 * config.ffn_hidden_size, config.hidden_size),
-        Form((_BLOCK + "ff_proj.weight",), GATE_UP_SWAPPED),
-        Form((_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"), GATE_UP_SEPARATE),
+        Form((_LAYER + "mlp.linear_fc1.weight",)),
+        ("2f", "h"),
+        Form((_BLOCK + "ff_proj.weight",), transforms.GATE_UP_SWAPPED),
+        Form((_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"), transforms.GATE_UP_SEPARATE),
     ),
-    Row(
-        _LAYER + "mlp.linear_fc2.weight",
-        lambda config: (config.hidden_size, config.ffn_hidden_size),
-        Form((_BLOCK + "ff_out.weight",)),
-        Form((_HF + "mlp.down_proj.weight",)),
-    ),
-    Row(
-        "decoder.final_layernorm.weight",
-        _hidden,
-        Form(("transformer.ln_f.weight",)),
-        Form(("model.norm.weight",)),
-    ),
-    Row(
-        "output_layer.weight",
-        _vocabulary,
-        Form(("transformer.ff_out.weight",)),
-        Form(("lm_head.weight",), VOCABULARY_TRIMMED),
-        lambda config: config.untie_embeddings_and_output_weights,
-    ),
+    _same(_LAYER + "mlp.linear_fc2.weight", ("h", "f"), _BLOCK + "ff_out.weight", _HF + "mlp.down_proj.weight"),
+    _same("decoder.final_layernorm.weight", ("h",), "transformer.ln_f.weight", "model.norm.weight"),
+    _vocabulary("output_layer.weight", "transformer.ff_out.weight", "lm_head.weight", "untied"),
 )
 
 
 def expected_shapes(config: FANformerConfig, form: Format) -> dict[str, tuple[int, ...]]:
     """The name and shape of every tensor that a model of `config` has in a format, in the table's order."""
     shapes = {}
-    for row, layer in _rows(config):
-        hub = torch.empty(row.shape(config), device="meta")
-        parts = row.form(form).transform.split(hub, config)
-        names = _names(row, layer, config, form)
+    for row, layer in rows_of(config):
+        parts = row.form(form).transform.split(row.hub(config), config)
+        names = names_in(row, layer, config, form)
         shapes.update({name: tuple(part.shape) for name, part in zip(names, parts, strict=True)})
     return shapes
 
 
 def convert(
-    tensors: Mapping[str, Tensor], config: FANformerConfig, source: Format, target: Format
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of `source` as (name, tensor) pairs of `target`, one row of the table at a time.
+    tensors: Mapping[str, Tensor],
+    config: FANformerConfig,
+    source: Format,
+    target: Format,
+    *,
+    target_config: FANformerConfig | None = None,
+    dtype: torch.dtype | None = None,
+) -> LazyTensors:
+    """The tensors of `source` as those of `target`, in the order of `expected_shapes`, each made when it is asked for.
 
-    The pairs come in the order of `expected_shapes(config, target)`; tensors may share the source's memory.
+    They may share the source's memory. A row's tensors are made together: asked for in turn, each is made once.
+
+    Args:
+        tensors: all of a model; lazy ones are loaded a row at a time.
+        config: of the source.
+        target_config: where it differs, in the vocabulary's padding; rows are cut off, or zeros added.
+        dtype: to round to; None: as they are.
 
     Raises:
         CorruptError: tensors are missing, unknown or of another shape than `config` says; lists their names.
     """
-    _check(tensors, config, source)
-    for row, layer in _rows(config):
-        sources = [tensors[name] for name in _names(row, layer, config, source)]
-        hub = row.form(source).transform.join(sources, config)
-        parts = row.form(target).transform.split(hub, config)
-        yield from zip(_names(row, layer, config, target), parts, strict=True)
+    known = meta_of(tensors)
+    _check(known, config, source)
+    goal = target_config or config
+    places: dict[str, tuple[Row, int | None]] = {}
+    meta: dict[str, Tensor] = {}
+    for row, layer in rows_of(config):
+        stored = known[names_in(row, layer, config, source)[0]].dtype
+        parts = row.form(target).transform.split(row.hub(goal, dtype or stored), goal)
+        for name, part in zip(names_in(row, layer, goal, target), parts, strict=True):
+            places[name], meta[name] = (row, layer), part
+    made: dict[str, Tensor] = {}
+
+    def make(name: str) -> Tensor:
+        if name not in made:
+            row, layer = places[name]
+            made.clear()
+            hub = row.form(source).transform.join([tensors[n] for n in names_in(row, layer, config, source)], config)
+            parts = row.form(target).transform.split(hub, goal)
+            made.update(zip(names_in(row, layer, goal, target), parts, strict=True))
+        part = made.pop(name)
+        return part if dtype is None else part.to(dtype)
+
+    return LazyTensors(meta, make)
 
 
 def reference_to_megatron(tensors: Mapping[str, Tensor], config: FANformerConfig) -> dict[str, Tensor]:
@@ -246,61 +235,38 @@ def hf_to_megatron(tensors: Mapping[str, Tensor], config: FANformerConfig) -> di
     return dict(convert(tensors, config, "hf", "megatron"))
 
 
-def inferred_p_ratio(fan_rows: int, hidden_size: int, stated: float | None) -> float:
-    """The p_ratio of a FAN map with `fan_rows` rows: h - P of them, since P + G = P + (h - 2P).
-
-    Returns `stated` where it gives that many rows, else P / h where nothing was stated.
-
-    Raises:
-        CorruptError: no p_ratio gives `fan_rows` rows.
-        InputError: the stated p_ratio disagrees with the weights.
-    """
-    periodic = hidden_size - fan_rows
-    if not 0 <= periodic <= hidden_size // 2:
-        raise CorruptError(
-            f"the FAN map has {fan_rows} rows; at hidden size {hidden_size} it must have "
-            f"{-(-hidden_size // 2)} to {hidden_size}: the weights are of another model"
-        )
-    actual = p_ratio_of(periodic, hidden_size)
-    if stated is None:
-        return actual
-    if not math.isfinite(stated) or int(stated * hidden_size) != periodic:
-        raise InputError(
-            f"p_ratio is stated as {stated}, but the FAN map's {fan_rows} rows at hidden size {hidden_size} "
-            f"are those of p_ratio {actual:g}: correct the stated one, or leave it out"
-        )
-    return stated
-
-
-def _rows(config: FANformerConfig) -> Iterator[tuple[Row, int | None]]:
+def rows_of(config: FANformerConfig) -> Iterator[tuple[Row, int | None]]:
+    """The rows that a model has, each with the number of its layer (None where it belongs to none)."""
     for row in TABLE:
-        if row.present(config):
-            layers = range(config.num_layers) if "{layer}" in row.megatron else [None]
+        if CONDITIONS[row.present](config):
+            layers = range(config.num_layers) if "{layer}" in row.megatron.names[0] else [None]
             yield from ((row, layer) for layer in layers)
 
 
-def _names(row: Row, layer: int | None, config: FANformerConfig, form: Format) -> list[str]:
+def names_in(row: Row, layer: int | None, config: FANformerConfig, form: Format) -> list[str]:
+    """The names of a row's tensors in a format."""
     att_proj = "att_proj.linear" if config.has_fan else "att_proj"
     return [name.format(layer=layer, att_proj=att_proj) for name in row.form(form).names]
 
 
-def _check(tensors: Mapping[str, Tensor], config: FANformerConfig, source: Format) -> None:
+def _check(known: Mapping[str, Tensor], config: FANformerConfig, source: Format) -> None:
     expected = expected_shapes(config, source)
     wrong_shapes = [
-        f"{name} ({list(tensors[name].shape)} instead of {list(shape)})"
+        f"{name} ({list(known[name].shape)} instead of {list(shape)})"
         for name, shape in expected.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
+        if name in known and tuple(known[name].shape) != shape
     ]
     problems = {
-        "missing": [name for name in expected if name not in tensors],
-        "unknown": [name for name in tensors if name not in expected],
+        "missing": [name for name in expected if name not in known],
+        "unknown": [name for name in known if name not in expected],
         "of another shape": wrong_shapes,
     }
-    found = "; ".join(f"{kind}: {_listed(names)}" for kind, names in problems.items() if names)
+    found = "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names)
     if found:
         raise CorruptError(f"the {source} weights are not those of their configuration; {found}")
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Some names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""
     return ", ".join(names[:MOST_NAMES_SHOWN]) + more

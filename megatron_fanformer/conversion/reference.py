@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import safetensors.torch
 import yaml
 from torch import Tensor
 
-from megatron_fanformer.conversion.files import SAFETENSORS, new_folder, read_weights
-from megatron_fanformer.conversion.mapping import inferred_p_ratio
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
+from megatron_fanformer.conversion.files import SAFETENSORS, new_folder, open_weights, write_safetensors
+from megatron_fanformer.conversion.p_ratio import inferred_p_ratio
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 
@@ -22,6 +22,9 @@ CONFIG_YAML, CONFIG_JSON = "config.yaml", "config.json"
 WRAP_PREFIX = "model."
 FAN_WEIGHT = "transformer.blocks.0.att_proj.fanlayer.input_linear.weight"
 FAN_BIAS = "transformer.blocks.0.att_proj.fanlayer.input_linear.bias"
+V_FAN_WEIGHT = "transformer.blocks.0.v_fan.input_linear.weight"
+SEQUENTIAL, FANFORMER = "sequential", "fanformer"
+OPTIMIZER_FILES = ("optim.pt", "optim.safetensors", "optim", "train.pt", "trainer.pt", "other.pt")
 
 
 _REQUIRED = ("d_model", "n_heads", "n_layers", "vocab_size")
@@ -37,7 +40,6 @@ class _Rule(NamedTuple):
 
 
 _RULES = {
-    "block_type": _Rule("sequential", "sequential", "no other block is supported"),
     "block_group_size": _Rule(1, 1, "grouped blocks have other tensor names"),
     "rope": _Rule(False, True, "positions are rotary"),
     "alibi": _Rule(False, False, "positions are rotary"),
@@ -61,8 +63,8 @@ def is_reference_folder(folder: Path) -> bool:
     return (folder / CONFIG_JSON).is_file() and "d_model" in _read_config(folder)
 
 
-def read_reference(folder: Path) -> tuple[FANformerConfig, dict[str, Tensor]]:
-    """A checkpoint's configuration and its tensors under the reference's names, on the CPU.
+def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
+    """A checkpoint's configuration and its tensors under the reference's names, read one by one.
 
     p_ratio comes from the weights' shapes; so does whether FAN has a bias.
 
@@ -72,8 +74,19 @@ def read_reference(folder: Path) -> tuple[FANformerConfig, dict[str, Tensor]]:
         CorruptError: the weights cannot be read, or have no FAN map where the configuration says they do.
     """
     fields = _convertible_fields(folder)
-    tensors = _unwrapped(read_weights(folder))
-    return _checked_config(folder, fields, tensors), tensors
+    tensors = _unwrapped(open_weights(folder))
+    return _checked_config(folder, fields, tensors.meta), tensors
+
+
+def read_reference(folder: Path) -> tuple[FANformerConfig, dict[str, Tensor]]:
+    """As `open_reference`, with all tensors at once."""
+    config, tensors = open_reference(folder)
+    return config, dict(tensors)
+
+
+def optimizer_files(folder: Path) -> list[str]:
+    """The files of the reference's trainer beside the weights; they are not converted."""
+    return [name for name in OPTIMIZER_FILES if (folder / name).exists()]
 
 
 def reference_config(folder: Path, tensors: Mapping[str, Tensor]) -> FANformerConfig:
@@ -82,7 +95,8 @@ def reference_config(folder: Path, tensors: Mapping[str, Tensor]) -> FANformerCo
     Raises:
         InputError, CorruptError: as `read_reference`.
     """
-    return _checked_config(folder, _convertible_fields(folder), _unwrapped(tensors))
+    shapes = LazyTensors(meta_of(tensors), tensors.__getitem__)
+    return _checked_config(folder, _convertible_fields(folder), _unwrapped(shapes).meta)
 
 
 def _convertible_fields(folder: Path) -> dict[str, Any]:
@@ -115,10 +129,16 @@ def write_reference(
         InputError: `destination` exists already.
     """
     with new_folder(destination) as folder:
-        text = yaml.safe_dump({"model": _fields(config, end_of_text_id)}, sort_keys=False)
-        (folder / CONFIG_YAML).write_text(text)
-        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        safetensors.torch.save_file(contiguous, folder / SAFETENSORS)
+        fill_reference(folder, config, tensors, end_of_text_id)
+
+
+def fill_reference(
+    folder: Path, config: FANformerConfig, tensors: Mapping[str, Tensor], end_of_text_id: int | None = None
+) -> None:
+    """As `write_reference`, into an empty folder; `tensors` are asked for one at a time."""
+    text = yaml.safe_dump({"model": _fields(config, end_of_text_id)}, sort_keys=False)
+    (folder / CONFIG_YAML).write_text(text)
+    write_safetensors(folder / SAFETENSORS, tensors)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -147,10 +167,10 @@ def _problems(fields: Mapping[str, Any]) -> list[str]:
         value = fields.get(name, rule.default)
         if value is None and name == "bias_for_layer_norm":
             value = fields.get("include_bias", True)
-        if name == "block_type" and value == "fanformer":
-            found.append("block_type fanformer is fan placement qk_and_v, which convert does not know yet")
-        elif value != rule.required:
+        if value != rule.required:
             found.append(f"{name} is {value!r} and must be {rule.required!r}, since {rule.reason}")
+    if (block := fields.get("block_type", SEQUENTIAL)) not in (SEQUENTIAL, FANFORMER):
+        found.append(f"block_type is {block!r} and must be {SEQUENTIAL!r} or {FANFORMER!r}: no other is supported")
     if fields.get("attention_activation") not in (None, "none", "gelu"):
         found.append(f"attention_activation is {fields['attention_activation']!r} and must be gelu or null")
     return found + ([] if found else _size_problems(fields))
@@ -180,22 +200,36 @@ def _embedding_size(fields: Mapping[str, Any]) -> int:
     return int(fields["vocab_size"] if stated is None else stated)
 
 
-def _unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _unwrapped(tensors: LazyTensors) -> LazyTensors:
     if not all(name.startswith(WRAP_PREFIX) for name in tensors):
-        return dict(tensors)
-    return {name.removeprefix(WRAP_PREFIX): tensor for name, tensor in tensors.items()}
+        return tensors
+    meta = {name.removeprefix(WRAP_PREFIX): tensor for name, tensor in tensors.meta.items()}
+    return LazyTensors(meta, lambda name: tensors[WRAP_PREFIX + name])
 
 
-def _fan(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FANConfig:
-    if not fields.get("use_ATF"):
+def _fan(fields: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> FANConfig:
+    own_values = fields.get("block_type") == FANFORMER
+    if not fields.get("use_ATF") and not own_values:
         return FANConfig(placement="none")
-    if FAN_WEIGHT not in tensors:
-        raise CorruptError(f"the configuration says use_ATF, but the weights have no {FAN_WEIGHT}")
+    for name in (FAN_WEIGHT, V_FAN_WEIGHT)[: 1 + own_values]:
+        if name not in shapes:
+            raise CorruptError(f"the configuration says that there is FAN, but the weights have no {name}")
+    p_ratio = inferred_p_ratio(shapes[FAN_WEIGHT].shape[0], fields["d_model"], fields.get("p_ratio"))
     return FANConfig(
-        p_ratio=inferred_p_ratio(tensors[FAN_WEIGHT].shape[0], fields["d_model"], fields.get("p_ratio")),
+        p_ratio=p_ratio,
         activation="gelu" if fields.get("attention_activation") == "gelu" else "none",
-        bias=FAN_BIAS in tensors,
+        bias=FAN_BIAS in shapes,
+        placement="qk_and_v" if own_values else "qkv",
+        v_p_ratio=_v_p_ratio(fields, shapes, p_ratio) if own_values else None,
     )
+
+
+def _v_p_ratio(fields: Mapping[str, Any], shapes: Mapping[str, Tensor], p_ratio: float) -> float | None:
+    """Of the values' FAN layer, where it is another; the reference has no field for it."""
+    groups = 1 if fields.get("multi_query_attention") else fields.get("n_kv_heads") or fields["n_heads"]
+    width = groups * (fields["d_model"] // fields["n_heads"])
+    actual = inferred_p_ratio(shapes[V_FAN_WEIGHT].shape[0], width, None)
+    return None if int(p_ratio * width) == int(actual * width) else actual
 
 
 def _config(fields: Mapping[str, Any], fan: FANConfig) -> FANformerConfig:
@@ -221,6 +255,7 @@ def _config(fields: Mapping[str, Any], fan: FANConfig) -> FANformerConfig:
 
 def _fields(config: FANformerConfig, end_of_text_id: int | None) -> dict[str, Any]:
     fields = {
+        "block_type": FANFORMER if config.fan.placement == "qk_and_v" else SEQUENTIAL,
         "d_model": config.hidden_size,
         "n_heads": config.num_attention_heads,
         "n_kv_heads": config.num_query_groups,

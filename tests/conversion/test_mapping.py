@@ -7,17 +7,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.conversion.huggingface import to_huggingface_config
 from megatron_fanformer.conversion.mapping import (
+    CONDITIONS,
     TABLE,
     convert,
     expected_shapes,
     hf_to_megatron,
-    inferred_p_ratio,
     megatron_to_hf,
     megatron_to_reference,
+    names_in,
     reference_to_megatron,
+    rows_of,
 )
+from megatron_fanformer.conversion.p_ratio import inferred_p_ratio
 from megatron_fanformer.conversion.reference import read_reference
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.hf import FANformerForCausalLM
@@ -41,6 +45,7 @@ SHAPES = {
     "tied": dataclasses.replace(GROUPED, untie_embeddings_and_output_weights=False),
     "no bias": dataclasses.replace(GROUPED, fan=FANConfig(bias=False)),
     "transformer": dataclasses.replace(GROUPED, fan=FANConfig(placement="none")),
+    "qk and v": dataclasses.replace(GROUPED, fan=FANConfig(placement="qk_and_v", v_p_ratio=0.125)),
 }
 
 
@@ -121,10 +126,34 @@ def test_the_table_counts_every_parameter(config):
     assert sum(sizes) == config.num_parameters
 
 
-def test_every_tensor_stands_in_the_table_once():
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+def test_every_tensor_of_a_model_stands_in_the_table_once(config):
     for form in ("megatron", "reference", "hf"):
-        names = [name for row in TABLE for name in row.form(form).names]
-        assert len(names) == len(set(names))
+        names = [name for row, layer in rows_of(config) for name in names_in(row, layer, config, form)]
+        assert len(names) == len(set(names)) == len(expected_shapes(config, form))
+
+
+def test_every_row_is_some_models():
+    present = {row.present for config in SHAPES.values() for row, _ in rows_of(config)}
+    assert present == {row.present for row in TABLE} == set(CONDITIONS)
+
+
+def test_every_row_of_a_model_is_made_once_and_only_when_it_is_asked_for():
+    asked = []
+    tensors = LazyTensors(random_tensors(GROUPED), lambda name: asked.append(name) or random_tensors(GROUPED)[name])
+    made = convert(tensors, GROUPED, "megatron", "hf")
+    assert asked == []
+    assert list(made) == list(expected_shapes(GROUPED, "hf"))
+    dict(made)
+    assert asked == list(tensors)
+
+
+def test_the_values_own_fan_layer_has_rows_of_its_own():
+    config = SHAPES["qk and v"]
+    shapes = expected_shapes(config, "megatron")
+    assert shapes["decoder.layers.0.self_attention.fan.v_linear.weight"] == (16 - int(0.125 * 16), 48)
+    assert shapes["decoder.layers.0.self_attention.linear_qk.weight"] == (64, 48)
+    assert "model.layers.0.self_attn.v_proj.weight" not in expected_shapes(config, "hf")
 
 
 def test_query_groups_interleave_in_megatron_alone():

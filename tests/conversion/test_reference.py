@@ -1,5 +1,6 @@
 """Reading and writing the authors' checkpoint folders."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,12 +11,20 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron_fanformer.conversion.mapping import expected_shapes
-from megatron_fanformer.conversion.reference import is_reference_folder, read_reference, write_reference
+from megatron_fanformer.conversion.reference import (
+    is_reference_folder,
+    optimizer_files,
+    read_reference,
+    write_reference,
+)
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 
 REFERENCE = Path(__file__).parent.parent / "reference"
 TIED = REFERENCE / "fanformer-tied"
+SMALL = FANformerConfig(
+    num_layers=1, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2, vocab_size=100
+)
 
 
 def edited(tmp_path, case="fanformer-tied", drop=(), **fields):
@@ -143,9 +152,23 @@ def test_an_existing_destination_is_refused(tmp_path):
         write_reference(tmp_path, config, tensors)
 
 
-def test_the_second_block_type_is_not_supported_yet(tmp_path):
-    with pytest.raises(InputError, match="qk_and_v, which convert does not know yet"):
+def test_the_second_block_type_is_placement_qk_and_v(tmp_path):
+    config = dataclasses.replace(SMALL, fan=FANConfig(p_ratio=0.25, placement="qk_and_v", v_p_ratio=0.125))
+    tensors = {n: torch.randn(shape) for n, shape in expected_shapes(config, "reference").items()}
+    write_reference(tmp_path / "out", config, tensors)
+    assert yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["model"]["block_type"] == "fanformer"
+    assert read_reference(tmp_path / "out")[0] == config
+
+
+def test_the_second_block_without_its_second_layer_is_corrupt(tmp_path):
+    with pytest.raises(CorruptError, match=r"the weights have no transformer\.blocks\.0\.v_fan"):
         read_reference(edited(tmp_path, block_type="fanformer"))
+
+
+def test_the_optimizers_files_are_found(tmp_path):
+    folder = edited(tmp_path)
+    (folder / "optim.pt").touch()
+    assert optimizer_files(folder) == ["optim.pt"]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_a_tensor_that_is_missing_or_of_another_shape(inspect: Inspect, referenc
 
 def test_a_model_that_cannot_be_built(inspect: Inspect, reference: Path) -> None:
     config = reference / "config.yaml"
-    config.write_text(config.read_text().replace("block_type: sequential", "block_type: fanformer"))
+    config.write_text(config.read_text().replace("block_type: sequential", "block_type: llama"))
     said = inspect(reference)
     assert said.code == 2
-    assert "placement qk_and_v" in said.error
+    assert "block_type is 'llama'" in said.error

@@ -1,0 +1,80 @@
+"""The table of a checkpoint's tensors, `.metadata`, read as data: whatever else its pickle holds is refused.
+
+torch and megatron-core load that file as any pickle, which executes what it names.
+"""
+
+import dataclasses
+import enum
+import importlib
+import pickle
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from megatron_fanformer.errors import CorruptError
+
+TABLE = ".metadata"
+Table: TypeAlias = Metadata
+
+# Modules whose plain records (data classes, enumerations) a table may hold. The last is megatron-core's.
+RECORDS = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.planner",
+    "torch.distributed.checkpoint.filesystem",
+    "megatron.core.dist_checkpointing.strategies.torch",
+)
+VALUES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+
+
+class _DataUnpickler(pickle.Unpickler):
+    """Knows the records of a table, and nothing that does anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in VALUES:
+            return getattr(importlib.import_module(module), name)
+        if "." not in name and (module in RECORDS or module == "torch"):
+            found = getattr(importlib.import_module(module), name, None)
+            if isinstance(found, torch.dtype) or (isinstance(found, type) and _is_record(found, module)):
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def _is_record(found: type, module: str) -> bool:
+    return found.__module__ == module and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+
+
+def read_table(checkpoint: Path) -> Table:
+    """The table of a checkpoint's tensors.
+
+    Raises:
+        CorruptError: it cannot be read, holds more than a table, or names files outside the checkpoint's folder.
+    """
+    path = checkpoint / TABLE
+    try:
+        with path.open("rb") as stream:
+            table = _DataUnpickler(stream).load()
+    except pickle.UnpicklingError as error:
+        raise CorruptError(
+            f"{path} holds more than a table of tensors, or is damaged: it is refused ({error}); take another "
+            "checkpoint, from somebody whom you trust"
+        ) from error
+    except Exception as error:  # a damaged pickle raises anything
+        raise CorruptError(f"{path} cannot be read ({type(error).__name__}: {error}); take another one") from error
+    if not isinstance(table, Metadata) or not table.storage_data:
+        raise CorruptError(f"{path} holds no table of tensors; take an earlier checkpoint")
+    for info in table.storage_data.values():
+        file = info.relative_path
+        if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
+            raise CorruptError(
+                f"{path} names {file!r}, which is no file of its folder: it is refused; take another one"
+            )
+    return table

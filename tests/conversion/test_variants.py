@@ -1,0 +1,127 @@
+"""Random checkpoints of every variant, through every format and out of every layout, against plain PyTorch."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from megatron_fanformer.checkpoint import megatron_versions, store
+from megatron_fanformer.checkpoint.training_state import load_weights, model_state
+from megatron_fanformer.conversion.convert import convert_checkpoint
+from megatron_fanformer.hf import FANformerForCausalLM
+from megatron_fanformer.model.build import build_stages
+from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
+from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.training.step import StepShape, evaluation_step
+from tests.conversion.plain_fanformer import VARIANTS, plain_logits, random_weights, write
+
+# float32 against float64, logits of about 10: seen 2e-5 at most.
+SAME_LOGITS = 1e-4
+SAME_LOSS = 1e-5
+SAMPLES, LENGTH = 2, 16
+LAYOUTS = [(1, 1), (2, 2), pytest.param(2, 1, marks=pytest.mark.full), pytest.param(1, 2, marks=pytest.mark.full)]
+
+
+def folder_of(name: str) -> str:
+    return name.replace(" ", "-").replace(",", "")
+
+
+def ids_of(name: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(VARIANTS[name].tokens, (SAMPLES, LENGTH + 1), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each variant in the authors' layout and, converted with a receipt, in ours."""
+    root = tmp_path_factory.mktemp("variants")
+    for name, variant in VARIANTS.items():
+        source = write(root / "reference" / folder_of(name), variant, random_weights(variant))
+        done = convert_checkpoint(source, root / "megatron" / folder_of(name), to="megatron")
+        assert done.checks is not None and all(check["passed"] for check in done.checks.values())
+    return root
+
+
+def load_and_save(root: Path, tensor: int, pipeline: int) -> dict[str, float]:
+    """Load each variant into a layout, save it from there, and return its loss on the fixed samples; on every rank."""
+    parallel = ParallelConfig(
+        device="cpu",
+        transformer_impl="local",
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+    )
+    losses = {}
+    with rank_grid(parallel, "cpu") as grid:
+        seed_everything(0)
+        for name in VARIANTS:
+            checkpoint = store.find_checkpoint(root / "megatron" / folder_of(name))
+            stages = build_stages(store.saved_model(checkpoint), parallel, grid, dtype=torch.float32, seed=None)
+            load_weights(checkpoint, stages, grid)
+            shape = StepShape(num_micro_batches=1, micro_batch_size=SAMPLES, seq_length=LENGTH)
+            losses[name], _ = evaluation_step(stages, iter([batch_of(name)]), grid, shape)
+            _save(root / f"tp{tensor}-pp{pipeline}" / folder_of(name), checkpoint, stages, grid)
+    return losses
+
+
+def batch_of(name: str) -> dict[str, torch.Tensor]:
+    ids = ids_of(name)
+    return {
+        "tokens": ids[:, :-1],
+        "labels": ids[:, 1:],
+        "loss_mask": torch.ones(SAMPLES, LENGTH),
+        "position_ids": torch.arange(LENGTH).expand(SAMPLES, -1),
+    }
+
+
+def _save(run: Path, loaded: Path, stages: list[Any], grid: Any) -> None:
+    folder = run / store.CHECKPOINTS / "unnamed"
+    if grid.is_main:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    megatron_versions.save(model_state(stages, grid), folder)
+    if grid.is_main:
+        store.publish(folder, run / store.CHECKPOINTS, 7, store.saved_config(loaded))
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
+def test_every_variant_in_and_out_of_a_layout(
+    run_on_ranks: Callable[..., list[Any]], root: Path, tensor: int, pipeline: int
+) -> None:
+    """Loaded into the layout it has the plain model's loss; saved from there, the weights it came with."""
+    losses = run_on_ranks(tensor * pipeline, load_and_save, root, tensor, pipeline)
+    for name, variant in VARIANTS.items():
+        weights, ids = random_weights(variant), ids_of(name)
+        logits = plain_logits(variant, weights, ids[:, :-1])
+        expected = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
+        assert [rank[name] for rank in losses] == pytest.approx([expected] * len(losses), abs=SAME_LOSS), name
+        back = root / f"back-tp{tensor}-pp{pipeline}" / folder_of(name)
+        convert_checkpoint(root / f"tp{tensor}-pp{pipeline}" / folder_of(name), back, to="reference", verified=False)
+        assert_same(load_file(back / "model.safetensors"), weights, name)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_to_hugging_face_and_back(root: Path, name: str, tmp_path: Path) -> None:
+    """With its padding as token ids, and so without loss: transformers gives the plain model's logits."""
+    variant, weights, ids = VARIANTS[name], random_weights(VARIANTS[name]), ids_of(name)
+    source = root / "reference" / folder_of(name)
+    done = convert_checkpoint(source, tmp_path / "hf", to="hf", padded_vocab_size=variant.rows)
+    assert done.checks is not None and all(check["passed"] for check in done.checks.values())
+    logits = FANformerForCausalLM.from_pretrained(tmp_path / "hf")(ids).logits
+    assert (logits.double() - plain_logits(variant, weights, ids)).abs().max() < SAME_LOGITS
+    convert_checkpoint(tmp_path / "hf", tmp_path / "back", to="reference", padded_vocab_size=variant.rows)
+    assert_same(load_file(tmp_path / "back" / "model.safetensors"), weights, name)
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], name: str) -> None:
+    assert left.keys() == right.keys(), name
+    assert [key for key in left if not torch.equal(left[key], right[key])] == [], name
+
+
+def test_there_are_variants_enough() -> None:
+    assert len({dataclasses.astuple(variant) for variant in VARIANTS.values()}) == len(VARIANTS) >= 12
