@@ -154,7 +154,7 @@ class _TimedEncoder:
     encoder: IdEncoder
     clock: Clock
 
-    def encode_batch(self, texts: Sequence[str]) -> Any:
+    def encode_batch(self, texts: Sequence[bytes]) -> Any:
         with self.clock.stage("tokenizer", within="joining, samples by the exact library"):
             return self.encoder.encode_batch(texts)
 
@@ -290,7 +290,7 @@ def verify_file(task: tuple[str, Path]) -> tuple[int, int, str | None]:
         if isinstance(text, str):
             texts.append(text)
         if texts and (text is None or len(texts) == VERIFIED_AT_ONCE):
-            ids, counts = encoder.encode_batch(texts)
+            ids, counts = encoder.encode_batch([one.encode() for one in texts])
             start = 0
             for one, number in zip(texts, counts.tolist(), strict=True):
                 if found is None and ids[start : start + number].tolist() != exact.encode(one):

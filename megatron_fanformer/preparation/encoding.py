@@ -62,7 +62,8 @@ class BlockEncoder:
         """
         parsed = block.parse(self._parser)
         documents = parsed.documents
-        ids, counts = self._encoder.encode_batch([document.text for document in documents])
+        texts = [document.text.encode() for document in documents]
+        ids, counts = self._encoder.encode_batch(texts)
         if self._exact is not None and documents and number % CHECKED_BLOCKS == 0:
             self._check(documents[0], ids[: counts[0]])
         return EncodedBlock(
@@ -72,7 +73,7 @@ class BlockEncoder:
             numbers=parsed.numbers,
             ids=[document.id for document in documents],
             sources=[document.source for document in documents],
-            text_bytes=sum(_utf8_bytes(document.text) for document in documents),
+            text_bytes=sum(map(len, texts)),
             refusals=parsed.refusals,
         )
 
@@ -90,13 +91,9 @@ class BlockEncoder:
         assert self._exact is not None
         text = document.text[:CHECKED_CHARACTERS]
         if len(text) < len(document.text):
-            ids = self._encoder.encode_batch([text])[0]
+            ids = self._encoder.encode_batch([text.encode()])[0]
         if ids.tolist() != self._exact.encode(text):
             raise TokenizersDisagree(f"document {document.id!r}")
-
-
-def _utf8_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
 
 
 class EncodingThreads:

@@ -1,4 +1,7 @@
-"""From batches of texts to token ids in one buffer: by gigatoken where it can be trusted, exactly elsewhere."""
+"""From batches of texts to token ids in one buffer: by gigatoken where it can be trusted, exactly elsewhere.
+
+Texts are UTF-8 here: gigatoken takes it as it is, and Python's own strings cost as much again to join and convert.
+"""
 
 import os
 import re
@@ -38,14 +41,15 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # Characters of a text above which it is cut, and where: no library joins a word to the space after the one before it.
 PIECE = 1 << 18
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?= [A-Za-z0-9])")
-# Text is looked over for characters that are not trusted in slices of so many, which stay in the cache.
+# Characters beyond ASCII are looked up in slices of so many, to bound the memory.
 SLICE = 1 << 16
+ASCII = 127
 
 
 class IdEncoder(Protocol):
     """Computes the ids of texts."""
 
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_batch(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """The ids of all texts one after the other (unsigned), and the number of ids of each (int64)."""
 
 
@@ -75,9 +79,9 @@ class ExactEncoder:
         pieces = self._tokenizer.encode_batch(list(_pieces(text, 1)))
         return list(chain.from_iterable(pieces)) == self._tokenizer.encode(text)
 
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_batch(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """See IdEncoder."""
-        arrays = [self.encode(text) for text in texts]
+        arrays = [self.encode(text.decode()) for text in texts]
         counts = np.array([len(array) for array in arrays], np.int64)
         return np.concatenate(arrays) if arrays else np.empty(0, np.uint32), counts
 
@@ -89,7 +93,7 @@ class Gigatoken:
         self._path = path
         self._load()
 
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_batch(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """See IdEncoder."""
         if not texts:
             return np.empty(0, np.uint32), np.empty(0, np.int64)
@@ -129,35 +133,33 @@ class RoutedEncoder:
         self._fast = fast
         self._exact = ExactEncoder(exact)
         self._trusted = trust.characters
-        self._doubtful_pieces = trust.doubtful_pieces
-        # Below this, no text need be looked at; most texts stay below.
-        self._first_doubtful = int(np.argmin(trust.characters))
+        self._doubtful_pieces = [piece.encode() for piece in trust.doubtful_pieces]
 
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_batch(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """See IdEncoder."""
         doubtful = self._doubtful(texts)
         if not doubtful:
             return self._fast.encode_batch(texts)
         ids, counts = self._fast.encode_batch([text for at, text in enumerate(texts) if at not in doubtful])
         pieces = iter(np.split(ids, np.cumsum(counts)[:-1]) if len(counts) else [])
-        rows = [self._exact.encode(text) if at in doubtful else next(pieces) for at, text in enumerate(texts)]
+        rows = [self._exact.encode(text.decode()) if at in doubtful else next(pieces) for at, text in enumerate(texts)]
         return np.concatenate(rows), np.array([len(row) for row in rows], np.int64)
 
-    def _doubtful(self, texts: Sequence[str]) -> set[int]:
+    def _doubtful(self, texts: Sequence[bytes]) -> set[int]:
         """The positions of texts that hold a character or a piece that is not trusted."""
         doubtful = {at for piece in self._doubtful_pieces for at, text in enumerate(texts) if piece in text}
         wide = [at for at, text in enumerate(texts) if not text.isascii()]
-        if wide and not self._all_trusted("".join([texts[at] for at in wide])):
+        if wide and not self._all_trusted(b"".join([texts[at] for at in wide])):
             doubtful.update(at for at in wide if not self._all_trusted(texts[at]))
         return doubtful
 
-    def _all_trusted(self, text: str) -> bool:
-        for start in range(0, len(text), SLICE):
-            codes = np.frombuffer(text[start : start + SLICE].encode("utf-32-le"), np.uint32)
-            high = codes[codes >= self._first_doubtful]
-            if not self._trusted[high].all():
-                return False
-        return True
+    def _all_trusted(self, text: bytes) -> bool:
+        data = np.frombuffer(text, np.uint8)
+        beyond_ascii = data[data > ASCII].tobytes().decode()
+        return all(
+            self._trusted[np.frombuffer(beyond_ascii[start : start + SLICE].encode("utf-32-le"), np.uint32)].all()
+            for start in range(0, len(beyond_ascii), SLICE)
+        )
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,8 @@ def trust_or_reason(path: Path, eod_id: int, _modified_ns: int) -> Trust | str:
         if len(doubtful) > MAX_DOUBTFUL_PIECES:
             return f"gigatoken takes {len(doubtful)} special pieces otherwise, {doubtful[0]!r} first"
         trust = Trust(trusted_characters(_rows(fast), exact.encode_batch), doubtful)
+        if not trust.characters[: ASCII + 1].all():
+            return "gigatoken's ids differ on ASCII characters"
         difference = first_difference(_rows(RoutedEncoder(fast, exact, trust)), exact.encode_batch, pieces)
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -234,7 +238,7 @@ def trust_or_reason(path: Path, eod_id: int, _modified_ns: int) -> Trust | str:
 
 def _rows(encoder: IdEncoder) -> Callable[[Sequence[str]], list[list[int]]]:
     def encode(texts: Sequence[str]) -> list[list[int]]:
-        ids, counts = encoder.encode_batch(texts)
+        ids, counts = encoder.encode_batch([text.encode() for text in texts])
         return [row.tolist() for row in np.split(ids, np.cumsum(counts)[:-1])]
 
     return encode

@@ -32,7 +32,7 @@ def plan(tokenizer: Tokenizer) -> EncoderPlan:
 
 
 def rows(plan: EncoderPlan, texts: Sequence[str]) -> list[list[int]]:
-    ids, counts = plan.make().encode_batch(texts)
+    ids, counts = plan.make().encode_batch([text.encode() for text in texts])
     assert counts.sum() == len(ids)
     return [row.tolist() for row in np.split(ids, np.cumsum(counts)[:-1])]
 
@@ -58,7 +58,8 @@ def test_texts_of_doubtful_characters_and_pieces_alone_go_to_the_exact_library(
     encode = exact.encode
     monkeypatch.setattr(exact, "encode", lambda text: seen.append(text) or encode(text))
     texts = ["plain", f"one {doubtful}", "caf\u00e9", *(f"x{piece}" for piece in plan.trust.doubtful_pieces)]
-    ids, _ = RoutedEncoder(Gigatoken(tokenizer.path), exact, plan.trust).encode_batch(texts)
+    routed = RoutedEncoder(Gigatoken(tokenizer.path), exact, plan.trust)
+    ids, _ = routed.encode_batch([text.encode() for text in texts])
     assert seen == [texts[1], *texts[3:]]
     assert ids.tolist() == [id for text in texts for id in encode(text)]
 
@@ -95,9 +96,9 @@ def test_a_tokenizer_that_gigatoken_cannot_read_goes_to_the_exact_library(
 class Faulty(Gigatoken):
     """gigatoken with one id wrong, at whatever text `wrong` says."""
 
-    wrong: Callable[[str], bool]
+    wrong: Callable[[bytes], bool]
 
-    def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_batch(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         ids, counts = super().encode_batch(texts)
         ids = ids.copy()
         for end, text in zip(np.cumsum(counts), texts, strict=True):
@@ -117,7 +118,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Any]]:
 def test_wrong_ids_on_a_hard_text_make_the_exact_library_take_over(
     faulty: type[Faulty], olmo_tokenizer_file: Path
 ) -> None:
-    faulty.wrong = staticmethod(lambda text: text == "a\r\nb\r\n\r\n c\r")
+    faulty.wrong = staticmethod(lambda text: text == b"a\r\nb\r\n\r\n c\r")
     encoding = plan_encoder(load_tokenizer(olmo_tokenizer_file), "auto", MUCH).encoding
     assert encoding.backend == "tokenizers"
     assert encoding.reason == r"gigatoken's ids differ on 'a\r\nb\r\n\r\n c\r'"
@@ -149,11 +150,11 @@ def test_memory_that_has_grown_is_given_back(olmo_tokenizer_file: Path, monkeypa
     monkeypatch.setattr(id_encoders, "CACHE_BYTES", -1)  # any memory is too much
     encoder = Gigatoken(olmo_tokenizer_file)
     first = encoder._tokenizer
-    before = encoder.encode_batch(["word " * 100])[0].tolist()
+    before = encoder.encode_batch([b"word " * 100])[0].tolist()
     assert encoder._tokenizer is first
-    encoder.encode_batch(["word " * 200])
+    encoder.encode_batch([b"word " * 200])
     assert encoder._tokenizer is not first
-    assert encoder.encode_batch(["word " * 100])[0].tolist() == before
+    assert encoder.encode_batch([b"word " * 100])[0].tolist() == before
 
 
 def test_a_long_text_has_the_same_ids_in_pieces(
