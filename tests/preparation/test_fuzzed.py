@@ -14,7 +14,7 @@ from pyarrow import parquet
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.preparation import document_files, documents
-from tests.data import commands, fuzzing
+from tests.preparation import commands, fuzzing
 from tests.preparation.fuzzing import FuzzedFile, FuzzedLine
 from tests.preparation.making import as_line, prepare_files
 

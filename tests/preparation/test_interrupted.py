@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data import commands, fuzzing
+from tests.preparation import commands, fuzzing
 from tests.preparation.making import as_line
 
 ROOT = Path(__file__).parents[2]
