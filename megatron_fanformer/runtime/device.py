@@ -173,13 +173,14 @@ NOTICES = (
 
 
 def quieten_libraries() -> None:
-    """Silence exactly `NOTICES`, here and in child processes (checkpoint writers import megatron-core anew)."""
+    """Silence exactly `NOTICES`, here and in child processes (checkpoint writers import them anew); repeatable."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for notice in NOTICES:
         warnings.filterwarnings("ignore", message=r"\s*" + re.escape(notice))
-    inherited = os.environ.get("PYTHONWARNINGS")
+    filters = os.environ.get("PYTHONWARNINGS", "").split(",")
     ours = [f"ignore:{notice}" for notice in NOTICES if ":" not in notice and "," not in notice]
-    os.environ["PYTHONWARNINGS"] = ",".join(([inherited] if inherited else []) + ours)
+    # Each once: an environment that grew with every command of a process would in the end be too large for a child.
+    os.environ["PYTHONWARNINGS"] = ",".join(dict.fromkeys([*filter(None, filters), *ours]))
     for name in ("megatron.core", "torch.distributed", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,5 +1,7 @@
 """What the environment says about this process."""
 
+import os
+
 import pytest
 
 from megatron_fanformer.errors import InputError
@@ -70,3 +72,11 @@ def test_world_size_and_layout_must_agree() -> None:
         config.resolve_data_parallel_size(6)
     with pytest.raises(InputError, match="data_parallel_size is 3"):
         ParallelConfig(data_parallel_size=3).resolve_data_parallel_size(2)
+
+
+def test_quieting_the_libraries_again_adds_nothing_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", "error::UserWarning")
+    device.quieten_libraries()
+    once = os.environ["PYTHONWARNINGS"]
+    device.quieten_libraries()
+    assert os.environ["PYTHONWARNINGS"] == once and once.startswith("error::UserWarning,ignore:")
