@@ -6,11 +6,11 @@ bytes: with the table of tensors this tells damage, and what is missing. torch a
 
 import io
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.full_tensors import Section
 from megatron_fanformer.conversion.mapping import expected_shapes
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.inspection.archive import check_archive
@@ -73,30 +73,4 @@ def _check_part(checkpoint: Path, part: Stored) -> None:
     with damage_told(checkpoint, part.file), path.open("rb") as stream:
         if part.offset + part.length > path.stat().st_size:
             raise CorruptError(f"{path} ends before {part.name}; take another checkpoint")
-        check_archive(path, part.name, io.BufferedReader(_Section(stream, part.offset, part.length), READ_BYTES))
-
-
-class _Section(io.RawIOBase):
-    """A range of a file as a file of its own."""
-
-    def __init__(self, stream: Any, offset: int, length: int) -> None:
-        self._stream, self._offset, self._length, self._position = stream, offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = max(0, min(len(buffer), self._length - self._position))
-        self._stream.seek(self._offset + self._position)
-        data = self._stream.read(wanted)
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
+        check_archive(path, part.name, io.BufferedReader(Section(stream, part.offset, part.length), READ_BYTES))

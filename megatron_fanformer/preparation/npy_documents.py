@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_fanformer.data.npy_files import NUMPY_MAGIC
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.preparation.encoding import EncodedBlock
 
 BLOCK_TOKENS = 1 << 22
 # A file without any end of text is of another tokenizer, and no document to be held in memory.
 MAX_DOCUMENT_TOKENS = 1 << 26
-NUMPY_MAGIC = b"\x93NUMPY"
 
 
 class NpyDocuments:
