@@ -44,6 +44,7 @@ def micro_batches(
         # Forked, workers begin at once; a worker that is spawned imports megatron-core first, for seconds.
         multiprocessing_context="fork" if num_workers else None,
         collate_fn=_stack,
+        pin_memory=torch.cuda.is_available(),  # so that copies to the GPU go on beside its work
         # The loader draws a seed when it starts: not from the generator of the training, whose state is
         # part of what a resumed run must find unchanged.
         generator=torch.Generator(),

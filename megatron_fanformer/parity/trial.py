@@ -29,6 +29,8 @@ from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
 from megatron_fanformer.training.step import (
     StepShape,
     compute_gradients,
+    gradient_norm,
+    read_sums,
     train_step,
     update_weights,
     weights_in_step,
@@ -116,10 +118,11 @@ def run_trial(trial: TrialConfig, layout: ParallelConfig, number: int = 0) -> Tr
     order = Reordering(trial.model, trial.global_batch_size, number)
     with prepared(trial, layout, order) as (grid, stages, wrapped, optimizer, batches, shape, initial):
         with OutputRecorder(stages, grid, shape, trial.global_batch_size) as recorder:
-            losses = [compute_gradients(wrapped, optimizer, batches, grid, shape)[0]]
+            sums = compute_gradients(wrapped, optimizer, batches, grid, shape)
+            losses = [read_sums(sums)[0]]
         gather_gradients(wrapped)
         gradients = gradient_pieces(stages, grid, order)
-        update_weights(optimizer)
+        update_weights(optimizer, gradient_norm(optimizer))
         for _ in range(trial.steps - 1):
             losses.append(train_step(wrapped, optimizer, batches, grid, shape).loss)
         with weights_in_step(wrapped):

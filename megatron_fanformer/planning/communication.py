@@ -19,8 +19,7 @@ from megatron_fanformer.planning.step_traffic import StepTraffic, Term
 
 GRADIENT_BYTES = 4  # gradients are kept and summed in float32
 NORM_BYTES = 4  # one float32
-NORMS = 2  # one before the update, to refuse what is not finite; one in the optimizer's own step
-REPORT_BYTES = 2 * 8  # the sum of losses and the number of tokens, in float64
+REPORT_BYTES = 3 * 8  # the sum of losses, the number of tokens and of ranks asked to stop, in float64
 TOKEN_COUNT_BYTES = 4  # one int32
 
 
@@ -119,10 +118,8 @@ def _replicated_weight_terms(step: StepTraffic, own: list[Weight]) -> Iterator[T
 
 def _scalar_terms(step: StepTraffic) -> Iterator[Term]:
     norm_group = "intra_dist_opt" if step.parallel.use_distributed_optimizer else "mp"
-    yield Term(norm_group, "all-reduce", "gradient norm", NORM_BYTES).times(NORMS)
-    # The last stage alone knows the loss and the tokens.
-    yield Term("dp_cp", "all-reduce", "loss report", REPORT_BYTES)
-    yield Term("pp", "all-reduce", "loss report", REPORT_BYTES)
+    yield Term(norm_group, "all-reduce", "gradient norm", NORM_BYTES)
+    yield Term("world", "all-reduce", "loss report", REPORT_BYTES)
     yield Term("pp", "broadcast", "token count", TOKEN_COUNT_BYTES)
     yield Term("dp_cp", "all-reduce", "token count", TOKEN_COUNT_BYTES)
 

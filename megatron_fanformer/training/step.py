@@ -6,7 +6,7 @@ each micro batch hands on its sum and its number of tokens, and gradients are di
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -39,6 +40,8 @@ class StepResult:
     """Global gradient norm before clipping."""
     tokens: int
     """Tokens that the loss was taken over."""
+    stop_asked: bool
+    """Whether any rank was asked to stop before the step's numbers were summed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,20 +91,38 @@ def weights_in_step(stages: list[DistributedDataParallel]) -> Iterator[None]:
             stage.enable_forward_pre_hook()
 
 
+def _never() -> bool:
+    return False
+
+
 def train_step(
     stages: list[DistributedDataParallel],
     optimizer: MegatronOptimizer,
     batches: Batches,
     grid: RankGrid,
     shape: StepShape,
+    *,
+    stop_asked: Callable[[], bool] = _never,
 ) -> StepResult:
     """Take a step's micro batches from `batches`, and update the weights at the optimizer's present learning rate.
+
+    The host waits for the device once: where megatron-core reads the gradient norm, to clip by it. The loss is ready
+    by then.
+
+    Args:
+        stop_asked: says, after backward, whether this rank was asked to stop; all ranks learn of it with the loss.
 
     Raises:
         DivergenceError: the loss or the gradient norm is not finite; the weights are as they were.
     """
-    loss, tokens = compute_gradients(stages, optimizer, batches, grid, shape)
-    return StepResult(loss=loss, grad_norm=update_weights(optimizer), tokens=tokens)
+    sums = compute_gradients(stages, optimizer, batches, grid, shape, stop_asked=stop_asked)
+    grad_norm = gradient_norm(optimizer)
+    loss, tokens, stops = read_sums(sums)
+    for name, value in (("loss", loss), ("gradient norm", grad_norm)):
+        if not math.isfinite(value):
+            raise DivergenceError(f"the {name} is {value}; lower optimizer.lr, or look at the step's documents")
+    update_weights(optimizer, grad_norm)
+    return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens, stop_asked=stops > 0)
 
 
 def compute_gradients(
@@ -110,56 +131,68 @@ def compute_gradients(
     batches: Batches,
     grid: RankGrid,
     shape: StepShape,
-) -> tuple[float, int]:
-    """Mean loss a token and number of tokens of the next global batch; its gradients are left in the buffers.
-
-    Raises:
-        DivergenceError: the loss is not finite.
-    """
+    *,
+    stop_asked: Callable[[], bool] = _never,
+) -> Tensor:
+    """Leave the gradients of the next global batch in the buffers; returns its sums for `read_sums`."""
     for stage in stages:
         stage.zero_grad_buffer()
     optimizer.zero_grad()
-    loss, tokens = _run_schedule(stages, batches, grid, shape, forward_only=False)
-    if not math.isfinite(loss):
-        raise DivergenceError(f"the loss is {loss}; lower optimizer.lr, or look at the step's documents")
-    return loss, tokens
+    return _run_schedule(stages, batches, grid, shape, forward_only=False, stop_asked=stop_asked)
 
 
-def update_weights(optimizer: MegatronOptimizer) -> float:
-    """Clip and update; returns the global gradient norm before clipping.
+def read_sums(sums: Tensor) -> tuple[float, int, int]:
+    """Mean loss a token, tokens, and how many ranks were asked to stop; waits for the device."""
+    loss, tokens, stops = sums.tolist()
+    return loss / max(tokens, 1.0), int(tokens), int(stops)
 
-    Raises:
-        DivergenceError: the gradient norm is not finite; the weights are as they were.
-    """
+
+def gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """The global norm of the gradients in the buffers, before clipping; waits for the device."""
     optimizer.prepare_grads()
-    grad_norm = float(optimizer.get_grad_norm())  # before the update, which would spread what is not finite
-    if not math.isfinite(grad_norm):
-        raise DivergenceError(f"the gradient norm is {grad_norm}; lower optimizer.lr, or look at the step's documents")
-    optimizer.step()
-    return grad_norm
+    return float(optimizer.get_grad_norm())
+
+
+def update_weights(optimizer: MegatronOptimizer, grad_norm: float) -> None:
+    """Clip the gradients, whose global norm is `grad_norm`, and update.
+
+    (The optimizer's own `step` would compute the norm again, and spread one that is not finite.)
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        parameters = part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
+    optimizer.step_with_ready_grads()
 
 
 @torch.no_grad()
 def evaluation_step(stages: list[Any], batches: Batches, grid: RankGrid, shape: StepShape) -> tuple[float, int]:
     """Mean loss and number of tokens of the next micro batches, over all replicas."""
-    return _run_schedule(stages, batches, grid, shape, forward_only=True)
+    loss, tokens, _ = read_sums(_run_schedule(stages, batches, grid, shape, forward_only=True))
+    return loss, tokens
 
 
 def _run_schedule(
-    stages: list[Any], batches: Batches, grid: RankGrid, shape: StepShape, *, forward_only: bool
-) -> tuple[float, int]:
-    own = list(itertools.islice(batches, shape.num_micro_batches))  # each chunk of a stage takes all of them
-    iterators = [iter(own) for _ in stages]
+    stages: list[Any],
+    batches: Batches,
+    grid: RankGrid,
+    shape: StepShape,
+    *,
+    forward_only: bool,
+    stop_asked: Callable[[], bool] = _never,
+) -> Tensor:
+    # Each chunk of a stage takes all micro batches; the first to ask for one has it loaded.
+    iterators = itertools.tee(itertools.islice(batches, shape.num_micro_batches), len(stages))
     reports = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, grid),
-        data_iterator=iterators if len(stages) > 1 else iterators[0],
+        data_iterator=list(iterators) if len(stages) > 1 else iterators[0],
         model=stages,
         num_microbatches=shape.num_micro_batches,
         seq_length=shape.seq_length,
         micro_batch_size=shape.micro_batch_size,
         forward_only=forward_only,
     )
-    return _mean_loss(reports, grid)
+    return _sum_over_ranks(reports, grid, stop_asked())
 
 
 def _forward_step(grid: RankGrid, batches: Batches, stage: Any) -> tuple[Tensor, Any]:
@@ -186,12 +219,15 @@ def _sum_loss(losses_bs: Tensor, loss_mask_bs: Tensor) -> tuple[Tensor, Tensor, 
     return loss, tokens.to(torch.int), {"loss_and_tokens": report}
 
 
-def _mean_loss(reports: list[dict[str, Tensor]], grid: RankGrid) -> tuple[float, int]:
-    """The mean over all micro batches and replicas; the last stage knows it, and tells the others."""
-    total = torch.zeros(2, dtype=torch.float64, device=grid.torch_device)
-    if grid.is_last_stage:
-        total = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0)
-    dist.all_reduce(total, group=grid.groups.dp_cp)
-    dist.all_reduce(total, group=grid.groups.pp)
-    loss_sum, tokens = total.tolist()
-    return loss_sum / max(tokens, 1.0), int(tokens)
+def _sum_over_ranks(reports: list[dict[str, Tensor]], grid: RankGrid, is_asked: bool) -> Tensor:
+    """Losses and tokens of all micro batches and replicas, and how many ranks were asked to stop: [3], on the device.
+
+    The last stage alone knows the loss, and each of its tensor parallel ranks knows the same one.
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=grid.torch_device)
+    if grid.is_last_stage and grid.groups.tp.rank() == 0:
+        sums[:2] = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0)
+    if is_asked:
+        sums[2] = 1
+    dist.all_reduce(sums)
+    return sums

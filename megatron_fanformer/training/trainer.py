@@ -1,6 +1,7 @@
 """The loop of a run: steps, metrics, evaluation, checkpoints, and an orderly end."""
 
 import functools
+import gc
 import signal
 import sys
 import time
@@ -8,10 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import yaml
 from rich.console import Console
 
@@ -34,6 +34,7 @@ from megatron_fanformer.training.step import StepResult, StepShape, train_step, 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 CONFIG = "config.yaml"
+GARBAGE_INTERVAL = 100  # steps
 
 
 class Trainer:
@@ -47,7 +48,8 @@ class Trainer:
         self.run = Path(config.training.run_dir)
         self.step = 0
         self.consumed_samples = 0
-        self._stop = False
+        self._stop_asked = False  # of this rank, by a signal
+        self._is_stopping = False  # all ranks, after the present step: a signal may reach some of them only
         seed_everything(config.training.seed)
         self._build()
         self._start_or_resume()
@@ -61,18 +63,25 @@ class Trainer:
             Interrupted: a signal came; the checkpoint is saved.
             DivergenceError: the loss or the gradient norm is not finite.
         """
-        with _signals_to(self._ask_to_stop):
-            while self.step < self.config.training.train_iters:
-                metrics = self._train_one_step()
-                metrics.update(self._evaluate_if_due())
-                self._log(metrics)
-                stopping = self._shall_stop()
-                self._save_if_due(force=stopping is not None)
-                self._publish_if_written(blocking=stopping is not None or self._is_over)
+        with _signals_to(self._ask_to_stop), _garbage_collected_by_hand():
+            while not self._is_over:
+                stopping = self.take_step()
                 if stopping == "signal":
                     raise Interrupted(f"stopped after step {self.step}, saved; the same command goes on from there")
                 if stopping == "exit_interval":
                     return
+
+    def take_step(self) -> Literal["signal", "exit_interval"] | None:
+        """Train one step and do all that is due after it; returns why to end now, or None."""
+        metrics = self._train_one_step()
+        metrics.update(self._evaluate_if_due())
+        self._log(metrics)
+        stopping = self._shall_stop()
+        self._save_if_due(force=stopping is not None)
+        self._publish_if_written(blocking=stopping is not None or self._is_over)
+        if self.step % GARBAGE_INTERVAL == 0:
+            gc.collect()
+        return stopping
 
     def close(self) -> None:
         """Close logs and progress; after an error, end the writing of a checkpoint."""
@@ -89,11 +98,19 @@ class Trainer:
         self.step += 1
         self._scheduler.step(1)
         try:
-            result = train_step(self._wrapped, self._optimizer, self._batches, self.grid, self._shape)
+            result = train_step(
+                self._wrapped,
+                self._optimizer,
+                self._batches,
+                self.grid,
+                self._shape,
+                stop_asked=lambda: self._stop_asked,
+            )
         except DivergenceError as error:  # on every rank
             self._publish_if_written(blocking=True)  # of an earlier step, and sound
             raise DivergenceError(f"step {self.step}: {error}") from None
         self.consumed_samples += self.config.training.global_batch_size
+        self._is_stopping = result.stop_asked
         return self._metrics_of(result, time.monotonic() - started)
 
     def _metrics_of(self, result: StepResult, seconds: float) -> dict[str, float]:
@@ -158,19 +175,17 @@ class Trainer:
     def _is_over(self) -> bool:
         return self.step == self.config.training.train_iters
 
-    def _shall_stop(self) -> str | None:
-        """Why to end after this step, agreed on by all ranks; None to go on."""
+    def _shall_stop(self) -> Literal["signal", "exit_interval"] | None:
+        """Why to end after this step, the same on all ranks; None to go on."""
         if self._is_over:
             return None
-        asked = torch.tensor(int(self._stop), device=self.grid.torch_device)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)  # a signal may reach some ranks only
-        if asked.item():
+        if self._is_stopping:
             return "signal"
         interval = self.config.training.exit_interval
         return "exit_interval" if interval is not None and self.step % interval == 0 else None
 
     def _ask_to_stop(self) -> None:
-        self._stop = True
+        self._stop_asked = True
 
     # -- the start
 
@@ -276,3 +291,16 @@ def _signals_to(ask_to_stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _garbage_collected_by_hand() -> Iterator[None]:
+    """No collection of Python's own choosing: ranks would each pause at another moment, and wait for each other."""
+    gc.collect()
+    gc.freeze()  # what is there now stays: not to be looked through each time
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_fanformer.errors import DivergenceError
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.errors import DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
@@ -278,6 +279,35 @@ def test_weight_decay_falls_on_linear_weights_alone(
 
 
 # -- numbers that go bad
+
+
+def stop_when_one_rank_is_asked(values: dict[str, Any], asked_rank: int, step: int) -> int:
+    """Run until `asked_rank` alone is asked to stop, as a signal does, amid a step; this rank's last step."""
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid)
+
+        def ask(*_: Any) -> None:
+            if trainer.step == step and grid.rank == asked_rank:
+                trainer._ask_to_stop()
+
+        trainer._wrapped[0].register_forward_pre_hook(ask)
+        with pytest.raises(Interrupted):
+            trainer.train()
+        trainer.close()
+        return trainer.step
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2", "pp2"])
+def test_a_stop_asked_of_one_rank_stops_all_after_that_step(
+    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, layout: str
+) -> None:
+    degrees = {**LAYOUTS, "pp2": {"parallel": {"pipeline_model_parallel_size": 2}}}[layout]
+    values = small_run(tokens, tmp_path / "run", **degrees)
+    assert run_on_ranks(2, stop_when_one_rank_is_asked, values, 1, 3) == [3, 3]
+    assert store.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / store.CHECKPOINTS / "step-00000003"
 
 
 def diverge(values: dict[str, Any], spoil: Callable[[Any], None]) -> tuple[str, int, bool, list[Any]]:
