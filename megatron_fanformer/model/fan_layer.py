@@ -12,8 +12,9 @@ Source: "Reasoning is Periodicity?" (NeurIPS 2025), equation of X_F; the forms a
 One map may feed two outputs (placement `qk_and_v`): its rows are then [p | g] of the first, [p | g] of the second, and
 the norm, the product and the communication in front of them happen once.
 
-Shapes: s sequence, b micro batch, t tensor parallel ranks (T of them), h hidden size, w an output's width, P periodic
-and G = w - 2P linear rows of an output, k the rows of one rank, of all outputs.
+Shapes: s sequence, b micro batch, n = s b tokens, t tensor parallel ranks (T of them), h hidden size, w an output's
+width, P periodic and G = v = w - 2P linear rows of an output, k the rows of one rank, of all outputs, r those of one
+output.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +23,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_fanformer.model import fan_activation
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.runtime.layout import FANForm
 
@@ -70,9 +71,9 @@ class FANShard(NamedTuple):
     """A rank's part of each output: P/T and G/T."""
 
     @property
-    def widths(self) -> list[int]:
-        """p, g of each output in turn, as they stand in a rank's pre-activation."""
-        return [rows for output in self.outputs for rows in output]
+    def rows(self) -> list[int]:
+        """Of each output in turn, as they stand in a rank's pre-activation."""
+        return [output.rows for output in self.outputs]
 
     def whole(self, output: int) -> FANOutput:
         """The rows of an output on all ranks."""
@@ -100,18 +101,13 @@ class FANActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pre_sbk: Tensor, shard: FANShard, group: dist.ProcessGroup, gelu: bool) -> tuple[Tensor, ...]:
         """Gathers the pre-activation [s, b, k] of all ranks and returns each output [s, b, w]."""
-        pre_sbtk = _gather(pre_sbk, shard.ranks, group).permute(1, 2, 0, 3)
-        parts = pre_sbtk.split(shard.widths, dim=-1)
+        pre_tnk = _gather(pre_sbk, shard.ranks, group).flatten(1, 2)
+        form = fan_activation.form_for(pre_tnk)
         made, kept_g = [], []
-        for number, (phase_sbtp, g_sbtg) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
+        for number, pre_tnr in enumerate(pre_tnk.split(shard.rows, dim=-1)):
             x_f = pre_sbk.new_empty(*pre_sbk.shape[:2], shard.whole(number).width)
-            cos_sbtp, sin_sbtp, out_sbtg = _canonical_views(x_f, shard, number)
-            phase_sbtp = phase_sbtp.to(_phase_type(phase_sbtp))
-            cos_sbtp.copy_(phase_sbtp.cos())
-            sin_sbtp.copy_(phase_sbtp.sin())
-            out_sbtg.copy_(F.gelu(g_sbtg) if gelu else g_sbtg)
+            kept_g.append(form.activate(pre_tnr, x_f.flatten(0, 1), shard.outputs[number].periodic, gelu))
             made.append(x_f)
-            kept_g.append(g_sbtg.contiguous() if gelu else None)
         ctx.save_for_backward(*made, *kept_g)
         ctx.shard, ctx.group = shard, group
         return tuple(made)
@@ -121,32 +117,12 @@ class FANActivation(torch.autograd.Function):
         """d p = d sin p * cos p - d cos p * sin p, from each rank's part of the outputs' gradients."""
         shard: FANShard = ctx.shard
         made, kept_g = ctx.saved_tensors[: len(grads)], ctx.saved_tensors[len(grads) :]
-        grad_pre_tsbk = grads[0].new_empty(shard.ranks, *grads[0].shape[:2], sum(shard.widths))
-        parts = grad_pre_tsbk.permute(1, 2, 0, 3).split(shard.widths, dim=-1)
-        for number, (x_f, grad, g_sbtg) in enumerate(zip(made, grads, kept_g, strict=True)):
-            grad_cos, grad_sin, grad_g = _canonical_views(grad.contiguous(), shard, number)
-            cos_sbtp, sin_sbtp, _ = _canonical_views(x_f, shard, number)
-            high = _phase_type(grad)
-            parts[2 * number].copy_(grad_sin.to(high) * cos_sbtp - grad_cos.to(high) * sin_sbtp)
-            parts[2 * number + 1].copy_(grad_g if g_sbtg is None else _gelu_backward(grad_g, g_sbtg))
+        grad_pre_tsbk = grads[0].new_empty(shard.ranks, *grads[0].shape[:2], sum(shard.rows))
+        form = fan_activation.form_for(grad_pre_tsbk)
+        parts = grad_pre_tsbk.flatten(1, 2).split(shard.rows, dim=-1)
+        for x_f, grad, g_nv, part, rows in zip(made, grads, kept_g, parts, shard.outputs, strict=True):
+            form.differentiate(x_f.flatten(0, 1), grad.flatten(0, 1), g_nv, part, rows.periodic)
         return _reduce_scatter(grad_pre_tsbk, shard.ranks, ctx.group), None, None, None
-
-
-def _phase_type(tensor: Tensor) -> torch.dtype:
-    """float32 at least: a bf16 phase of 100 would be off by half a radian."""
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _canonical_views(x_f: Tensor, shard: FANShard, output: int) -> tuple[Tensor, Tensor, Tensor]:
-    """cos p [s, b, t, P/T], sin p [s, b, t, P/T] and g [s, b, t, G/T] as views of an output."""
-    periodic, linear = shard.whole(output)
-    parts = x_f.split([periodic, periodic, linear], dim=-1)
-    cos, sin, g = (part.unflatten(-1, (shard.ranks, part.shape[-1] // shard.ranks)) for part in parts)
-    return cos, sin, g
-
-
-def _gelu_backward(grad: Tensor, g: Tensor) -> Tensor:
-    return torch.ops.aten.gelu_backward(grad, g)
 
 
 def _gather(pre_sbk: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:

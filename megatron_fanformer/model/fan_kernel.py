@@ -1,0 +1,199 @@
+"""The FAN activation as one Triton kernel each way: every element is read once, and written once.
+
+A program handles a tile of tokens by columns, of the periodic or of the linear rows that one tensor parallel rank made.
+Memory is the limit, so a tile is what keeps four 16-byte loads in flight a thread, and over the programs the columns
+run fastest: those that run at the same time touch whole rows. cos and sin come from one reduction of the phase, taken
+in float32 whatever the tensors hold.
+
+Shapes: t tensor parallel ranks, n tokens, r = P + G rows of one output's map on one rank, w = t (2P + G) the output's
+width, v = t G.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# (Triton reads annotations of its functions as types of its own.)
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_COLUMNS = 128
+"""At most: the paper's sizes have P and G in multiples of it, and a tile's rows are whole cache lines."""
+TILE_BYTES = 8192
+"""Four 16-byte loads a thread."""
+WARPS = 4
+LARGEST_ROW_STRIDE = 2**20
+"""Elements: a tile's offsets are 32-bit numbers, and a tile has at most 2^11 rows."""
+
+# cos and sin, within 3 units in the last place of float32: the greatest error of 8 million phases was 2.5.
+LARGEST_REDUCED = tl.constexpr(12_000.0)
+"""Phases up to here are less than 2^13 quarter turns from 0: their products with 11 bits are exact in float32."""
+QUARTERS = tl.constexpr(0.6366197723675814)  # of a turn, in a radian: 2/π
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 · 2^23: what is added to it loses its fraction
+# π/2 in pieces of 11, 11, 11 and 24 bits, from the top: exact with a fused multiply-add and without one.
+QUARTER_A, QUARTER_B = tl.constexpr(1.5703125), tl.constexpr(0.0004837512969970703)
+QUARTER_C, QUARTER_D = tl.constexpr(7.549533620476723e-08), tl.constexpr(2.5633440682570896e-12)
+# (sin r - r) / r^3 and (cos r - 1 + r^2/2) / r^4 in powers of r^2, minimax on [-0.7875, 0.7875]: π/4, and what rounding
+# the number of quarters adds. Fitted by iteratively reweighted least squares to relative errors of 2^-27.9 and 2^-33.
+SIN_3, SIN_5, SIN_7 = (tl.constexpr(c) for c in (-0.16666653752326965, 0.00833214819431305, -0.0001951353915501386))
+COS_4, COS_6, COS_8 = (tl.constexpr(c) for c in (0.04166664555668831, -0.0013887298991903663, 2.443116500217002e-05))
+
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+NORMAL_DENSITY_AT_0 = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2π)
+
+
+def activate(pre_tnr: Tensor, x_f_nw: Tensor, periodic: int, gelu: bool) -> Tensor | None:
+    """Write [cos p, sin p, g] of one output; what comes back is g [n, v] where backward needs it (`gelu`).
+
+    Args:
+        pre_tnr: p | g of every rank, `periodic` columns of it p; float32, bfloat16 or float16.
+        x_f_nw: the output, contiguous.
+    """
+    ranks, tokens, rows = pre_tnr.shape
+    pre_tnr = _with_rows(pre_tnr)
+    g_nv = pre_tnr.new_empty(tokens, ranks * (rows - periodic)) if gelu else None
+    grid, tile = _tiling(pre_tnr, periodic)
+    sizes = {"RANKS": ranks, "P": periodic, "G": rows - periodic, "GELU": gelu, "PRE_STRIDE": pre_tnr.stride(1)}
+    _fan_activate[grid](pre_tnr, x_f_nw, g_nv, tokens, pre_tnr.stride(0), **sizes, **tile)
+    return g_nv
+
+
+def differentiate(x_f_nw: Tensor, grad_nw: Tensor, g_nv: Tensor | None, grad_pre_tnr: Tensor, periodic: int) -> None:
+    """Write the gradient of p | g of every rank, from an output's gradient and the output (and g, where gelu is).
+
+    Args:
+        x_f_nw: what `activate` wrote, contiguous.
+        grad_nw: its gradient, with any strides.
+        g_nv: what `activate` returned.
+        grad_pre_tnr: the gradient to be written, `periodic` columns of it of p, with consecutive columns.
+    """
+    ranks, tokens, rows = grad_pre_tnr.shape
+    grad_nw = _with_rows(grad_nw)
+    grid, tile = _tiling(grad_pre_tnr, periodic)
+    sizes = {"RANKS": ranks, "P": periodic, "G": rows - periodic, "GELU": g_nv is not None}
+    strides = {"GRAD_STRIDE": grad_nw.stride(0), "GRAD_PRE_STRIDE": grad_pre_tnr.stride(1)}
+    _fan_differentiate[grid](
+        x_f_nw, grad_nw, g_nv, grad_pre_tnr, tokens, grad_pre_tnr.stride(0), **sizes, **strides, **tile
+    )
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it whose columns are consecutive and whose rows are near each other."""
+    near = tensor.stride(-1) == 1 and tensor.stride(-2) <= LARGEST_ROW_STRIDE
+    return tensor if near else tensor.contiguous()
+
+
+def _tiling(pre_tnr: Tensor, periodic: int) -> tuple[tuple[int], dict[str, int]]:
+    """How many programs there are, and a tile's size."""
+    ranks, tokens, rows = pre_tnr.shape
+    columns = min(TILE_COLUMNS, triton.next_power_of_2(max(periodic, rows - periodic)))
+    tile_tokens = max(1, TILE_BYTES // (pre_tnr.element_size() * max(columns, 2)))
+    blocks = triton.cdiv(periodic, columns) + triton.cdiv(rows - periodic, columns)
+    grid = (triton.cdiv(tokens, tile_tokens) * ranks * blocks,)
+    return grid, {"TILE_TOKENS": tile_tokens, "TILE_COLUMNS": columns, "num_warps": WARPS}
+
+
+@triton.jit
+def _cos_sin(phase):
+    """Of float32 phases up to LARGEST_REDUCED; NaN stays NaN."""
+    shifted = phase * QUARTERS + ROUNDER
+    turns = shifted - ROUNDER
+    r = ((phase - turns * QUARTER_A) - turns * QUARTER_B - turns * QUARTER_C) - turns * QUARTER_D
+    square = r * r
+    near_sin = r + r * square * (SIN_3 + square * (SIN_5 + square * SIN_7))
+    near_cos = 1.0 - (0.5 * square - square * square * (COS_4 + square * (COS_6 + square * COS_8)))
+    quarter = shifted.to(tl.int32, bitcast=True)  # its last two bits are those of the number of quarters
+    odd = (quarter & 1) != 0
+    cos, sin = tl.where(odd, near_sin, near_cos), tl.where(odd, near_cos, near_sin)
+    return tl.where(((quarter + 1) & 2) != 0, -cos, cos), tl.where((quarter & 2) != 0, -sin, sin)
+
+
+@triton.jit
+def _place(tokens, RANKS: tl.constexpr, BLOCKS: tl.constexpr, TILE_TOKENS: tl.constexpr):
+    """This program's block of columns, its rank, its first token, the tile's rows, and which of them are tokens."""
+    program = tl.program_id(0)
+    # 64 bits: a tensor may have more than 2^31 elements
+    first = (program // (BLOCKS * RANKS)).to(tl.int64) * TILE_TOKENS
+    rank = (program // BLOCKS % RANKS).to(tl.int64)
+    rows = tl.arange(0, TILE_TOKENS)[:, None]
+    return program % BLOCKS, rank, first, rows, rows < (tokens - first).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _fan_activate(
+    pre_tnr, x_f_nw, g_nv, tokens, rank_stride,
+    RANKS: tl.constexpr, P: tl.constexpr, G: tl.constexpr, GELU: tl.constexpr, PRE_STRIDE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    P_BLOCKS: tl.constexpr = (P + TILE_COLUMNS - 1) // TILE_COLUMNS
+    BLOCKS: tl.constexpr = P_BLOCKS + (G + TILE_COLUMNS - 1) // TILE_COLUMNS
+    WIDTH: tl.constexpr = RANKS * (2 * P + G)
+    kind = x_f_nw.dtype.element_ty
+    block, rank, first, rows, is_token = _place(tokens, RANKS, BLOCKS, TILE_TOKENS)
+    pre = pre_tnr + rank * rank_stride + first * PRE_STRIDE
+    x_f = x_f_nw + first * WIDTH
+    columns = tl.arange(0, TILE_COLUMNS)[None, :]
+    if block < P_BLOCKS:
+        columns += block * TILE_COLUMNS
+        mask = is_token & (columns < P)
+        phase = tl.load(pre + rows * PRE_STRIDE + columns, mask=mask, other=0.0).to(tl.float32)
+        cos_at = x_f + rank * P + columns
+        if tl.max(tl.abs(phase)) <= LARGEST_REDUCED:
+            cos, sin = _cos_sin(phase)
+            tl.store(cos_at + rows * WIDTH, cos.to(kind), mask=mask)
+            tl.store(cos_at + rows * WIDTH + RANKS * P, sin.to(kind), mask=mask)
+        else:
+            # Right for every phase, and slow. A token at a time, or its code would take the registers of all tiles; a
+            # model that trains never comes here.
+            for row in range(TILE_TOKENS):
+                there = (columns < P) & (row < tokens - first)
+                large = tl.load(pre + row * PRE_STRIDE + columns, mask=there, other=0.0).to(tl.float32)
+                tl.store(cos_at + row * WIDTH, tl.cos(large).to(kind), mask=there)
+                tl.store(cos_at + row * WIDTH + RANKS * P, tl.sin(large).to(kind), mask=there)
+    else:
+        columns += (block - P_BLOCKS) * TILE_COLUMNS
+        mask = is_token & (columns < G)
+        g = tl.load(pre + P + rows * PRE_STRIDE + columns, mask=mask, other=0.0)
+        if GELU:
+            g_at = g_nv + first * (RANKS * G) + rank * G + rows * (RANKS * G) + columns
+            tl.store(g_at, g, mask=mask)
+            g = g.to(tl.float32)
+            g = g * (0.5 + 0.5 * tl.erf(g * SQRT_HALF))
+        tl.store(x_f + 2 * RANKS * P + rank * G + rows * WIDTH + columns, g.to(kind), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _fan_differentiate(
+    x_f_nw, grad_nw, g_nv, grad_pre_tnr, tokens, rank_stride,
+    RANKS: tl.constexpr, P: tl.constexpr, G: tl.constexpr, GELU: tl.constexpr,
+    GRAD_STRIDE: tl.constexpr, GRAD_PRE_STRIDE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    P_BLOCKS: tl.constexpr = (P + TILE_COLUMNS - 1) // TILE_COLUMNS
+    BLOCKS: tl.constexpr = P_BLOCKS + (G + TILE_COLUMNS - 1) // TILE_COLUMNS
+    WIDTH: tl.constexpr = RANKS * (2 * P + G)
+    kind = grad_pre_tnr.dtype.element_ty
+    block, rank, first, rows, is_token = _place(tokens, RANKS, BLOCKS, TILE_TOKENS)
+    grad = grad_nw + first * GRAD_STRIDE
+    grad_pre = grad_pre_tnr + rank * rank_stride + first * GRAD_PRE_STRIDE
+    columns = tl.arange(0, TILE_COLUMNS)[None, :]
+    if block < P_BLOCKS:
+        columns += block * TILE_COLUMNS
+        mask = is_token & (columns < P)
+        cos_at = x_f_nw + first * WIDTH + rank * P + rows * WIDTH + columns
+        grad_at = grad + rank * P + rows * GRAD_STRIDE + columns
+        cos = tl.load(cos_at, mask=mask, other=0.0).to(tl.float32)
+        sin = tl.load(cos_at + RANKS * P, mask=mask, other=0.0).to(tl.float32)
+        grad_cos = tl.load(grad_at, mask=mask, other=0.0).to(tl.float32)
+        grad_sin = tl.load(grad_at + RANKS * P, mask=mask, other=0.0).to(tl.float32)
+        grad_p = grad_sin * cos - grad_cos * sin
+        tl.store(grad_pre + rows * GRAD_PRE_STRIDE + columns, grad_p.to(kind), mask=mask)
+    else:
+        columns += (block - P_BLOCKS) * TILE_COLUMNS
+        mask = is_token & (columns < G)
+        grad_g = tl.load(grad + 2 * RANKS * P + rank * G + rows * GRAD_STRIDE + columns, mask=mask, other=0.0)
+        if GELU:
+            g_at = g_nv + first * (RANKS * G) + rank * G + rows * (RANKS * G) + columns
+            g = tl.load(g_at, mask=mask, other=0.0).to(tl.float32)
+            slope = 0.5 + 0.5 * tl.erf(g * SQRT_HALF) + g * NORMAL_DENSITY_AT_0 * tl.exp(-0.5 * g * g)
+            grad_g = grad_g.to(tl.float32) * slope
+        tl.store(grad_pre + P + rows * GRAD_PRE_STRIDE + columns, grad_g.to(kind), mask=mask)

@@ -1,0 +1,205 @@
+"""The FAN kernel as it is built for a GPU: against float64, against PyTorch, large, and inside the layer."""
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fanformer.model import fan_activation
+from megatron_fanformer.model.build import build_stages
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.fan_activation import EAGER, ActivationForm
+from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
+from megatron_fanformer.runtime.seeding import seed_everything
+from tests.model import fan_numbers
+from tests.model.fan_numbers import CASES, ROUNDED_UNITS, STRIDES, TYPES, Case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+# A last bit of float32 decides a rounding to bfloat16 once in some 2^14 elements, to float16 eight times as often.
+DIFFERING_SHARE = {torch.bfloat16: 1e-3, torch.float16: 5e-3}
+# What differs by one bfloat16 unit here and there in two layers' activations: of logits and gradients, relative.
+LAYER_ERROR = 2e-2
+LARGE_BYTES = 60 * 2**30
+
+
+def storage_of(tensor: Tensor) -> Tensor:
+    """All elements of a tensor's storage, those that it does not show too."""
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+
+
+def on_gpu(tensor: Tensor) -> Tensor:
+    """A copy on the GPU with the same strides, in a copy of the same storage."""
+    return storage_of(tensor).cuda().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def kernel_from_cpu() -> ActivationForm:
+    """The kernel for tensors that are not on the GPU, for the checks that know of none."""
+    form = fan_activation.form_for(torch.empty(0, device="cuda"))
+    assert form is not EAGER
+
+    def activate(pre_tnr: Tensor, x_f_nw: Tensor, periodic: int, gelu: bool) -> Tensor | None:
+        made = on_gpu(x_f_nw)
+        g = form.activate(on_gpu(pre_tnr), made, periodic, gelu)
+        storage_of(x_f_nw).copy_(storage_of(made))
+        return None if g is None else g.cpu()
+
+    def differentiate(x_f_nw: Tensor, grad_nw: Tensor, g_nv: Tensor | None, part: Tensor, periodic: int) -> None:
+        made = on_gpu(part)
+        form.differentiate(on_gpu(x_f_nw), on_gpu(grad_nw), None if g_nv is None else on_gpu(g_nv), made, periodic)
+        storage_of(part).copy_(storage_of(made))
+
+    return ActivationForm(activate, differentiate)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("gelu", [False, True], ids=["plain", "gelu"])
+def test_output_and_gradient(gelu: bool, dtype: torch.dtype) -> None:
+    for case in CASES:
+        fan_numbers.check_output(kernel_from_cpu(), case, dtype, gelu)
+        fan_numbers.check_gradient(kernel_from_cpu(), case, dtype, gelu)
+
+
+@pytest.mark.parametrize("strided", STRIDES)
+def test_gradients_of_any_strides(strided: str) -> None:
+    fan_numbers.check_gradient(kernel_from_cpu(), CASES[0], torch.bfloat16, False, strided)
+
+
+@pytest.mark.parametrize("largest", [0.8, 100.0, 1e4, 12_000.0, 1e6, 1e38])
+def test_phases_of_any_size(largest: float) -> None:
+    fan_numbers.check_large_phases(kernel_from_cpu(), largest)
+
+
+def test_what_is_no_number() -> None:
+    fan_numbers.check_no_number(kernel_from_cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_phase_gets_what_pytorch_gives_it(dtype: torch.dtype) -> None:
+    assert fan_numbers.differing_share(kernel_from_cpu(), EAGER, dtype) <= DIFFERING_SHARE[dtype]
+
+
+def outputs_and_gradients(form: ActivationForm, case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of random values on the GPU, phases up to about 100."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows = case.periodic + case.linear
+    pre = 20 * torch.randn(case.ranks, case.tokens, rows, generator=generator, device="cuda", dtype=dtype)
+    grad = torch.randn(case.tokens, case.width, generator=generator, device="cuda", dtype=dtype)
+    x_f, grad_pre = torch.empty_like(grad), torch.empty_like(pre)
+    form.activate(pre, x_f, case.periodic, False)
+    form.differentiate(x_f, grad, None, grad_pre, case.periodic)
+    exact = fan_numbers.exact_output(pre, case, False)
+    assert fan_numbers.units(x_f, exact) <= ROUNDED_UNITS
+    return x_f, grad_pre
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_kernel_and_pytorch_differ_in_few_last_bits(dtype: torch.dtype, ranks: int) -> None:
+    case = Case(ranks, 512 // ranks, 1024 // ranks, 4099)
+    kernel = fan_activation.form_for(torch.empty(0, dtype=dtype, device="cuda"))
+    x_f, grad_pre = outputs_and_gradients(kernel, case, dtype)
+    eager_x_f, eager_grad_pre = outputs_and_gradients(EAGER, case, dtype)
+    assert fan_numbers.units(x_f, eager_x_f.double()) <= 1.0
+    assert (x_f != eager_x_f).double().mean() <= DIFFERING_SHARE[dtype]
+    # Read from outputs that differ in some last bits themselves: by a unit of 1, times a gradient of up to 5.
+    place = torch.finfo(dtype).eps
+    torch.testing.assert_close(grad_pre, eager_grad_pre, atol=5 * place, rtol=place)
+    assert (grad_pre != eager_grad_pre).double().mean() <= 4 * DIFFERING_SHARE[dtype]
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    if torch.cuda.mem_get_info()[0] < LARGE_BYTES:
+        pytest.skip(f"less than {LARGE_BYTES >> 30} GiB of GPU memory are free")
+    case = Case(2, 256, 512, 3 * 2**20)
+    form = fan_activation.form_for(torch.empty(0, dtype=torch.bfloat16, device="cuda"))
+    pre = torch.randn(case.ranks, case.tokens, 768, device="cuda", dtype=torch.bfloat16)
+    x_f, grad = torch.empty(2, case.tokens, case.width, device="cuda", dtype=torch.bfloat16)
+    grad.normal_()
+    grad_pre = torch.empty_like(pre)
+    assert pre[0].numel() > 2**31
+    form.activate(pre, x_f, case.periodic, False)
+    form.differentiate(x_f, grad, None, grad_pre, case.periodic)
+    for tokens in (slice(0, 1000), slice(case.tokens // 2, case.tokens // 2 + 1000), slice(-1000, None)):
+        expected_x_f, expected = torch.empty_like(x_f[tokens]), torch.empty_like(pre[:, tokens])
+        EAGER.activate(pre[:, tokens], expected_x_f, case.periodic, False)
+        EAGER.differentiate(x_f[tokens], grad[tokens], None, expected, case.periodic)
+        assert fan_numbers.units(x_f[tokens], expected_x_f.double()) <= 1.0
+        assert (grad_pre[:, tokens] != expected).double().mean() <= DIFFERING_SHARE[torch.bfloat16]
+
+
+def test_kernels_can_be_captured() -> None:
+    """In a CUDA graph, which a synchronisation with the host would break."""
+    case = Case(1, 512, 1024, 1000)
+    form = fan_activation.form_for(torch.empty(0, device="cuda"))
+    pre, grad = torch.randn(1, 1000, 1536, device="cuda"), torch.randn(1000, 2048, device="cuda")
+    x_f, grad_pre = torch.empty_like(grad), torch.empty_like(pre)
+
+    def both() -> None:
+        form.activate(pre, x_f, case.periodic, False)
+        form.differentiate(x_f, grad, None, grad_pre, case.periodic)
+
+    both()
+    expected = x_f.clone(), grad_pre.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        both()
+    x_f.zero_(), grad_pre.zero_()
+    graph.replay()
+    assert torch.equal(x_f, expected[0]) and torch.equal(grad_pre, expected[1])
+
+
+CONFIG = FANformerConfig(
+    num_layers=2, hidden_size=256, ffn_hidden_size=512, num_attention_heads=4, vocab_size=512, seq_length=128
+)
+FANS = {
+    "qkv": FANConfig(),
+    "gelu": FANConfig(activation="gelu", p_ratio=0.15),  # 38 periodic rows
+    "own values": FANConfig(placement="qk_and_v", v_p_ratio=0.125),
+}
+
+
+@pytest.fixture
+def differentiated() -> Iterator[list[ActivationForm]]:
+    """The forms that backward passes took."""
+    taken: list[ActivationForm] = []
+    choose = fan_activation.form_for
+
+    def noted(tensor: Tensor) -> ActivationForm:
+        taken.append(choose(tensor))
+        return taken[-1]
+
+    with mock.patch.object(fan_activation, "form_for", noted):
+        yield taken
+
+
+def losses_and_gradients(fan: FANConfig, dtype: torch.dtype) -> list[Tensor]:
+    """Token losses of the initial model of seed 3, and the gradients of its weights."""
+    with distributed(ParallelConfig(device="cuda", transformer_impl="local")) as grid:
+        seed_everything(0)
+        config = FANformerConfig(**{**CONFIG.__dict__, "fan": fan})
+        (stage,) = build_stages(
+            config, ParallelConfig(device="cuda", transformer_impl="local"), grid, dtype=dtype, seed=3
+        )
+        tokens = torch.arange(128, device="cuda").unsqueeze(0)
+        losses = stage(tokens, tokens, None, labels=tokens + 1)
+        losses.mean().backward()
+        return [losses.detach().float().cpu(), *(p.grad.float().cpu() for p in stage.parameters())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FANS)
+def test_the_model_with_the_kernel_is_the_model_without(name: str, dtype: Any, differentiated: Any) -> None:
+    kernel = losses_and_gradients(FANS[name], dtype)
+    assert differentiated and EAGER not in differentiated
+    with mock.patch.object(fan_activation, "_kernel_reaches", lambda _: False):
+        plain = losses_and_gradients(FANS[name], dtype)
+    allowed = 1e-5 if dtype == torch.float32 else LAYER_ERROR
+    for actual, expected in zip(kernel, plain, strict=True):
+        assert (actual - expected).norm() <= allowed * expected.norm()
