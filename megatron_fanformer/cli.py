@@ -348,11 +348,12 @@ def _ready(*, on_cpu: bool = False) -> None:
 
     `on_cpu` is for what runs on the CPU wherever it is.
     """
-    from megatron_fanformer.runtime.device import hide_gpus, quieten_libraries
+    from megatron_fanformer.runtime.device import hide_gpus, quieten_libraries, use_huge_pages
 
     if on_cpu:
         hide_gpus()
     quieten_libraries()
+    use_huge_pages()
     from megatron_fanformer.runtime import megatron_cpu
 
     megatron_cpu.install()

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron_fanformer.checkpoint import megatron_versions, optimizer_state, store
+from megatron_fanformer.checkpoint import fp8_scales, megatron_versions, optimizer_state, store
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.runtime.parallel import RankGrid
 
@@ -45,6 +45,7 @@ def training_state(stages: list[Any], optimizer: Any, progress: dict[str, Any], 
         **optimizer_state.stored_state(optimizer, weights),
         "progress": progress,
         "random": _random_state(grid, capture=True),
+        **fp8_scales.scales_to_save(stages, grid),
     }
 
 
@@ -78,8 +79,11 @@ def load_training_state(
     wanted = optimizer_state.requested_weights(weights, stored)
     if same_layout := _is_same_layout(saved["parallel"], config["parallel"]):
         wanted["random"] = _random_state(grid, capture=False)
+    with _damage_told(checkpoint):
+        wanted.update(fp8_scales.scales_to_load(stages, grid, checkpoint))
     loaded = _load(checkpoint, wanted, group)
     _set_weights(stages, loaded)
+    fp8_scales.set_scales(stages, grid, loaded)
     _load_optimizer(checkpoint, optimizer, tensors, group, amend_optimizer_state)
     if same_layout:
         _restore_random_state(loaded["random"])
@@ -115,7 +119,8 @@ def model_state(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, Any]]:
     """The parameters of a stage's chunks as sharded tensors, by chunk: {"model0": {name: tensor}, ...}.
 
     Their global names are those of the layers, whatever chunk they stand in. Layers' extra state (None here;
-    Transformer Engine's FP8 scales) is left out: local and Transformer Engine layers load each other's checkpoints.
+    Transformer Engine's FP8 scales, see fp8_scales.py) is left out: local and Transformer Engine layers load each
+    other's checkpoints.
     """
     return {f"model{number}": _chunk_state(chunk, grid) for number, chunk in enumerate(stages)}
 
@@ -171,8 +176,13 @@ def _capture_random_state() -> dict[str, Any]:
         "numpy": (name, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)),
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
-        "tensor_parallel": get_cuda_rng_tracker().get_states(),
+        "tensor_parallel": _plain_states(get_cuda_rng_tracker().get_states()),
     }
+
+
+def _plain_states(states: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Without those that CUDA graphs hold, which are no values; nothing in training draws from them."""
+    return {name: state for name, state in states.items() if isinstance(state, torch.Tensor)}
 
 
 def _restore_random_state(state: dict[str, Any]) -> None:
@@ -182,6 +192,8 @@ def _restore_random_state(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss_next))
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-    get_cuda_rng_tracker().set_states(state["tensor_parallel"])
+    tracker = get_cuda_rng_tracker()
+    if _plain_states(tracker.get_states()).keys() == state["tensor_parallel"].keys():
+        tracker.set_states(state["tensor_parallel"])
     torch.cuda.set_rng_state(state["device"])
     torch.set_rng_state(state["torch"])

@@ -5,19 +5,35 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.initialization import initialize
 from megatron_fanformer.model.layer_spec import block_spec, resolve_transformer_impl
+from megatron_fanformer.model.loss_head import LossHead
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
+
+FP8_FIELDS = (
+    "fp8",
+    "fp8_recipe",
+    "fp8_amax_history_len",
+    "fp8_amax_compute_algo",
+    "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+)
 
 
 def transformer_config(
-    model: FANformerConfig, parallel: ParallelConfig, grid: RankGrid, dtype: torch.dtype
+    model: FANformerConfig,
+    parallel: ParallelConfig,
+    grid: RankGrid,
+    dtype: torch.dtype,
+    precision: PrecisionConfig | None = None,
 ) -> TransformerConfig:
-    """megatron-core's own configuration of the model's layers."""
+    """megatron-core's own configuration of the model's layers; of `precision` FP8 alone is read here."""
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -28,7 +44,10 @@ def transformer_config(
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=F.silu,
-        bias_activation_fusion=True,
+        # A GPU's SwiGLU is fused, by the Engine or torch's compiler; a CPU takes the local layers' own, for which
+        # `use_te_activation_func` is megatron-core's switch, whatever its name.
+        bias_activation_fusion=grid.device != "cpu",
+        use_te_activation_func=grid.device == "cpu",
         normalization="RMSNorm",
         layernorm_epsilon=model.layernorm_epsilon,
         hidden_dropout=0.0,
@@ -53,7 +72,14 @@ def transformer_config(
         recompute_method=parallel.recompute_method,
         recompute_num_layers=parallel.recompute_num_layers,
         recompute_modules=list(parallel.recompute_modules),
-        gradient_accumulation_fusion=parallel.fuses_gradient_accumulation,
+        gradient_accumulation_fusion=parallel.fuses_all_gradient_accumulation,
+        # By the Engine's kernel, with the angles in float32. Other fusions of megatron-core are of layers that this
+        # model has not: its own softmax, apex's norms, bias and dropout behind a layer without either.
+        apply_rope_fusion=grid.device != "cpu" and _is_by_engine(parallel),
+        attention_backend=AttnBackend[parallel.attention_backend],
+        cuda_graph_impl=parallel.cuda_graph_impl,
+        deterministic_mode=parallel.deterministic_mode,
+        **_fp8_fields(precision or PrecisionConfig()),
         # Weights are drawn by their global names afterwards. megatron-core's own initialisation must run all the same:
         # it marks the tensor parallel shards, without which the gradient norm counts one rank's alone.
         init_method=_leave_as_it_is,
@@ -63,8 +89,47 @@ def transformer_config(
     )
 
 
+def _fp8_fields(precision: PrecisionConfig) -> dict[str, Any]:
+    """FP8 by megatron-core's names, which are ours."""
+    if precision.fp8 is None:
+        return {}
+    return {field: getattr(precision, field) for field in FP8_FIELDS}
+
+
+def _is_by_engine(parallel: ParallelConfig) -> bool:
+    return resolve_transformer_impl(parallel.transformer_impl) == "transformer_engine"
+
+
 def _leave_as_it_is(_weight: torch.Tensor) -> None:
     """An initialisation that does nothing."""
+
+
+def _begin_fp8() -> None:
+    from megatron_fanformer.model.te_layers import forget_fp8_state  # imports only where the Engine does
+
+    forget_fp8_state()
+
+
+def _fuse_gradient_accumulation(chunk: GPTModel) -> None:
+    from megatron_fanformer.model.te_layers import fuse_gradient_accumulation
+
+    fuse_gradient_accumulation(chunk)
+
+
+class _Stage(GPTModel):
+    """A GPTModel that gives the losses of its labels through the chunked loss head, where it has one."""
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        labels_bs, loss_mask_bs = kwargs.get("labels"), kwargs.get("loss_mask")
+        if labels_bs is None or not (self.post_process and isinstance(self.output_layer, LossHead)):
+            return super()._postprocess(hidden_states, *args, **kwargs)
+        losses_sb: torch.Tensor = self.output_layer(
+            hidden_states,
+            weight=self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None,
+            labels_sb=labels_bs.t(),
+            loss_mask_sb=None if loss_mask_bs is None else loss_mask_bs.t(),
+        )
+        return losses_sb.t().contiguous()
 
 
 def build_stages(
@@ -74,29 +139,45 @@ def build_stages(
     *,
     dtype: torch.dtype,
     seed: int | None,
+    precision: PrecisionConfig | None = None,
 ) -> list[GPTModel]:
     """This rank's pipeline stage as its chunks (one, unless the schedule is interleaved).
 
-    They have the initial weights of `seed`, or are uninitialised where that is None.
+    They have the initial weights of `seed`, or are uninitialised where that is None. Of `precision` FP8 alone counts
+    here; None is without.
     """
-    config = transformer_config(model, parallel, grid, dtype)
-    chunks = [_build_chunk(model, parallel, grid, config, number) for number in range(parallel.virtual_stages)]
+    precision = precision or PrecisionConfig()
+    if precision.fp8:
+        _begin_fp8()
+    config = transformer_config(model, parallel, grid, dtype, precision)
+    chunks = [
+        _build_chunk(model, parallel, grid, config, number, fp8_fan=precision.fp8_fan)
+        for number in range(parallel.virtual_stages)
+    ]
     for chunk in chunks:
         chunk.to(grid.torch_device)
+        if parallel.fuses_gradient_accumulation and _is_by_engine(parallel):
+            _fuse_gradient_accumulation(chunk)
         if seed is not None:
             initialize(sharded_state(chunk, grid), model, seed)
     return chunks
 
 
 def _build_chunk(
-    model: FANformerConfig, parallel: ParallelConfig, grid: RankGrid, config: TransformerConfig, number: int
+    model: FANformerConfig,
+    parallel: ParallelConfig,
+    grid: RankGrid,
+    config: TransformerConfig,
+    number: int,
+    *,
+    fp8_fan: bool = False,
 ) -> GPTModel:
     virtual_stage = number if parallel.virtual_stages > 1 else None
     layers = get_num_layers_to_build(config, virtual_stage, grid.groups.pp.rank())
     implementation = resolve_transformer_impl(parallel.transformer_impl)
-    return GPTModel(
+    chunk = _Stage(
         config=config,
-        transformer_layer_spec=block_spec(model.fan, layers, implementation, parallel.fan_form),
+        transformer_layer_spec=block_spec(model.fan, layers, implementation, parallel.fan_form, fp8_fan=fp8_fan),
         vocab_size=model.padded_vocab_size,
         max_sequence_length=model.seq_length,
         pre_process=grid.is_first_stage and number == 0,
@@ -107,6 +188,12 @@ def _build_chunk(
         pg_collection=grid.groups,
         vp_stage=virtual_stage,
     )
+    if chunk.post_process and parallel.cross_entropy_loss_fusion:
+        dtype = config.params_dtype
+        LossHead.take_over(
+            chunk.output_layer, parallel.loss_chunk_tokens(model.padded_vocab_size, dtype.itemsize, grid.device)
+        )
+    return chunk
 
 
 def sharded_state(chunk: GPTModel, grid: RankGrid) -> dict[str, Any]:

@@ -267,8 +267,52 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """The numbers that weights and activations are held in."""
+    """The numbers that weights, activations and matrix products are held in."""
 
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 keeps float32 main weights and gradients in the optimizer; `auto` is bf16 where the device has bf16
     matrix units, else fp32."""
+    fp8: Literal["e4m3", "hybrid"] | None = None
+    """Matrix products of the layers in FP8, of bf16 weights (a GPU's, by Transformer Engine): `e4m3` throughout, or
+    `hybrid`, with e5m2 gradients; null: none. Embedding, output head, norms and core attention stay bf16."""
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
+    """Where FP8's scales come from: `tensorwise` of the tensor at hand; `delayed` of its past steps; `blockwise` of
+    blocks of 128; `mxfp8` of blocks of 32, by the hardware (Blackwell)."""
+    fp8_amax_history_len: int = 1024
+    """With `delayed`: micro batches whose largest values a scale is taken from."""
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
+    """With `delayed`: the largest of that history, or its newest."""
+    first_last_layers_bf16: bool = False
+    """Keep the first and last layers out of FP8 (not with `delayed`)."""
+    num_layers_at_start_in_bf16: int = 1
+    """With `first_last_layers_bf16`: how many at the start."""
+    num_layers_at_end_in_bf16: int = 1
+    """With `first_last_layers_bf16`: how many at the end."""
+    fp8_fan: bool = False
+    """Whether the FAN map is in FP8 too: its output is a phase, of which FP8 keeps 3 bits."""
+
+    def problems(self) -> list[str]:
+        """Rules that this configuration breaks, one line each."""
+        found = [
+            f"precision.{name} is {getattr(self, name)}; it must be at least {least}"
+            for name, least in (
+                ("fp8_amax_history_len", 1),
+                ("num_layers_at_start_in_bf16", 0),
+                ("num_layers_at_end_in_bf16", 0),
+            )
+            if getattr(self, name) < least
+        ]
+        if self.fp8 is None:
+            stray = [name for name in ("fp8_fan", "first_last_layers_bf16") if getattr(self, name)]
+            return found + [f"precision.{name} is true without precision.fp8; set one of them" for name in stray]
+        if self.dtype == "fp32":
+            found.append(
+                f"precision.fp8 is {self.fp8} with precision.dtype fp32, but FP8 products stand beside bf16 weights; "
+                "set the latter to bf16, or the former to null"
+            )
+        if self.first_last_layers_bf16 and self.fp8_recipe == "delayed":
+            found.append(
+                "precision.first_last_layers_bf16 is true with precision.fp8_recipe delayed, whose scales are updated "
+                "over all layers at once; choose the recipe tensorwise, or set it to false"
+            )
+        return found

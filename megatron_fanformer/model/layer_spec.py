@@ -4,15 +4,15 @@ Stock Megatron-LM takes it as it is: `pretrain_gpt.py --spec megatron_fanformer.
 (p_ratio 0.25; a module of one's own that calls `layer_spec(FANConfig(...))` for another).
 
 With Transformer Engine the input norm is fused into the column parallel map that reads it: the FAN map, not QKV. (The
-replicated map of the `sequence` form has a norm before it.)
+replicated map of the `sequence` form has a norm before it.) The FAN map stays out of FP8 unless `fp8_fan` is set.
 """
 
 import functools
+import importlib
 from typing import Any, Literal
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -26,6 +26,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.attention import FANSelfAttention, FANSelfAttentionSubmodules, FANValueAttention
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.model.local_layers import (
+    LocalBackend,
     ReplicatedLinear,
     RMSNorm,
     TorchCoreAttention,
@@ -43,7 +44,19 @@ def transformer_engine_problem() -> str | None:
         import megatron.core.extensions.transformer_engine as extension
     except Exception as error:  # a broken installation raises whatever its libraries raise
         return f"it does not import ({type(error).__name__}: {error})"
-    return None if extension.HAVE_TE else "it is not installed"
+    return None if extension.HAVE_TE else _import_problem()
+
+
+def _import_problem() -> str:
+    """Why megatron-core sees no Transformer Engine: it takes a missing dependency of it for its absence."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except ModuleNotFoundError as error:
+        if error.name and error.name.split(".")[0] != "transformer_engine":
+            return f"it needs the module {error.name}, which is not installed"
+    except ImportError as error:
+        return f"it does not import ({error})"
+    return "it is not installed"
 
 
 def resolve_transformer_impl(wanted: TransformerImpl) -> Literal["local", "transformer_engine"]:
@@ -66,12 +79,16 @@ def resolve_transformer_impl(wanted: TransformerImpl) -> Literal["local", "trans
 
 
 def layer_spec(
-    fan: FANConfig | None = None, transformer_impl: TransformerImpl = "auto", fan_form: FANForm = "column"
+    fan: FANConfig | None = None,
+    transformer_impl: TransformerImpl = "auto",
+    fan_form: FANForm = "column",
+    *,
+    fp8_fan: bool = False,
 ) -> ModuleSpec:
     """One FANformer layer (the paper's p_ratio where `fan` is not given)."""
     fan = fan or FANConfig()
     if resolve_transformer_impl(transformer_impl) == "transformer_engine":
-        return _transformer_engine_layer(fan, fan_form)
+        return _transformer_engine_layer(fan, fan_form, fp8_fan)
     return _local_layer(fan, fan_form)
 
 
@@ -80,6 +97,8 @@ def block_spec(
     num_layers: int,
     transformer_impl: Literal["local", "transformer_engine"],
     fan_form: FANForm = "column",
+    *,
+    fp8_fan: bool = False,
 ) -> TransformerBlockSubmodules:
     """`num_layers` FANformer layers and the final norm: one chunk of a pipeline stage."""
     norm: type[torch.nn.Module] = RMSNorm
@@ -87,7 +106,7 @@ def block_spec(
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
-    layers = [layer_spec(fan, transformer_impl, fan_form)] * num_layers
+    layers = [layer_spec(fan, transformer_impl, fan_form, fp8_fan=fp8_fan)] * num_layers
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
@@ -134,13 +153,13 @@ def _local_layer(fan: FANConfig, fan_form: FANForm) -> ModuleSpec:
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=get_mlp_module_spec_for_backend(backend=LocalSpecProvider()),
+            mlp=get_mlp_module_spec_for_backend(backend=LocalBackend(), use_te_activation_func=True),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def _transformer_engine_layer(fan: FANConfig, fan_form: FANForm) -> ModuleSpec:
+def _transformer_engine_layer(fan: FANConfig, fan_form: FANForm, fp8_fan: bool) -> ModuleSpec:
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
         TEDotProductAttention,
@@ -150,15 +169,22 @@ def _transformer_engine_layer(fan: FANConfig, fan_form: FANForm) -> ModuleSpec:
     )
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-    from megatron_fanformer.model.te_layers import ReplicatedTELinear, WholeInputTEColumnParallelLinear
+    from megatron_fanformer.model import te_layers
 
+    fan_column = te_layers.FANTELayerNormColumnParallelLinear
+    fan_replicated = te_layers.ReplicatedTELinear
+    if not fp8_fan:
+        fan_column = te_layers.BF16FANTELayerNormColumnParallelLinear
+        fan_replicated = te_layers.BF16ReplicatedTELinear
     is_sequence = fan.placement != "none" and fan_form == "sequence"
-    linear_qkv = TELayerNormColumnParallelLinear if fan.placement == "none" else WholeInputTEColumnParallelLinear
+    linear_qkv = TELayerNormColumnParallelLinear
+    if fan.placement != "none":
+        linear_qkv = te_layers.WholeInputTEColumnParallelLinear
     attention = _attention(
         fan,
         fan_form,
         linear_qkv=TEColumnParallelLinear if is_sequence else linear_qkv,
-        fan_linear=ReplicatedTELinear if is_sequence else TELayerNormColumnParallelLinear,
+        fan_linear=fan_replicated if is_sequence else fan_column,
         core_attention=TEDotProductAttention,
         linear_proj=TERowParallelLinear,
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -17,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_fanformer.model.local_functions import SwiGLU, rms_norm
 from megatron_fanformer.runtime.parallel import context_chunks
 
 
@@ -32,6 +34,14 @@ class WholeInputColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(*args, config=without_sequence_parallel(config), disable_grad_reduce=True, **kwargs)
+
+
+class LocalBackend(LocalSpecProvider):
+    """megatron-core's provider of local layers, with an activation that its MLP is told to take on a CPU."""
+
+    def activation_func(self) -> type[torch.nn.Module]:
+        """What `use_te_activation_func` of the configuration puts into the MLP."""
+        return SwiGLU
 
 
 class ReplicatedLinear(MegatronModule):
@@ -168,4 +178,4 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises the last axis; the mean square is taken in float32."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from megatron.core.extensions.transformer_engine import TELinear
+import torch
+import transformer_engine.pytorch as engine
+from megatron.core.extensions.transformer_engine import FP8GlobalStateManager, TELayerNormColumnParallelLinear, TELinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
@@ -58,6 +60,17 @@ class WholeInputTEColumnParallelLinear(TELinear):
         )
 
 
+class FANTELayerNormColumnParallelLinear(TELayerNormColumnParallelLinear):
+    """The input norm and the FAN map of the `column` form.
+
+    It takes QKV's place in front of the sequence's gather, and so QKV's name in megatron-core's overlap of tensor
+    parallel communication, which knows four names and none of FAN's.
+    """
+
+    def __init__(self, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, tp_comm_buffer_name="qkv", **kwargs)
+
+
 class ReplicatedTELinear(TELinear):
     """Transformer Engine's form of `ReplicatedLinear`: megatron-core's `duplicated` mode is exactly that."""
 
@@ -69,12 +82,54 @@ class ReplicatedTELinear(TELinear):
         gather_output: bool,
         tp_group: Any,
         skip_weight_param_allocation: bool = False,
+        tp_comm_buffer_name: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
             input_size,
             output_size,
             parallel_mode="duplicated",
+            tp_comm_buffer_name=None,  # a name that it does not know turns the overlap of every later layer off
             skip_weight_param_allocation=skip_weight_param_allocation,
             **kwargs,
         )
+
+
+# Enabled or not, calibrating or not, recipe: the same places under the Engine's older name for it.
+_autocast = getattr(engine, "autocast", None) or engine.fp8_autocast
+
+
+class _OutsideFP8:
+    """Runs a Transformer Engine layer in the weights' own type while the layers around it are in FP8."""
+
+    def forward(self, x_sbh: torch.Tensor) -> Any:
+        """As the layer's own."""
+        forward = super().forward  # type: ignore[misc]  # the layer stands behind this class
+        if not FP8GlobalStateManager.is_fp8_enabled():
+            return forward(x_sbh)
+        with _autocast(False, False, FP8GlobalStateManager.get_fp8_recipe()):
+            return forward(x_sbh)
+
+
+class BF16FANTELayerNormColumnParallelLinear(_OutsideFP8, FANTELayerNormColumnParallelLinear):
+    """The input norm and the FAN map of the `column` form, never in FP8."""
+
+
+class BF16ReplicatedTELinear(_OutsideFP8, ReplicatedTELinear):
+    """The FAN map of the `sequence` form, never in FP8."""
+
+
+def fuse_gradient_accumulation(chunk: torch.nn.Module) -> None:
+    """Let the Engine's layers add their weight gradients to the main gradients inside the product, by cuBLAS.
+
+    megatron-core's flag for the same would ask its own output layer for apex's kernel, and fail where that is not.
+    The weights must be in megatron-core's data parallel wrapper when backward runs: it makes the main gradients.
+    """
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            setattr(module, "fuse_wgrad_accumulation", True)  # noqa: B010  # no field of every module
+
+
+def forget_fp8_state() -> None:
+    """Drop the Engine's list of scales to update: those of an earlier model in this process, and its dead groups."""
+    FP8GlobalStateManager.reset()

@@ -96,7 +96,7 @@ def _replica_terms(step: StepTraffic, chunk: Chunk, own: list[Weight]) -> Iterat
     """
     parallel = step.parallel
     # Without overlap there is nothing to cut a buffer up for; later stages and chunks have time enough.
-    is_limited = parallel.overlap_grad_reduce and step.stage == 0 and chunk.number == 0
+    is_limited = bool(parallel.overlap_grad_reduce) and step.stage == 0 and chunk.number == 0
     buckets = bucket_elements(own, parallel, step.data_parallel_size, is_limited=is_limited)
     calls = len(buckets) if chunk.number == 0 else 1  # the buckets of a later chunk go together
     kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"

@@ -23,9 +23,21 @@ def chunk_terms(step: StepTraffic, chunk: Chunk) -> Iterator[Term]:
     for term in _recomputed(step):
         yield term.again().times(_recomputed_layers(step, chunk.layers))
     if chunk.has_head:
-        yield from (*_gather(step, "the head"), *_gather_gradient(step, "the head"))
-        # Of each token: its greatest logit, its label's and the sum of exponentials, each of a shard of the vocabulary.
-        yield Term("tp", "all-reduce", "vocabulary cross entropy", step.tokens * LOGIT_STATISTIC_BYTES).times(3)
+        yield from _head(step)
+
+
+def _head(step: StepTraffic) -> Iterator[Term]:
+    yield from _gather(step, "the head")
+    # Of each token: its greatest logit, its label's and the sum of exponentials, each of a shard of the vocabulary.
+    statistics = Term("tp", "all-reduce", "vocabulary cross entropy", step.tokens * LOGIT_STATISTIC_BYTES).times(3)
+    if step.parallel.cross_entropy_loss_fusion:
+        # The last two are summed together, of a chunk of tokens at a time. The gradient is taken while the whole input
+        # is still there.
+        yield statistics._replace(calls=2 * step.loss_chunks)
+        yield from _sum(step, "input gradient of the head")
+    else:
+        yield statistics
+        yield from _gather_gradient(step, "the head")
 
 
 def _layer_forward(step: StepTraffic) -> Iterator[Term]:

@@ -63,6 +63,13 @@ class StepTraffic:
         return self.micro_batch_size * self.model.seq_length // self.parallel.context_parallel_size
 
     @property
+    def loss_chunks(self) -> int:
+        """Chunks that the fused loss head cuts a micro batch's tokens into; the device left open is taken for a GPU."""
+        parallel = self.parallel
+        device = "cuda" if parallel.device == "auto" else parallel.device
+        return -(-self.tokens // parallel.loss_chunk_tokens(self.model.padded_vocab_size, self.element_bytes, device))
+
+    @property
     def tensor_ranks(self) -> int:
         """T."""
         return self.parallel.tensor_model_parallel_size

@@ -68,6 +68,39 @@ def has_fused_gradient_kernel() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
+def has_gpu() -> bool:
+    """Whether torch finds a usable GPU."""
+    return torch.cuda.is_available()
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed, and a GPU to run it on."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def fp8_problem(recipe: str) -> str | None:
+    """Why this machine's GPU cannot do an FP8 recipe (Megatron's name of it), or None.
+
+    By the compute capability, as Transformer Engine 2.20 has it: FP8 came with 8.9, its blocks with 9.0 and CUDA 12.9,
+    blocks of 32 by the hardware with 10.0 (and not all of their products with 12.0).
+    """
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    chip = torch.cuda.get_device_capability()
+    name = f"{torch.cuda.get_device_name()} has compute capability {chip[0]}.{chip[1]}"
+    if chip < (8, 9):
+        return f"{name}, and FP8 begins at 8.9"
+    if recipe == "blockwise" and (chip < (9, 0) or _cuda_version() < (12, 9)):
+        return f"{name} and torch is built for CUDA {torch.version.cuda}; it begins at 9.0 and CUDA 12.9"
+    if recipe == "mxfp8" and not (10, 0) <= chip < (12, 0):
+        return f"{name}; it is for 10.x"
+    return None
+
+
+def _cuda_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in (torch.version.cuda or "0.0").split("."))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankAddress:
     """Which rank this process is, as its launcher says, and where the ranks meet."""
@@ -131,19 +164,56 @@ def launched_here() -> bool:
     return LAUNCHED_HERE in os.environ and "RANK" in os.environ
 
 
+def use_huge_pages() -> None:
+    """Let torch take large CPU tensors out of huge pages; to be called before it makes its first tensor.
+
+    A training step makes and frees gigabytes of temporaries, whose pages the kernel zeroes one by one: of 4 KiB each,
+    that takes longer than most element-wise operations on them.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
 def threads_per_rank(local_ranks: int) -> int:
     """CPU threads for each of the ranks on this machine: its usable cores, shared evenly."""
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)
 
 
-def configure_process(device: DeviceKind, local_rank: int, threads: int) -> None:
-    """Select this rank's GPU, or set this rank's CPU threads."""
+def configure_process(device: DeviceKind, local_rank: int, threads: int, *, deterministic: bool = False) -> None:
+    """Select this rank's GPU, or set this rank's CPU threads.
+
+    Args:
+        deterministic: let the GPU's libraries use algorithms alone that give the same bits every time; to be asked for
+            before they start.
+
+    Raises:
+        InputError: the environment asks for the contrary.
+    """
     if device == "cuda":
+        if deterministic:
+            _make_deterministic()
         # Megatron's overlap of tensor-parallel communication wants kernels in the order of their launch.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(local_rank)
     else:
         torch.set_num_threads(threads)
+
+
+DETERMINISTIC = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # attention's backward adds in any order otherwise; megatron-core asks
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # or cuBLAS may split a product otherwise on another stream
+}
+
+
+def _make_deterministic() -> None:
+    for name, value in DETERMINISTIC.items():
+        if os.environ.setdefault(name, value) != value:
+            raise InputError(
+                f"parallel.deterministic_mode is true, but {name} is {os.environ[name]} in the environment; unset it"
+            )
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # else NCCL goes by what it measures at the start; any fixed one serves
+    torch.use_deterministic_algorithms(True)
+    # Nothing here reads what it did not write.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 # How megatron-core's and torch's notices begin that tell a user of this package nothing: what a CPU run does without,

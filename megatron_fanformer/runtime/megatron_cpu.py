@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
+from megatron_fanformer.runtime.rotary import rotate
+
 _installed = False
 
 # Factories that megatron-core calls with device="cuda", device=torch.cuda.current_device() or pin_memory=True:
@@ -47,6 +49,7 @@ def install() -> None:
     _adapt_random_state()
     _adapt_recomputation()
     _adapt_inference()
+    _adapt_rotary_embedding()
     _installed = True
 
 
@@ -175,3 +178,18 @@ def _adapt_inference() -> None:
     from megatron.core.inference import communication_utils
 
     communication_utils._is_cuda = lambda _tensor: None
+
+
+def _adapt_rotary_embedding() -> None:
+    """Without Transformer Engine's kernel it is a dozen passes over memory, and as many backward."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    plain = rope_utils._apply_rotary_pos_emb_bshd
+
+    def apply(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        mscale = kwargs.pop("mscale", 1.0)
+        if any(args) or any(kwargs.values()) or mscale != 1.0 or freqs.shape[-1] != t.shape[-1]:
+            return plain(t, freqs, *args, mscale=mscale, **kwargs)  # interleaved pairs, a part of the head, …
+        return rotate(t, freqs)
+
+    rope_utils._apply_rotary_pos_emb_bshd = apply

@@ -89,7 +89,9 @@ def process_group(config: ParallelConfig, address: devices.RankAddress | None) -
         megatron_cpu.install()
     local_ranks = address.local_world_size if address else 1
     threads = config.threads_per_rank or devices.threads_per_rank(local_ranks)
-    devices.configure_process(kind, address.local_rank if address else 0, threads)
+    devices.configure_process(
+        kind, address.local_rank if address else 0, threads, deterministic=config.deterministic_mode
+    )
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if address is None:
         with tempfile.TemporaryDirectory(prefix="fanformer-") as folder:

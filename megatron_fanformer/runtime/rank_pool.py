@@ -114,6 +114,7 @@ def _serve(connection: Any, rank: int, device: devices.DeviceKind) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keyboard's is for the pool's owner, who closes the connection
     threading.Thread(target=_end_with_the_owner, daemon=True).start()
     devices.quieten_libraries()
+    devices.use_huge_pages()
     from megatron_fanformer.runtime import megatron_cpu
 
     megatron_cpu.install()

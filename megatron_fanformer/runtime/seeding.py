@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 TRUNCATE_AT_STDS = 3.0
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy, torch and Megatron's tensor parallel random states."""
+def seed_everything(seed: int, *, graphable: bool = False) -> None:
+    """Seed Python, NumPy, torch and Megatron's tensor parallel random states.
+
+    Args:
+        graphable: have the last of a kind that CUDA graphs can hold.
+    """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=graphable)
 
 
 def local_shards(sharded_state: dict[str, Any]) -> Iterator["ShardedTensor"]:

@@ -19,6 +19,7 @@ from megatron_fanformer.model.config import DTYPES, PRESETS, FANformerConfig, Pr
 from megatron_fanformer.runtime.device import DeviceKind, has_bf16_matrix_units
 from megatron_fanformer.runtime.parallel import ParallelConfig
 from megatron_fanformer.training.config_values import value_problems, without_empty_sections
+from megatron_fanformer.training.fp8_rules import fp8_problems
 from megatron_fanformer.training.layout_rules import batch_problems, layout_problems
 from megatron_fanformer.training.metrics import LoggingConfig
 from megatron_fanformer.training.optimizer import OptimizerConfig
@@ -136,6 +137,7 @@ class RunConfig:
         if found:
             return found  # rules between fields make sense on sound fields only
         found += layout_problems(self.model, self.parallel)
+        found += fp8_problems(self.model, self.parallel, self.precision, self.training.micro_batch_size)
         found += batch_problems(
             self.parallel, data_parallel_size, self.training.global_batch_size, self.training.micro_batch_size
         )

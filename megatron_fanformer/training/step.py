@@ -198,8 +198,9 @@ def _run_schedule(
 def _forward_step(grid: RankGrid, batches: Batches, stage: Any) -> tuple[Tensor, Any]:
     device = grid.torch_device
     batch = {name: own_positions(tensor, grid).to(device, non_blocking=True) for name, tensor in next(batches).items()}
-    output = stage(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, lambda losses: _sum_loss(losses, batch["loss_mask"])
+    loss_mask = batch["loss_mask"]  # the loss head takes the gradient of what `_sum_loss` sums
+    output = stage(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=loss_mask)
+    return output, lambda losses: _sum_loss(losses, loss_mask)
 
 
 def own_positions(tensor_bs: Tensor, grid: RankGrid) -> Tensor:

@@ -26,6 +26,7 @@ from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.evaluation import evaluate_loss
+from megatron_fanformer.training.machine_choices import choice_lines, choose_for_machine
 from megatron_fanformer.training.metrics import VALIDATION_LOSS, MetricsWriter, ProgressLine
 from megatron_fanformer.training.optimizer import build_optimizer, keep_hyperparameters
 from megatron_fanformer.training.samples import run_batches, run_datasets
@@ -44,13 +45,15 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, grid: RankGrid) -> None:
-        self.config, self.grid = config, grid
+        self.config, self._choices = choose_for_machine(config, grid)
+        self.grid = grid
         self.run = Path(config.training.run_dir)
         self.step = 0
         self.consumed_samples = 0
+        self.last_step_seconds = 0.0
         self._stop_asked = False  # of this rank, by a signal
         self._is_stopping = False  # all ranks, after the present step: a signal may reach some of them only
-        seed_everything(config.training.seed)
+        seed_everything(config.training.seed, graphable=config.parallel.cuda_graph_impl != "none")
         self._build()
         self._start_or_resume()
         self._load_data()
@@ -111,10 +114,11 @@ class Trainer:
             raise DivergenceError(f"step {self.step}: {error}") from None
         self.consumed_samples += self.config.training.global_batch_size
         self._is_stopping = result.stop_asked
-        return self._metrics_of(result, time.monotonic() - started)
+        self.last_step_seconds = time.monotonic() - started
+        return self._metrics_of(result)
 
-    def _metrics_of(self, result: StepResult, seconds: float) -> dict[str, float]:
-        tokens_per_second = result.tokens / seconds
+    def _metrics_of(self, result: StepResult) -> dict[str, float]:
+        tokens_per_second = result.tokens / self.last_step_seconds
         return {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -195,7 +199,9 @@ class Trainer:
         resumed = store.latest_checkpoint(self.run) is not None
         is_drawn = not (resumed or config.checkpoint.load)  # else the weights are about to be loaded
         seed = config.training.seed if is_drawn else None
-        self._stages = build_stages(config.model, config.parallel, grid, dtype=self.dtype, seed=seed)
+        self._stages = build_stages(
+            config.model, config.parallel, grid, dtype=self.dtype, seed=seed, precision=config.precision
+        )
         if config.checkpoint.load and not resumed:
             load_weights(store.find_checkpoint(Path(config.checkpoint.load)), self._stages, grid)
         self._wrapped = wrap_stages(self._stages, config.parallel)
@@ -263,6 +269,8 @@ class Trainer:
             log_interval=self.config.logging.log_interval,
             console=Console(file=sys.stdout),
         )
+        for line in choice_lines(self._choices):
+            self._progress.note(line)
         if self.step:
             self._progress.note(f"going on after step {self.step} of {self.run}")
 

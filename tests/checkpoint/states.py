@@ -123,7 +123,7 @@ class Training:
                 step=self.step,
                 stages=self.stages,
                 optimizer=self.optimizer,
-                progress={"step": self.step},
+                progress={"step": self.step, "consumed_samples": self.step * GLOBAL_BATCH},
                 config=self.config(),
                 attachments=[],
             )

@@ -1,7 +1,7 @@
 """Stock Megatron-LM's GPTModel, built from our layer spec as `--spec` makes its pretrain_gpt.py build it, against ours.
 
-Both have the same weights, and must compute the same numbers: losses, logits and gradients, bit by bit, since with the
-same layers on the same machine no sum is taken in another order.
+Both have the same weights, and must compute the same numbers: losses, logits and gradients, up to float32's last
+places. What differs is SwiGLU, the final norm and the loss head, whose gradients our own model writes out itself.
 """
 
 import dataclasses
@@ -40,6 +40,7 @@ MY_SPEC = ["tests.model.my_fanformer", "my_layer_spec"]
 MY_MODEL = dataclasses.replace(MODEL, fan=FANConfig(p_ratio=0.125))
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "parallelism.md"
 SECTION = "## From stock Megatron-LM"
+SAME = 2e-6  # of the greatest element: sums of some hundred float32 products
 
 
 def layout(tensor_parallel: int, *, sequence_parallel: bool = False) -> ParallelConfig:
@@ -95,7 +96,8 @@ def stock_and_ours(
 def assert_same(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> None:
     assert stock.keys() == ours.keys()
     for name, value in ours.items():
-        assert torch.equal(stock[name], value), name
+        difference = (stock[name] - value).abs().max()
+        assert difference <= SAME * value.abs().max(), name
     fan = [value for name, value in stock.items() if ".fan." in name]
     assert len(fan) == 2 * MODEL.num_layers  # weight and bias
     assert all(gradient.abs().max() > 0 for gradient in fan)
@@ -210,6 +212,8 @@ def configurations(model: FANformerConfig, parallel: ParallelConfig) -> tuple[di
 
 # fields in which our own configuration may differ: how a thing is computed, or (init_method_std) replaced
 FREE_FIELDS = {
+    "bias_activation_fusion",
+    "use_te_activation_func",
     "bias_dropout_fusion",
     "masked_softmax_fusion",
     "transformer_impl",

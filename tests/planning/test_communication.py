@@ -90,6 +90,9 @@ CASES: dict[str, Case] = {
     "sp, cp, selective": (GROUPED, dict(**SP, **CP, **SELECTIVE)),
     "sequence, vpp": (DEEP, dict(**SEQUENCE, **VPP)),
     "pp, dp, overlap": (DEEP, dict(**VPP, **DP, **OVERLAP)),
+    "tp, loss in chunks": ({}, dict(**TP, cross_entropy_chunk_tokens=27)),
+    "sp, loss in chunks": (UNTIED, dict(**SP, cross_entropy_chunk_tokens=32)),
+    "sp, Megatron's loss head": ({}, dict(**SP, cross_entropy_loss_fusion=False)),
 }
 FULL_CASES: dict[str, Case] = {
     "pp 4": (DEEP, dict(pipeline_model_parallel_size=4)),

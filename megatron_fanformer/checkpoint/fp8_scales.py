@@ -1,0 +1,84 @@
+"""The scales of FP8's `delayed` recipe, as plain tensors: they come from past steps, and a run goes on with them.
+
+(Other recipes take their scales from the tensor at hand. Transformer Engine's own form of this state is a pickle, which
+it refuses to load unless told that the file is trusted.) They are the same on all ranks but of a pipeline, since their
+largest values are reduced over tensor, context and data parallel ranks; no other layer or recipe asks for them, so that
+checkpoints of FP8 and other runs load each other.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+
+from megatron_fanformer.runtime.parallel import RankGrid
+
+EXTRA_STATE = "_extra_state"
+FP8_SCALES = "fp8_scales"
+DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+TENSORS = ("scale", "amax_history")
+
+
+def scales_to_save(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, ShardedObject]]:
+    """The part of a state dict that holds the scales of this rank's chunks; empty without the recipe."""
+    scales = {
+        shard.unique_key: replace(shard, data=_captured(layer.fp8_meta))
+        for shard, layer in _layers(stages, grid)
+        if all(direction in layer.fp8_meta for direction in DIRECTIONS)  # else it has not run in FP8 yet
+    }
+    return {FP8_SCALES: scales} if scales else {}
+
+
+def scales_to_load(stages: list[Any], grid: RankGrid, checkpoint: Path) -> dict[str, dict[str, ShardedObject]]:
+    """That part of a state dict, of the scales that the checkpoint has; empty if it has none."""
+    wanted = {shard.unique_key: shard for shard, _ in _layers(stages, grid)}
+    stored = load_sharded_metadata(str(checkpoint)) if wanted else {}
+    scales = {name: shard for name, shard in wanted.items() if name in stored}
+    return {FP8_SCALES: scales} if scales else {}
+
+
+def set_scales(stages: list[Any], grid: RankGrid, loaded: dict[str, Any]) -> None:
+    """Give the layers what a state dict was loaded with."""
+    scales = loaded.get(FP8_SCALES, {})
+    for shard, layer in _layers(stages, grid):
+        if shard.unique_key in scales:
+            _set(layer, scales[shard.unique_key])
+
+
+def _layers(stages: list[Any], grid: RankGrid) -> Iterator[tuple[ShardedObject, Any]]:
+    """The layers that may be in FP8, each with a shard of its global name that holds nothing yet."""
+    config = stages[0].config
+    if not config.fp8 or config.fp8_recipe != "delayed":
+        return
+    for chunk in stages:
+        for name, shard in chunk.sharded_state_dict(metadata=grid.sharding_metadata).items():
+            layer = chunk.get_submodule(name.removesuffix(f".{EXTRA_STATE}")) if name.endswith(EXTRA_STATE) else None
+            if hasattr(layer, "init_fp8_meta_tensors") and isinstance(shard, ShardedObject):
+                yield replace(shard, key=shard.key.removesuffix(EXTRA_STATE) + FP8_SCALES, data=None), layer
+
+
+def _captured(meta: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {
+        f"{direction}.{name}": getattr(meta[direction], name).detach().cpu().clone()
+        for direction in DIRECTIONS
+        for name in TENSORS
+    }
+
+
+@torch.no_grad()
+def _set(layer: Any, scales: dict[str, torch.Tensor]) -> None:
+    from megatron.core.fp8_utils import get_fp8_recipe
+
+    recipe = get_fp8_recipe(layer.config)
+    layer.fp8_meta.update(recipe=recipe, num_gemms=1)
+    layer.init_fp8_meta_tensors(recipe)  # the first forward would make them, and keeps them where they are
+    for direction in DIRECTIONS:
+        state = layer.fp8_meta[direction]
+        state.scale.copy_(scales[f"{direction}.scale"])
+        history = scales[f"{direction}.amax_history"]
+        kept = min(len(history), len(state.amax_history))  # the run may have another length by now
+        state.amax_history[:kept].copy_(history[:kept])

@@ -1,0 +1,75 @@
+"""Element-wise functions of the local layers, with gradients written out in few passes over memory.
+
+megatron-core leaves the fusing of these to a compiler, which a CPU run does without; there each operation of PyTorch is
+a pass over memory of its own, and automatic differentiation makes more of them.
+
+Shapes: h hidden size, f inside of the MLP.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class SwiGLU(MegatronModule):
+    """silu(gate) * up, of [gate | up] in one tensor; for megatron-core's MLP, as its `activation_func`."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+
+    def forward(self, gate_and_up: Tensor) -> Tensor:
+        """[..., 2 f] -> [..., f]."""
+        return _SwiGLU.apply(gate_and_up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_and_up)
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_and_up,) = ctx.saved_tensors
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        grad_both = torch.empty_like(gate_and_up)
+        grad_gate, grad_up = grad_both.chunk(2, dim=-1)
+        torch.mul(grad, up, out=grad_up)  # on its way to the gate's
+        torch.ops.aten.silu_backward(grad_up, gate, grad_input=grad_gate)
+        torch.ops.aten.silu(gate, out=grad_up)
+        grad_up.mul_(grad)
+        return grad_both
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, [..., h]; statistics in float32 at least."""
+    if x.device.type == "cpu":
+        return _RMSNorm.apply(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)  # one kernel there
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        high = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=high)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        high, size = scale.dtype, x.shape[-1]
+        products = (grad.to(high) * x).view(-1, size)
+        scales = scale.view(-1)
+        grad_weight = scales @ products
+        # What the mean square's gradient takes back, along x itself.
+        along_x = (products @ weight.to(high)).mul_(scales.pow(3)).div_(-size)
+        grad_x = (grad * weight).to(high).mul_(scale).addcmul_(x.to(high), along_x.view_as(scale))
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

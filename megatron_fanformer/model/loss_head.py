@@ -1,0 +1,219 @@
+"""The loss head: logits, cross entropy and the gradient of both, for some tokens at a time.
+
+GPTModel's own head keeps the logits of all tokens of a micro batch from forward to backward, in float32. Here a chunk
+of tokens is carried through: its logits are made, turned into their own gradient where they stand, and multiplied into
+the gradients of the hidden states and of the weight, in forward already. So there is no fourth matrix product, and
+never more than a chunk's logits.
+
+A gradient that is taken in forward must know how tokens will be weighted: by the loss mask. What backward then hands
+back is held against it, so that losses weighted in another way raise instead of training something else.
+
+Shapes: s sequence, b micro batch, h hidden size, n = s b tokens, c tokens of a chunk, v this tensor parallel rank's
+rows of the vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from torch import Tensor
+
+from megatron_fanformer.model.cross_entropy import to_gradient
+
+WEIGHT_ROWS_A_BLOCK = 4096
+"""Rows of the weight's gradient that are held twice where the product cannot add to a float32 one."""
+SAME_WEIGHTS = 1e-6
+"""Relative: a multiple of the loss mask is one up to the rounding of a float32 product."""
+
+
+class LossHead(ColumnParallelLinear):
+    """GPTModel's output layer, which gives logits, or the losses of given labels."""
+
+    chunk_tokens: int
+
+    @classmethod
+    def take_over(cls, output_layer: ColumnParallelLinear, chunk_tokens: int) -> None:
+        """Make a plain output layer, whose class GPTModel does not let choose, one of these.
+
+        Args:
+            chunk_tokens: how many tokens' logits there are at a time.
+        """
+        if type(output_layer) is ColumnParallelLinear:  # another one, of FP8, keeps to itself
+            output_layer.__class__ = cls
+            output_layer.chunk_tokens = chunk_tokens
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        labels_sb: Tensor | None = None,
+        loss_mask_sb: Tensor | None = None,
+    ) -> Any:
+        """Logits [s, b, v] and no bias, as its base class has them; with labels their losses [s, b], in float32.
+
+        Args:
+            input_: hidden states [s, b, h], of sequence parallelism a rank's part of s.
+            weight: [v, h], where it is the embedding's.
+            loss_mask_sb: what losses will be multiplied with before they are summed; None: ones. The gradient is that
+                of this sum. Backward raises a RuntimeError where the losses were weighted in another proportion, and,
+                where the weight has a `main_grad` and so has its gradient already, in another scale.
+        """
+        if labels_sb is None:
+            return super().forward(input_, weight, runtime_gather_output)
+        weight = self.weight if weight is None else weight
+        mask_sb = torch.ones_like(labels_sb, dtype=torch.float32) if loss_mask_sb is None else loss_mask_sb.float()
+        is_differentiated = torch.is_grad_enabled() and (input_.requires_grad or weight.requires_grad)
+        return _LossHeadFunction.apply(input_, weight, labels_sb, mask_sb, self, is_differentiated)
+
+
+class _LossHeadFunction(torch.autograd.Function):
+    """The losses of all tokens, with the gradient of their masked sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_sbh: Tensor,
+        weight_vh: Tensor,
+        labels_sb: Tensor,
+        mask_sb: Tensor,
+        head: LossHead,
+        is_differentiated: bool,
+    ) -> Tensor:
+        gradients = _Gradients(x_sbh, weight_vh, head) if is_differentiated else None
+        x_nh = _whole_sequence(x_sbh, head).flatten(0, 1)
+        losses_n = torch.empty(labels_sb.numel(), dtype=torch.float32, device=x_nh.device)
+        tensors_n = (x_nh, labels_sb.reshape(-1), mask_sb.reshape(-1), losses_n)
+        first_row = head.tp_group.rank() * head.output_size_per_partition
+        buffer_cv = x_nh.new_empty((min(head.chunk_tokens, len(x_nh)), len(weight_vh)))
+        for x_ch, labels_c, mask_c, losses_c in zip(*(t.split(head.chunk_tokens) for t in tensors_n), strict=True):
+            logits_cv = torch.mm(x_ch, weight_vh.t(), out=buffer_cv[: len(x_ch)])
+            share_c = to_gradient(logits_cv, labels_c - first_row, losses_c, head.tp_group, is_differentiated)
+            if gradients is not None:
+                gradients.add(logits_cv, x_ch, share_c * mask_c)
+        if gradients is not None:
+            ctx.gradients = gradients
+            ctx.save_for_backward(mask_sb)
+        return losses_n.view_as(labels_sb)
+
+    @staticmethod
+    def backward(ctx: Any, grad_sb: Tensor) -> Any:
+        (mask_sb,) = ctx.saved_tensors
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the loss head's gradient is given once; run forward again")
+        scale = None if gradients.is_in_main_grad else _scale_of(grad_sb, mask_sb)
+        if scale is None:
+            _require(
+                (grad_sb == mask_sb).all(),
+                "the losses were not summed with the loss mask that the model was given, and the gradient of that sum "
+                "is in main_grad already; hand the model the weights as loss_mask, or set "
+                "parallel.cross_entropy_loss_fusion to false",
+            )
+        return *gradients.scaled(scale), None, None, None, None
+
+
+def _require(condition: Tensor, message: str) -> None:
+    """Raise a RuntimeError unless it holds; a GPU is not waited for, and fails at its next synchronisation."""
+    torch._assert_async(condition, message)
+
+
+def _scale_of(grad_sb: Tensor, mask_sb: Tensor) -> Tensor:
+    """The one number that upstream gradients are the loss mask times."""
+    grad, mask = grad_sb.double(), mask_sb.double()
+    scale = (grad * mask).sum() / (mask * mask).sum().clamp_min(torch.finfo(torch.float32).tiny)
+    difference = (grad - scale * mask).abs().max()
+    _require(
+        difference <= SAME_WEIGHTS * (scale * mask).abs().max(),
+        "the losses were weighted in another proportion than the loss mask that the model was given says, of which the "
+        "gradient is; hand the model the weights as loss_mask, or set parallel.cross_entropy_loss_fusion to false",
+    )
+    return scale.float()
+
+
+def _whole_sequence(x_sbh: Tensor, head: LossHead) -> Tensor:
+    if not head.sequence_parallel:
+        return x_sbh
+    ranks = head.tp_group.size()
+    whole = torch.empty((x_sbh.shape[0] * ranks, *x_sbh.shape[1:]), dtype=x_sbh.dtype, device=x_sbh.device)
+    dist.all_gather_into_tensor(whole, x_sbh.contiguous(), group=head.tp_group)
+    return whole
+
+
+# -- gradients of the hidden states and of the weight
+
+
+class _Gradients:
+    """Of the masked sum of losses by the hidden states and by the weight, chunk by chunk."""
+
+    def __init__(self, x_sbh: Tensor, weight_vh: Any, head: LossHead) -> None:
+        self.weight, self.head = weight_vh, head
+        self.shape = x_sbh.shape
+        tokens = x_sbh.shape[0] * x_sbh.shape[1] * (head.tp_group.size() if head.sequence_parallel else 1)
+        self.x_nh = torch.empty((tokens, x_sbh.shape[2]), dtype=x_sbh.dtype, device=x_sbh.device)
+        self.is_in_main_grad = weight_vh.requires_grad and hasattr(weight_vh, "main_grad")
+        self.sum_vh: Tensor | None = None
+        if self.is_in_main_grad:
+            self.sum_vh = weight_vh.main_grad
+        elif weight_vh.requires_grad:
+            self.sum_vh = torch.zeros_like(weight_vh, dtype=torch.float32)
+        self._done_tokens = 0
+        self._reduction: Any = None
+
+    def add(self, dlogits_cv: Tensor, x_ch: Tensor, factor_c: Tensor) -> None:
+        """The next chunk's, the gradient of whose logits is `dlogits_cv` times `factor_c`."""
+        begin, self._done_tokens = self._done_tokens, self._done_tokens + len(x_ch)
+        torch.mm(dlogits_cv, self.weight, out=self.x_nh[begin : self._done_tokens]).mul_(factor_c.unsqueeze(-1))
+        if self._done_tokens == len(self.x_nh):
+            self._reduce()  # while the last of the weight's gradient is made
+        if self.sum_vh is not None:
+            _add_product(self.sum_vh, dlogits_cv, (x_ch * factor_c.unsqueeze(-1)).to(x_ch.dtype))
+
+    def _reduce(self) -> None:
+        """Sum over the ranks' parts of the vocabulary; of sequence parallelism keep the own part of the sequence."""
+        group = self.head.tp_group
+        if group.size() == 1:
+            return
+        if not self.head.sequence_parallel:
+            self._reduction = dist.all_reduce(self.x_nh, group=group, async_op=True)
+            return
+        whole, self.x_nh = self.x_nh, self.x_nh.new_empty((len(self.x_nh) // group.size(), self.x_nh.shape[1]))
+        self._reduction = dist.reduce_scatter_tensor(self.x_nh, whole, group=group, async_op=True)
+
+    def scaled(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What backward gives for the hidden states and the weight, times `scale`."""
+        if self._reduction is not None:
+            self._reduction.wait()
+        x_sbh = self.x_nh.view(self.shape)
+        if scale is not None:
+            x_sbh.mul_(scale)
+        if not self.is_in_main_grad:
+            return x_sbh, self.sum_vh if self.sum_vh is None or scale is None else self.sum_vh.mul_(scale)
+        return x_sbh, _stand_in(self.weight)
+
+
+def _stand_in(weight_vh: Any) -> Tensor | None:
+    """What to give where the gradient is in `main_grad` already, so that the weight is told ready to be reduced.
+
+    By Megatron's own protocol of fused accumulation it is a tensor of whatever content, not read because of a mark. A
+    weight that is also this stage's embedding has a gradient from there, which must be read: it gets none from here.
+    """
+    if getattr(weight_vh, "zero_out_wgrad", False):
+        return None
+    weight_vh.grad_added_to_main_grad = True
+    return torch.empty_like(weight_vh)
+
+
+def _add_product(sum_vh: Tensor, dlogits_cv: Tensor, x_ch: Tensor) -> None:
+    """Add the product of the first, transposed, and the second, with sums in the accumulator's type where it can be."""
+    if sum_vh.dtype == x_ch.dtype:
+        sum_vh.addmm_(dlogits_cv.t(), x_ch)
+    elif sum_vh.device.type != "cpu":
+        torch.addmm(sum_vh, dlogits_cv.t(), x_ch, out_dtype=sum_vh.dtype, out=sum_vh)
+    else:  # torch has no such product for CPUs
+        for sums, dlogits in zip(
+            sum_vh.split(WEIGHT_ROWS_A_BLOCK), dlogits_cv.split(WEIGHT_ROWS_A_BLOCK, dim=1), strict=True
+        ):
+            sums.add_(dlogits.t() @ x_ch)

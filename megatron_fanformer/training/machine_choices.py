@@ -1,0 +1,114 @@
+"""What a configuration leaves to the machine: what each such field becomes here, and why; told at a run's start."""
+
+import dataclasses
+import itertools
+import textwrap
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_fanformer.model.layer_spec import resolve_transformer_impl, transformer_engine_problem
+from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.training.config import RunConfig
+
+LINE_WIDTH = 110
+
+
+class Choice(NamedTuple):
+    """One field that the user left open."""
+
+    section: str
+    field: str
+    value: Any
+    reason: str
+
+
+def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, list[Choice]]:
+    """The configuration with its open fields filled in for this machine, and what was chosen.
+
+    Raises:
+        InputError: Transformer Engine is asked for and cannot be used.
+    """
+    choices = list(_choices(config, grid))
+    for section in ("parallel", "precision"):
+        chosen = {choice.field: choice.value for choice in choices if choice.section == section}
+        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **chosen)})
+    return config, choices
+
+
+def choice_lines(choices: list[Choice]) -> list[str]:
+    """What to tell of them, in as few lines as it takes."""
+    if not choices:
+        return []
+    groups = itertools.groupby(choices, key=lambda choice: (choice.value, choice.reason))
+    told = "; ".join(
+        f"{', '.join(choice.field for choice in alike)} {_shown(value)} ({reason})" for (value, reason), alike in groups
+    )
+    return textwrap.wrap(f"chosen here: {told}", LINE_WIDTH, subsequent_indent="  ")
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _choices(config: RunConfig, grid: RankGrid) -> Iterator[Choice]:
+    parallel = config.parallel
+    on_gpu = grid.device == "cuda"
+    if parallel.device == "auto":
+        reason = torch.cuda.get_device_name() if on_gpu else "no GPU is visible"
+        yield Choice("parallel", "device", grid.device, reason)
+    if config.precision.dtype == "auto":
+        is_bf16 = config.dtype(grid.device) == torch.bfloat16
+        reason = f"this {'GPU' if on_gpu else 'CPU'} has {'' if is_bf16 else 'no '}bf16 matrix units"
+        yield Choice("precision", "dtype", "bf16" if is_bf16 else "fp32", reason)
+    implementation = resolve_transformer_impl(parallel.transformer_impl)
+    if parallel.transformer_impl == "auto":
+        yield Choice("parallel", "transformer_impl", implementation, _layers_reason(on_gpu))
+    if parallel.threads_per_rank is None and not on_gpu:
+        reason = "this machine's cores, shared by its ranks"
+        yield Choice("parallel", "threads_per_rank", torch.get_num_threads(), reason)
+    if parallel.gradient_accumulation_fusion is None:
+        value, reason = _fusion(implementation)
+        yield Choice("parallel", "gradient_accumulation_fusion", value, reason)
+    yield from _overlap(parallel, grid)
+
+
+def _layers_reason(on_gpu: bool) -> str:
+    if not on_gpu:
+        return "Transformer Engine's layers need a GPU"
+    problem = transformer_engine_problem()
+    return "Transformer Engine imports" if problem is None else f"of Transformer Engine, {problem}"
+
+
+def _fusion(implementation: str) -> tuple[bool, str]:
+    if not torch.cuda.is_available():
+        return False, "no GPU"
+    if implementation == "transformer_engine":
+        return True, "the Engine's products add to the float32 gradients"
+    if devices.has_fused_gradient_kernel():
+        return True, "apex's kernel is there"
+    return False, "neither the Engine's layers nor apex's kernel"
+
+
+def _overlap(parallel: ParallelConfig, grid: RankGrid) -> Iterator[Choice]:
+    """Communication of gradients and weights over the replicas, those of context parallelism counted."""
+    replicas = grid.groups.dp_cp.size()
+    pays = grid.device == "cuda" and replicas > 1
+    if grid.device == "cpu":
+        reason = "over gloo it would take the computation's cores"
+    elif replicas == 1:
+        reason = "one replica"
+    else:
+        reason = f"{replicas} replicas, over NCCL"
+    reduces = parallel.overlap_grad_reduce
+    if reduces is None:
+        reduces = pays or bool(parallel.overlap_param_gather)
+        yield Choice("parallel", "overlap_grad_reduce", reduces, reason)
+    if parallel.overlap_param_gather is None:
+        gathers = pays and reduces and parallel.use_distributed_optimizer
+        if pays and not gathers:
+            reason = "it needs overlap_grad_reduce and use_distributed_optimizer"
+        yield Choice("parallel", "overlap_param_gather", gathers, reason)

@@ -1,0 +1,107 @@
+"""Building blocks of tests on a GPU: a small model's runs in processes of their own, and what they left.
+
+A process of its own is what starts with CUDA's settings fresh, or without CUDA; the trainer is the same in all.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_fanformer.training.metrics import read_metrics
+from tests.small_runs import small_run, start_command, start_program, write_config
+
+VOCAB_SIZE = 512
+SEQ_LENGTH = 128
+STEPS = 12
+# Every size a multiple of 128: each FP8 recipe takes them.
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 256,
+    "ffn_hidden_size": 512,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB_SIZE,
+    "seq_length": SEQ_LENGTH,
+}
+TIMEOUT_SECONDS = 240
+# nats, of any of a dozen steps: what rounding and summing otherwise may change. bf16 differed from float32 by 0.011 at
+# most on one CPU (2026-11); two bf16 runs may be as far off on either side, and a GPU sums in orders of its own.
+SAME_LOSS = 0.04
+
+
+def write_learnable_tokens(prefix: Path, documents: int = 200) -> str:
+    """Token files whose next token follows from the present one, nine times of ten; returns the prefix."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    generator = np.random.default_rng(0)
+    follower = generator.permutation(VOCAB_SIZE)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for _ in range(documents):
+        tokens = [int(generator.integers(VOCAB_SIZE))]
+        for _ in range(2 * SEQ_LENGTH):
+            is_noise = generator.random() < 0.1
+            tokens.append(int(generator.integers(VOCAB_SIZE)) if is_noise else int(follower[tokens[-1]]))
+        builder.add_document(torch.tensor(tokens), [len(tokens)])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def gpu_run(tokens: str, run_dir: Path, *, steps: int = STEPS, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's plain values: bf16, Transformer Engine's layers where they are; `sections` are laid over it."""
+    values = {
+        "model": MODEL,
+        "parallel": {"device": "cuda", "transformer_impl": "auto"},
+        "precision": {"dtype": "bf16"},
+        "optimizer": {"lr": 3e-3},
+        "training": {"train_iters": steps},
+    }
+    for section, fields in sections.items():
+        values[section] = {**values.get(section, {}), **fields}
+    return small_run(tokens, run_dir, **values)
+
+
+def finished(values: dict[str, Any], file: Path) -> list[float]:
+    """Run a configuration in a process of its own; the losses of all steps so far."""
+    return [metrics["loss"] for metrics in finished_metrics(values, file)]
+
+
+def finished_metrics(values: dict[str, Any], file: Path) -> list[dict[str, Any]]:
+    """The same, with all metrics of each step."""
+    environment = {"PYTHONPATH": python_path()}
+    if values["parallel"]["device"] == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    arguments = ("--debug", "train", "--config", str(write_config(file, values)))
+    process = start_command(*arguments, environment=environment)
+    output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 0, f"{output[-2000:]}\n{errors[-6000:]}"
+    return read_metrics(Path(values["training"]["run_dir"]))
+
+
+def finished_ranks(values: dict[str, Any], file: Path, ranks: int) -> list[float]:
+    """Run a configuration on ranks that share one GPU, over gloo (see two_ranks.py); the losses of all steps."""
+    write_config(file, values)
+    processes = [
+        start_program(*command(rank, ranks, file), environment={"PYTHONPATH": python_path()}) for rank in range(ranks)
+    ]
+    try:
+        ends = [process.communicate(timeout=TIMEOUT_SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (output, errors) in zip(processes, ends, strict=True):
+        assert process.returncode == 0, f"{output[-2000:]}\n{errors[-6000:]}"
+    return [metrics["loss"] for metrics in read_metrics(Path(values["training"]["run_dir"]))]
+
+
+def command(rank: int, ranks: int, file: Path) -> tuple[str, ...]:
+    """Starts one of the ranks that share a GPU."""
+    return (sys.executable, "-m", "tests.gpu.two_ranks", str(rank), str(ranks), str(file))
+
+
+def python_path() -> str:
+    """This checkout's first, then what this process has: Transformer Engine may stand in a folder of its own."""
+    root = str(Path(__file__).parents[2])
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,0 +1,47 @@
+"""A run that was stopped goes on bit by bit on a GPU, in deterministic mode; skipped where there is none."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.full_tensors import read_full_tensors
+from megatron_fanformer.model.layer_spec import transformer_engine_problem
+from megatron_fanformer.runtime.device import fp8_problem
+from tests.gpu.making import STEPS, finished, gpu_run, write_learnable_tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+HALF = STEPS // 2
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise"])
+def test_a_resume_is_the_same_bit_by_bit(recipe: str | None, tmp_path: Path) -> None:
+    problem = transformer_engine_problem() or (recipe and fp8_problem(recipe))
+    if recipe and problem:
+        pytest.skip(problem)
+    tokens = write_learnable_tokens(tmp_path / "learnable")
+    precision = {"dtype": "bf16", **({"fp8": "hybrid", "fp8_recipe": recipe} if recipe else {})}
+    parallel = {"device": "cuda", "deterministic_mode": True}
+    straight = gpu_run(tokens, tmp_path / "straight", parallel=parallel, precision=precision)
+    stopping = gpu_run(
+        tokens,
+        tmp_path / "resumed",
+        parallel=parallel,
+        precision=precision,
+        training={"train_iters": STEPS, "exit_interval": HALF},
+    )
+    expected = finished(straight, tmp_path / "straight.yaml")
+    assert len(finished(stopping, tmp_path / "stopping.yaml")) == HALF
+    assert finished(stopping, tmp_path / "stopping.yaml") == expected
+    assert_same_weights(tmp_path / "straight", tmp_path / "resumed")
+
+
+def assert_same_weights(run: Path, other: Path) -> None:
+    ours, others = (read_full_tensors(store.find_checkpoint(folder)) for folder in (run, other))
+    assert ours.keys() == others.keys()
+    assert [name for name in ours if not torch.equal(ours[name], others[name])] == []

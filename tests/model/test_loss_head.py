@@ -1,0 +1,363 @@
+"""The chunked loss head is the plain one: losses, gradients and training; and never are there all tokens' logits."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_fanformer.model.build import build_stages
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.loss_head import LossHead
+from megatron_fanformer.parity.pieces import Piece
+from megatron_fanformer.parity.trial import TrialConfig, run_trial
+from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
+from megatron_fanformer.training.optimizer import OptimizerConfig
+from megatron_fanformer.training.step import wrap_stages
+from tests.training.layouts import layout
+
+RunOnRanks = Callable[..., list[Any]]
+
+SAME_FP32 = 1e-6  # of the greatest element: sums in another order
+SAME_TRAINING = 2e-5  # of a tensor's norm, after layers, clipping and Adam
+AS_GOOD_IN_BF16 = 1.3  # times the plain head's own distance from float64: as many roundings, others
+SAME_LOSS_IN_BF16 = 2e-6  # nats: losses come from the same bf16 logits, in float32
+
+CONFIG = FANformerConfig(
+    num_layers=1, hidden_size=32, ffn_hidden_size=48, num_attention_heads=2, vocab_size=250, seq_length=24
+)  # 256 rows with padding
+UNTIED = dataclasses.replace(CONFIG, untie_embeddings_and_output_weights=True)
+MICRO_BATCH = 3
+TOKENS = MICRO_BATCH * CONFIG.seq_length
+
+# -- the head alone
+
+
+class Problem(NamedTuple):
+    """What all heads are given, whole: hidden states [s, b, h], weight [v, h], labels and loss mask [s, b]."""
+
+    x_sbh: Tensor
+    weight_vh: Tensor
+    labels_sb: Tensor
+    mask_sb: Tensor
+
+    @classmethod
+    def drawn(cls, *, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> "Problem":
+        """`scale` is of the weights: at 1 the logits are of unit size, and losses are somewhat above ln 256."""
+        generator = torch.Generator().manual_seed(0)
+        size = (CONFIG.seq_length, MICRO_BATCH)
+        x_sbh = torch.randn(*size, CONFIG.hidden_size, generator=generator)
+        weight_vh = torch.randn(256, CONFIG.hidden_size, generator=generator) * scale / CONFIG.hidden_size**0.5
+        labels_sb = torch.randint(CONFIG.vocab_size, size, generator=generator)
+        mask_sb = (torch.rand(size, generator=generator) < 0.8).float()
+        return cls(x_sbh.to(dtype), weight_vh.to(dtype), labels_sb, mask_sb)
+
+
+class Outcome(NamedTuple):
+    """Losses of all tokens, unmasked, and the gradients of their masked sum."""
+
+    losses_sb: Tensor
+    x_sbh: Tensor
+    weight_vh: Tensor
+
+
+def exact(problem: Problem) -> Outcome:
+    """In float64, by torch's own cross entropy."""
+    x_sbh, weight_vh = (tensor.detach().double().requires_grad_() for tensor in problem[:2])
+    logits = (x_sbh @ weight_vh.t()).flatten(0, 1)
+    losses = torch.nn.functional.cross_entropy(logits, problem.labels_sb.flatten(), reduction="none")
+    losses_sb = losses.view_as(problem.labels_sb)
+    (losses_sb * problem.mask_sb).sum().backward()
+    return Outcome(losses_sb.detach(), x_sbh.grad, weight_vh.grad)
+
+
+def last_stage(parallel: ParallelConfig, grid: RankGrid, config: FANformerConfig, dtype: torch.dtype) -> Any:
+    return build_stages(config, parallel, grid, dtype=dtype, seed=0)[-1]
+
+
+def head_outcome(problem: Problem, parallel: ParallelConfig, config: FANformerConfig = UNTIED) -> Outcome:
+    """This rank's losses, and its parts of the gradients, of a whole problem."""
+    with rank_grid(parallel, "cpu") as grid:
+        stage = last_stage(parallel, grid, config, problem.x_sbh.dtype)
+        ranks, rank = parallel.tensor_model_parallel_size, grid.groups.tp.rank()
+        weight = head_weight(stage)
+        weight.data.copy_(problem.weight_vh.chunk(ranks)[rank])
+        x_sbh = problem.x_sbh.chunk(ranks)[rank] if parallel.sequence_parallel else problem.x_sbh
+        x_sbh = x_sbh.clone().requires_grad_()
+        losses_sb = head_losses(stage, x_sbh, problem)
+        (losses_sb * problem.mask_sb).sum().backward()
+        return Outcome(losses_sb.detach(), x_sbh.grad, weight.grad)
+
+
+def head_weight(stage: Any) -> Any:
+    is_tied = stage.share_embeddings_and_output_weights
+    return stage.shared_embedding_or_output_weight() if is_tied else stage.output_layer.weight
+
+
+def head_losses(stage: Any, x_sbh: Tensor, problem: Problem) -> Tensor:
+    weight = head_weight(stage)
+    if isinstance(stage.output_layer, LossHead):
+        return stage.output_layer(x_sbh, weight, labels_sb=problem.labels_sb, loss_mask_sb=problem.mask_sb)
+    logits, _ = stage.output_layer(x_sbh, weight)
+    return stage.compute_language_model_loss(problem.labels_sb.t(), logits).t()
+
+
+def fused(chunk_tokens: int | None = None, **degrees: Any) -> ParallelConfig:
+    return layout(cross_entropy_chunk_tokens=chunk_tokens, **degrees)
+
+
+def plain(**degrees: Any) -> ParallelConfig:
+    return layout(cross_entropy_loss_fusion=False, **degrees)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """The greatest difference, over the greatest element."""
+    return float((found.double() - expected).abs().max() / expected.abs().max())
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("config", [CONFIG, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 36, None])
+def test_losses_and_gradients_are_the_plain_heads(
+    run_on_ranks: RunOnRanks, chunk_tokens: int | None, config: FANformerConfig
+) -> None:
+    problem = Problem.drawn()
+    (found,) = run_on_ranks(1, head_outcome, problem, fused(chunk_tokens), config)
+    (expected,) = run_on_ranks(1, head_outcome, problem, plain(), config)
+    for name, truth in zip(Outcome._fields, exact(problem), strict=True):
+        assert error(getattr(found, name), getattr(expected, name)) < SAME_FP32, name
+        assert error(getattr(found, name), truth) < SAME_FP32, name
+    assert (found.x_sbh[problem.mask_sb == 0] == 0).all()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [7, None])
+def test_tensor_parallel_parts_are_the_whole(
+    run_on_ranks: RunOnRanks, chunk_tokens: int | None, sequence_parallel: bool
+) -> None:
+    problem = Problem.drawn()
+    parallel = fused(chunk_tokens, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    ranks: list[Outcome] = run_on_ranks(2, head_outcome, problem, parallel)
+    truth = exact(problem)
+    x_sbh = torch.cat([rank.x_sbh for rank in ranks]) if sequence_parallel else ranks[0].x_sbh
+    assert error(x_sbh, truth.x_sbh) < SAME_FP32
+    assert error(torch.cat([rank.weight_vh for rank in ranks]), truth.weight_vh) < SAME_FP32
+    for rank in ranks:
+        assert error(rank.losses_sb, truth.losses_sb) < SAME_FP32
+        assert sequence_parallel or torch.equal(rank.x_sbh, x_sbh)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bf16_is_as_far_from_exact_as_the_plain_head(run_on_ranks: RunOnRanks, ranks: int) -> None:
+    problem = Problem.drawn(scale=3, dtype=torch.bfloat16)
+    both = [parallel(tensor_model_parallel_size=ranks) for parallel in (fused, plain)]
+    found, expected = (run_on_ranks(ranks, head_outcome, problem, parallel) for parallel in both)
+    truth = exact(problem)
+    assert (found[0].losses_sb - expected[0].losses_sb).abs().max() < SAME_LOSS_IN_BF16
+    assert distance(found[0].x_sbh, truth.x_sbh) < AS_GOOD_IN_BF16 * distance(expected[0].x_sbh, truth.x_sbh)
+    weights = [torch.cat([rank.weight_vh for rank in outcome]) for outcome in (found, expected)]
+    own, plains = (distance(weight, truth.weight_vh) for weight in weights)
+    assert own < AS_GOOD_IN_BF16 * plains
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_shard_far_below_the_other_still_learns_its_labels(run_on_ranks: RunOnRanks, dtype: torch.dtype) -> None:
+    problem = Problem.drawn(dtype=dtype)
+    x_sbh = problem.x_sbh.abs()
+    weight_vh = problem.weight_vh.clone()
+    weight_vh[:128] = -10  # some hundreds below the other rank's logits: no float32 has their exponential
+    problem = problem._replace(x_sbh=x_sbh, weight_vh=weight_vh)
+    ranks = run_on_ranks(2, head_outcome, problem, fused(tensor_model_parallel_size=2))
+    truth = exact(problem)
+    bound = SAME_FP32 if dtype == torch.float32 else 2**-6  # three bf16 roundings, one of them of the logits
+    assert error(ranks[0].losses_sb, truth.losses_sb) < bound
+    assert error(ranks[0].x_sbh, truth.x_sbh) < bound
+    assert error(torch.cat([rank.weight_vh for rank in ranks]), truth.weight_vh) < bound
+
+
+# -- what is held
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation gives."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, Tensor):
+            self.elements = max(self.elements, output.numel())
+        return output
+
+
+def largest_tensor(problem: Problem, parallel: ParallelConfig, is_differentiated: bool) -> int:
+    with rank_grid(parallel, "cpu") as grid:
+        stage = last_stage(parallel, grid, CONFIG, torch.float32)
+        wrap_stages([stage], parallel)
+        x_sbh = problem.x_sbh.clone().requires_grad_()
+        with LargestTensor() as largest, torch.set_grad_enabled(is_differentiated):
+            losses_sb = head_losses(stage, x_sbh, problem)
+            if is_differentiated:
+                (losses_sb * problem.mask_sb).sum().backward()
+        return largest.elements
+
+
+@pytest.mark.parametrize("is_differentiated", [False, True])
+def test_no_tensor_is_larger_than_a_chunks_logits_or_the_weight(
+    run_on_ranks: RunOnRanks, is_differentiated: bool
+) -> None:
+    weight_elements, problem = 256 * CONFIG.hidden_size, Problem.drawn()
+    (elements,) = run_on_ranks(1, largest_tensor, problem, fused(24), is_differentiated)
+    assert elements == (weight_elements if is_differentiated else max(weight_elements, 24 * 256))
+    (plains,) = run_on_ranks(1, largest_tensor, problem, plain(), is_differentiated)
+    assert plains == TOKENS * 256 > 2 * elements
+
+
+def test_the_default_chunk_has_a_fixed_size_of_logits() -> None:
+    single = layout()
+    assert single.loss_chunk_tokens(50304, 4, "cpu") == 100 * 2**20 // (4 * 50304) // 64 * 64 == 512
+    assert single.loss_chunk_tokens(50304, 2, "cuda") == 65 * 64
+    assert layout(tensor_model_parallel_size=2).loss_chunk_tokens(50304, 4, "cpu") == 1024
+    assert single.loss_chunk_tokens(2**20, 4, "cpu") == 25
+    assert single.loss_chunk_tokens(10**9, 4, "cpu") == 1
+    assert layout(cross_entropy_chunk_tokens=5).loss_chunk_tokens(50304, 4, "cpu") == 5
+
+
+def evaluated(problem: Problem, parallel: ParallelConfig) -> tuple[Tensor, bool, Tensor]:
+    """Losses without gradients, whether they could be differentiated, and the logits where no labels are given."""
+    with rank_grid(parallel, "cpu") as grid:
+        stage = last_stage(parallel, grid, UNTIED, torch.float32)
+        (wrapped,) = wrap_stages([stage], parallel)
+        head_weight(stage).data.copy_(problem.weight_vh)
+        wrapped.zero_grad_buffer()
+        with torch.no_grad():
+            losses_sb = head_losses(stage, problem.x_sbh.clone().requires_grad_(), problem)
+            logits, _ = stage.output_layer(problem.x_sbh)
+        assert not head_weight(stage).main_grad.any()
+        return losses_sb, losses_sb.requires_grad, logits
+
+
+def test_without_gradients_there_are_losses_alone_and_without_labels_logits(run_on_ranks: RunOnRanks) -> None:
+    problem = Problem.drawn()
+    ((losses_sb, is_differentiable, logits),) = run_on_ranks(1, evaluated, problem, fused(7))
+    assert not is_differentiable
+    assert error(losses_sb, exact(problem).losses_sb) < SAME_FP32
+    assert torch.equal(logits, problem.x_sbh @ problem.weight_vh.t())
+
+
+# -- weights that the gradient is not of
+
+
+def refusal(problem: Problem, use: str) -> str:
+    """What backward says to a use of the losses."""
+    parallel = fused(7)
+    with rank_grid(parallel, "cpu") as grid:
+        stage = last_stage(parallel, grid, UNTIED, torch.float32)
+        if use.startswith("wrapped"):
+            wrap_stages([stage], parallel)
+        losses_sb = head_losses(stage, problem.x_sbh.clone().requires_grad_(), problem)
+        weighted = (losses_sb * problem.mask_sb).sum()
+        try:
+            if use == "other tokens":
+                losses_sb.sum().backward()
+            elif use == "wrapped, other scale":
+                (weighted / problem.mask_sb.sum()).backward()
+            else:
+                weighted.backward(retain_graph=True)
+                weighted.backward()
+        except RuntimeError as error:
+            return str(error)
+        return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        ("other tokens", "weighted in another proportion than the loss mask"),
+        ("wrapped, other scale", "is in main_grad already"),
+        ("wrapped, twice", "given once"),
+        ("twice", "given once"),
+    ],
+)
+def test_a_use_that_would_be_wrong_is_refused(run_on_ranks: RunOnRanks, use: str, message: str) -> None:
+    (said,) = run_on_ranks(1, refusal, Problem.drawn(), use)
+    assert message in said
+
+
+def scaled_outcome(problem: Problem, scale: float) -> Outcome:
+    parallel = fused(7)
+    with rank_grid(parallel, "cpu") as grid:
+        stage = last_stage(parallel, grid, UNTIED, torch.float32)
+        head_weight(stage).data.copy_(problem.weight_vh)
+        x_sbh = problem.x_sbh.clone().requires_grad_()
+        losses_sb = head_losses(stage, x_sbh, problem)
+        (scale * (losses_sb * problem.mask_sb).sum()).backward()
+        return Outcome(losses_sb.detach(), x_sbh.grad, head_weight(stage).grad)
+
+
+@pytest.mark.parametrize("mask", ["drawn", "fractions", "zeros"])
+def test_a_scale_of_the_whole_sum_is_taken_over(run_on_ranks: RunOnRanks, mask: str) -> None:
+    problem = Problem.drawn()
+    if mask != "drawn":
+        problem = problem._replace(mask_sb=torch.rand(problem.mask_sb.shape) * (mask == "fractions"))
+    (found,) = run_on_ranks(1, scaled_outcome, problem, 0.37)
+    truth = exact(problem)
+    for part in ("x_sbh", "weight_vh"):
+        difference = (getattr(found, part) - 0.37 * getattr(truth, part)).abs().max()
+        assert difference <= SAME_FP32 * getattr(truth, part).abs().max()
+
+
+# -- the head in a model that trains
+
+SMALL = FANformerConfig(
+    num_layers=4, hidden_size=32, ffn_hidden_size=48, num_attention_heads=2, vocab_size=250, seq_length=24
+)
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000}
+PP = {"pipeline_model_parallel_size": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "tp": {"tensor_model_parallel_size": 2},
+    "sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp": PP,
+    "interleaved": {**PP, "virtual_pipeline_model_parallel_size": 2},
+    "cp": {"context_parallel_size": 2},
+    "dp, overlap": {"data_parallel_size": 2, **OVERLAP},
+    "pp, dp, overlap": {**PP, "data_parallel_size": 2, **OVERLAP},
+    "recomputed": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+@pytest.mark.parametrize("config", [SMALL, dataclasses.replace(SMALL, untie_embeddings_and_output_weights=True)])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_training_is_the_plain_heads(run_on_ranks: RunOnRanks, name: str, config: FANformerConfig) -> None:
+    """Two steps of micro batches with masked tokens: losses, gradients as the buffers have them, and weights."""
+    trial = TrialConfig(
+        model=config,
+        optimizer=OptimizerConfig(lr=1e-3, clip_grad=0.1),
+        global_batch_size=8,
+        micro_batch_size=2,
+        steps=2,
+        dtype="fp32",
+        device="cpu",
+    )
+    parallel = fused(7, **LAYOUTS[name])
+    ranks = parallel.model_parallel_size * (parallel.data_parallel_size or 1)
+    found, expected = (run_on_ranks(ranks, run_trial, trial, way) for way in (parallel, plain(**LAYOUTS[name])))
+    for own, plains in zip(found, expected, strict=True):
+        assert own.losses == pytest.approx(plains.losses, rel=SAME_FP32)
+        for kind in ("outputs", "gradients", "weights"):
+            compare_pieces(getattr(own, kind), getattr(plains, kind))
+
+
+def compare_pieces(found: list[Piece], expected: list[Piece]) -> None:
+    assert [piece.name for piece in found] == [piece.name for piece in expected]
+    for piece, plains in zip(found, expected, strict=True):
+        bound = SAME_TRAINING * max(float(abs(plains.values).max()), SAME_FP32)
+        assert abs(piece.values - plains.values).max() <= bound, piece.name

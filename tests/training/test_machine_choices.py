@@ -1,0 +1,118 @@
+"""What is left to the machine, as a CPU chooses it, and as a run tells and records it."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_fanformer.runtime import device
+from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.training import machine_choices
+from megatron_fanformer.training.config import config_from_dict
+from megatron_fanformer.training.machine_choices import choice_lines, choose_for_machine
+from tests.small_runs import small_run, write_tokens
+
+RunOnRanks = Callable[..., list[Any]]
+OPEN = {
+    "parallel": {"device": "auto", "transformer_impl": "auto", "threads_per_rank": None},
+    "precision": {"dtype": "auto"},
+}
+
+
+def values_of(**sections: dict[str, Any]) -> dict[str, Any]:
+    return small_run("no-such-tokens", Path("no-such-run"), **sections)
+
+
+def grid_of(kind: str, replicas: int) -> Any:
+    return SimpleNamespace(device=kind, groups=SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: replicas)))
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as these choices look: a GPU with Transformer Engine."""
+    monkeypatch.setattr(machine_choices.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine_choices.torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(machine_choices.torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(machine_choices, "resolve_transformer_impl", lambda _wanted: "transformer_engine")
+    monkeypatch.setattr(machine_choices, "transformer_engine_problem", lambda: None)
+
+
+def chosen(kind: str, replicas: int, **sections: dict[str, Any]) -> dict[str, Any]:
+    config, choices = choose_for_machine(config_from_dict(values_of(**sections)), grid_of(kind, replicas))
+    assert all(getattr(getattr(config, choice.section), choice.field) == choice.value for choice in choices)
+    return {choice.field: choice.value for choice in choices}
+
+
+def test_a_cpu_chooses_every_open_field() -> None:
+    bf16 = "bf16" if device.has_bf16_matrix_units("cpu") else "fp32"
+    assert chosen("cpu", 2, **OPEN) == {
+        "device": "cpu",
+        "dtype": bf16,
+        "transformer_impl": "local",
+        "threads_per_rank": machine_choices.torch.get_num_threads(),
+        "gradient_accumulation_fusion": False,
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+    }
+
+
+def test_what_the_user_set_stays() -> None:
+    parallel = {
+        **{"device": "cpu", "transformer_impl": "local", "threads_per_rank": 1},
+        **{"overlap_grad_reduce": True, "overlap_param_gather": False, "gradient_accumulation_fusion": False},
+    }
+    assert chosen("cpu", 2, parallel=parallel) == {}
+    assert choice_lines([]) == []
+
+
+@pytest.mark.usefixtures("a_gpu")
+@pytest.mark.parametrize(
+    ("replicas", "fields", "expected"),
+    [
+        (4, {}, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+        (1, {}, {"overlap_grad_reduce": False, "overlap_param_gather": False}),
+        (4, {"use_distributed_optimizer": False}, {"overlap_grad_reduce": True, "overlap_param_gather": False}),
+        (4, {"overlap_grad_reduce": False}, {"overlap_param_gather": False}),
+    ],
+)
+def test_a_gpu_overlaps_where_there_are_replicas(
+    replicas: int, fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    made = chosen("cuda", replicas, parallel={**OPEN["parallel"], **fields}, precision=OPEN["precision"])
+    rest = {"device": "cuda", "dtype": "bf16", "transformer_impl": "transformer_engine"}
+    assert made == {**rest, "gradient_accumulation_fusion": True, **expected}
+
+
+def test_lines_give_value_and_reason() -> None:
+    _, choices = choose_for_machine(config_from_dict(values_of(**OPEN)), grid_of("cpu", 1))
+    lines = choice_lines(choices)
+    assert 1 < len(lines) < 8
+    assert all(len(line) <= machine_choices.LINE_WIDTH for line in lines)
+    text = " ".join(line.strip() for line in lines)
+    assert text.startswith("chosen here: device cpu (no GPU is visible); dtype ")
+    assert "transformer_impl local (Transformer Engine's layers need a GPU)" in text
+
+
+def train(values: dict[str, Any]) -> None:
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid)
+        trainer.train()
+        trainer.close()
+
+
+def test_a_run_records_what_was_chosen(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "random")
+    sections = {**OPEN, "training": {"train_iters": 6}}
+    run_on_ranks(1, train, small_run(tokens, tmp_path / "run", **sections))
+    recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert recorded["parallel"]["transformer_impl"] == "local"
+    assert recorded["parallel"]["overlap_grad_reduce"] is False
+    left_open = dataclasses.asdict(config_from_dict(values_of()))["parallel"]
+    assert left_open["overlap_grad_reduce"] is None

@@ -1,0 +1,266 @@
+"""Measures training: tokens/s, model FLOP/s, and their share of what the machine's matrix products reach.
+
+    python tools/bench_train.py                                   # a small model on this machine's CPU
+    python tools/bench_train.py --preset fanformer-1b --dtypes bf16 fp8 --micro-batch-size 8 --json report.json
+    python tools/bench_train.py --config examples/fanformer-1b.yaml --layouts tp=1 tp=2
+
+Every case is a whole Trainer on random tokens, in processes of its own. Cases of one number format take turns, a few
+steps at a time, with the model's own matrix products between them: a machine that is busy with something else slows all
+alike, and ratios hold. What is compared:
+
+- fanformer: the FANformer of the preset or configuration;
+- transformer: the same without FAN, of equal width;
+- same-params: the FANformer with as many parameters as that Transformer (less d_ff);
+- p=0.125 and such: the FANformer with another p_ratio.
+"""
+
+import argparse
+import dataclasses
+import json
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarking.matrix_rate import MatrixClock, MatrixRate
+from benchmarking.ranks import CaseRanks, Timing, write_tokens
+
+from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.model.config import DTYPES, PRESETS, FANformerConfig, as_transformer, with_same_parameters
+from megatron_fanformer.parity.layouts import parse_layout, world_size
+from megatron_fanformer.planning.flops import training_flops_per_token
+from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime.parallel import ParallelConfig
+from megatron_fanformer.training.config import load_config
+
+SMALL = FANformerConfig(  # the one that the authors' implementation was measured with on a CPU
+    num_layers=8, hidden_size=512, ffn_hidden_size=2048, num_attention_heads=8, vocab_size=50_304, seq_length=512
+)
+WARM_UP = 2
+MANY_STEPS = 100_000  # more than any benchmark takes
+SINGLE = "tp=1"
+
+
+@dataclass
+class Case:
+    """A model in a number format and a layout, and what was seen of it."""
+
+    model_name: str
+    model: FANformerConfig
+    dtype: str
+    layout: str
+    timings: list[Timing] = field(default_factory=list)
+    breakdown: dict[str, float] = field(default_factory=dict)
+    peak_memory: int = 0
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables."""
+        return " ".join([self.model_name, self.dtype, *([] if self.layout == SINGLE else [self.layout])])
+
+    @property
+    def step_seconds(self) -> float:
+        """The median over the rounds."""
+        return statistics.median(timing.seconds for timing in self.timings)
+
+
+def main() -> int:
+    """Print the table, and write the JSON."""
+    options = _options()
+    devices.quieten_libraries()
+    device = devices.resolve_device(options.device)
+    if device == "cpu":
+        devices.hide_gpus()
+    try:
+        cases = _cases(options)
+    except FanformerError as error:
+        print(f"bench_train: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"{_machine(device)}; {options.rounds} rounds of {options.steps} steps of {_batch(options, cases[0].model)}")
+    report = []
+    with tempfile.TemporaryDirectory(prefix="bench-train-") as folder:
+        for dtype in options.dtypes:
+            group = [case for case in cases if case.dtype == dtype]
+            rate = _run(group, options, device, Path(folder))
+            report += [_line(case, group[0], rate, options) for case in group]
+            _print(group, report[-len(group) :], rate)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", choices=PRESETS, metavar="NAME", help=f"one of {', '.join(PRESETS)}")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="take the model of a run's configuration")
+    parser.add_argument("--models", nargs="+", default=["fanformer", "transformer", "same-params"], metavar="MODEL")
+    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=("fp32", "bf16", "fp8"))
+    parser.add_argument("--layouts", nargs="+", default=[SINGLE], metavar="LAYOUT", help="such as tp=2,sp=true")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens a sample; the model's own by default")
+    parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N")
+    parser.add_argument("--global-batch-size", type=int, metavar="N", help="one micro batch a replica by default")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns that each case has")
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="of a turn")
+    parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("SECTION.FIELD", "VALUE"))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write an object a case there")
+    return parser.parse_args()
+
+
+def _cases(options: argparse.Namespace) -> list[Case]:
+    base = _base_model(options)
+    for layout in options.layouts:
+        parse_layout(layout, ParallelConfig())  # refuses what it cannot read
+    return [
+        Case(name, _model(name, base), dtype, layout)
+        for dtype in options.dtypes
+        for layout in options.layouts
+        for name in options.models
+    ]
+
+
+def _base_model(options: argparse.Namespace) -> FANformerConfig:
+    named = PRESETS[options.preset] if options.preset else SMALL
+    base = load_config(options.config).model if options.config else named
+    return dataclasses.replace(base, seq_length=options.seq_length or base.seq_length)
+
+
+def _model(name: str, base: FANformerConfig) -> FANformerConfig:
+    if name == "fanformer":
+        return base
+    if name == "transformer":
+        return as_transformer(base)
+    if name == "same-params":
+        return with_same_parameters(base)
+    try:
+        p_ratio = float(name.removeprefix("p="))
+    except ValueError:
+        raise InputError(f"model {name!r} is not known; name fanformer, transformer, same-params or p=RATIO") from None
+    return dataclasses.replace(base, fan=dataclasses.replace(base.fan, p_ratio=p_ratio))
+
+
+def _run(group: list[Case], options: argparse.Namespace, device: devices.DeviceKind, folder: Path) -> MatrixRate:
+    """Let all cases of a number format take their turns."""
+    model = group[0].model
+    tokens = write_tokens(folder / f"tokens-{group[0].dtype}", model.vocab_size, 100 * model.seq_length)
+    if device == "cpu":
+        torch.set_num_threads(devices.threads_per_rank(1))
+    dtype = DTYPES.get(group[0].dtype, torch.bfloat16)  # fp8 is held against bf16's rate
+    micro_batch = options.micro_batch_size * model.seq_length
+    clock = MatrixClock(model, micro_batch, dtype, torch.device(device))
+    ranks = []
+    try:
+        for number, case in enumerate(group):
+            values = _values(case, options, tokens, folder / f"{case.dtype}-{number}", device)
+            ranks.append(CaseRanks(values, world_size(parse_layout(case.layout, ParallelConfig()))))
+            ranks[-1].steps(WARM_UP)
+        for _ in range(options.rounds):
+            rate = clock.measure()
+            for case, own in zip(group, ranks, strict=True):
+                case.timings.append(own.steps(options.steps))
+        for case, own in zip(group, ranks, strict=True):
+            case.peak_memory = own.peak_memory()
+            case.breakdown = own.breakdown(options.steps)
+    finally:
+        for own in ranks:
+            own.close()
+    return rate
+
+
+def _values(
+    case: Case, options: argparse.Namespace, tokens: str, run: Path, device: devices.DeviceKind
+) -> dict[str, Any]:
+    base = ParallelConfig(device=device)
+    layout = parse_layout(f"distributed_optimizer=true,{case.layout}", base)
+    replicas = layout.data_parallel_size or 1
+    values = {
+        "model": dataclasses.asdict(case.model),
+        "parallel": dataclasses.asdict(layout),
+        "precision": {"dtype": "fp32" if case.dtype == "fp32" else "bf16"},
+        "data": {"train_data": [tokens]},
+        "training": {
+            "run_dir": str(run),
+            "train_iters": MANY_STEPS,
+            "micro_batch_size": options.micro_batch_size,
+            "global_batch_size": options.global_batch_size or options.micro_batch_size * replicas,
+        },
+        "logging": {"log_interval": MANY_STEPS},
+    }
+    if case.dtype == "fp8":
+        values["precision"]["fp8"] = "hybrid"
+    for key, value in options.set:
+        section, _, name = key.partition(".")
+        values[section][name] = json.loads(value)
+    return values
+
+
+def _line(case: Case, first: Case, rate: MatrixRate, options: argparse.Namespace) -> dict[str, Any]:
+    """What is written of a case."""
+    layout = parse_layout(case.layout, ParallelConfig())
+    samples = options.global_batch_size or options.micro_batch_size * (layout.data_parallel_size or 1)
+    tokens_per_second = samples * case.model.seq_length / case.step_seconds
+    model_flops = tokens_per_second * training_flops_per_token(case.model)
+    ratios = [own.seconds / other.seconds for own, other in zip(case.timings, first.timings, strict=True)]
+    return {
+        "case": case.name,
+        "parameters": case.model.num_parameters,
+        "tokens_per_second": tokens_per_second,
+        "step_seconds": case.step_seconds,
+        "between_steps_seconds": statistics.median(timing.between_steps for timing in case.timings),
+        "model_flops_per_second": model_flops,
+        "matrix_flops_per_second": rate.best,
+        "share_of_matrix_rate": model_flops / rate.best,
+        f"step_time_over_{first.name.replace(' ', '_')}": statistics.median(ratios),
+        "peak_memory_bytes": case.peak_memory,
+        "breakdown_seconds": case.breakdown,
+    }
+
+
+def _print(group: list[Case], lines: list[dict[str, Any]], rate: MatrixRate) -> None:
+    first = group[0].name
+    print(f"\n{group[0].dtype}: matrix products reach {rate.best / 1e12:.3f} TFLOP/s")
+    print(
+        f"{'case':32} {'parameters':>12} {'tokens/s':>10} {'TFLOP/s':>8} {'share':>6} {'time':>6} {'GB':>7} "
+        f"{'between':>8}"
+    )
+    for line in lines:
+        over = line[f"step_time_over_{first.replace(' ', '_')}"]
+        print(
+            f"{line['case']:32} {line['parameters']:12,} {line['tokens_per_second']:10,.0f} "
+            f"{line['model_flops_per_second'] / 1e12:8.3f} {line['share_of_matrix_rate']:6.1%} {over:6.3f} "
+            f"{line['peak_memory_bytes'] / 1e9:7.2f} {1000 * line['between_steps_seconds']:6.1f}ms"
+        )
+    print(f"(time: of a step, over that of {first}; share: model FLOP/s of the products' rate)")
+    for row in _breakdown_rows(group):
+        print(row)
+
+
+def _breakdown_rows(group: list[Case]) -> Iterator[str]:
+    names = list(dict.fromkeys(name for case in group for name in case.breakdown))
+    yield f"{'seconds a step, profiled':32} " + " ".join(f"{case.name[:20]:>20}" for case in group)
+    for name in names:
+        cells = [case.breakdown.get(name, 0.0) for case in group]
+        shares = [cell / sum(case.breakdown.values()) for cell, case in zip(cells, group, strict=True)]
+        yield f"  {name:30} " + " ".join(
+            f"{cell:13.4f} {share:6.1%}" for cell, share in zip(cells, shares, strict=True)
+        )
+
+
+def _batch(options: argparse.Namespace, model: FANformerConfig) -> str:
+    return f"micro batches of {options.micro_batch_size} x {model.seq_length} tokens"
+
+
+def _machine(device: devices.DeviceKind) -> str:
+    if device == "cuda":
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    cores = f"{devices.threads_per_rank(1)} cores of {platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+    return f"{cores}, torch {torch.__version__}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Where a step's time goes: the profiler's events, each in one category."""
+
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+HOST = "host"
+OTHER = "other"
+
+# In this order: the first whose pattern an event, a kernel of it or anything around it matches. GEMMs of attention are
+# attention; those of the loss head are matrix products.
+CATEGORIES = {
+    "communication": r"c10d::|gloo:|nccl",
+    "attention": r"scaled_dot_product|flash|fmha|FusedAttn|cudnn.*sdpa",
+    "matrix products": r"aten::(add|b|badd)?mm_?$|mkldnn_linear|gemm|nvjet|cutlass|onednn",
+    "FAN activation": r"FANActivation",
+    "loss head": r"LossOfTokens|CrossEntropy|log_softmax",
+    "optimizer": r"optimizer|Optimizer\.step|multi_tensor|fused_adam",
+    "norms": r"rms_?norm|RMSNorm",
+    "SwiGLU": r"swiglu|SwiGLU|silu",
+    "rotary embedding": r"rope|rotary|RoPE|_Rotation",
+}
+
+
+def breakdown(events: Any, steps: int, wall_seconds: float) -> dict[str, float]:
+    """Seconds a step by category, from a profiler's events over some steps; what no event covers is the host's.
+
+    On a GPU the time is that of kernels, which may overlap (communication with work): the sum may exceed the step.
+    """
+    seconds: Counter[str] = Counter()
+    for event in events:
+        if event.device_type != torch.autograd.DeviceType.CPU:
+            continue  # kernels come with the events that launched them
+        if event.kernels:
+            for kernel in event.kernels:
+                seconds[category([kernel.name, *_chain(event)])] += kernel.duration / 1e6
+        elif not torch.cuda.is_available():
+            seconds[category(_chain(event))] += event.self_cpu_time_total / 1e6
+    total = {name: seconds[name] / steps for name in (*CATEGORIES, OTHER) if seconds[name]}
+    total[HOST] = max(0.0, wall_seconds - sum(total.values()))
+    return total
+
+
+def category(names: list[str]) -> str:
+    """Of an event: its names, from its own outwards."""
+    for name, pattern in CATEGORIES.items():
+        if any(re.search(pattern, each) for each in names):
+            return name
+    return OTHER
+
+
+def activities() -> list[ProfilerActivity]:
+    """What to profile on this machine."""
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+
+
+def _chain(event: Any) -> list[str]:
+    names = []
+    while event is not None:
+        names.append(event.name)
+        event = event.cpu_parent
+    return names

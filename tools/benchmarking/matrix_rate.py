@@ -1,0 +1,102 @@
+"""The machine's own rate in the matrix products of a model: what a training step is held against.
+
+Each weight [n, k] makes three products a micro batch of m tokens: [m, k] x [k, n] forward, [m, n] x [n, k] for the
+input's gradient and [n, m] x [m, k] for its own.
+"""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_fanformer.model.config import FANformerConfig
+
+REPEATS = 3
+LEAST_SECONDS = 0.02  # of one timing: a product may take microseconds
+
+
+class Weight(NamedTuple):
+    """One matrix of the model, and how often a forward pass multiplies by it."""
+
+    name: str
+    rows: int
+    columns: int
+    count: int
+
+
+class MatrixRate(NamedTuple):
+    """What a machine's matrix products come to."""
+
+    best: float
+    """FLOP/s of the fastest product among the model's."""
+    floor_seconds: float
+    """All products of one micro batch, forward and backward, each at its own best."""
+
+
+def weights_of(model: FANformerConfig) -> list[Weight]:
+    """Every matrix of a model; those of a layer once, with the number of layers."""
+    h, layers = model.hidden_size, model.num_layers
+    heads = model.num_attention_heads * model.kv_channels
+    fan = [Weight("fan", model.fan_rows, h, layers)] if model.has_fan else []
+    return [
+        *fan,
+        Weight("qkv", model.qkv_rows, h, layers),
+        Weight("proj", h, heads, layers),
+        Weight("fc1", 2 * model.ffn_hidden_size, h, layers),
+        Weight("fc2", h, model.ffn_hidden_size, layers),
+        Weight("head", model.padded_vocab_size, h, 1),
+    ]
+
+
+class MatrixClock:
+    """Times a model's products again and again, keeping the best of each.
+
+    Args:
+        tokens: of a micro batch.
+    """
+
+    def __init__(self, model: FANformerConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._weights, self._tokens, self._dtype, self._device = weights_of(model), tokens, dtype, device
+        self._best: dict[tuple[str, int], float] = {}
+
+    def measure(self) -> MatrixRate:
+        """Time every product once more; returns the best so far."""
+        for weight in self._weights:
+            for number, product in enumerate(self._products(weight)):
+                seconds = min(timed(product, self._device) for _ in range(REPEATS))
+                key = (weight.name, number)
+                self._best[key] = min(seconds, self._best.get(key, seconds))
+        rates = [self._flops(weight) / self._best[weight.name, i] for weight in self._weights for i in range(3)]
+        floor = sum(self._best[weight.name, i] * weight.count for weight in self._weights for i in range(3))
+        return MatrixRate(max(rates), floor)
+
+    def _flops(self, weight: Weight) -> int:
+        return 2 * self._tokens * weight.rows * weight.columns
+
+    def _products(self, weight: Weight) -> list[Callable[[], Tensor]]:
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=self._dtype, device=self._device)
+
+        x, w, grad = random(self._tokens, weight.columns), random(weight.rows, weight.columns), None
+        grad = random(self._tokens, weight.rows)
+        return [lambda: F.linear(x, w), lambda: grad @ w, lambda: grad.t() @ x]
+
+
+def timed(function: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, as a mean over so many that the clock can tell; the first is left out."""
+    once = _seconds(function, 1, device)
+    calls = max(1, round(LEAST_SECONDS / max(once, 1e-9)))
+    return _seconds(function, calls, device)
+
+
+def _seconds(function: Callable[[], object], calls: int, device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    started = time.perf_counter()
+    for _ in range(calls):
+        function()
+    wait()
+    return (time.perf_counter() - started) / calls

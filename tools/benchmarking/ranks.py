@@ -1,0 +1,186 @@
+"""The ranks of one case: processes that hold a whole Trainer, and take steps when they are told to."""
+
+import multiprocessing
+import os
+import resource
+import socket
+import time
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarking.breakdown import activities, breakdown
+from megatron_fanformer.runtime import device as devices
+
+END_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Means over some steps in a row, as rank 0 saw them."""
+
+    seconds: float
+    """A step, with all that a run does between steps."""
+    between_steps: float
+    """Of these, outside the step itself: metrics, what is due."""
+
+
+class CaseRanks:
+    """A case's processes, started at once, that hold a Trainer each.
+
+    Args:
+        values: the run's configuration, as plain values.
+        world_size: how many ranks its layout has.
+    """
+
+    def __init__(self, values: dict[str, Any], world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = _free_port()
+        self._connections, self._processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, values, rank, world_size, port), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+        self._answers()
+
+    def steps(self, number: int) -> Timing:
+        """Take some steps in a row."""
+        return self._ask("steps", number)[0]
+
+    def breakdown(self, number: int) -> dict[str, float]:
+        """Seconds a step by category, of rank 0, from a profile of some steps."""
+        return self._ask("breakdown", number)[0]
+
+    def peak_memory(self) -> int:
+        """Bytes, of all ranks together: resident on a CPU, allocated on a GPU."""
+        return sum(self._ask("peak_memory"))
+
+    def close(self) -> None:
+        """End the processes."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(END_SECONDS)
+            process.kill()
+
+    def _ask(self, command: str, *arguments: Any) -> list[Any]:
+        for connection in self._connections:
+            connection.send((command, arguments))
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        try:
+            return [connection.recv() for connection in self._connections]
+        except EOFError:
+            self.close()
+            raise SystemExit("a rank of the benchmark ended; its message stands above") from None
+
+
+def _serve(connection: Any, *arguments: Any) -> None:
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # what a run tells its user
+        _serve_case(connection, *arguments)
+
+
+def _serve_case(connection: Any, values: dict[str, Any], rank: int, world_size: int, port: int) -> None:
+    devices.quieten_libraries()
+    devices.use_huge_pages()
+    from megatron_fanformer.runtime.parallel import distributed
+    from megatron_fanformer.training.config import config_from_dict
+
+    config = config_from_dict(values)
+    address = devices.RankAddress(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        master_address="localhost",
+        master_port=port,
+    )
+    with distributed(config.parallel, address if world_size > 1 else None) as grid:
+        rank_of_case = _Rank(config, grid)
+        connection.send("ready")
+        while True:
+            try:
+                command, arguments = connection.recv()
+            except EOFError:
+                rank_of_case.trainer.close()
+                return
+            connection.send(getattr(rank_of_case, command)(*arguments))
+
+
+class _Rank:
+    def __init__(self, config: Any, grid: Any) -> None:
+        from megatron_fanformer.training import step, trainer
+
+        for name in ("gradient_norm", "update_weights"):  # for the breakdown
+            setattr(step, name, _labelled("optimizer", getattr(step, name)))
+        self.trainer = trainer.Trainer(config, grid)
+        self._config = config
+        self._is_cuda = grid.device == "cuda"
+
+    def steps(self, number: int) -> Timing:
+        self._wait()
+        started = time.perf_counter()
+        within = 0.0
+        for _ in range(number):
+            self.trainer.take_step()
+            within += self.trainer.last_step_seconds
+        self._wait()
+        seconds = time.perf_counter() - started
+        return Timing(seconds / number, (seconds - within) / number)
+
+    def breakdown(self, number: int) -> dict[str, float]:
+        self._wait()
+        with torch.profiler.profile(activities=activities()) as profile:
+            started = time.perf_counter()
+            for _ in range(number):
+                self.trainer.take_step()
+            self._wait()
+            seconds = time.perf_counter() - started
+        return breakdown(profile.events(), number, seconds / number)
+
+    def peak_memory(self) -> int:
+        if self._is_cuda:
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _wait(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize()
+
+
+def _labelled(label: str, function: Any) -> Any:
+    @wraps(function)
+    def labelled(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(label):
+            return function(*args, **kwargs)
+
+    return labelled
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def write_tokens(prefix: Path, vocab_size: int, number: int) -> str:
+    """Random tokens as token files; returns their prefix."""
+    import numpy as np
+
+    from megatron_fanformer.runtime import megatron_cpu
+
+    megatron_cpu.install()
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocab_size))
+    builder.add_document(np.random.default_rng(0).integers(vocab_size, size=number), [number])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)

@@ -1,0 +1,47 @@
+"""Prints the least time of a training step by part, from FLOPs and bytes alone.
+
+    python tools/roofline.py --preset fanformer-1b --micro-batch-size 8 --tflops 790 --gigabytes-per-second 4000
+
+The rates are a machine's: what its matrix products and its memory reach. The table is of one micro batch and one
+update, on one rank that holds the whole model.
+"""
+
+import argparse
+import dataclasses
+
+from megatron_fanformer.model.config import PRESETS
+from megatron_fanformer.planning.roofline import step_parts
+
+
+def main() -> None:
+    """Print the table, in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", choices=PRESETS, default="fanformer-1b", metavar="NAME")
+    parser.add_argument("--micro-batch-size", type=int, default=8, metavar="SAMPLES")
+    parser.add_argument("--seq-length", type=int, metavar="TOKENS", help="the preset's own by default")
+    parser.add_argument("--element-bytes", type=int, default=2, choices=(2, 4), help="of weights and activations")
+    parser.add_argument("--tflops", type=float, required=True, help="of matrix products, in 10^12 a second")
+    parser.add_argument("--gigabytes-per-second", type=float, required=True, help="of memory, in 10^9 a second")
+    options = parser.parse_args()
+    preset = PRESETS[options.preset]
+    model = dataclasses.replace(preset, seq_length=options.seq_length or preset.seq_length)
+    tokens = options.micro_batch_size * model.seq_length
+    parts = step_parts(model, tokens=tokens, element_bytes=options.element_bytes)
+    rates = (options.tflops * 1e12, options.gigabytes_per_second * 1e9)
+    total = sum(part.seconds(*rates) for part in parts)
+    print("| part | TFLOP | GB | FLOP a byte | ms, at least | share |")
+    print("|---|--:|--:|--:|--:|--:|")
+    for part in parts:
+        seconds = part.seconds(*rates)
+        print(
+            f"| {part.name} | {part.flops / 1e12:.2f} | {part.bytes / 1e9:.2f} | {part.flops / part.bytes:.0f} "
+            f"| {1000 * seconds:.2f} | {seconds / total:.1%} |"
+        )
+    flops = sum(part.flops for part in parts)
+    moved = sum(part.bytes for part in parts)
+    print(f"| together | {flops / 1e12:.2f} | {moved / 1e9:.2f} | {flops / moved:.0f} | {1000 * total:.2f} | |")
+    print(f"\n{tokens:,} tokens; at most {tokens / total:,.0f} tokens/s, {flops / total / rates[0]:.1%} of the rate.")
+
+
+if __name__ == "__main__":
+    main()
