@@ -1,6 +1,7 @@
 """Measures `convert` on random weights of one of the paper's sizes: seconds and peak memory of each direction.
 
     python tools/bench_convert.py FOLDER [--preset fanformer-1b] [--dtype fp32] [--max-shard-size 5GB]
+        [--directions reference:megatron megatron:hf …]
 
 Each direction runs in a process of its own, without and with verification. Peak memory is the most that was resident,
 mapped files included; it is held against 1.25 times the largest file of source and destination plus 1 GB. FOLDER needs
@@ -37,6 +38,8 @@ def main() -> int:
     parser.add_argument("--preset", default="fanformer-1b")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--max-shard-size", default="5GB")
+    names = [":".join(direction) for direction in DIRECTIONS]
+    parser.add_argument("--directions", nargs="+", choices=names, default=names, metavar="FROM:TO")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     source = options.folder / "reference"
@@ -45,7 +48,7 @@ def main() -> int:
     print(f"{options.preset}, {options.dtype}, shards of {options.max_shard_size}, torch {torch.__version__}")
     print(f"{'direction':32} {'verified':9} {'seconds':>8} {'CPU':>7} {'peak GB':>8} {'allowed GB':>11}")
     too_much = False
-    for before, after in DIRECTIONS:
+    for before, after in (direction.split(":") for direction in options.directions):
         for verified in (False, True):
             too_much |= measure(options.folder / before, options.folder / after, verified, options.max_shard_size)
     return int(too_much)

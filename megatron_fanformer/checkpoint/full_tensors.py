@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.table import read_table
+from megatron_fanformer.checkpoint.table import read_table, tensors_of
 from megatron_fanformer.errors import CorruptError
 
 OPTIMIZER_PREFIX = "optimizer."
@@ -79,11 +79,7 @@ def open_full_tensors(checkpoint: Path) -> LazyTensors:
     """
     table = read_table(checkpoint)
     _check_plain_values(checkpoint)
-    weights = {
-        name: stored
-        for name, stored in table.state_dict_metadata.items()
-        if isinstance(stored, TensorStorageMetadata) and not name.startswith(OPTIMIZER_PREFIX)
-    }
+    weights = {name: stored for name, stored in tensors_of(table).items() if not name.startswith(OPTIMIZER_PREFIX)}
     meta = {
         name: torch.empty(stored.size, dtype=stored.properties.dtype, device="meta") for name, stored in weights.items()
     }
@@ -105,7 +101,7 @@ def plain_values(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / COMMON
     if not path.is_file():
         return {}
-    with _damage_told(path):
+    with damage_told(path):
         return dict(load_data(path))
 
 
@@ -176,18 +172,21 @@ def _read_tensor(checkpoint: Path, stored: TensorStorageMetadata, places: Mappin
 
 
 def _read_part(path: Path, offset: int, length: int) -> Tensor:
-    with _damage_told(path), path.open("rb") as stream:
-        if offset + length > path.stat().st_size:
+    with damage_told(path), path.open("rb") as stream:
+        size = path.stat().st_size
+        if offset + length > size:
             raise CorruptError(f"{path} ends too early; take another checkpoint")
-        section: Any = Section(stream, offset, length)
-        part = load_data(section)
+        # A file of one part, as `write_full_tensors` makes them, is mapped: a copy takes longer than most that is done
+        # with it.
+        part = load_data(path, mapped=True) if length == size else load_data(Section(stream, offset, length))
         if not isinstance(part, Tensor):
             raise CorruptError(f"{path} holds something else than a tensor; take another checkpoint")
         return part.detach()
 
 
 @contextmanager
-def _damage_told(path: Path) -> Iterator[None]:
+def damage_told(path: Path) -> Iterator[None]:
+    """Around reading a file of a checkpoint: what damage, or more than data in it, leads to becomes a CorruptError."""
     try:
         yield
     except pickle.UnpicklingError as error:

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from megatron_fanformer.checkpoint.model_fields import wrong_fields
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import FANformerConfig
 
@@ -179,9 +180,12 @@ def saved_model(checkpoint: Path) -> FANformerConfig:
     """The shape of a checkpoint's model.
 
     Raises:
-        CorruptError: it is not stated, or cannot be read.
+        CorruptError: it is not stated, cannot be read, or is none that can be built.
     """
     try:
-        return FANformerConfig.from_dict(saved_config(checkpoint)["model"])
-    except (KeyError, TypeError) as error:
+        config = FANformerConfig.from_dict(saved_config(checkpoint)["model"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptError(f"{checkpoint / CONFIG} states no model ({error}); take another checkpoint") from None
+    if found := wrong_fields(config):
+        raise CorruptError(f"{checkpoint / CONFIG} states no model ({'; '.join(found)}); take another checkpoint")
+    return config

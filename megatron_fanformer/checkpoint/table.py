@@ -7,11 +7,18 @@ import dataclasses
 import enum
 import importlib
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megatron_fanformer.errors import CorruptError
 
@@ -69,7 +76,7 @@ def read_table(checkpoint: Path) -> Table:
         ) from error
     except Exception as error:  # a damaged pickle raises anything
         raise CorruptError(f"{path} cannot be read ({type(error).__name__}: {error}); take another one") from error
-    if not isinstance(table, Metadata) or not table.storage_data:
+    if not _is_table(table):
         raise CorruptError(f"{path} holds no table of tensors; take an earlier checkpoint")
     for info in table.storage_data.values():
         file = info.relative_path
@@ -78,3 +85,63 @@ def read_table(checkpoint: Path) -> Table:
                 f"{path} names {file!r}, which is no file of its folder: it is refused; take another one"
             )
     return table
+
+
+def _is_table(table: Any) -> bool:
+    """Whether its records are of the types that they should be of: a pickle puts anything into their fields."""
+    return (
+        isinstance(table, Metadata)
+        and isinstance(table.storage_data, dict)
+        and bool(table.storage_data)
+        and all(map(_is_place, table.storage_data, table.storage_data.values()))
+        and isinstance(table.state_dict_metadata, dict)
+        and all(map(_is_described, table.state_dict_metadata, table.state_dict_metadata.values()))
+    )
+
+
+def _is_place(index: Any, info: Any) -> bool:
+    numbers = (getattr(info, "offset", None), getattr(info, "length", None))
+    return (
+        isinstance(index, MetadataIndex)
+        and isinstance(index.fqn, str)
+        and hasattr(info, "relative_path")
+        and all(isinstance(number, int) and number >= 0 for number in numbers)
+    )
+
+
+def _is_described(name: Any, value: Any) -> bool:
+    if not isinstance(value, TensorStorageMetadata):
+        return isinstance(name, str)
+    return (
+        isinstance(name, str)
+        and isinstance(value.size, torch.Size)
+        and isinstance(value.properties, TensorProperties)
+        and isinstance(value.properties.dtype, torch.dtype)
+        and isinstance(value.chunks, list)
+        and all(isinstance(c, ChunkStorageMetadata) and isinstance(c.sizes, torch.Size) for c in value.chunks)
+        and all(isinstance(c.offsets, torch.Size) and len(c.offsets) == len(value.size) for c in value.chunks)
+    )
+
+
+class Stored(NamedTuple):
+    """Where one part of a tensor, or an object, stands."""
+
+    name: str
+    file: str
+    offset: int
+    length: int
+
+
+def stored_parts(table: Table) -> Iterator[Stored]:
+    """Every part of every tensor or object, file by file in the order of their bytes."""
+    parts = [
+        Stored(index.fqn, info.relative_path, info.offset, info.length) for index, info in table.storage_data.items()
+    ]
+    yield from sorted(parts, key=lambda part: (part.file, part.offset))
+
+
+def tensors_of(table: Table) -> dict[str, TensorStorageMetadata]:
+    """The tensors in a table, by name."""
+    return {
+        name: value for name, value in table.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)
+    }

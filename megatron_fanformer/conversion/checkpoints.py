@@ -54,6 +54,8 @@ class Extras(NamedTuple):
     eod_id: int | None = None
     """The id that ends a document; None: the tokenizer's own."""
     max_shard_size: str = MAX_SHARD_SIZE
+    training: str = ""
+    """What a model card says of how the model was trained."""
 
     @property
     def end_of_text_id(self) -> int | None:
@@ -91,9 +93,8 @@ def write_checkpoint(form: Format, folder: Path, config: FANformerConfig, tensor
         saved = {"model": dataclasses.asdict(config), **_precision(dtype)}
         write_full_tensors(folder, tensors, saved, [extras.tokenizer] if extras.tokenizer else [])
     elif form == "hf":
-        write_huggingface(
-            folder, config, tensors, extras.name, extras.tokenizer, extras.end_of_text_id, extras.max_shard_size
-        )
+        end_of_text_id, rest = extras.end_of_text_id, (extras.max_shard_size, extras.training)
+        write_huggingface(folder, config, tensors, extras.name, extras.tokenizer, end_of_text_id, *rest)
     else:
         fill_reference(folder, config, tensors, extras.end_of_text_id)
 

@@ -5,18 +5,20 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.conversion.checkpoints import Checkpoint, Extras, open_checkpoint, write_checkpoint
 from megatron_fanformer.conversion.files import new_folder
-from megatron_fanformer.conversion.huggingface import MAX_SHARD_SIZE
+from megatron_fanformer.conversion.huggingface import MAX_SHARD_SIZE, MODEL_CARD
 from megatron_fanformer.conversion.mapping import Format, convert
+from megatron_fanformer.conversion.model_card import RECEIPT, receipt_section
 from megatron_fanformer.conversion.receipt import Json, failures, report, verify, vocabulary
+from megatron_fanformer.conversion.training_record import training_record
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import DTYPES, FANformerConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
-
-RECEIPT = "receipt.json"
 
 
 class Conversion(NamedTuple):
@@ -59,36 +61,38 @@ def convert_checkpoint(
     """
     if destination.exists():
         raise InputError(f"{destination} exists; name a folder that does not, or remove it")
-    if tokenizer is not None:
-        tokenizer = tokenizer_file(tokenizer)
     opened = open_checkpoint(source)
-    goal = _with_vocabulary(opened.config, to, padded_vocab_size)
-    used: set[str] = set()
-    converted = convert(
-        _recorded(opened.tensors, used),
-        opened.config,
-        opened.form,
-        to,
-        target_config=goal,
-        dtype=None if dtype is None else DTYPES[dtype],
+    extras = Extras(
+        name=destination.name,
+        tokenizer=tokenizer_file(tokenizer) if tokenizer else opened.tokenizer,
+        eod_id=eod_id,
+        max_shard_size=max_shard_size,
+        training=training_record(opened.form, opened.path) if to == "hf" else "",
     )
-    extras = Extras(destination.name, tokenizer or opened.tokenizer, eod_id, max_shard_size)
     with new_folder(destination) as folder:
-        write_checkpoint(to, folder, goal, converted, extras)
+        used = _write(to, folder, opened, padded_vocab_size, None if dtype is None else DTYPES[dtype], extras)
         written = open_checkpoint(folder)
         checks = _verified(opened, used, written) if verified else None
+        rows = vocabulary(opened, written)
+        content = report(opened, written, checks, rows, destination, hashed=receipt is not None)
         if receipt is not None:
-            content = report(opened, written, checks, destination)
-            receipt.write_text(json.dumps(content, indent=1) + "\n")
-        if checks and (failed := failures(checks)):
-            raise CorruptError(
-                f"the conversion of {source} failed its checks, and is not published: {failed}; keep the source, and "
-                "report this"
-            )
-        if checks and to == "hf":
-            _add_receipt(folder, report(opened, written, checks, destination, hashed=False))
-        notes = _notes(opened, vocabulary(opened, written))
-    return Conversion(checks, notes)
+            _write_json(receipt, content)
+        _refuse_failed(source, checks)
+        if to == "hf":
+            _add_receipt(folder, content if verified else None)
+    return Conversion(checks, _notes(opened, rows))
+
+
+def _write(
+    to: Format, folder: Path, source: Checkpoint, rows: int | None, dtype: torch.dtype | None, extras: Extras
+) -> set[str]:
+    """Fill the folder with the converted source; returns the names of the tensors that were read for it."""
+    goal = _with_vocabulary(source.config, to, rows)
+    used: set[str] = set()
+    tensors = _recorded(source.tensors, used)
+    converted = convert(tensors, source.config, source.form, to, target_config=goal, dtype=dtype)
+    write_checkpoint(to, folder, goal, converted, extras)
+    return used
 
 
 def _verified(source: Checkpoint, used: set[str], written: Checkpoint) -> Json:
@@ -96,19 +100,27 @@ def _verified(source: Checkpoint, used: set[str], written: Checkpoint) -> Json:
         return verify(source, used, written, grid)
 
 
-def _add_receipt(folder: Path, content: Json) -> None:
-    """The receipt, and a word of it in the model card, for whom the folder is passed on to."""
-    for side in ("source", "destination"):
-        content[side]["path"] = Path(content[side]["path"]).name  # nobody else's business
-    (folder / RECEIPT).write_text(json.dumps(content, indent=1) + "\n")
-    rounded = content["checks"]["round_trip"]["rounded_to"]
-    same = f"the same when rounded to {rounded.removeprefix('torch.')}" if rounded else "the same bit for bit"
-    error = content["checks"]["logits"]["max_abs_error"]
-    with (folder / "README.md").open("a") as card:
-        card.write(
-            f"\nThe weights were converted from a {content['source']['format']} checkpoint and held against it: {same},"
-            f" and their logits in float32 differ by {error:.1e} at most. See [{RECEIPT}]({RECEIPT}).\n"
+def _refuse_failed(source: Path, checks: Json | None) -> None:
+    if checks and (failed := failures(checks)):
+        raise CorruptError(
+            f"the conversion of {source} failed its checks, and is not published: {failed}; keep the source, and "
+            "report this"
         )
+
+
+def _add_receipt(folder: Path, content: Json | None) -> None:
+    """The receipt, and a word of it in the model card, for whom the folder is passed on to; None: there is none."""
+    with (folder / MODEL_CARD).open("a", encoding="utf-8") as card:
+        card.write(receipt_section(content))
+    if content is not None:
+        sides = {
+            side: {**content[side], "path": Path(content[side]["path"]).name} for side in ("source", "destination")
+        }
+        _write_json(folder / RECEIPT, {**content, **sides})  # the rest of the paths is nobody else's business
+
+
+def _write_json(path: Path, content: Json) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _recorded(tensors: LazyTensors, used: set[str]) -> LazyTensors:

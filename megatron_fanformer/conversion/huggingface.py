@@ -15,8 +15,10 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
+from megatron_fanformer.checkpoint.model_fields import wrong_fields
 from megatron_fanformer.conversion.files import new_folder, open_weights, write_shards
 from megatron_fanformer.conversion.mapping import convert
+from megatron_fanformer.conversion.model_card import Card, model_card
 from megatron_fanformer.conversion.p_ratio import inferred_p_ratio
 from megatron_fanformer.conversion.tokenizer_files import write_tokenizer
 from megatron_fanformer.errors import CorruptError, InputError
@@ -25,7 +27,7 @@ from megatron_fanformer.hf import configuration_fanformer, modeling_fanformer
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 
 Placement: TypeAlias = Literal["qkv", "qk_and_v", "none"]
-CONFIG_JSON = "config.json"
+CONFIG_JSON, MODEL_CARD = "config.json", "README.md"
 MAX_SHARD_SIZE = "5GB"
 FAN_WEIGHT = "model.layers.0.self_attn.fan.weight"
 V_FAN_WEIGHT = "model.layers.0.self_attn.v_fan.weight"
@@ -77,11 +79,13 @@ def write_huggingface(
     tokenizer_path: Path | None = None,
     end_of_text_id: int | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
+    training: str = "Not known.",
 ) -> None:
     """Fill an empty folder; `tensors` are transformers', and asked for one at a time.
 
     Args:
         name: what the model card calls it.
+        training: what the card says of how it was trained, in Markdown.
 
     Raises:
         InputError: the tokenizer cannot be written or does not fit the model, or the shard size is none.
@@ -93,7 +97,9 @@ def write_huggingface(
     for module in (configuration_fanformer, modeling_fanformer):
         shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)
     write_shards(folder, tensors, max_shard_size=max_shard_size)
-    (folder / "README.md").write_text(_model_card(config, name, tokenizer_path is not None))
+    has_tokenizer = tokenizer_path is not None
+    card = Card(name, training, has_tokenizer, has_padding=has_tokenizer and end_of_text_id is not None)
+    (folder / MODEL_CARD).write_text(model_card(config, card), encoding="utf-8")
 
 
 def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
@@ -102,9 +108,8 @@ def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
     The vocabulary is padded to Megatron's usual multiple, whatever it was padded to before the export.
 
     Raises:
-        InputError: not a FANformer of transformers, an impossible configuration, or a stated p_ratio that
-            disagrees with the weights.
-        CorruptError: the configuration or the weights cannot be read.
+        InputError: not a FANformer of transformers, or an impossible configuration.
+        CorruptError: the configuration or the weights cannot be read, or the stated p_ratio disagrees with them.
     """
     stated = _stated_config(folder)
     tensors = open_weights(folder)
@@ -121,7 +126,7 @@ def huggingface_config(folder: Path, tensors: Mapping[str, Tensor]) -> FANformer
     """The configuration alone; of `tensors` only names and shapes count, so that they may be on the meta device.
 
     Raises:
-        InputError: as `read_huggingface`.
+        InputError, CorruptError: as `read_huggingface`.
     """
     return _checked_config(folder, _stated_config(folder), tensors)
 
@@ -131,7 +136,7 @@ def _stated_config(folder: Path) -> HuggingFaceConfig:
         raise InputError(f"{folder} is no Hugging Face folder of a FANformer: name one that {CONFIG_JSON} says is")
     try:
         return HuggingFaceConfig.from_pretrained(folder)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # transformers' own checks raise anything
         raise InputError(f"the model in {folder} cannot be built: {' '.join(str(error).split())}") from error
 
 
@@ -143,11 +148,11 @@ def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[st
         groups = stated.num_key_value_heads or stated.num_attention_heads
         rows = known[V_FAN_WEIGHT].shape[0]
         inferred_p_ratio(rows, groups * stated.head_dim, _v_p_ratio(stated), "v_p_ratio")
-    if stated.rope_theta % 1:
+    if not isinstance(stated.rope_theta, int | float) or stated.rope_theta % 1:
         raise InputError(f"the model in {folder} has rope_theta {stated.rope_theta}, which must be whole here")
     config = from_huggingface_config(stated)
-    if config.problems():
-        raise InputError(f"the model in {folder} cannot be built: {'; '.join(config.problems())}")
+    if found := wrong_fields(config):
+        raise InputError(f"the model in {folder} cannot be built: {'; '.join(found)}")
     return config
 
 
@@ -231,30 +236,3 @@ def _write_configuration(folder: Path, config: FANformerConfig, dtype: torch.dty
     written.dtype = dtype
     written.to_json_file(str(folder / CONFIG_JSON), use_diff=False)
     GenerationConfig(eos_token_id=end_of_text_id, pad_token_id=end_of_text_id).save_pretrained(folder)
-
-
-def _model_card(config: FANformerConfig, name: str, has_tokenizer: bool) -> str:
-    fan = f"FAN p_ratio {config.fan.p_ratio:g}" if config.has_fan else "no FAN (a Transformer)"
-    tokenizer = "" if has_tokenizer else "\nThe export holds no tokenizer.\n"
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- fanformer
----
-
-# {name}
-
-A FANformer language model ("Reasoning is Periodicity?", NeurIPS 2025), trained with megatron-fanformer:
-{config.num_layers} layers, hidden size {config.hidden_size}, {config.num_attention_heads} heads, {fan}, \
-vocabulary {config.vocab_size}, sequences of {config.seq_length} tokens.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
-ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
-print(tokenizer.decode(model.generate(ids, max_new_tokens=50)[0]))
-```
-{tokenizer}"""

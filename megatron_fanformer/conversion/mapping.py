@@ -250,6 +250,11 @@ def names_in(row: Row, layer: int | None, config: FANformerConfig, form: Format)
 
 
 def _check(known: Mapping[str, Tensor], config: FANformerConfig, source: Format) -> None:
+    if config.num_layers > len(known):  # said before a hostile number of names is made up
+        raise CorruptError(
+            f"the {source} weights are not those of their configuration; it states {config.num_layers} layers, and "
+            f"there are {len(known)} tensors"
+        )
     expected = expected_shapes(config, source)
     wrong_shapes = [
         f"{name} ({list(known[name].shape)} instead of {list(shape)})"

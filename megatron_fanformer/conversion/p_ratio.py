@@ -1,8 +1,8 @@
 """p_ratio from the shapes of FAN maps: never guessed, and refused where a stated one disagrees."""
 
-import math
+from typing import Any
 
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.model.config import p_ratio_of
 
 
@@ -12,8 +12,8 @@ def inferred_p_ratio(fan_rows: int, width: int, stated: float | None, name: str 
     Returns `stated` where it gives that many rows, else P / w where nothing was stated.
 
     Raises:
-        CorruptError: no p_ratio gives `fan_rows` rows.
-        InputError: the stated p_ratio disagrees with the weights.
+        CorruptError: no p_ratio gives `fan_rows` rows; or the stated one gives another number of rows. It is the
+            checkpoint that contradicts itself then, since no option states a p_ratio.
     """
     periodic = width - fan_rows
     if not 0 <= periodic <= width // 2:
@@ -24,9 +24,14 @@ def inferred_p_ratio(fan_rows: int, width: int, stated: float | None, name: str 
     actual = p_ratio_of(periodic, width)
     if stated is None:
         return actual
-    if not math.isfinite(stated) or int(stated * width) != periodic:
-        raise InputError(
+    if not _gives(stated, periodic, width):
+        raise CorruptError(
             f"{name} is stated as {stated}, but the FAN map's {fan_rows} rows at hidden size {width} "
-            f"are those of p_ratio {actual:g}: correct the stated one, or leave it out"
+            f"are those of p_ratio {actual:g}: correct the checkpoint's configuration, or leave {name} out of it"
         )
     return stated
+
+
+def _gives(stated: Any, periodic: int, width: int) -> bool:
+    is_number = isinstance(stated, int | float) and not isinstance(stated, bool)
+    return is_number and 0 <= stated <= 1 and bool(int(stated * width) == periodic)

@@ -9,21 +9,19 @@ padding leaves out is no fault: it is told (`vocabulary`).
 """
 
 import hashlib
-import platform
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from megatron_fanformer import __version__
 from megatron_fanformer.conversion.checkpoints import Checkpoint
 from megatron_fanformer.conversion.mapping import convert, listed, names_in, rows_of
 from megatron_fanformer.conversion.running import Logits, UsedTensors, logits_of
+from megatron_fanformer.conversion.versions import versions
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime.parallel import RankGrid
 
@@ -33,7 +31,6 @@ PROMPT_SEED = 20_250_211
 # Of the largest logit. Rounding in float32 makes 1e-6 to 1e-5 (measured on the reference cases and at 1B); exchanging
 # the query and key of one head, the smallest of the planted faults, 1e-3 and more.
 LOGITS_TOLERANCE = 1e-4
-PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy")
 HASHED_BYTES = 1 << 22
 
 Json: TypeAlias = dict[str, Any]
@@ -239,21 +236,22 @@ def _reason(error: BaseException) -> str:
 
 
 def report(
-    source: Checkpoint, destination: Checkpoint, checks: Json | None, published: Path, *, hashed: bool = True
+    source: Checkpoint, destination: Checkpoint, checks: Json | None, rows: Json, published: Path, *, hashed: bool
 ) -> Json:
     """The receipt as JSON: checks (None where none were asked for), hashes, shapes, versions.
 
     Args:
+        rows: what `vocabulary` says.
         published: the name that the destination's folder is going to have, or would have had.
         hashed: whether to read the files once more for their SHA-256.
     """
     return {
         "passed": None if checks is None else not failures(checks),
         "checks": checks,
-        "vocabulary": vocabulary(source, destination),
+        "vocabulary": rows,
         "source": _side(source, source.path, hashed),
         "destination": _side(destination, published, hashed),
-        "versions": {"python": platform.python_version(), "megatron-fanformer": __version__, **_versions()},
+        "versions": versions(),
     }
 
 
@@ -283,7 +281,3 @@ def _sha256(path: Path) -> str:
         while block := stream.read(HASHED_BYTES):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    return {package: metadata.version(package) for package in PACKAGES}

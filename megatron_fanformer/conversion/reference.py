@@ -5,6 +5,7 @@ are not read: they leave no trace in the weights.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import yaml
 from torch import Tensor
 
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
+from megatron_fanformer.checkpoint.model_fields import wrong_fields
 from megatron_fanformer.conversion.files import SAFETENSORS, new_folder, open_weights, write_safetensors
 from megatron_fanformer.conversion.p_ratio import inferred_p_ratio
 from megatron_fanformer.errors import CorruptError, InputError
@@ -28,6 +30,8 @@ OPTIMIZER_FILES = ("optim.pt", "optim.safetensors", "optim", "train.pt", "traine
 
 
 _REQUIRED = ("d_model", "n_heads", "n_layers", "vocab_size")
+_WHOLE = (*_REQUIRED, "mlp_hidden_size", "embedding_size", "n_kv_heads", "max_sequence_length")
+_NUMBERS = ("mlp_ratio", "rope_theta", "layer_norm_eps")
 
 
 class _Rule(NamedTuple):
@@ -69,9 +73,9 @@ def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
     p_ratio comes from the weights' shapes; so does whether FAN has a bias.
 
     Raises:
-        InputError: not such a folder, or a model that FANformerConfig cannot express (all reasons at once),
-            or a stated p_ratio that disagrees with the weights.
-        CorruptError: the weights cannot be read, or have no FAN map where the configuration says they do.
+        InputError: not such a folder, or a model that FANformerConfig cannot express (all reasons at once).
+        CorruptError: the weights cannot be read, have no FAN map where the configuration says they do, or disagree
+            with the p_ratio that it states.
     """
     fields = _convertible_fields(folder)
     tensors = _unwrapped(open_weights(folder))
@@ -109,8 +113,8 @@ def _convertible_fields(folder: Path) -> dict[str, Any]:
 
 def _checked_config(folder: Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FANformerConfig:
     config = _config(fields, _fan(fields, tensors))
-    if config.problems():
-        raise InputError(f"the model in {folder} cannot be built: {'; '.join(config.problems())}")
+    if found := wrong_fields(config):
+        raise InputError(f"the model in {folder} cannot be built: {'; '.join(found)}")
     return config
 
 
@@ -162,7 +166,7 @@ def _model_section(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _problems(fields: Mapping[str, Any]) -> list[str]:
-    found = [f"it states no {name}" for name in _REQUIRED if name not in fields]
+    found = [f"it states no {name}" for name in _REQUIRED if name not in fields] + _type_problems(fields)
     for name, rule in _RULES.items():
         value = fields.get(name, rule.default)
         if value is None and name == "bias_for_layer_norm":
@@ -176,6 +180,20 @@ def _problems(fields: Mapping[str, Any]) -> list[str]:
     return found + ([] if found else _size_problems(fields))
 
 
+def _type_problems(fields: Mapping[str, Any]) -> list[str]:
+    whole = [name for name in _WHOLE if name in fields and type(fields[name]) is not int]
+    found = [name for name in whole if name in _REQUIRED or fields[name] is not None]
+    found += [name for name in _NUMBERS if name in fields and not _is_number(fields[name])]
+    return [f"{name} is {fields[name]!r}, which is no {'size' if name in _WHOLE else 'number'}" for name in found]
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))  # of a string, too: YAML 1.1 reads 1e-5 as one
+    except (TypeError, ValueError):
+        return False
+
+
 def _size_problems(fields: Mapping[str, Any]) -> list[str]:
     found = []
     heads, multi_query = fields.get("n_kv_heads"), fields.get("multi_query_attention")
@@ -185,14 +203,14 @@ def _size_problems(fields: Mapping[str, Any]) -> list[str]:
         found.append(f"mlp_hidden_size is {_mlp_size(fields)} and must be even: it counts both halves of SwiGLU")
     if _embedding_size(fields) < fields["vocab_size"]:
         found.append(f"embedding_size is {_embedding_size(fields)}, less than vocab_size {fields['vocab_size']}")
-    if fields.get("rope_theta", 10_000) % 1:
+    if float(fields.get("rope_theta", 10_000)) % 1:
         found.append(f"rope_theta is {fields['rope_theta']} and must be whole")
     return found
 
 
 def _mlp_size(fields: Mapping[str, Any]) -> int:
     stated = fields.get("mlp_hidden_size")
-    return int(fields.get("mlp_ratio", 4) * fields["d_model"] if stated is None else stated)
+    return int(float(fields.get("mlp_ratio", 4)) * fields["d_model"]) if stated is None else int(stated)
 
 
 def _embedding_size(fields: Mapping[str, Any]) -> int:
@@ -245,8 +263,8 @@ def _config(fields: Mapping[str, Any], fan: FANConfig) -> FANformerConfig:
         num_query_groups=1 if fields.get("multi_query_attention") else fields.get("n_kv_heads"),
         vocab_size=vocab_size,
         make_vocab_size_divisible_by=multiple,
-        seq_length=fields.get("max_sequence_length", 1024),
-        rotary_base=int(fields.get("rope_theta", 10_000)),
+        seq_length=fields.get("max_sequence_length") or 1024,
+        rotary_base=int(float(fields.get("rope_theta", 10_000))),
         layernorm_epsilon=float(fields.get("layer_norm_eps", 1e-5)),  # YAML 1.1 reads 1e-5 as a string
         untie_embeddings_and_output_weights=not fields.get("weight_tying", True),
         fan=fan,

@@ -156,8 +156,22 @@ def _fill_all_while_running(model: nn.Module, pieces: Mapping[str, list[_Piece]]
 
 
 def _assembled(load: Load, pieces: list[_Piece], number: _Counter) -> Tensor:
-    parts = [load(name.replace("layers.0.", f"layers.{number.value}."))[part] for name, part in pieces]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    """A parameter from its pieces; each tensor is loaded once, and copied only where the pieces are not all of it."""
+    names = dict.fromkeys(piece.name for piece in pieces)
+    tensors = {name: load(name.replace("layers.0.", f"layers.{number.value}.")) for name in names}
+    parts = [tensors[name][part] for name, part in pieces]
+    (first, *others) = tensors.values()
+    return first if not others and _make_up(first, parts) else torch.cat(parts)
+
+
+def _make_up(tensor: Tensor, parts: list[Tensor]) -> bool:
+    """Whether contiguous parts of a tensor, one behind the other, are all of it."""
+    ends = [tensor.data_ptr()]
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != ends[-1]:
+            return False
+        ends.append(part.data_ptr() + part.nbytes)
+    return ends[-1] == tensor.data_ptr() + tensor.nbytes and parts[0].shape[1:] == tensor.shape[1:]
 
 
 def _hand_over_embedding(stage: Any, load: Load) -> None:

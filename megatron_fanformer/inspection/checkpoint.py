@@ -1,33 +1,20 @@
 """Describes a run and its checkpoints; no weights are read. torch alone is needed, and no process group."""
 
 import dataclasses
-import io
 import json
-import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from typing import Any
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.checkpoint.full_tensors import OPTIMIZER_PREFIX
+from megatron_fanformer.checkpoint.progress import Progress, saved_progress
+from megatron_fanformer.checkpoint.table import Table, read_table, tensors_of
+from megatron_fanformer.conversion.training_record import layout
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows
 from megatron_fanformer.inspection.report import Report, plural, size, some
 from megatron_fanformer.inspection.target import CHECKPOINTS
 from megatron_fanformer.training.metrics import METRICS
 
-COMMON, COMMON_STATE = "common.pt", "common_state/"
-OPTIMIZER = "optimizer."
-DEGREES = {
-    "tp": "tensor_model_parallel_size",
-    "cp": "context_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "dp": "data_parallel_size",
-}
 METRICS_TAIL_BYTES = 1 << 16
 
 Rows = list[tuple[str, str]]
@@ -62,7 +49,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
     """
     config, saved = store.saved_model(checkpoint), store.saved_config(checkpoint)
     table = read_table(checkpoint)
-    progress = read_progress(checkpoint, table)
+    progress = saved_progress(checkpoint, table)
     tokenizer = store.attached_tokenizer(checkpoint)
     files = [path for path in checkpoint.iterdir() if path.is_file()]
     total = sum(path.stat().st_size for path in files)
@@ -70,8 +57,8 @@ def describe_checkpoint(checkpoint: Path) -> Report:
     facts = {
         "kind": "checkpoint",
         "path": str(checkpoint),
-        "step": progress.get("step"),
-        "consumed_samples": progress.get("consumed_samples"),
+        "step": progress.step if progress else None,
+        "consumed_samples": progress.consumed_samples if progress else None,
         "model": {**dataclasses.asdict(config), **model_facts(config)},
         "layout": saved.get("parallel"),
         "dtype": saved.get("precision", {}).get("dtype"),
@@ -85,7 +72,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
     rows = [
         *_progress_rows(progress, config.seq_length),
         *model_rows(config),
-        *([("layout", _layout(saved))] if "parallel" in saved else []),
+        *([("layout", layout(saved))] if "parallel" in saved else []),
         ("stored", f"{plural(weights, 'tensor')}, {states:,} of the optimizer; torch_dist, {_types(table)}"),
         ("files", f"{len(files)}, {size(total)}"),
         ("tokenizer", tokenizer.name if tokenizer else "none"),
@@ -93,19 +80,11 @@ def describe_checkpoint(checkpoint: Path) -> Report:
     return Report(f"{checkpoint}: checkpoint", facts, rows)
 
 
-def _progress_rows(progress: dict[str, Any], seq_length: int) -> Rows:
-    if not progress:
+def _progress_rows(progress: Progress | None, seq_length: int) -> Rows:
+    if progress is None:
         return [("step", "none: converted weights, not a run's")]
-    samples = progress["consumed_samples"]
-    return [("step", f"{progress['step']:,}, after {samples:,} samples, {samples * seq_length:,} tokens")]
-
-
-def _layout(saved: dict[str, Any]) -> str:
-    parallel = saved["parallel"]
-    degrees = ", ".join(f"{short} {parallel.get(name) or 1}" for short, name in DEGREES.items())
-    optimizer = "distributed optimizer" if parallel.get("use_distributed_optimizer") else "plain optimizer"
-    dtype = saved.get("precision", {}).get("dtype", "?")
-    return f"{degrees}; {optimizer}; {dtype} on {parallel.get('device', '?')}"
+    step, samples = progress
+    return [("step", f"{step:,}, after {samples:,} samples, {samples * seq_length:,} tokens")]
 
 
 def last_metrics(run: Path) -> dict[str, Any] | None:
@@ -122,75 +101,14 @@ def last_metrics(run: Path) -> dict[str, Any] | None:
 # -- what is in it
 
 
-class Stored(NamedTuple):
-    """Where one part of a tensor, or an object, stands."""
-
-    name: str
-    file: str
-    offset: int
-    length: int
-
-
-def read_table(checkpoint: Path) -> Metadata:
-    """The table of a checkpoint's tensors.
-
-    Raises:
-        CorruptError: it cannot be read.
-    """
-    with damage_told(checkpoint, ".metadata"):
-        table = FileSystemReader(checkpoint).read_metadata()
-    if not isinstance(table, Metadata) or not table.storage_data:
-        raise CorruptError(f"{checkpoint / '.metadata'} holds no table of tensors; take an earlier checkpoint")
-    return table
-
-
-def read_progress(checkpoint: Path, table: Metadata) -> dict[str, Any]:
-    """The step and the samples consumed that a run goes on from; empty for converted weights.
-
-    megatron-core 0.16 keeps plain values in a file of their own, later versions among the tensors.
-    """
-    place = next((part for part in stored_parts(table) if part.name.startswith(COMMON_STATE)), None)
-    file = place.file if place else COMMON
-    with damage_told(checkpoint, file), (checkpoint / file).open("rb") as stream:
-        if place is None:
-            common = torch.load(stream, map_location="cpu", weights_only=True)
-        else:
-            stream.seek(place.offset)
-            (common,) = torch.load(io.BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True)
-        return dict(common.get("progress", {}))
-
-
-def stored_parts(table: Metadata) -> Iterator[Stored]:
-    """Every part of every tensor or object, file by file in the order of their bytes."""
-    parts = [
-        Stored(index.fqn, info.relative_path, info.offset, info.length) for index, info in table.storage_data.items()
-    ]
-    yield from sorted(parts, key=lambda part: (part.file, part.offset))
-
-
-def tensors_of(table: Metadata) -> dict[str, TensorStorageMetadata]:
-    """The tensors in a table, by name."""
-    return {
-        name: value for name, value in table.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)
-    }
-
-
-def _stored(table: Metadata) -> tuple[int, int]:
-    states = sum(name.startswith(OPTIMIZER) for name in tensors_of(table))
+def _stored(table: Table) -> tuple[int, int]:
+    states = sum(name.startswith(OPTIMIZER_PREFIX) for name in tensors_of(table))
     return len(tensors_of(table)) - states, states
 
 
-def _types(table: Metadata) -> str:
+def _types(table: Table) -> str:
     """Of the weights alone."""
-    types = {value.properties.dtype for name, value in tensors_of(table).items() if not name.startswith(OPTIMIZER)}
+    types = {
+        value.properties.dtype for name, value in tensors_of(table).items() if not name.startswith(OPTIMIZER_PREFIX)
+    }
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
-
-
-@contextmanager
-def damage_told(checkpoint: Path, file: str) -> Iterator[None]:
-    """Around reading a file of a checkpoint: what damage leads to becomes a CorruptError."""
-    try:
-        yield
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, AttributeError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CorruptError(f"{checkpoint / file} cannot be read ({reason[0]}); take another checkpoint") from error

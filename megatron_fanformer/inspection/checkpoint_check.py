@@ -7,22 +7,13 @@ bytes: with the table of tensors this tells damage, and what is missing. torch a
 import io
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.full_tensors import Section
+from megatron_fanformer.checkpoint.full_tensors import COMMON, Section, damage_told
+from megatron_fanformer.checkpoint.progress import common_state
+from megatron_fanformer.checkpoint.table import TABLE, Stored, Table, read_table, stored_parts, tensors_of
 from megatron_fanformer.conversion.mapping import expected_shapes
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.inspection.archive import check_archive
-from megatron_fanformer.inspection.checkpoint import (
-    COMMON,
-    COMMON_STATE,
-    Stored,
-    damage_told,
-    read_table,
-    stored_parts,
-    tensors_of,
-)
 from megatron_fanformer.inspection.report import Advance, plural, size
 
 READ_BYTES = 1 << 20
@@ -42,8 +33,8 @@ def check_checkpoint(checkpoint: Path, advance: Advance) -> str:
     table = read_table(checkpoint)
     _check_shapes(checkpoint, table)
     parts = list(stored_parts(table))
-    if not any(part.name.startswith(COMMON_STATE) for part in parts):
-        with damage_told(checkpoint, COMMON), (checkpoint / COMMON).open("rb") as stream:
+    if common_state(table) is None:
+        with damage_told(checkpoint / COMMON), (checkpoint / COMMON).open("rb") as stream:
             check_archive(checkpoint / COMMON, "its plain values", stream)
     for part in parts:
         _check_part(checkpoint, part)
@@ -52,25 +43,24 @@ def check_checkpoint(checkpoint: Path, advance: Advance) -> str:
     return f"CRC-32 of {plural(len(parts), 'stored part')}, {size(total)}; every tensor is there whole"
 
 
-def _check_shapes(checkpoint: Path, table: Metadata) -> None:
+def _check_shapes(checkpoint: Path, table: Table) -> None:
     """The model's weights are all named, and the stored parts of each tensor make it whole."""
     tensors, config = tensors_of(table), store.saved_model(checkpoint)
-    if config.fan.placement != "qk_and_v":  # whose names conversion does not know
-        for name, shape in expected_shapes(config, "megatron").items():
-            found = tuple(tensors[name].size) if name in tensors else None
-            if found != shape:
-                raise CorruptError(
-                    f"{checkpoint / '.metadata'} has {name} of shape {found or 'none'}, where the model in "
-                    f"{store.CONFIG} has {shape}; take another checkpoint"
-                )
+    for name, shape in expected_shapes(config, "megatron").items():
+        found = tuple(tensors[name].size) if name in tensors else None
+        if found != shape:
+            raise CorruptError(
+                f"{checkpoint / TABLE} has {name} of shape {found or 'none'}, where the model in {store.CONFIG} has "
+                f"{shape}; take another checkpoint"
+            )
     for name, tensor in tensors.items():
         if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
-            raise CorruptError(f"{checkpoint / '.metadata'} has not all of {name}; take another checkpoint")
+            raise CorruptError(f"{checkpoint / TABLE} has not all of {name}; take another checkpoint")
 
 
 def _check_part(checkpoint: Path, part: Stored) -> None:
     path = checkpoint / part.file
-    with damage_told(checkpoint, part.file), path.open("rb") as stream:
+    with damage_told(path), path.open("rb") as stream:
         if part.offset + part.length > path.stat().st_size:
             raise CorruptError(f"{path} ends before {part.name}; take another checkpoint")
         check_archive(path, part.name, io.BufferedReader(Section(stream, part.offset, part.length), READ_BYTES))

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.cli import main
 from megatron_fanformer.conversion.convert import convert_checkpoint
+from megatron_fanformer.errors import CorruptError, InputError
 from tests.conversion.plain_fanformer import VARIANTS, random_weights, write
 
 BASE = VARIANTS["fanformer"]
@@ -42,11 +44,20 @@ def reference(tmp_path: Path) -> Path:
     return write(tmp_path / "reference", BASE, random_weights(BASE))
 
 
-@pytest.fixture
-def megatron(reference: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One checkpoint of ours."""
-    convert_checkpoint(reference, tmp_path / "megatron", to="megatron", verified=False)
-    return store.find_checkpoint(tmp_path / "megatron")
+    folder = tmp_path_factory.mktemp("published")
+    convert_checkpoint(
+        write(folder / "reference", BASE, random_weights(BASE)), folder / "run", to="megatron", verified=False
+    )
+    return store.find_checkpoint(folder / "run")
+
+
+@pytest.fixture
+def megatron(published: Path, tmp_path: Path) -> Path:
+    """A copy of it to be changed."""
+    return Path(shutil.copytree(published, tmp_path / "megatron"))
 
 
 @pytest.fixture
@@ -165,6 +176,35 @@ def test_other_pickles_as_a_checkpoints_table(code: bytes, megatron: Path, marke
     assert ".metadata" in refused(megatron)
 
 
+@pytest.mark.parametrize(
+    ("record", "field", "value"),
+    [
+        ("place", "offset", -1),
+        ("place", "offset", "0"),
+        ("place", "length", None),
+        ("tensor", "size", [1 << 40]),
+        ("tensor", "chunks", "chunks"),
+        ("tensor", "properties", None),
+        ("chunk", "offsets", torch.Size([0, 0, 0])),
+        ("chunk", "sizes", (1, 2)),
+        ("table", "storage_data", []),
+        ("table", "storage_data", {"a": "b"}),
+        ("table", "state_dict_metadata", None),
+        ("table", "state_dict_metadata", {7: None}),
+    ],
+)
+def test_a_table_whose_fields_are_something_else(
+    record: str, field: str, value: Any, megatron: Path, refused: Any
+) -> None:
+    table = pickle.loads((megatron / ".metadata").read_bytes())
+    tensor = table.state_dict_metadata["embedding.word_embeddings.weight"]
+    place = next(iter(table.storage_data.values()))
+    changed = {"table": table, "tensor": tensor, "chunk": tensor.chunks[0], "place": place}[record]
+    object.__setattr__(changed, field, value)
+    (megatron / ".metadata").write_bytes(pickle.dumps(table))
+    assert "holds no table of tensors" in refused(megatron)
+
+
 @pytest.mark.parametrize("path", ["../outside.distcp", "/etc/passwd", "..", 7])
 def test_a_checkpoints_table_that_names_files_elsewhere(path: Any, megatron: Path, refused: Any) -> None:
     table = pickle.loads((megatron / ".metadata").read_bytes())
@@ -193,3 +233,44 @@ def test_code_in_a_hugging_face_folder_is_not_run(huggingface: Path, marker: Pat
         (huggingface / name).write_text(f"import os; os.mkdir({str(marker)!r})")
     convert_checkpoint(huggingface, tmp_path / "out", to="megatron")
     assert not marker.exists()
+
+
+NO_SIZES = ("abc", [], -1, 0, 0.5, float("nan"), 1 << 70)
+
+
+@pytest.mark.parametrize("value", NO_SIZES)
+@pytest.mark.parametrize("field", ["num_layers", "hidden_size", "num_attention_heads", "vocab_size"])
+def test_a_model_that_is_none_in_a_checkpoint_of_ours(field: str, value: Any, megatron: Path, refused: Any) -> None:
+    """Refused before sizes are computed or layers are counted."""
+    file = megatron / "config.yaml"
+    saved = yaml.safe_load(file.read_text())
+    saved["model"][field] = value
+    file.write_text(yaml.safe_dump(saved))
+    assert "config.yaml states no model" in refused(megatron)
+
+
+@pytest.mark.parametrize("value", NO_SIZES)
+@pytest.mark.parametrize("field", ["n_layers", "d_model", "n_heads", "vocab_size", "mlp_hidden_size"])
+def test_a_model_that_is_none_in_the_authors_format(field: str, value: Any, reference: Path, tmp_path: Path) -> None:
+    file = reference / "config.yaml"
+    saved = yaml.safe_load(file.read_text())
+    saved["model"][field] = value
+    file.write_text(yaml.safe_dump(saved))
+    with pytest.raises((InputError, CorruptError)):
+        convert_checkpoint(reference, tmp_path / "out", to="hf")
+
+
+def test_more_layers_than_tensors_are_not_counted(reference: Path, refused: Any) -> None:
+    file = reference / "config.yaml"
+    file.write_text(file.read_text().replace("n_layers: 2", "n_layers: 1000000000"))
+    assert "it states 1000000000 layers, and there are" in refused(reference)
+
+
+def test_a_p_ratio_that_the_weights_contradict(reference: Path, megatron: Path, refused: Any) -> None:
+    """Of a checkpoint's own: corrupt, not wrong input; no option of the command states one."""
+    file = reference / "config.yaml"
+    file.write_text(file.read_text() + "  p_ratio: 0.125\n")
+    assert "p_ratio is stated as 0.125" in refused(reference)
+    file = megatron / "config.yaml"
+    file.write_text(file.read_text().replace("p_ratio: 0.25", "p_ratio: 0.125"))
+    assert "weights are not those of their configuration" in refused(megatron)

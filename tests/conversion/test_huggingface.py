@@ -43,24 +43,35 @@ SMALL = FANformerConfig(
     fan=FANConfig(p_ratio=0.2, activation="gelu"),
 )
 # What a stranger runs: nothing of ours can be imported, nothing can be fetched, nobody answers a prompt. The
-# tokenizer needs no code of the folder's.
+# tokenizer needs no code of the folder's. A line a folder.
 STRANGER = """
 import sys
 sys.modules["megatron_fanformer"] = None
 from transformers import AutoModelForCausalLM, AutoTokenizer
-trusting = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False)
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
-ids = tokenizer("def f(x):\\n    return", return_tensors="pt")
-out = model.generate(**ids, max_new_tokens=6, do_sample=False)
-assert trusting("def f(x):\\n    return").input_ids == ids.input_ids[0].tolist()
-print(type(model).__name__, ids.input_ids.tolist(), out[0].tolist(), sep="|")
+for folder in sys.argv[1:]:
+    trusting = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    ids = tokenizer("def f(x):\\n    return", return_tensors="pt")
+    out = model.generate(**ids, max_new_tokens=6, do_sample=False)
+    assert trusting("def f(x):\\n    return").input_ids == ids.input_ids[0].tolist()
+    print(type(model).__name__, ids.input_ids.tolist(), out[0].tolist(), sep="|")
+"""
+# And what the first folder's model card gives them to type, with the folder in the place of its name.
+CARD_READER = """
+from pathlib import Path
+code = Path(sys.argv[1], "README.md").read_text().split("```python\\n")[1].split("```")[0]
+assert code.count('"model"') == 2
+exec(code.replace('"model"', repr(sys.argv[1])))
+batch = tokenizer(["x", "def f(x):"], padding=True, return_tensors="pt")
+assert batch.attention_mask[0].tolist()[0] == 0 and "token_type_ids" not in batch
+model.generate(**batch, max_new_tokens=2)
 """
 # What a user of the installed package runs: one import more, and no flag.
 FRIEND = """
-import sys
+del sys.modules["megatron_fanformer"]
 import megatron_fanformer.hf
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel
 for auto in (AutoModel, AutoModelForCausalLM):
     print(type(auto.from_pretrained(sys.argv[1])).__module__)
 """
@@ -72,18 +83,18 @@ def random_model(config=SMALL):
     return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
 
 
-def run_python(code, folder, tmp_path, *, path=""):
-    """What `code` prints in a fresh process and an empty folder, with `path` alone to import from."""
+def run_python(code, *folders, tmp_path):
+    """What `code` prints in a fresh process and an empty folder; this package can be imported, if `code` does."""
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "HF_"))},
-        "PYTHONPATH": str(path),
+        "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
         "HF_MODULES_CACHE": str(tmp_path / "modules"),
     }
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)],
+        [sys.executable, "-c", code, *map(str, folders)],
         cwd=elsewhere,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -129,7 +140,7 @@ def train_plain(folder, **settings):
         "remove_extra_whitespaces": False,
     }
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(training_texts()),
+        sentence_iterator=iter(training_texts()[:30]),
         model_prefix=str(folder / "plain"),
         vocab_size=500,
         max_sentence_length=1_000_000,
@@ -179,27 +190,22 @@ def test_an_exported_reference_model_computes_the_references_logits(case, tmp_pa
     assert (logits - expected["logits"][..., : config.vocab_size]).abs().max() < 2e-5
 
 
-def assert_a_stranger_generates_what_we_do(folder, exported, sentencepiece_model, tmp_path):
+def test_a_stranger_opens_it_and_generates_what_we_do(exported, sentencepiece_model, tmp_path):
+    """So does who opens a copy that transformers saved; the model card's code runs; our package needs no flag.
+
+    All in one process: each takes seconds to import transformers.
+    """
+    copy = tmp_path / "saved"
+    AutoModelForCausalLM.from_pretrained(exported).save_pretrained(copy)
+    AutoTokenizer.from_pretrained(exported).save_pretrained(copy)
     prompt = load_tokenizer(sentencepiece_model).encode("def f(x):\n    return")
     model = FANformerForCausalLM.from_pretrained(exported)
     ours = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0].tolist()
-    name, ids, generated = run_python(STRANGER, folder, tmp_path).split("|")
-    assert (name, json.loads(ids), json.loads(generated)) == ("FANformerForCausalLM", [prompt], ours)
-
-
-def test_a_stranger_opens_it_and_generates_what_we_do(exported, sentencepiece_model, tmp_path):
-    assert_a_stranger_generates_what_we_do(exported, exported, sentencepiece_model, tmp_path)
-
-
-def test_with_our_package_it_opens_without_the_flag(exported, tmp_path):
-    modules = run_python(FRIEND, exported, tmp_path, path=ROOT).split()
-    assert modules == ["megatron_fanformer.hf.modeling_fanformer"] * 2
-
-
-def test_a_copy_that_transformers_saved_is_self_contained_too(exported, sentencepiece_model, tmp_path):
-    AutoModelForCausalLM.from_pretrained(exported).save_pretrained(tmp_path / "saved")
-    AutoTokenizer.from_pretrained(exported).save_pretrained(tmp_path / "saved")
-    assert_a_stranger_generates_what_we_do(tmp_path / "saved", exported, sentencepiece_model, tmp_path)
+    said = run_python(STRANGER + CARD_READER + FRIEND, exported, copy, tmp_path=tmp_path)
+    *lines, text = said.split("\n", 2)
+    expected = f"FANformerForCausalLM|{[prompt]}|{ours}"
+    assert lines == [expected, expected] and text.startswith("Once upon a time")
+    assert text.splitlines()[-2:] == ["megatron_fanformer.hf.modeling_fanformer"] * 2
 
 
 def test_an_export_reads_back_as_it_was(exported):
@@ -344,15 +350,21 @@ def edited_copy(exported, tmp_path, **fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"p_ratio": 0.25}, r"p_ratio is stated as 0\.25"),
         ({"p_ratio": 0.7}, r"p_ratio 0\.7 must lie in"),
         ({"rope_theta": 10_000.5}, "must be whole"),
+        ({"rope_theta": "large"}, "must be whole"),
+        ({"id2label": 7}, "cannot be built"),
         ({"model_type": "llama"}, "no Hugging Face folder of a FANformer"),
     ],
 )
-def test_a_folder_that_contradicts_itself_is_refused(fields, message, exported, tmp_path):
+def test_a_model_that_cannot_be_built_is_refused(fields, message, exported, tmp_path):
     with pytest.raises(InputError, match=message):
         read_huggingface(edited_copy(exported, tmp_path, **fields))
+
+
+def test_a_stated_p_ratio_that_disagrees_is_refused(exported, tmp_path):
+    with pytest.raises(CorruptError, match=r"p_ratio is stated as 0\.25"):
+        read_huggingface(edited_copy(exported, tmp_path, p_ratio=0.25))
 
 
 def test_hugging_face_folders_are_recognised(exported):

@@ -23,7 +23,7 @@ from megatron_fanformer.conversion.mapping import (
 )
 from megatron_fanformer.conversion.p_ratio import inferred_p_ratio
 from megatron_fanformer.conversion.reference import read_reference
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 
@@ -215,8 +215,14 @@ def test_a_stated_p_ratio_that_agrees_is_kept():
 
 
 def test_a_stated_p_ratio_that_disagrees_is_refused():
-    with pytest.raises(InputError, match=r"p_ratio is stated as 0\.125.*those of p_ratio 0\.25"):
+    with pytest.raises(CorruptError, match=r"p_ratio is stated as 0\.125.*those of p_ratio 0\.25"):
         inferred_p_ratio(48, 64, 0.125)
+
+
+@pytest.mark.parametrize("stated", [float("nan"), float("inf"), "0.25", True, [0.25]])
+def test_a_stated_p_ratio_that_is_none_is_refused(stated):
+    with pytest.raises(CorruptError, match="p_ratio is stated as"):
+        inferred_p_ratio(48, 64, stated)
 
 
 @pytest.mark.parametrize("rows", [31, 65])

@@ -69,7 +69,8 @@ def test_without_use_atf_there_is_no_fan():
 
 
 def test_a_stated_p_ratio_that_disagrees_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"p_ratio is stated as 0\.125"):
+    """The checkpoint contradicts itself: no option of `convert` states a p_ratio."""
+    with pytest.raises(CorruptError, match=r"p_ratio is stated as 0\.125"):
         read_reference(edited(tmp_path, p_ratio=0.125))
 
 

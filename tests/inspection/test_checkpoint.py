@@ -1,21 +1,37 @@
 """Runs and checkpoints described and verified; every part of one damaged in turn."""
 
+import dataclasses
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.inspection.checkpoint import read_table, stored_parts
+from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
+from megatron_fanformer.checkpoint.table import read_table, stored_parts
+from megatron_fanformer.conversion.mapping import expected_shapes
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from tests.conversion.test_hostile import Bomb
 from tests.inspection.conftest import TOKENIZER, Said
 from tests.inspection.test_dataset import flip, refused
 from tests.small_runs import small_run, write_tokens
 from tests.training.test_trainer import train
 
 Inspect = Callable[..., Said]
+QK_AND_V = FANformerConfig(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=100,
+    fan=FANConfig(placement="qk_and_v", v_p_ratio=0.125),
+)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +138,47 @@ def test_a_checkpoint_of_another_model(inspect: Inspect, run: Path) -> None:
     refused(
         inspect(run, "--verify"), ".metadata has decoder.layers.2.", "of shape none, where the model in config.yaml"
     )
+
+
+@pytest.mark.parametrize("name", ["linear_qk.weight", "fan.v_linear.weight", "fan.v_linear.bias"])
+@pytest.mark.parametrize("fault", ["missing", "a row short"])
+def test_the_weights_of_the_second_placement_are_checked(
+    inspect: Inspect, name: str, fault: str, tmp_path: Path
+) -> None:
+    tensors = {key: torch.randn(shape) for key, shape in expected_shapes(QK_AND_V, "megatron").items()}
+    config = {"model": dataclasses.asdict(QK_AND_V)}
+    write_full_tensors(tmp_path / "sound", tensors, config, [])
+    assert inspect(tmp_path / "sound", "--verify").code == 0
+    changed = f"decoder.layers.1.self_attention.{name}"
+    tensors[changed] = tensors[changed][1:]
+    if fault == "missing":
+        del tensors[changed]
+    write_full_tensors(tmp_path / "run", tensors, config, [])
+    refused(
+        inspect(tmp_path / "run", "--verify"), f".metadata has {changed} of shape", "where the model in config.yaml"
+    )
+
+
+@pytest.mark.parametrize("options", [[], ["--verify"]])
+@pytest.mark.parametrize("place", ["whole", "inside", "plain values"])
+def test_a_checkpoint_made_to_do_harm(
+    inspect: Inspect, run: Path, tmp_path: Path, place: str, options: list[str]
+) -> None:
+    """Its table and its plain values are pickles, which are read as data alone."""
+    checkpoint, bomb = run / "checkpoints" / "step-00000004", Bomb(tmp_path / "marker")
+    file = checkpoint / ("common.pt" if place == "plain values" else ".metadata")
+    if not file.exists():
+        pytest.skip("this megatron-core keeps plain values among the tensors")
+    if place == "plain values":
+        torch.save({"progress": bomb}, file)
+    elif place == "whole":
+        file.write_bytes(pickle.dumps(bomb))
+    else:
+        table = pickle.loads(file.read_bytes())
+        table.planner_data = bomb
+        file.write_bytes(pickle.dumps(table))
+    refused(inspect(run, *options), file, "holds more than")
+    assert not (tmp_path / "marker").exists()
 
 
 def test_a_pointer_to_what_is_not_there(inspect: Inspect, run: Path) -> None:

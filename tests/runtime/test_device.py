@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime import device
@@ -80,3 +81,21 @@ def test_quieting_the_libraries_again_adds_nothing_to_the_environment(monkeypatc
     once = os.environ["PYTHONWARNINGS"]
     device.quieten_libraries()
     assert os.environ["PYTHONWARNINGS"] == once and once.startswith("error::UserWarning,ignore:")
+
+
+def test_deterministic_algorithms_and_an_environment_that_asks_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _number: None)
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", *device.DETERMINISTIC):
+        monkeypatch.setenv(name, "")  # put back at the end
+        monkeypatch.delenv(name)
+    device.configure_process("cuda", 0, 1)
+    assert asked == [] and "NCCL_ALGO" not in os.environ
+    device.configure_process("cuda", 0, 1, deterministic=True)
+    assert asked == [True]
+    assert {name: os.environ[name] for name in device.DETERMINISTIC} == device.DETERMINISTIC
+    assert os.environ["NCCL_ALGO"] == "Ring"
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+    with pytest.raises(InputError, match="NVTE_ALLOW_NONDETERMINISTIC_ALGO is 1 in the environment; unset it"):
+        device.configure_process("cuda", 0, 1, deterministic=True)

@@ -1,0 +1,20 @@
+"""The versions that a conversion was made with."""
+
+import functools
+import platform
+from importlib import metadata
+
+from megatron_fanformer import __version__
+
+PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """By name: Python's, ours, and those of the packages that have a hand in it."""
+    ours = {"python": platform.python_version(), "megatron-fanformer": __version__}
+    return {**ours, **{package: _installed(package) for package in PACKAGES}}
+
+
+@functools.cache  # asking takes ten milliseconds
+def _installed(package: str) -> str:
+    return metadata.version(package)
