@@ -73,6 +73,7 @@ def main() -> int:
     """Print the table, and write the JSON."""
     options = _options()
     devices.quieten_libraries()
+    devices.use_huge_pages()
     device = devices.resolve_device(options.device)
     if device == "cpu":
         devices.hide_gpus()
@@ -86,9 +87,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-train-") as folder:
         for dtype in options.dtypes:
             group = [case for case in cases if case.dtype == dtype]
-            rate = _run(group, options, device, Path(folder))
-            report += [_line(case, group[0], rate, options) for case in group]
-            _print(group, report[-len(group) :], rate)
+            rates = _run(group, options, device, Path(folder))
+            report += [_line(case, group[0], rates, options) for case in group]
+            _print(group, report[-len(group) :])
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
@@ -144,8 +145,8 @@ def _model(name: str, base: FANformerConfig) -> FANformerConfig:
     return dataclasses.replace(base, fan=dataclasses.replace(base.fan, p_ratio=p_ratio))
 
 
-def _run(group: list[Case], options: argparse.Namespace, device: devices.DeviceKind, folder: Path) -> MatrixRate:
-    """Let all cases of a number format take their turns."""
+def _run(group: list[Case], options: argparse.Namespace, device: devices.DeviceKind, folder: Path) -> list[MatrixRate]:
+    """Let all cases of a number format take their turns; returns what the matrix products reached in each round."""
     model = group[0].model
     tokens = write_tokens(folder / f"tokens-{group[0].dtype}", model.vocab_size, 100 * model.seq_length)
     if device == "cpu":
@@ -153,14 +154,14 @@ def _run(group: list[Case], options: argparse.Namespace, device: devices.DeviceK
     dtype = DTYPES.get(group[0].dtype, torch.bfloat16)  # fp8 is held against bf16's rate
     micro_batch = options.micro_batch_size * model.seq_length
     clock = MatrixClock(model, micro_batch, dtype, torch.device(device))
-    ranks = []
+    ranks, rates = [], []
     try:
         for number, case in enumerate(group):
             values = _values(case, options, tokens, folder / f"{case.dtype}-{number}", device)
             ranks.append(CaseRanks(values, world_size(parse_layout(case.layout, ParallelConfig()))))
             ranks[-1].steps(WARM_UP)
         for _ in range(options.rounds):
-            rate = clock.measure()
+            rates.append(clock.measure())
             for case, own in zip(group, ranks, strict=True):
                 case.timings.append(own.steps(options.steps))
         for case, own in zip(group, ranks, strict=True):
@@ -169,7 +170,7 @@ def _run(group: list[Case], options: argparse.Namespace, device: devices.DeviceK
     finally:
         for own in ranks:
             own.close()
-    return rate
+    return rates
 
 
 def _values(
@@ -199,12 +200,15 @@ def _values(
     return values
 
 
-def _line(case: Case, first: Case, rate: MatrixRate, options: argparse.Namespace) -> dict[str, Any]:
+def _line(case: Case, first: Case, rates: list[MatrixRate], options: argparse.Namespace) -> dict[str, Any]:
     """What is written of a case."""
     layout = parse_layout(case.layout, ParallelConfig())
     samples = options.global_batch_size or options.micro_batch_size * (layout.data_parallel_size or 1)
     tokens_per_second = samples * case.model.seq_length / case.step_seconds
-    model_flops = tokens_per_second * training_flops_per_token(case.model)
+    flops_a_step = samples * case.model.seq_length * training_flops_per_token(case.model)
+    model_flops = flops_a_step / case.step_seconds
+    best = max(rate.fastest for rate in rates)
+    in_turns = [flops_a_step / own.seconds / rate.fastest for own, rate in zip(case.timings, rates, strict=True)]
     ratios = [own.seconds / other.seconds for own, other in zip(case.timings, first.timings, strict=True)]
     return {
         "case": case.name,
@@ -213,29 +217,32 @@ def _line(case: Case, first: Case, rate: MatrixRate, options: argparse.Namespace
         "step_seconds": case.step_seconds,
         "between_steps_seconds": statistics.median(timing.between_steps for timing in case.timings),
         "model_flops_per_second": model_flops,
-        "matrix_flops_per_second": rate.best,
-        "share_of_matrix_rate": model_flops / rate.best,
+        "matrix_flops_per_second": best,
+        "share_of_matrix_rate": model_flops / best,
+        "share_of_matrix_rate_in_turns": statistics.median(in_turns),
         f"step_time_over_{first.name.replace(' ', '_')}": statistics.median(ratios),
         "peak_memory_bytes": case.peak_memory,
         "breakdown_seconds": case.breakdown,
     }
 
 
-def _print(group: list[Case], lines: list[dict[str, Any]], rate: MatrixRate) -> None:
+def _print(group: list[Case], lines: list[dict[str, Any]]) -> None:
     first = group[0].name
-    print(f"\n{group[0].dtype}: matrix products reach {rate.best / 1e12:.3f} TFLOP/s")
+    rate = lines[0]["matrix_flops_per_second"]
+    print(f"\n{group[0].dtype}: the fastest matrix product reached {rate / 1e12:.3f} TFLOP/s")
     print(
-        f"{'case':32} {'parameters':>12} {'tokens/s':>10} {'TFLOP/s':>8} {'share':>6} {'time':>6} {'GB':>7} "
-        f"{'between':>8}"
+        f"{'case':32} {'parameters':>12} {'tokens/s':>10} {'TFLOP/s':>8} {'share':>6} {'turns':>6} "
+        f"{'time':>6} {'GB':>7} {'between':>8}"
     )
     for line in lines:
         over = line[f"step_time_over_{first.replace(' ', '_')}"]
         print(
             f"{line['case']:32} {line['parameters']:12,} {line['tokens_per_second']:10,.0f} "
-            f"{line['model_flops_per_second'] / 1e12:8.3f} {line['share_of_matrix_rate']:6.1%} {over:6.3f} "
+            f"{line['model_flops_per_second'] / 1e12:8.3f} {line['share_of_matrix_rate']:6.1%} "
+            f"{line['share_of_matrix_rate_in_turns']:6.1%} {over:6.3f} "
             f"{line['peak_memory_bytes'] / 1e9:7.2f} {1000 * line['between_steps_seconds']:6.1f}ms"
         )
-    print(f"(time: of a step, over that of {first}; share: model FLOP/s of the products' rate)")
+    print(f"(share: model FLOP/s of that product's rate; turns: of the rate in the same round; time: over {first})")
     for row in _breakdown_rows(group):
         print(row)
 

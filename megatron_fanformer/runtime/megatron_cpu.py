@@ -50,6 +50,7 @@ def install() -> None:
     _adapt_recomputation()
     _adapt_inference()
     _adapt_rotary_embedding()
+    _adapt_collectives_of_one_rank()
     _installed = True
 
 
@@ -193,3 +194,22 @@ def _adapt_rotary_embedding() -> None:
         return rotate(t, freqs)
 
     rope_utils._apply_rotary_pos_emb_bshd = apply
+
+
+def _adapt_collectives_of_one_rank() -> None:
+    """gloo copies the whole gradient buffer to reduce it over one rank, and all weights to gather them from one."""
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        setattr(buffers, name, _unless_alone(getattr(buffers, name)))
+
+
+def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(collective)
+    def call(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_there = output.data_ptr() == given.data_ptr() and output.numel() == given.numel()
+        if is_there and not kwargs.get("async_op"):  # a rank's part is the whole: the group has no other
+            return None
+        return collective(output, given, *args, **kwargs)
+
+    return call

@@ -30,10 +30,10 @@ class Weight(NamedTuple):
 class MatrixRate(NamedTuple):
     """What a machine's matrix products come to."""
 
-    best: float
+    fastest: float
     """FLOP/s of the fastest product among the model's."""
     floor_seconds: float
-    """All products of one micro batch, forward and backward, each at its own best."""
+    """All products of one micro batch, forward and backward, one after the other."""
 
 
 def weights_of(model: FANformerConfig) -> list[Weight]:
@@ -52,7 +52,7 @@ def weights_of(model: FANformerConfig) -> list[Weight]:
 
 
 class MatrixClock:
-    """Times a model's products again and again, keeping the best of each.
+    """Times a model's products, again and again.
 
     Args:
         tokens: of a micro batch.
@@ -60,27 +60,22 @@ class MatrixClock:
 
     def __init__(self, model: FANformerConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self._weights, self._tokens, self._dtype, self._device = weights_of(model), tokens, dtype, device
-        self._best: dict[tuple[str, int], float] = {}
 
     def measure(self) -> MatrixRate:
-        """Time every product once more; returns the best so far."""
+        """What the machine reaches at present: of each product the best of a few timings."""
+        fastest = floor = 0.0
         for weight in self._weights:
-            for number, product in enumerate(self._products(weight)):
+            for product in self._products(weight):
                 seconds = min(timed(product, self._device) for _ in range(REPEATS))
-                key = (weight.name, number)
-                self._best[key] = min(seconds, self._best.get(key, seconds))
-        rates = [self._flops(weight) / self._best[weight.name, i] for weight in self._weights for i in range(3)]
-        floor = sum(self._best[weight.name, i] * weight.count for weight in self._weights for i in range(3))
-        return MatrixRate(max(rates), floor)
-
-    def _flops(self, weight: Weight) -> int:
-        return 2 * self._tokens * weight.rows * weight.columns
+                fastest = max(fastest, 2 * self._tokens * weight.rows * weight.columns / seconds)
+                floor += seconds * weight.count
+        return MatrixRate(fastest, floor)
 
     def _products(self, weight: Weight) -> list[Callable[[], Tensor]]:
         def random(*shape: int) -> Tensor:
             return torch.randn(*shape, dtype=self._dtype, device=self._device)
 
-        x, w, grad = random(self._tokens, weight.columns), random(weight.rows, weight.columns), None
+        x, w = random(self._tokens, weight.columns), random(weight.rows, weight.columns)
         grad = random(self._tokens, weight.rows)
         return [lambda: F.linear(x, w), lambda: grad @ w, lambda: grad.t() @ x]
 
