@@ -1,6 +1,9 @@
 """What the environment says about this process."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,3 +102,29 @@ def test_deterministic_algorithms_and_an_environment_that_asks_for_others(monkey
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
     with pytest.raises(InputError, match="NVTE_ALLOW_NONDETERMINISTIC_ALGO is 1 in the environment; unset it"):
         device.configure_process("cuda", 0, 1, deterministic=True)
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+FAULTS_OF_A_LARGE_TENSOR = """
+import resource, sys
+from megatron_fanformer.runtime import device
+if sys.argv[1] == "huge":
+    device.use_huge_pages()
+import torch
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.ones(64 * 2**20 // 4)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="this kernel gives no huge pages"
+)
+def test_large_tensors_come_out_of_huge_pages() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+
+    def faults(pages: str) -> int:
+        command = [sys.executable, "-c", FAULTS_OF_A_LARGE_TENSOR, pages]
+        return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+    assert faults("huge") < faults("small") / 4  # 64 MiB are 16,384 small pages, 32 huge ones
