@@ -1,7 +1,8 @@
 """Element-wise functions of the local layers, with gradients written out in few passes over memory.
 
 megatron-core leaves the fusing of these to a compiler, which a CPU run does without; there each operation of PyTorch is
-a pass over memory of its own, and automatic differentiation makes more of them.
+a pass over memory of its own, and automatic differentiation makes more of them. Outputs are rounded as PyTorch's own
+operations round them, bit for bit in float32; only the gradients take other sums.
 
 Shapes: h hidden size, f inside of the MLP.
 """
@@ -57,10 +58,10 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         high = torch.promote_types(x.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=high)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        x_high = x.to(high)
+        scale = x_high.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight).to(x.dtype)
+        return (x_high * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:

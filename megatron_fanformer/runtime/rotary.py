@@ -1,4 +1,4 @@
-"""Rotary position embedding with its gradient written out: three passes over memory in place of a dozen."""
+"""Rotary position embedding with its gradient written out: a few passes over memory in place of a dozen."""
 
 from typing import Any
 
@@ -35,6 +35,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     torch.mul(first, cos, out=out_first)
     torch.mul(second, cos, out=out_second)
-    out_first.addcmul_(second, sin, value=-1)
-    out_second.addcmul_(first, sin)
+    # addcmul_ would round once less: the outputs are to be megatron-core's bit for bit
+    out_first.sub_(second * sin)
+    out_second.add_(first * sin)
     return out

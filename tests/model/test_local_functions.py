@@ -89,3 +89,12 @@ def test_megatrons_rotation_is_replaced_by_the_same_one() -> None:
     in_part = rope_utils._apply_rotary_pos_emb_bshd(x, angles(9, 4), rotary_interleaved=False)
     torch.testing.assert_close(in_part[..., 4:], x[..., 4:])
     torch.testing.assert_close(in_part[..., :4], plain_rotation(x[..., :4], angles(9, 4)))
+
+
+def test_outputs_in_float32_are_the_plain_operations_bit_for_bit() -> None:
+    single = torch.float32
+    x, weight, gates = random(6, 3, 32, dtype=single), random(32, dtype=single), random(6, 3, 34, dtype=single)
+    assert torch.equal(rms_norm(x, weight, EPS), F.rms_norm(x, weight.shape, weight, EPS))
+    assert torch.equal(_SwiGLU.apply(gates), plain_swiglu(gates))
+    heads = random(6, 2, 3, 8, dtype=single)
+    assert torch.equal(rotate(heads, angles(6, 8)), plain_rotation(heads, angles(6, 8)))
