@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarking.matrix_rate import MatrixClock, MatrixRate
+from benchmarking.matrix_rate import MatrixClock
 from benchmarking.ranks import CaseRanks, Timing, write_tokens
 
 from megatron_fanformer.errors import FanformerError, InputError
@@ -145,8 +145,8 @@ def _model(name: str, base: FANformerConfig) -> FANformerConfig:
     return dataclasses.replace(base, fan=dataclasses.replace(base.fan, p_ratio=p_ratio))
 
 
-def _run(group: list[Case], options: argparse.Namespace, device: devices.DeviceKind, folder: Path) -> list[MatrixRate]:
-    """Let all cases of a number format take their turns; returns what the matrix products reached in each round."""
+def _run(group: list[Case], options: argparse.Namespace, device: devices.DeviceKind, folder: Path) -> list[float]:
+    """Let all cases of a number format take their turns; returns the fastest matrix product's rate in each round."""
     model = group[0].model
     tokens = write_tokens(folder / f"tokens-{group[0].dtype}", model.vocab_size, 100 * model.seq_length)
     if device == "cpu":
@@ -161,7 +161,7 @@ def _run(group: list[Case], options: argparse.Namespace, device: devices.DeviceK
             ranks.append(CaseRanks(values, world_size(parse_layout(case.layout, ParallelConfig()))))
             ranks[-1].steps(WARM_UP)
         for _ in range(options.rounds):
-            rates.append(clock.measure())
+            rates.append(clock.fastest())
             for case, own in zip(group, ranks, strict=True):
                 case.timings.append(own.steps(options.steps))
         for case, own in zip(group, ranks, strict=True):
@@ -176,9 +176,7 @@ def _run(group: list[Case], options: argparse.Namespace, device: devices.DeviceK
 def _values(
     case: Case, options: argparse.Namespace, tokens: str, run: Path, device: devices.DeviceKind
 ) -> dict[str, Any]:
-    base = ParallelConfig(device=device)
-    layout = parse_layout(f"distributed_optimizer=true,{case.layout}", base)
-    replicas = layout.data_parallel_size or 1
+    layout = parse_layout(f"distributed_optimizer=true,{case.layout}", ParallelConfig(device=device))
     values = {
         "model": dataclasses.asdict(case.model),
         "parallel": dataclasses.asdict(layout),
@@ -188,7 +186,7 @@ def _values(
             "run_dir": str(run),
             "train_iters": MANY_STEPS,
             "micro_batch_size": options.micro_batch_size,
-            "global_batch_size": options.global_batch_size or options.micro_batch_size * replicas,
+            "global_batch_size": _samples_a_step(case, options),
         },
         "logging": {"log_interval": MANY_STEPS},
     }
@@ -200,20 +198,23 @@ def _values(
     return values
 
 
-def _line(case: Case, first: Case, rates: list[MatrixRate], options: argparse.Namespace) -> dict[str, Any]:
+def _samples_a_step(case: Case, options: argparse.Namespace) -> int:
+    replicas = parse_layout(case.layout, ParallelConfig()).data_parallel_size or 1
+    return options.global_batch_size or options.micro_batch_size * replicas
+
+
+def _line(case: Case, first: Case, rates: list[float], options: argparse.Namespace) -> dict[str, Any]:
     """What is written of a case."""
-    layout = parse_layout(case.layout, ParallelConfig())
-    samples = options.global_batch_size or options.micro_batch_size * (layout.data_parallel_size or 1)
-    tokens_per_second = samples * case.model.seq_length / case.step_seconds
-    flops_a_step = samples * case.model.seq_length * training_flops_per_token(case.model)
+    tokens = _samples_a_step(case, options) * case.model.seq_length
+    flops_a_step = tokens * training_flops_per_token(case.model)
     model_flops = flops_a_step / case.step_seconds
-    best = max(rate.fastest for rate in rates)
-    in_turns = [flops_a_step / own.seconds / rate.fastest for own, rate in zip(case.timings, rates, strict=True)]
+    best = max(rates)
+    in_turns = [flops_a_step / own.seconds / rate for own, rate in zip(case.timings, rates, strict=True)]
     ratios = [own.seconds / other.seconds for own, other in zip(case.timings, first.timings, strict=True)]
     return {
         "case": case.name,
         "parameters": case.model.num_parameters,
-        "tokens_per_second": tokens_per_second,
+        "tokens_per_second": tokens / case.step_seconds,
         "step_seconds": case.step_seconds,
         "between_steps_seconds": statistics.median(timing.between_steps for timing in case.timings),
         "model_flops_per_second": model_flops,

@@ -3,15 +3,14 @@
 Shapes: c tokens of the chunk, v this tensor parallel rank's rows of the vocabulary.
 """
 
-import functools
-import warnings
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+from megatron_fanformer.model.triton_reach import has_triton, triton_reaches
+
 CACHED_BYTES_PER_THREAD = 2**20
 """Float32 logits that a CPU thread takes through all elementwise passes at once: they stay in its second level cache.
 Measured on a core with 1 MiB of it: 29 ms for 512 x 50304 logits, 45 ms where each pass runs over all of them."""
@@ -70,20 +69,11 @@ def exponentials(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
 
     By the kernel (`loss_kernel`) where Triton reaches them, else in PyTorch; both [c], in float32.
     """
-    is_reached = logits_cv.is_cuda and logits_cv.dtype in KERNEL_TYPES
-    return ((_kernel() if is_reached else None) or exponentials_in_torch)(logits_cv)
+    return ((_kernel() if triton_reaches(logits_cv) else None) or exponentials_in_torch)(logits_cv)
 
 
-@functools.cache
 def _kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
-    try:
-        import triton  # noqa: F401
-    except ModuleNotFoundError:
-        warnings.warn(
-            "the loss head's exponentials run in PyTorch, at a fraction of their kernel's speed: triton, which CUDA "
-            "builds of torch bring, is not installed; install it",
-            stacklevel=2,
-        )
+    if not has_triton("the loss head's exponentials run"):
         return None
     from megatron_fanformer.model import loss_kernel
 

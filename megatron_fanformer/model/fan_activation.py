@@ -7,8 +7,6 @@ Shapes: t tensor parallel ranks, n tokens, r = P + G rows of one output's map on
 width, v = t G.
 """
 
-import functools
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+from megatron_fanformer.model.triton_reach import has_triton, triton_reaches
 
 
 class ActivationForm(NamedTuple):
@@ -30,23 +28,11 @@ class ActivationForm(NamedTuple):
 
 def form_for(tensor: Tensor) -> ActivationForm:
     """The kernel where it can run on this tensor, else PyTorch."""
-    return (_kernel() or EAGER) if _kernel_reaches(tensor) else EAGER
+    return (_kernel() or EAGER) if triton_reaches(tensor) else EAGER
 
 
-def _kernel_reaches(tensor: Tensor) -> bool:
-    return tensor.is_cuda and tensor.dtype in KERNEL_TYPES
-
-
-@functools.cache
 def _kernel() -> ActivationForm | None:
-    try:
-        import triton  # noqa: F401
-    except ModuleNotFoundError:
-        warnings.warn(
-            "the FAN activation runs in PyTorch, at a fraction of its kernel's speed: triton, which CUDA builds of "
-            "torch bring, is not installed; install it",
-            stacklevel=2,
-        )
+    if not has_triton("the FAN activation runs"):
         return None
     from megatron_fanformer.model import fan_kernel
 

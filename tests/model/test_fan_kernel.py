@@ -1,9 +1,7 @@
 """The FAN kernel in Triton's interpreter and the PyTorch form, both against float64; and the kernel built for a GPU."""
 
 import importlib.util
-import multiprocessing
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from unittest import mock
@@ -11,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fanformer.model import fan_activation
+from megatron_fanformer.model import fan_activation, triton_reach
 from tests.model import fan_numbers
 from tests.model.fan_numbers import CASES, STRIDES, TYPES
 
@@ -21,18 +19,6 @@ needs_triton = pytest.mark.skipif(
 FORMS = ["eager", pytest.param("kernel", marks=needs_triton)]
 # Measured: 0 of both. Another NumPy's or PyTorch's last bit of float32 may decide a rounding.
 DIFFERING_SHARE = {torch.bfloat16: 1e-4, torch.float16: 1e-3}
-
-
-def interpret_kernels() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined, so before triton is imported
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """A process in which Triton interprets its kernels, in NumPy."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=interpret_kernels) as pool:
-        yield pool
 
 
 @pytest.fixture
@@ -106,7 +92,7 @@ def layers_output_and_gradient(gelu: bool, kernel: bool) -> list[torch.Tensor]:
 
     shard = FANShard(1, 0, (FANOutput(5, 9), FANOutput(2, 4)))
     pre = torch.randn(7, 2, 20, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    with mock.patch.object(fan_activation, "_kernel_reaches", lambda _: kernel):
+    with mock.patch.object(fan_activation, "triton_reaches", lambda _: kernel):
         made = FANActivation.apply(pre, shard, None, gelu)
         cotangents = [torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) for x in made]
         (gradient,) = torch.autograd.grad(made, pre, cotangents)
@@ -128,11 +114,11 @@ def test_pytorch_serves_where_the_kernel_cannot() -> None:
 
 def test_a_missing_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "triton", None)
-    monkeypatch.setattr(fan_activation, "_kernel_reaches", lambda _: True)
-    fan_activation._kernel.cache_clear()
+    monkeypatch.setattr(fan_activation, "triton_reaches", lambda _: True)
+    triton_reach.has_triton.cache_clear()
     with pytest.warns(UserWarning, match="triton"):
         assert fan_activation.form_for(torch.empty(1)) is fan_activation.EAGER
-    fan_activation._kernel.cache_clear()
+    triton_reach.has_triton.cache_clear()
 
 
 # -- as a GPU would run it

@@ -1,10 +1,6 @@
 """Both forms of the loss head's exponentials against float64: the kernel's in Triton's interpreter; and it builds."""
 
 import importlib.util
-import multiprocessing
-import os
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,17 +19,6 @@ SAME_SUM = 2e-6  # relative: as many float32 roundings as a sum of 20,000 in blo
 FLOAT32_ROUNDING = 2**-19 + 4e-7
 ROUNDING = {("torch", torch.bfloat16): 2**-8, ("kernel", torch.bfloat16): 2**-7}
 HOPPER = 90
-
-
-def interpret_kernels() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined, so before triton is imported
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=interpret_kernels) as pool:
-        yield pool
 
 
 def turned(form: str, logits_cv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

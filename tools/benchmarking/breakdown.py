@@ -17,7 +17,7 @@ CATEGORIES = {
     "attention": r"scaled_dot_product|flash|fmha|FusedAttn|cudnn.*sdpa",
     "matrix products": r"aten::(add|b|badd)?mm_?$|mkldnn_linear|gemm|nvjet|cutlass|onednn",
     "FAN activation": r"FANActivation",
-    "loss head": r"LossOfTokens|CrossEntropy|log_softmax",
+    "loss head": r"LossHeadFunction|CrossEntropy|log_softmax",
     "optimizer": r"optimizer|Optimizer\.step|multi_tensor|fused_adam",
     "norms": r"rms_?norm|RMSNorm",
     "SwiGLU": r"swiglu|SwiGLU|silu",

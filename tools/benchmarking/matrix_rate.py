@@ -19,35 +19,24 @@ LEAST_SECONDS = 0.02  # of one timing: a product may take microseconds
 
 
 class Weight(NamedTuple):
-    """One matrix of the model, and how often a forward pass multiplies by it."""
+    """One matrix of the model."""
 
-    name: str
     rows: int
     columns: int
-    count: int
-
-
-class MatrixRate(NamedTuple):
-    """What a machine's matrix products come to."""
-
-    fastest: float
-    """FLOP/s of the fastest product among the model's."""
-    floor_seconds: float
-    """All products of one micro batch, forward and backward, one after the other."""
 
 
 def weights_of(model: FANformerConfig) -> list[Weight]:
-    """Every matrix of a model; those of a layer once, with the number of layers."""
-    h, layers = model.hidden_size, model.num_layers
+    """Every matrix of a model; those of a layer once."""
+    h = model.hidden_size
     heads = model.num_attention_heads * model.kv_channels
-    fan = [Weight("fan", model.fan_rows, h, layers)] if model.has_fan else []
+    fan = [Weight(model.fan_rows, h)] if model.has_fan else []
     return [
         *fan,
-        Weight("qkv", model.qkv_rows, h, layers),
-        Weight("proj", h, heads, layers),
-        Weight("fc1", 2 * model.ffn_hidden_size, h, layers),
-        Weight("fc2", h, model.ffn_hidden_size, layers),
-        Weight("head", model.padded_vocab_size, h, 1),
+        Weight(model.qkv_rows, h),
+        Weight(h, heads),  # the attention's output
+        Weight(2 * model.ffn_hidden_size, h),
+        Weight(h, model.ffn_hidden_size),
+        Weight(model.padded_vocab_size, h),
     ]
 
 
@@ -61,15 +50,14 @@ class MatrixClock:
     def __init__(self, model: FANformerConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self._weights, self._tokens, self._dtype, self._device = weights_of(model), tokens, dtype, device
 
-    def measure(self) -> MatrixRate:
-        """What the machine reaches at present: of each product the best of a few timings."""
-        fastest = floor = 0.0
+    def fastest(self) -> float:
+        """FLOP/s of the fastest product at present, each by the best of a few timings."""
+        fastest = 0.0
         for weight in self._weights:
             for product in self._products(weight):
                 seconds = min(timed(product, self._device) for _ in range(REPEATS))
                 fastest = max(fastest, 2 * self._tokens * weight.rows * weight.columns / seconds)
-                floor += seconds * weight.count
-        return MatrixRate(fastest, floor)
+        return fastest
 
     def _products(self, weight: Weight) -> list[Callable[[], Tensor]]:
         def random(*shape: int) -> Tensor:
