@@ -117,6 +117,8 @@ def _cases(options: argparse.Namespace) -> list[Case]:
     base = _base_model(options)
     for layout in options.layouts:
         parse_layout(layout, ParallelConfig())  # refuses what it cannot read
+    if found := [problem for name in options.models for problem in _model(name, base).problems()]:
+        raise InputError("; ".join(dict.fromkeys(found)))
     return [
         Case(name, _model(name, base), dtype, layout)
         for dtype in options.dtypes

@@ -44,7 +44,12 @@ def test_a_line_a_case_and_sums_that_hold(tmp_path: Path) -> None:
 
 
 def test_unknown_models_and_layouts_are_refused_in_one_line(tmp_path: Path) -> None:
-    for options, named in ((["--models", "transfomer"], "'transfomer'"), (["--layouts", "tp=two"], "tp=two")):
+    wrong = (
+        (["--models", "transfomer"], "'transfomer'"),
+        (["--models", "p=0.9"], "0.9"),
+        (["--layouts", "tp=two"], "tp=two"),
+    )
+    for options, named in wrong:
         done = bench(*options)
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1
