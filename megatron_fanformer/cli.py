@@ -92,7 +92,7 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
 
 def _demo(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
     _ready(on_cpu=True)
-    from megatron_fanformer.experiments.demo import run_demo
+    from megatron_fanformer.demo.demo import run_demo
 
     run_demo(Path(options.output))
 
@@ -293,7 +293,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
 
 def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
     _ready(on_cpu=True)
-    from megatron_fanformer.conversion.convert import convert_checkpoint
+    from megatron_fanformer.formats.convert import convert_checkpoint
 
     done = convert_checkpoint(
         Path(options.source),

@@ -97,8 +97,8 @@ def run(arguments: list[str]) -> int:
 def make_reference(folder: Path, preset: str, dtype: str) -> int:
     """Random weights in the authors' layout."""
     from megatron_fanformer.checkpoint.full_tensors import LazyTensors
-    from megatron_fanformer.conversion.mapping import expected_shapes
-    from megatron_fanformer.conversion.reference import write_reference
+    from megatron_fanformer.formats.name_table import expected_shapes
+    from megatron_fanformer.formats.reference import write_reference
     from megatron_fanformer.model.config import DTYPES, PRESETS
 
     config = PRESETS[preset]

@@ -21,8 +21,8 @@ from statistics import median
 import torch
 
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.model import fan_activation
 from megatron_fanformer.model.config import DTYPES, PRESETS
+from megatron_fanformer.ops import fan_activation
 
 TOKENS = {"cpu": 2048, "cuda": 16384}  # of a micro batch; on a GPU more than its cache holds
 REPEATS = {"cpu": 11, "cuda": 51}
@@ -154,7 +154,7 @@ def measure(case: Case, repeats: int) -> Iterator[FANResult]:
 
 
 def _forms(case: Case) -> dict[str, fan_activation.ActivationForm]:
-    chosen = fan_activation.form_for(torch.empty(0, dtype=DTYPES[case.dtype], device=case.device))
+    chosen = fan_activation.implementation_for(torch.empty(0, dtype=DTYPES[case.dtype], device=case.device))
     kernel = {} if chosen is fan_activation.EAGER else {"kernel": chosen}
     return {**kernel, "eager": fan_activation.EAGER}
 

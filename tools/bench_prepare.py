@@ -28,14 +28,15 @@ from typing import Any
 
 from isal import igzip
 
-from megatron_fanformer.data.manifest import Settings, TokenizerRecord, sha256_of
+from megatron_fanformer.data.manifest import Settings, TokenizerRecord
 from megatron_fanformer.data.token_files import token_dtype
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.preparation.assembly import Assembler
 from megatron_fanformer.preparation.document_files import DocumentFile, read_documents
 from megatron_fanformer.preparation.documents import DocumentRules
 from megatron_fanformer.preparation.encoding import BlockEncoder
-from megatron_fanformer.preparation.id_encoders import SMALL_INPUT_BYTES, EncoderPlan, IdEncoder, plan_encoder
+from megatron_fanformer.preparation.id_encoders import SMALL_INPUT_BYTES, EncoderChoice, IdEncoder, choose_encoder
 from megatron_fanformer.preparation.shards import ShardFiles, ShardWriter
 from megatron_fanformer.preparation.work_folder import work_folder
 
@@ -139,7 +140,7 @@ class Clock:
 class _TimedPlan:
     """An encoder plan whose encoder is timed."""
 
-    plan: EncoderPlan
+    plan: EncoderChoice
     clock: Clock
 
     def __getattr__(self, name: str) -> Any:
@@ -174,7 +175,7 @@ def measure_stages(files: Sequence[Path], tokenizer_path: str, backend: Any, fol
     clock = Clock()
     with clock.stage("start: loading, holding gigatoken against the exact library"):
         tokenizer = load_tokenizer(tokenizer_path)
-        plan = plan_encoder(tokenizer, backend, SMALL_INPUT_BYTES)
+        plan = choose_encoder(tokenizer, backend, SMALL_INPUT_BYTES)
         encoder = BlockEncoder(_TimedPlan(plan, clock), DocumentRules(), token_dtype(tokenizer.vocab_size))  # type: ignore[arg-type]
     prefix = str(folder / "stages")
     settings = Settings(text_field="text", dtype=token_dtype(tokenizer.vocab_size))
@@ -281,7 +282,7 @@ def _watch(process: "subprocess.Popen[bytes]", peaks: dict[int, int]) -> None:
 def verify_file(task: tuple[str, Path]) -> tuple[int, int, str | None]:
     """(documents, tokens, where the first difference is) of one shard, by gigatoken's way and by the exact library."""
     tokenizer_path, path = task
-    plan = plan_encoder(load_tokenizer(tokenizer_path), "gigatoken", SMALL_INPUT_BYTES)
+    plan = choose_encoder(load_tokenizer(tokenizer_path), "gigatoken", SMALL_INPUT_BYTES)
     encoder, exact = plan.make(), plan.exact()
     documents = tokens = 0
     texts: list[str] = []

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.table import read_table, tensors_of
+from megatron_fanformer.checkpoint.tensor_table import read_table, tensors_of
 from megatron_fanformer.errors import CorruptError
 
 OPTIMIZER_PREFIX = "optimizer."
@@ -87,11 +87,6 @@ def open_full_tensors(checkpoint: Path) -> LazyTensors:
     return LazyTensors(meta, lambda name: _read_tensor(checkpoint, weights[name], places, name))
 
 
-def read_full_tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """All of `open_full_tensors` at once; raises CorruptError."""
-    return dict(open_full_tensors(checkpoint))
-
-
 def plain_values(checkpoint: Path) -> dict[str, Any]:
     """What megatron-core 0.16 keeps beside the tensors; empty where there is no such file.
 
@@ -121,7 +116,7 @@ def write_full_tensors(
         save(meta, storage_writer=writer, planner=_OneByOne(tensors), no_dist=True)
     torch.save({}, folder / COMMON)
     (folder / store.MEGATRON_METADATA).write_text(json.dumps(LAYOUT))
-    return store.publish(folder, checkpoints, 0, config, attachments=attachments)
+    return store.publish_checkpoint(folder, checkpoints, 0, config, attachments=attachments)
 
 
 class _OneByOne(DefaultSavePlanner):

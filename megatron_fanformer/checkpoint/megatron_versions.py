@@ -24,12 +24,6 @@ _WRITER = (
 )
 
 
-def save(sharded_state: dict[str, Any], folder: Path) -> None:
-    """Write a sharded state dict into an empty folder; every rank calls it."""
-    _keep_results_in_a_file()
-    dist_checkpointing.save(sharded_state, str(folder), **_WRITER)
-
-
 def prepare_save(sharded_state: dict[str, Any], folder: Path, strategy: Any, *, validate: bool) -> "AsyncRequest":
     """Plan the writing of a sharded state dict into an empty folder, for an AsyncCallsQueue to do; every rank calls it.
 

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megatron_fanformer.runtime.seeding import local_shards
+from megatron_fanformer.runtime.local_shards import local_shards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PREFIX = "optimizer.state."

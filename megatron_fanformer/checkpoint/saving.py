@@ -102,7 +102,7 @@ class CheckpointSaver:
         self._unpublished = None
         remove = store.remove_in_background if self._async_save else shutil.rmtree
         arguments = (due.folder, self._checkpoints, due.step, due.config, self._keep, due.attachments, remove)
-        return self._on_main(due.step, lambda: store.publish(*arguments))
+        return self._on_main(due.step, lambda: store.publish_checkpoint(*arguments))
 
     def close(self) -> None:
         """End a writer that is still at work, after an error; its checkpoint is never published."""

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from megatron_fanformer.checkpoint.model_fields import wrong_fields
+from megatron_fanformer.durable_files import publish, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import FANformerConfig
 
@@ -46,7 +47,7 @@ def temporary_folder(checkpoints: Path, step: int) -> Path:
     return folder
 
 
-def publish(
+def publish_checkpoint(
     temporary: Path,
     checkpoints: Path,
     step: int,
@@ -59,12 +60,10 @@ def publish(
     for file in attachments:
         shutil.copy(file, temporary / attachment_name(file))
     (temporary / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
-    _flush(temporary)
     final = checkpoints / checkpoint_name(step)
     if final.exists():  # saved before by a run that was then rewound: the new one replaces it
         shutil.rmtree(final)
-    os.rename(temporary, final)
-    _sync(checkpoints)
+    publish(temporary, final)
     write_atomically(checkpoints / LATEST, final.name + "\n")
     if keep is not None:
         # later steps are of a run that was rewound: not this run's to count or remove
@@ -94,29 +93,6 @@ def attachment_name(file: Path) -> str:
 def attached_tokenizer(checkpoint: Path) -> Path | None:
     """The tokenizer's file in a checkpoint or an exported folder, if there is one."""
     return next((path for name in TOKENIZERS if (path := checkpoint / name).is_file()), None)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file as a whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    _sync(temporary)
-    os.replace(temporary, path)
-    _sync(path.parent)
-
-
-def _flush(folder: Path) -> None:
-    """Ask the system to put the files on disk before they get a name that promises they are there."""
-    for path in [*folder.iterdir(), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _steps(checkpoints: Path) -> list[Path]:

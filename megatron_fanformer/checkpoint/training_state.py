@@ -56,7 +56,7 @@ def load_training_state(
     optimizer: Any,
     config: dict[str, Any],
     grid: RankGrid,
-    amend_optimizer_state: Callable[[dict[str, Any]], None],
+    amend_parameter_groups: Callable[[list[dict[str, Any]]], None],
     fully_parallel: bool = True,
 ) -> dict[str, Any]:
     """Load weights, optimizer and random states in place; returns the saved progress.
@@ -64,7 +64,7 @@ def load_training_state(
     Args:
         stages: this rank's pipeline stage, as its chunks.
         config: the run's resolved configuration.
-        amend_optimizer_state: changes the loaded optimizer state before it is taken over.
+        amend_parameter_groups: changes the loaded parameter groups before they are taken over.
         fully_parallel: replicas read a part each, and exchange what they read.
 
     Raises:
@@ -84,7 +84,7 @@ def load_training_state(
     loaded = _load(checkpoint, wanted, group)
     _set_weights(stages, loaded)
     fp8_scales.set_scales(stages, grid, loaded)
-    _load_optimizer(checkpoint, optimizer, tensors, group, amend_optimizer_state)
+    _load_optimizer(checkpoint, optimizer, tensors, group, amend_parameter_groups)
     if same_layout:
         _restore_random_state(loaded["random"])
     return loaded["progress"]
@@ -95,14 +95,14 @@ def _load_optimizer(
     optimizer: Any,
     tensors: dict[int, ShardedTensor],
     group: "dist.ProcessGroup | None",
-    amend: Callable[[dict[str, Any]], None],
+    amend: Callable[[list[dict[str, Any]]], None],
 ) -> None:
     """Apart from the weights, of which it may want some in float32: one load returns a name in one type."""
     own = {number: shard.data for number, shard in tensors.items()}
     loaded = _load(checkpoint, {"optimizer_tensors": tensors}, group)
     optimizer_state.set_tensors(own, loaded["optimizer_tensors"])
     groups = optimizer_state.stored_groups(loaded["optimizer"])
-    amend({"param_groups": groups})
+    amend(groups)
     optimizer_state.set_groups(optimizer, groups)
 
 

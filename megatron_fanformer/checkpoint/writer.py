@@ -4,20 +4,19 @@ It is forked, and so sees the rank's memory as it was then: on a CPU the fork is
 updates in place, cannot reach. (From a GPU megatron-core copies to host memory before.)
 """
 
-import ctypes
 import functools
 import logging
 import os
 import pickle
 import queue
 import signal
-import sys
 import tempfile
 from collections.abc import Callable
 from multiprocessing import process
 from typing import Any
 
-PR_SET_PDEATHSIG = 1  # prctl(2)
+from megatron_fanformer.processes import end_with_parent
+
 LOGGER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
@@ -59,8 +58,8 @@ def watched(write: Callable[[int, Any, Any], None]) -> Callable[[int, Any, Any],
     @functools.wraps(write)
     def write_watched(rank: int, buckets: Any, results: Any) -> None:
         signal.signal(signal.SIGCHLD, _end_if_one_was_killed)
-        _end_with_parent()
-        os.register_at_fork(after_in_child=_end_with_parent)
+        end_with_parent()
+        os.register_at_fork(after_in_child=end_with_parent)
         log = _Log()
         own: queue.SimpleQueue[Any] = queue.SimpleQueue()
         try:
@@ -85,11 +84,6 @@ class _Log(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.errors.append(record.getMessage())
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_if_one_was_killed(*_: Any) -> None:

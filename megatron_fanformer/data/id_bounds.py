@@ -7,12 +7,12 @@ long as its size and time of modification stay.
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 
 SCAN_TOKENS = 1 << 24
@@ -71,10 +71,8 @@ def _read_note(note: Path, identity: str) -> tuple[int, int] | None:
 
 
 def _write_note(note: Path, found: dict[str, Any]) -> None:
-    partial = note.with_name(f"{note.name}.{os.getpid()}.partial")  # ranks may find out the same at once
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(found))
-        partial.replace(note)
+        write_atomically(note, json.dumps(found))
     except OSError:
         return  # a folder that cannot be written: read again next time

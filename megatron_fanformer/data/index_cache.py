@@ -7,8 +7,6 @@ them. When the indices are whole, their sizes and checksums are written down; be
 against that. What a job that died left half-written, what was cut off or overwritten since, is built anew.
 """
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -21,11 +19,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_fanformer.durable_files import take_lock, write_atomically
 from megatron_fanformer.errors import InputError
 
 COMPLETE = "complete.json"
 READ_BYTES = 1 << 22
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 Contents = dict[str, list[int]]
 
@@ -42,32 +40,19 @@ def indices_in(cache: Path, identity: Any) -> Iterator[Path]:
         with _same_folder_on_all_nodes(cache):
             yield folder
         return
-    lock = _open_lock(cache)
-    try:
-        _lock(lock)
-        with _process_group(), _whole_or_none(folder):
-            yield folder
-    finally:
-        os.close(lock)
-
-
-def _open_lock(cache: Path) -> int:
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        return os.open(cache / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        lock = take_lock(cache / ".lock", wait=True)
     except OSError as error:
         raise InputError(
             f"index cache {cache} cannot be written ({error.strerror}): set data.cache_path to another"
         ) from error
-
-
-def _lock(descriptor: int) -> None:
-    """Wait for the lock. A file system without locks is left to one job at a time."""
+    assert lock is not None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
+        with _process_group(), _whole_or_none(folder):
+            yield folder
+    finally:
+        os.close(lock)
 
 
 @contextmanager
@@ -80,9 +65,7 @@ def _whole_or_none(folder: Path) -> Iterator[None]:
     folder.mkdir(exist_ok=True)
     yield
     if recorded is None:
-        partial = folder / (COMPLETE + ".partial")
-        partial.write_text(json.dumps(_contents(folder)))
-        partial.replace(folder / COMPLETE)
+        write_atomically(folder / COMPLETE, json.dumps(_contents(folder)))
 
 
 def _recorded(folder: Path) -> Contents | None:
@@ -96,7 +79,7 @@ def _recorded(folder: Path) -> Contents | None:
 
 def _contents(folder: Path) -> Contents:
     """Size and checksum of each file, by its name."""
-    paths = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(COMPLETE)]
+    paths = [path for path in folder.iterdir() if path.is_file() and COMPLETE not in path.name]
     return {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(paths)}
 
 

@@ -4,7 +4,6 @@ It is written last, so that a prefix with a manifest is complete. A preparation 
 for each part's prefix, which speaks of that part alone, and one for the whole.
 """
 
-import hashlib
 from pathlib import Path
 from typing import Literal
 
@@ -159,12 +158,3 @@ def token_files_record(prefix: str) -> TokenFiles | None:
 def encode_manifest(manifest: Manifest | PartManifest) -> bytes:
     """The manifest as the bytes of its file."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
-
-
-def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_fanformer.durable_files import publish, temporary_name
 from megatron_fanformer.errors import InputError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -194,7 +195,7 @@ def train_sentencepiece(
 
     model = Path(f"{model_prefix}.model")
     model.parent.mkdir(parents=True, exist_ok=True)
-    partial = model.with_name(model.name + ".partial")
+    partial = temporary_name(model)
     try:
         with partial.open("wb") as writer:
             sentencepiece.SentencePieceTrainer.train(
@@ -217,7 +218,7 @@ def train_sentencepiece(
                 pad_id=-1,
                 minloglevel=2,
             )
-        partial.replace(model)
+        publish(partial, model)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise InputError(f"no tokenizer of {vocab_size} pieces can be trained on these texts: {reason}") from error

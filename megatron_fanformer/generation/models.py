@@ -19,18 +19,19 @@ from torch import Tensor
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.training_state import load_weights
-from megatron_fanformer.conversion.huggingface import (
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.formats.huggingface import (
     from_huggingface_config,
     is_huggingface_folder,
-    read_huggingface,
+    open_huggingface,
 )
-from megatron_fanformer.conversion.mapping import hf_to_megatron
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.formats.name_table import convert
 from megatron_fanformer.hf import FANformerConfig as HuggingFaceConfig
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, distributed
-from megatron_fanformer.runtime.seeding import local_shards, seed_everything
+from megatron_fanformer.runtime.seeding import seed_everything
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +90,8 @@ def _huggingface_source(folder: Path) -> ModelSource:
 
 @torch.no_grad()
 def _fill_from_huggingface(folder: Path, stages: list[Any], grid: RankGrid) -> None:
-    config, tensors = read_huggingface(folder)
-    whole = hf_to_megatron(tensors, config)
+    config, tensors = open_huggingface(folder)
+    whole = convert(tensors, config, "hf", "megatron")
     for shard in local_shards({str(number): sharded_state(chunk, grid) for number, chunk in enumerate(stages)}):
         shard.data.copy_(whole[shard.key][shard.global_slice()])
 

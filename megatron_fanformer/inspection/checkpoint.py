@@ -7,9 +7,9 @@ from typing import Any
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import OPTIMIZER_PREFIX
-from megatron_fanformer.checkpoint.progress import Progress, saved_progress
-from megatron_fanformer.checkpoint.table import Table, read_table, tensors_of
-from megatron_fanformer.conversion.training_record import layout
+from megatron_fanformer.checkpoint.saved_progress import SavedProgress, saved_progress
+from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
+from megatron_fanformer.formats.training_record import layout
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows
 from megatron_fanformer.inspection.report import Report, plural, size, some
 from megatron_fanformer.inspection.target import CHECKPOINTS
@@ -80,7 +80,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
     return Report(f"{checkpoint}: checkpoint", facts, rows)
 
 
-def _progress_rows(progress: Progress | None, seq_length: int) -> Rows:
+def _progress_rows(progress: SavedProgress | None, seq_length: int) -> Rows:
     if progress is None:
         return [("step", "none: converted weights, not a run's")]
     step, samples = progress

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import COMMON, Section, damage_told
-from megatron_fanformer.checkpoint.progress import common_state
-from megatron_fanformer.checkpoint.table import TABLE, Stored, Table, read_table, stored_parts, tensors_of
-from megatron_fanformer.conversion.mapping import expected_shapes
+from megatron_fanformer.checkpoint.saved_progress import common_state
+from megatron_fanformer.checkpoint.tensor_table import METADATA, Stored, Table, read_table, stored_parts, tensors_of
 from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.inspection.archive import check_archive
 from megatron_fanformer.inspection.report import Advance, plural, size
 
@@ -50,12 +50,12 @@ def _check_shapes(checkpoint: Path, table: Table) -> None:
         found = tuple(tensors[name].size) if name in tensors else None
         if found != shape:
             raise CorruptError(
-                f"{checkpoint / TABLE} has {name} of shape {found or 'none'}, where the model in {store.CONFIG} has "
+                f"{checkpoint / METADATA} has {name} of shape {found or 'none'}, where the model in {store.CONFIG} has "
                 f"{shape}; take another checkpoint"
             )
     for name, tensor in tensors.items():
         if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
-            raise CorruptError(f"{checkpoint / TABLE} has not all of {name}; take another checkpoint")
+            raise CorruptError(f"{checkpoint / METADATA} has not all of {name}; take another checkpoint")
 
 
 def _check_part(checkpoint: Path, part: Stored) -> None:

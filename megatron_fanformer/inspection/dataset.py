@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from megatron_fanformer.data.blends import parse_blend
+from megatron_fanformer.data.ledger import Ledger, ledger_path
 from megatron_fanformer.data.manifest import (
     FileRecord,
     InputRecord,
@@ -20,7 +21,6 @@ from megatron_fanformer.data.manifest import (
 from megatron_fanformer.data.npy_files import SUFFIX, NpyType, open_npy_files
 from megatron_fanformer.data.token_files import bin_path, idx_path, read_index
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.inspection.ledger import Ledger, ledger_path
 from megatron_fanformer.inspection.report import Report, plural, size, some
 from megatron_fanformer.inspection.target import Target
 

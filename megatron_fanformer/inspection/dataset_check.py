@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_fanformer.data.ledger import Ledger, ledger_path
 from megatron_fanformer.data.manifest import (
     FileRecord,
     Manifest,
@@ -18,7 +19,6 @@ from megatron_fanformer.data.manifest import (
 )
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.inspection.ledger import Ledger, ledger_path
 from megatron_fanformer.inspection.report import Advance, plural, size
 from megatron_fanformer.inspection.target import Target
 

@@ -8,11 +8,11 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.conversion.files import read_shapes, weight_files
-from megatron_fanformer.conversion.huggingface import huggingface_config
-from megatron_fanformer.conversion.mapping import expected_shapes
-from megatron_fanformer.conversion.reference import WRAP_PREFIX, reference_config
 from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.formats.huggingface import huggingface_config
+from megatron_fanformer.formats.name_table import expected_shapes
+from megatron_fanformer.formats.reference import WRAP_PREFIX, reference_config
+from megatron_fanformer.formats.weight_files import read_shapes, weight_files
 from megatron_fanformer.inspection.archive import check_archive
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows
 from megatron_fanformer.inspection.report import Advance, Report, plural, size, some

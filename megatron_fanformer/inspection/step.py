@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fanformer.data.blends import parse_blend
+from megatron_fanformer.data.ledger import Ledger, LedgerRow, ledger_path
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.data.origins import sample_spans
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.inspection.ledger import Document, Ledger, ledger_path
 from megatron_fanformer.inspection.target import Target
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.layout_rules import batch_problems
@@ -29,7 +29,7 @@ class Passage:
     first_token: int
     """Position in the token file, in tokens."""
     ids: list[int]
-    document: Document | None
+    document: LedgerRow | None
     """None where the token files have no ledger."""
 
 

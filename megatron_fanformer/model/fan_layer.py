@@ -28,8 +28,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_fanformer.model import fan_activation
 from megatron_fanformer.model.config import FANConfig
+from megatron_fanformer.ops import fan_activation
 from megatron_fanformer.runtime.layout import FANForm
 
 PARAMETERS = ("linear", "v_linear")
@@ -53,7 +53,7 @@ class FANOutput(NamedTuple):
         return 2 * self.periodic + self.linear
 
 
-class FANPiece(NamedTuple):
+class RowRange(NamedTuple):
     """A run of one rank's rows, and where it stands in the canonical [p | g] map of its output."""
 
     output: int
@@ -79,16 +79,16 @@ class FANShard(NamedTuple):
         """The rows of an output on all ranks."""
         return FANOutput(*(self.ranks * rows for rows in self.outputs[output]))
 
-    def pieces(self) -> list[FANPiece]:
+    def row_ranges(self) -> list[RowRange]:
         """Where this rank's rows stand in the canonical maps."""
-        pieces, start = [], 0
+        ranges, start = [], 0
         for number, (periodic, linear) in enumerate(self.outputs):
             linear_start = self.ranks * periodic + self.rank * linear
             middle, end = start + periodic, start + periodic + linear
-            pieces.append(FANPiece(number, start, middle, self.rank * periodic))
-            pieces.append(FANPiece(number, middle, end, linear_start))
+            ranges.append(RowRange(number, start, middle, self.rank * periodic))
+            ranges.append(RowRange(number, middle, end, linear_start))
             start = end
-        return [piece for piece in pieces if piece.end > piece.start]
+        return [range_ for range_ in ranges if range_.end > range_.start]
 
 
 class FANActivation(torch.autograd.Function):
@@ -102,7 +102,7 @@ class FANActivation(torch.autograd.Function):
     def forward(ctx: Any, pre_sbk: Tensor, shard: FANShard, group: dist.ProcessGroup, gelu: bool) -> tuple[Tensor, ...]:
         """Gathers the pre-activation [s, b, k] of all ranks and returns each output [s, b, w]."""
         pre_tnk = _gather(pre_sbk, shard.ranks, group).flatten(1, 2)
-        form = fan_activation.form_for(pre_tnk)
+        form = fan_activation.implementation_for(pre_tnk)
         made, kept_g = [], []
         for number, pre_tnr in enumerate(pre_tnk.split(shard.rows, dim=-1)):
             x_f = pre_sbk.new_empty(*pre_sbk.shape[:2], shard.whole(number).width)
@@ -118,7 +118,7 @@ class FANActivation(torch.autograd.Function):
         shard: FANShard = ctx.shard
         made, kept_g = ctx.saved_tensors[: len(grads)], ctx.saved_tensors[len(grads) :]
         grad_pre_tsbk = grads[0].new_empty(shard.ranks, *grads[0].shape[:2], sum(shard.rows))
-        form = fan_activation.form_for(grad_pre_tsbk)
+        form = fan_activation.implementation_for(grad_pre_tsbk)
         parts = grad_pre_tsbk.flatten(1, 2).split(shard.rows, dim=-1)
         for x_f, grad, g_nv, part, rows in zip(made, grads, kept_g, parts, shard.outputs, strict=True):
             form.differentiate(x_f.flatten(0, 1), grad.flatten(0, 1), g_nv, part, rows.periodic)
@@ -215,7 +215,7 @@ def _shard(config: TransformerConfig, fan: FANConfig, form: FANForm, tp_group: d
 
 
 def _canonical_factory(sharded: ShardedTensor, shard: FANShard, names: list[str]) -> ShardedTensorFactory:
-    """Saves one rank's rows as pieces of the canonical maps, and puts them together when loaded.
+    """Saves one rank's rows as ranges of the canonical maps, and puts them together when loaded.
 
     Args:
         names: how the keys of the outputs' maps end; `sharded` has the first one's.
@@ -225,12 +225,12 @@ def _canonical_factory(sharded: ShardedTensor, shard: FANShard, names: list[str]
     @torch.no_grad()
     def build(key: str, rows: Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
         prefix = key.removesuffix(names[0])  # by now with the layer's global number, or an optimizer state's name
-        pieces = []
-        for output, start, end, canonical_start in shard.pieces():
+        ranges = []
+        for output, start, end, canonical_start in shard.row_ranges():
             offset, whole = list(sharded.global_offset), list(sharded.global_shape)
             offset[axis], whole[axis] = canonical_start, shard.whole(output).rows
             data = rows[start:end].view((1,) * axis + rows[start:end].shape)
-            pieces.append(
+            ranges.append(
                 replace(
                     sharded,
                     key=prefix + names[output],
@@ -240,14 +240,14 @@ def _canonical_factory(sharded: ShardedTensor, shard: FANShard, names: list[str]
                     prepend_axis_num=0,
                     global_shape=tuple(whole),
                     global_offset=tuple(offset),
-                    axis_fragmentations=None,  # p and g pieces differ in size: no regular grid
+                    axis_fragmentations=None,  # p and g ranges differ in size: no regular grid
                     replica_id=replica_id,
                 )
             )
-        return pieces
+        return ranges
 
     @torch.no_grad()
-    def merge(pieces: list[Tensor]) -> Tensor:
-        return torch.cat([piece.flatten(0, axis) for piece in pieces])
+    def merge(ranges: list[Tensor]) -> Tensor:
+        return torch.cat([range_.flatten(0, axis) for range_ in ranges])
 
     return ShardedTensorFactory(sharded.key, sharded.data, build, merge, sharded.replica_id)

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_fanformer.model.local_functions import SwiGLU, rms_norm
+from megatron_fanformer.ops.element_wise import rms_norm, swiglu
 from megatron_fanformer.runtime.parallel import context_chunks
 
 
@@ -34,6 +34,17 @@ class WholeInputColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(*args, config=without_sequence_parallel(config), disable_grad_reduce=True, **kwargs)
+
+
+class SwiGLU(MegatronModule):
+    """silu(gate) * up, of [gate | up] in one tensor; for megatron-core's MLP, as its `activation_func`."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+
+    def forward(self, gate_and_up: Tensor) -> Tensor:
+        """[..., 2 f] -> [..., f]."""
+        return swiglu(gate_and_up)
 
 
 class LocalBackend(LocalSpecProvider):

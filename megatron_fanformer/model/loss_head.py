@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
-from megatron_fanformer.model.cross_entropy import to_gradient
+from megatron_fanformer.ops.cross_entropy import to_gradient
 
 WEIGHT_ROWS_A_BLOCK = 4096
 """Rows of the weight's gradient that are held twice where the product cannot add to a float32 one."""

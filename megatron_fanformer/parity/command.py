@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_fanformer.checkpoint.store import write_atomically
+from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.parity.report import as_values, print_report
 from megatron_fanformer.parity.run import ParityConfig, run_parity

@@ -7,7 +7,7 @@ from statistics import median
 import numpy as np
 
 from megatron_fanformer.parity.outputs import TOKEN_LOSS
-from megatron_fanformer.parity.pieces import Piece, part_of
+from megatron_fanformer.parity.tensor_parts import TensorPart, part_of
 from megatron_fanformer.parity.trial import Trace
 
 FACTOR = 8.0
@@ -123,11 +123,11 @@ def bounds_from(noise: list[Differences]) -> Bounds:
     return Bounds(losses=[FACTOR * max(value, of_tokens, FLOAT32_EPSILON) for value in so_far], tensors=tensors)
 
 
-def _assembled(pieces: list[Piece]) -> dict[str, np.ndarray]:
+def _assembled(parts: list[TensorPart]) -> dict[str, np.ndarray]:
     whole: dict[str, np.ndarray] = {}
-    for piece in pieces:
-        tensor = whole.setdefault(piece.name, np.full(piece.shape, np.nan, dtype=np.float32))
-        tensor[part_of(tensor, piece.where)] = piece.values
+    for part in parts:
+        tensor = whole.setdefault(part.name, np.full(part.shape, np.nan, dtype=np.float32))
+        tensor[part_of(tensor, part.where)] = part.values
     incomplete = [name for name, tensor in whole.items() if np.isnan(tensor).any()]
     assert not incomplete, f"the single process's {', '.join(incomplete)} are incomplete or not finite"
     return whole
@@ -139,17 +139,17 @@ def _scales(tensors: Mapping[str, np.ndarray]) -> Errors:
     return {name: max(norm, smallest) for name, norm in norms.items()}
 
 
-def _errors(whole: dict[str, np.ndarray], scales: Errors, ranks: list[list[Piece]]) -> Errors:
+def _errors(whole: dict[str, np.ndarray], scales: Errors, ranks: list[list[TensorPart]]) -> Errors:
     """Norm of the difference over the scale; infinite where a part is missing or not finite."""
     unseen = -1.0
     furthest = {name: np.full(tensor.shape, unseen, dtype=np.float32) for name, tensor in whole.items()}
-    for piece in (piece for pieces in ranks for piece in pieces):
-        if piece.name not in whole or piece.shape != whole[piece.name].shape:
-            furthest[piece.name] = np.full(piece.shape, np.inf, dtype=np.float32)
+    for part in (part for parts in ranks for part in parts):
+        if part.name not in whole or part.shape != whole[part.name].shape:
+            furthest[part.name] = np.full(part.shape, np.inf, dtype=np.float32)
             continue
-        where = part_of(whole[piece.name], piece.where)
-        apart = np.nan_to_num(np.abs(piece.values - whole[piece.name][where]), nan=np.inf)
-        furthest[piece.name][where] = np.maximum(furthest[piece.name][where], apart)
+        where = part_of(whole[part.name], part.where)
+        apart = np.nan_to_num(np.abs(part.values - whole[part.name][where]), nan=np.inf)
+        furthest[part.name][where] = np.maximum(furthest[part.name][where], apart)
     return {
         name: float("inf") if (apart == unseen).any() else _norm(apart) / scales.get(name, 1.0)
         for name, apart in furthest.items()

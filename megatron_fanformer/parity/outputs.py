@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fanformer.parity.pieces import Piece, as_array
+from megatron_fanformer.parity.tensor_parts import TensorPart, as_array
 from megatron_fanformer.runtime.parallel import RankGrid, context_chunks
 from megatron_fanformer.training.step import StepShape
 
@@ -22,7 +22,7 @@ class OutputRecorder:
     """Between its start and its end, notes every output of one step; passes of recomputation are left out."""
 
     def __init__(self, stages: list[Any], grid: RankGrid, shape: StepShape, global_batch_size: int) -> None:
-        self.pieces: list[Piece] = []
+        self.parts: list[TensorPart] = []
         self._grid, self._shape = grid, shape
         self._global_batch_size = global_batch_size
         self._forward_of: dict[int, int] = {}
@@ -85,7 +85,7 @@ class OutputRecorder:
         samples = list(range(first, first + shape.micro_batch_size))
         whole = (self._global_batch_size, shape.seq_length, output_sbw.shape[-1])
         values = as_array(output_sbw.transpose(0, 1))
-        self.pieces.append(Piece(name, whole, (samples, self._positions(output_sbw.shape[0])), values))
+        self.parts.append(TensorPart(name, whole, (samples, self._positions(output_sbw.shape[0])), values))
 
     def _positions(self, length: int) -> np.ndarray:
         """Which positions of the sequence an output of `length` has, by its length alone."""

@@ -13,14 +13,14 @@ from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import DTYPES, FANformerConfig
 from megatron_fanformer.model.initialization import draw_weight
 from megatron_fanformer.parity.outputs import OutputRecorder
-from megatron_fanformer.parity.pieces import (
-    Piece,
-    gather_gradients,
-    gradient_pieces,
-    restored_output,
-    weight_pieces,
-)
 from megatron_fanformer.parity.reordering import Reordering
+from megatron_fanformer.parity.tensor_parts import (
+    TensorPart,
+    gather_gradients,
+    gradient_parts,
+    restored_output,
+    weight_parts,
+)
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import generator_for, initialize_by_name, seed_everything
@@ -61,13 +61,13 @@ class Trace:
 
     losses: list[float]
     """Of each step."""
-    outputs: list[Piece]
+    outputs: list[TensorPart]
     """Of modules in the first step, in forward order."""
-    gradients: list[Piece]
+    gradients: list[TensorPart]
     """Of the first step, before clipping."""
-    initial: list[Piece]
+    initial: list[TensorPart]
     """Weights before the first step."""
-    weights: list[Piece]
+    weights: list[TensorPart]
     """Weights after the last."""
 
 
@@ -83,7 +83,7 @@ class Preparation(NamedTuple):
     batches: Any
     """Of this replica, without end."""
     shape: StepShape
-    initial: list[Piece]
+    initial: list[TensorPart]
     """The weights at the start."""
 
 
@@ -95,7 +95,7 @@ def prepared(trial: TrialConfig, layout: ParallelConfig, order: Reordering) -> I
         stages = build_stages(trial.model, layout, grid, dtype=DTYPES[trial.dtype], seed=None)
         for chunk in stages:
             initialize_by_name(sharded_state(chunk, grid), SEED, lambda *named: _initial(trial.model, order, *named))
-        initial = weight_pieces(stages, grid, order)
+        initial = weight_parts(stages, grid, order)
         wrapped = wrap_stages(stages, layout)
         optimizer = _optimizer(trial, layout, wrapped)
         shape = StepShape(
@@ -121,13 +121,13 @@ def run_trial(trial: TrialConfig, layout: ParallelConfig, number: int = 0) -> Tr
             sums = compute_gradients(wrapped, optimizer, batches, grid, shape)
             losses = [read_sums(sums)[0]]
         gather_gradients(wrapped)
-        gradients = gradient_pieces(stages, grid, order)
+        gradients = gradient_parts(stages, grid, order)
         update_weights(optimizer, gradient_norm(optimizer))
         for _ in range(trial.steps - 1):
             losses.append(train_step(wrapped, optimizer, batches, grid, shape).loss)
         with weights_in_step(wrapped):
-            weights = weight_pieces(stages, grid, order)
-    outputs = [restored_output(piece, order) for piece in recorder.pieces]
+            weights = weight_parts(stages, grid, order)
+    outputs = [restored_output(part, order) for part in recorder.parts]
     return Trace(losses=losses, outputs=outputs, gradients=gradients, initial=initial, weights=weights)
 
 

@@ -19,8 +19,8 @@ from megatron_fanformer.data.manifest import (
     encode_manifest,
     manifest_path,
     read_any_manifest,
-    sha256_of,
 )
+from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.preparation.shards import ShardRecord
 from megatron_fanformer.preparation.token_writer import TokenWriter

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_fanformer.preparation.document_files import Block
 from megatron_fanformer.preparation.documents import Document, DocumentParser, DocumentRules
-from megatron_fanformer.preparation.id_encoders import EncoderPlan
+from megatron_fanformer.preparation.id_encoders import EncoderChoice
 
 # Of every so many blocks the first document is put to the exact tokenizer as well, or as much of it.
 CHECKED_BLOCKS = 8
@@ -48,11 +48,11 @@ class EncodedBlock:
 class BlockEncoder:
     """Parses and tokenizes blocks, on one thread at a time."""
 
-    def __init__(self, plan: EncoderPlan, rules: DocumentRules, dtype: str) -> None:
+    def __init__(self, choice: EncoderChoice, rules: DocumentRules, dtype: str) -> None:
         self._parser = DocumentParser(rules)
-        self._encoder = plan.make()
-        self._exact = plan.exact() if plan.trust is not None else None
-        self._eod_id = plan.eod_id
+        self._encoder = choice.make()
+        self._exact = choice.exact() if choice.trust is not None else None
+        self._eod_id = choice.eod_id
         self._dtype = np.dtype(dtype)
 
     def encode(self, number: int, block: Block) -> EncodedBlock:

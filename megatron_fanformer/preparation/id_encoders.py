@@ -39,7 +39,7 @@ SMALL_INPUT = "the input is small"
 MAX_DOUBTFUL_PIECES = 8
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # Characters of a text above which it is cut, and where: no library joins a word to the space after the one before it.
-PIECE = 1 << 18
+PIECE_CHARACTERS = 1 << 18
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?= [A-Za-z0-9])")
 # Characters beyond ASCII are looked up in slices of so many, to bound the memory.
 SLICE = 1 << 16
@@ -66,9 +66,11 @@ class ExactEncoder:
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of one text."""
-        if len(text) <= PIECE or not self._cuts_change_nothing(text[:PIECE]):
+        if len(text) <= PIECE_CHARACTERS or not self._cuts_change_nothing(text[:PIECE_CHARACTERS]):
             return np.array(self._tokenizer.encode(text), np.uint32)
-        return np.concatenate([np.array(self._tokenizer.encode(piece), np.uint32) for piece in _pieces(text, PIECE)])
+        return np.concatenate(
+            [np.array(self._tokenizer.encode(piece), np.uint32) for piece in _pieces(text, PIECE_CHARACTERS)]
+        )
 
     def _cuts_change_nothing(self, beginning: str) -> bool:
         if self._may_cut is None:
@@ -163,7 +165,7 @@ class RoutedEncoder:
 
 
 @dataclass(frozen=True)
-class EncoderPlan:
+class EncoderChoice:
     """How ids are to be computed; what a process needs to make its own encoder."""
 
     tokenizer: str
@@ -183,14 +185,14 @@ class EncoderPlan:
         """The tokenizer that says what the ids are."""
         return load_tokenizer(self.tokenizer, eod_id=self.eod_id)
 
-    def without_gigatoken(self, reason: str) -> "EncoderPlan":
+    def without_gigatoken(self, reason: str) -> "EncoderChoice":
         """The same ids by the exact tokenizer, because of `reason`."""
-        return EncoderPlan(
+        return EncoderChoice(
             self.tokenizer, self.eod_id, Encoding(backend=_exact_backend(Path(self.tokenizer)), reason=reason), None
         )
 
 
-def plan_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> EncoderPlan:
+def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> EncoderChoice:
     """Choose by what the ids of `tokenizer` are computed, and hold gigatoken against the exact library.
 
     `auto` takes gigatoken where it can read the tokenizer and there is enough input to be worth this. Where its
@@ -198,7 +200,7 @@ def plan_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> En
 
     Raises InputError for a backend that is not this tokenizer's, or that cannot read it.
     """
-    exact = EncoderPlan(str(tokenizer.path), tokenizer.eod_id, Encoding(backend=_exact_backend(tokenizer.path)), None)
+    exact = EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend=_exact_backend(tokenizer.path)), None)
     if backend not in ("auto", GIGATOKEN):
         if backend != exact.encoding.backend:
             raise InputError(
@@ -209,7 +211,7 @@ def plan_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> En
         return exact.without_gigatoken(SMALL_INPUT)
     trust = trust_or_reason(tokenizer.path, tokenizer.eod_id, tokenizer.path.stat().st_mtime_ns)
     if isinstance(trust, Trust):
-        return EncoderPlan(exact.tokenizer, exact.eod_id, Encoding(backend=GIGATOKEN), trust)
+        return EncoderChoice(exact.tokenizer, exact.eod_id, Encoding(backend=GIGATOKEN), trust)
     if backend == GIGATOKEN:
         raise InputError(f"gigatoken does not serve for {tokenizer.path} ({trust}): leave the backend to auto")
     return exact.without_gigatoken(trust)

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from megatron_fanformer import __version__
+from megatron_fanformer.data.ledger import LEDGER_SUFFIX
 from megatron_fanformer.data.manifest import (
     Manifest,
     Settings,
@@ -20,11 +21,11 @@ from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.preparation.assembly import Assembler, part_prefix, remove_parts
 from megatron_fanformer.preparation.documents import DocumentRules
 from megatron_fanformer.preparation.encoding import TokenizersDisagree
-from megatron_fanformer.preparation.id_encoders import EncoderPlan
-from megatron_fanformer.preparation.lanes import Crew, Done, Failed, LaneSetup, Progress, Refused, Task
+from megatron_fanformer.preparation.id_encoders import EncoderChoice
 from megatron_fanformer.preparation.shards import REFUSED_EXAMPLES, ShardRecord, is_unchanged
-from megatron_fanformer.preparation.token_writer import LEDGER_SUFFIX, TOKEN_SUFFIXES, writing_to
-from megatron_fanformer.preparation.work_folder import Plan, WorkFolder, work_folder
+from megatron_fanformer.preparation.token_writer import TOKEN_SUFFIXES, writing_to
+from megatron_fanformer.preparation.work_folder import Assignment, WorkFolder, work_folder
+from megatron_fanformer.preparation.workers import Done, Failed, Refused, Task, WorkDone, WorkerPool, WorkerSetup
 
 TOOLS = ("gigatoken", "tokenizers", "sentencepiece", "numpy", "pyarrow")
 FAILURES_NAMED = 5
@@ -53,14 +54,14 @@ class Job:
     output: str
     tokenizer: TokenizerRecord
     settings: Settings
-    encoder: EncoderPlan
+    encoder: EncoderChoice
     workers: int
     strict: bool
 
     @property
-    def plan(self) -> Plan:
+    def assignment(self) -> Assignment:
         """What the work folder is held against."""
-        return Plan(
+        return Assignment(
             inputs=[str(file.absolute()) for file in self.files],
             settings=self.settings,
             tokenizer=self.tokenizer,
@@ -71,17 +72,17 @@ class Job:
 def run(job: Job, progress: ProgressListener | None) -> Manifest:
     """Do all that is not done yet. For the errors see `prepare`."""
     with writing_to(job.output), work_folder(job.output) as work:
-        plan = work.read_plan()
-        if plan is None:
+        begun = work.read_assignment()
+        if begun is None:
             _refuse_standing_files(job)
-            work.write_plan(job.plan)
-        elif difference := job.plan.difference(plan):
+            work.write_assignment(job.assignment)
+        elif difference := job.assignment.difference(begun):
             raise InputError(
                 f"{work.path} holds an unfinished preparation of {job.output} with {difference}:"
                 " finish that one, remove the folder, or choose another output prefix"
             )
-        elif plan.encoding.backend != job.encoder.encoding.backend and plan.encoding.reason is not None:
-            job = replace(job, encoder=job.encoder.without_gigatoken(plan.encoding.reason))
+        elif begun.encoding.backend != job.encoder.encoding.backend and begun.encoding.reason is not None:
+            job = replace(job, encoder=job.encoder.without_gigatoken(begun.encoding.reason))
         try:
             return _run_in(job, work, progress)
         except TokenizersDisagree as disagreement:
@@ -90,7 +91,7 @@ def run(job: Job, progress: ProgressListener | None) -> Manifest:
             job = replace(job, encoder=job.encoder.without_gigatoken(reason))
             remove_parts(job.output)
             work.clear()
-            work.write_plan(job.plan)
+            work.write_assignment(job.assignment)
             return _run_in(job, work, progress)
 
 
@@ -132,8 +133,8 @@ class _Run:
         self._find_done()
         tasks = [Task(number, file) for number, file in enumerate(self._job.files) if number not in self._records]
         self._assemble()
-        with Crew(self._lane_setup(), self._job.workers) as crew:
-            for event in crew.work(tasks):
+        with WorkerPool(self._worker_setup(), self._job.workers) as pool:
+            for event in pool.work(tasks):
                 self._hear(event)
         if self._failures:
             raise self._all_failures()
@@ -162,7 +163,7 @@ class _Run:
             raise Refused(f"{record.refused_examples[0]}: mend the line, or prepare without strict to leave it out")
         self._records[number] = record
 
-    def _hear(self, event: Progress | Done | Failed) -> None:
+    def _hear(self, event: WorkDone | Done | Failed) -> None:
         match event:
             case Done(task, record):
                 self._take(task.number, record)
@@ -173,7 +174,7 @@ class _Run:
                 if isinstance(error, Refused):
                     raise error
                 self._failures.append(error)
-            case Progress():
+            case WorkDone():
                 self._sums.update(input_bytes=event.input_bytes, documents=event.documents, text_bytes=event.text_bytes)
                 self._tell()
 
@@ -194,7 +195,7 @@ class _Run:
                 )
             )
 
-    def _lane_setup(self) -> LaneSetup:
+    def _worker_setup(self) -> WorkerSetup:
         job = self._job
         settings = job.settings
         rules = DocumentRules(
@@ -203,8 +204,8 @@ class _Run:
             max_length=settings.max_length,
             sources=None if settings.sources is None else frozenset(settings.sources),
         )
-        return LaneSetup(
-            plan=job.encoder,
+        return WorkerSetup(
+            encoder=job.encoder,
             rules=rules,
             dtype=settings.dtype,
             npy_dtype=settings.npy_dtype,

@@ -15,13 +15,13 @@ from megatron_fanformer.data.manifest import (
     Settings,
     TokenizerRecord,
     read_any_manifest,
-    sha256_of,
 )
 from megatron_fanformer.data.token_files import token_dtype
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.documents import DocumentParser, DocumentRules
-from megatron_fanformer.preparation.id_encoders import BACKENDS, SMALL_INPUT, Backend, EncoderPlan, plan_encoder
+from megatron_fanformer.preparation.id_encoders import BACKENDS, SMALL_INPUT, Backend, EncoderChoice, choose_encoder
 from megatron_fanformer.preparation.inputs import DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
 from megatron_fanformer.preparation.pipeline import Job, ProgressListener, run
 from megatron_fanformer.preparation.shards import is_unchanged
@@ -184,10 +184,10 @@ def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> Settings:
     )
 
 
-def _encoder(config: PrepareConfig, files: list[Path], tokenizer: Tokenizer) -> EncoderPlan:
+def _encoder(config: PrepareConfig, files: list[Path], tokenizer: Tokenizer) -> EncoderChoice:
     if config.npy_dtype is not None:  # there is nothing to encode
-        return EncoderPlan(str(tokenizer.path), tokenizer.eod_id, Encoding(backend="none"), None)
-    return plan_encoder(tokenizer, config.backend, sum(file.stat().st_size for file in files))
+        return EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend="none"), None)
+    return choose_encoder(tokenizer, config.backend, sum(file.stat().st_size for file in files))
 
 
 def _existing(

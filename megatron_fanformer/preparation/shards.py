@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 from isal import isal_zlib
 
-from megatron_fanformer.data.manifest import InputRecord, RefusedLine, sha256_of
+from megatron_fanformer.data.manifest import InputRecord, RefusedLine
+from megatron_fanformer.durable_files import sha256_of, write_atomically
 from megatron_fanformer.preparation.encoding import EncodedBlock
 
 REFUSED_EXAMPLES = 10
@@ -153,10 +154,7 @@ class ShardWriter:
             tokens_crc32=self._tokens.crc32,
             documents_crc32=self._documents.crc32,
         )
-        path = self._files.path("json")
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.encode(record))
-        partial.replace(path)
+        write_atomically(self._files.path("json"), msgspec.json.encode(record))
         return record
 
 

@@ -13,13 +13,12 @@ from typing import IO, Any
 
 import numpy as np
 
+from megatron_fanformer.data.ledger import LEDGER_SUFFIX, LedgerWriter
 from megatron_fanformer.data.manifest import FileRecord, Format, TokenFiles
 from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
 from megatron_fanformer.errors import FanformerError, InputError
 
-LEDGER_SUFFIX = ".ledger.parquet"
 TOKEN_SUFFIXES: dict[Format, str] = {"megatron": ".bin", "npy": ".npy"}
-LEDGER_GROUP_ROWS = 100_000
 INDEX_CHUNK = 1 << 20
 
 
@@ -33,7 +32,7 @@ class TokenWriter:
         self._dtype = np.dtype(dtype)
         self._tokens = _HashedFile(self._partial(TOKEN_SUFFIXES[format]))
         self._lengths = self._partial(".lengths").open("wb")
-        self._ledger = _Ledger(self._partial(LEDGER_SUFFIX)) if ledger else None
+        self._ledger = LedgerWriter(_HashedFile(self._partial(LEDGER_SUFFIX))) if ledger else None
         self._documents = 0
         self._max_token_id = -1
 
@@ -62,7 +61,8 @@ class TokenWriter:
                 index.write(data)
             digests[".idx"] = index.finish()
         if self._ledger is not None:
-            digests[LEDGER_SUFFIX] = self._ledger.finish()
+            self._ledger.finish()
+            digests[LEDGER_SUFFIX] = self._ledger.file.finish()
         return TokenFiles(
             prefix=self._prefix,
             documents=self._documents,
@@ -117,54 +117,6 @@ class _HashedFile:
 
     def close(self) -> None:
         pass
-
-
-class _Ledger:
-    """Which document stands where: a row each, in groups of a fixed size, so that the file's bytes are fixed too."""
-
-    def __init__(self, path: Path) -> None:
-        import pyarrow
-        from pyarrow import parquet
-
-        text, number = pyarrow.string(), pyarrow.int64()
-        fields = [("id", text), ("source", text), ("shard", text), ("line", number), ("first_token", number)]
-        self._schema = pyarrow.schema([*fields, ("length", pyarrow.int32())])
-        self._file = _HashedFile(path)
-        repeated = ["source", "shard"]
-        self._writer = parquet.ParquetWriter(
-            self._file, self._schema, compression="zstd", use_dictionary=repeated, write_statistics=True
-        )
-        self._pending: list[Any] = []
-        self._pending_rows = 0
-
-    def add(self, rows: Any, shard: str, first_token: int) -> None:
-        import pyarrow
-
-        lengths = rows.column("length").to_numpy()
-        starts = first_token + np.cumsum(lengths, dtype=np.int64) - lengths
-        columns = {name: rows.column(name) for name in ("id", "source", "line", "length")}
-        columns |= {"shard": pyarrow.repeat(shard, len(lengths)), "first_token": pyarrow.array(starts)}
-        batch = [columns[name] for name in self._schema.names]
-        self._pending.append(pyarrow.record_batch(batch, schema=self._schema))
-        self._pending_rows += len(lengths)
-        if self._pending_rows >= LEDGER_GROUP_ROWS:
-            self._write_groups(rest=False)
-
-    def finish(self) -> str:
-        """Close it; returns the hexadecimal SHA-256."""
-        self._write_groups(rest=True)
-        self._writer.close()
-        return self._file.finish()
-
-    def _write_groups(self, *, rest: bool) -> None:
-        import pyarrow
-
-        table = pyarrow.Table.from_batches(self._pending, self._schema).combine_chunks()
-        whole = table.num_rows if rest else table.num_rows // LEDGER_GROUP_ROWS * LEDGER_GROUP_ROWS
-        for start in range(0, whole, LEDGER_GROUP_ROWS):
-            self._writer.write_table(table.slice(start, min(LEDGER_GROUP_ROWS, whole - start)), LEDGER_GROUP_ROWS)
-        self._pending = table.slice(whole).to_batches()
-        self._pending_rows = table.num_rows - whole
 
 
 def _index(lengths: Path, documents: int, dtype: np.dtype[Any]) -> Iterator[bytes]:

@@ -1,10 +1,9 @@
 """`PREFIX.parts/`: where an unfinished preparation stands, so that the same command goes on with it.
 
-It holds the plan (what is being prepared), the shards that are done, and the output files that are not. One
+It holds the assignment (what is being prepared), the shards that are done, and the output files that are not. One
 process at a time holds its lock. When the preparation is complete the folder goes.
 """
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,19 +13,22 @@ from pathlib import Path
 import msgspec
 
 from megatron_fanformer.data.manifest import Encoding, Settings, TokenizerRecord
+from megatron_fanformer.durable_files import take_lock, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.shards import ShardFiles
 
+LOCK = "lock"
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is being prepared; a folder with another plan is another preparation's."""
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """What is being prepared; a folder with another one is another preparation's."""
 
     inputs: list[str]
     settings: Settings
     tokenizer: TokenizerRecord
     encoding: Encoding
 
-    def difference(self, other: "Plan") -> str | None:
+    def difference(self, other: "Assignment") -> str | None:
         """In what `other` was meant otherwise, in words. By what the ids are computed is no matter."""
         return (
             settings_difference(self.settings, other.settings)
@@ -56,38 +58,35 @@ class WorkFolder:
     def __init__(self, prefix: str) -> None:
         self.path = folder_path(prefix)
         self._prefix = prefix
-        self._plan_file = self.path / "plan.json"
+        self._assignment_file = self.path / "assignment.json"
 
     def shard(self, number: int) -> ShardFiles:
         """Where the shard of an input stands."""
         return ShardFiles(self.path, number)
 
-    def read_plan(self) -> Plan | None:
-        """The plan of what stands here; None in a new folder."""
+    def read_assignment(self) -> Assignment | None:
+        """What is being prepared here; None in a new folder."""
         try:
-            return msgspec.json.decode(self._plan_file.read_bytes(), type=Plan)
+            return msgspec.json.decode(self._assignment_file.read_bytes(), type=Assignment)
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:
-            raise InputError(f"{self._plan_file} is no plan ({error}): remove the folder {self.path}") from error
+            raise InputError(
+                f"{self._assignment_file} cannot be read ({error}): remove the folder {self.path}"
+            ) from error
 
-    def write_plan(self, plan: Plan) -> None:
+    def write_assignment(self, assignment: Assignment) -> None:
         """Begin: from here on the folder is this preparation's."""
-        self.publish(msgspec.json.encode(plan), self._plan_file)
+        self.publish(msgspec.json.encode(assignment), self._assignment_file)
 
     def publish(self, data: bytes, path: Path) -> None:
         """Write a small file, here or beside the folder, whole or not at all."""
-        partial = self.path / (path.name + ".partial")
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        write_atomically(path, data, aside=self.path)
 
     def clear(self) -> None:
-        """Remove all that has been done; the lock stays, and the plan, so that the folder stays this preparation's."""
+        """Remove all that has been done; the lock and the assignment stay, so that the folder is still this one's."""
         for path in self.path.iterdir():
-            if path.name not in ("lock", self._plan_file.name):
+            if path.name not in (LOCK, self._assignment_file.name):
                 path.unlink()
 
     def remove(self) -> None:
@@ -115,7 +114,9 @@ def work_folder(prefix: str) -> Iterator[WorkFolder]:
     work = WorkFolder(prefix)
     parents = [folder for folder in work.path.absolute().parents if not folder.exists()]
     work.path.mkdir(parents=True, exist_ok=True)
-    lock = _lock(work.path / "lock", prefix)
+    lock = take_lock(work.path / LOCK, wait=False)
+    if lock is None:
+        raise InputError(f"{prefix} is being written by another process: wait for it, or choose another prefix")
     try:
         yield work
     finally:
@@ -125,19 +126,3 @@ def work_folder(prefix: str) -> Iterator[WorkFolder]:
         for folder in parents:
             with suppress(OSError):
                 folder.rmdir()
-
-
-def _lock(path: Path, prefix: str) -> int:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The one who held it before may have finished, and removed the very file that was opened here.
-        ours = path.exists() and os.path.samestat(os.fstat(lock), path.stat())
-    except BlockingIOError:
-        ours = False
-    except OSError:  # a file system without locks
-        ours = True
-    if not ours:
-        os.close(lock)
-        raise InputError(f"{prefix} is being written by another process: wait for it, or choose another prefix")
-    return lock

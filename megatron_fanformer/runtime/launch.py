@@ -23,9 +23,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from megatron_fanformer.errors import FanformerError, Interrupted
+from megatron_fanformer.processes import STOP_SIGNALS
 from megatron_fanformer.runtime.device import prepare_launch
 
-STOP_SIGNALS = "SIGTERM,SIGINT,SIGUSR1,SIGHUP"  # handed on to the ranks as SIGTERM
 STOP_GRACE_SECONDS = 600  # what a rank has for its checkpoint after a signal to stop
 PEER_FAILURE_WAIT_SECONDS = 5.0  # a rank that lost a peer lets the peer's own error be seen first
 PEER_FAILURE_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "unhandled system error")
@@ -70,7 +70,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int) -> N
         Interrupted: a signal stopped this process, and the ranks after they saved.
         FanformerError: a signal came before there was a rank.
     """
-    prepare_launch(threads=threads, stop_signals=STOP_SIGNALS)
+    prepare_launch(threads=threads, stop_signals=",".join(number.name for number in STOP_SIGNALS))
     _quieten_agent()
     parameters = RendezvousParameters(
         backend="c10d",
@@ -107,8 +107,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int) -> N
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
     """The agent installs handlers and leaves them: afterwards this process answers signals as before."""
-    numbers = [signal.Signals[name] for name in STOP_SIGNALS.split(",")]
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         yield
     finally:

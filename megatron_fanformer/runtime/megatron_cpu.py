@@ -1,4 +1,6 @@
-"""Every adaptation that lets megatron-core run without CUDA: a closed list, each entry with its reason.
+"""Every adaptation without which megatron-core does not run on a machine without CUDA: a closed list, with reasons.
+
+What only makes it faster there is in `cpu_speedups`.
 
 Nothing of it is installed where a GPU is usable. It goes in before the first import of `megatron.core`, which binds
 names at import, and is refused after. Seen on megatron-core 0.16.1 and 0.19.2.
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-from megatron_fanformer.runtime.rotary import rotate
+from megatron_fanformer.runtime import cpu_speedups
 
 _installed = False
 
@@ -49,8 +51,7 @@ def install() -> None:
     _adapt_random_state()
     _adapt_recomputation()
     _adapt_inference()
-    _adapt_rotary_embedding()
-    _adapt_collectives_of_one_rank()
+    cpu_speedups.install()
     _installed = True
 
 
@@ -179,37 +180,3 @@ def _adapt_inference() -> None:
     from megatron.core.inference import communication_utils
 
     communication_utils._is_cuda = lambda _tensor: None
-
-
-def _adapt_rotary_embedding() -> None:
-    """Without Transformer Engine's kernel it is a dozen passes over memory, and as many backward."""
-    from megatron.core.models.common.embeddings import rope_utils
-
-    plain = rope_utils._apply_rotary_pos_emb_bshd
-
-    def apply(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        mscale = kwargs.pop("mscale", 1.0)
-        if any(args) or any(kwargs.values()) or mscale != 1.0 or freqs.shape[-1] != t.shape[-1]:
-            return plain(t, freqs, *args, mscale=mscale, **kwargs)  # interleaved pairs, a part of the head, …
-        return rotate(t, freqs)
-
-    rope_utils._apply_rotary_pos_emb_bshd = apply
-
-
-def _adapt_collectives_of_one_rank() -> None:
-    """gloo copies the whole gradient buffer to reduce it over one rank, and all weights to gather them from one."""
-    from megatron.core.distributed import param_and_grad_buffer as buffers
-
-    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
-        setattr(buffers, name, _unless_alone(getattr(buffers, name)))
-
-
-def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(collective)
-    def call(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        is_there = output.data_ptr() == given.data_ptr() and output.numel() == given.numel()
-        if is_there and not kwargs.get("async_op"):  # a rank's part is the whole: the group has no other
-            return None
-        return collective(output, given, *args, **kwargs)
-
-    return call

@@ -57,11 +57,10 @@ class RankGrid:
 
     @property
     def sharding_metadata(self) -> dict[str, Any]:
-        """What megatron-core asks when it names shards: one name a layer, optimizer state that any layout loads."""
+        """What megatron-core asks when it names shards: one name a layer."""
         return {
             "non_homogeneous_layers": True,
             "dp_cp_group": self.groups.dp_cp,
-            "distrib_optim_sharding_type": "fully_reshardable",
         }
 
     @property

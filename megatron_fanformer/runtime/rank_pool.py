@@ -10,7 +10,6 @@ import multiprocessing.connection
 import os
 import signal
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.errors import FanformerError
+from megatron_fanformer.processes import end_with_parent
 from megatron_fanformer.runtime import device as devices
 
 END_SECONDS = 5
@@ -112,7 +112,7 @@ def _start_rank(rank: int, device: devices.DeviceKind) -> tuple[Any, Any]:
 def _serve(connection: Any, rank: int, device: devices.DeviceKind) -> None:
     """A rank's whole life: one job after the other, until the pool closes the connection or a job fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keyboard's is for the pool's owner, who closes the connection
-    threading.Thread(target=_end_with_the_owner, daemon=True).start()
+    end_with_parent()
     devices.quieten_libraries()
     devices.use_huge_pages()
     from megatron_fanformer.runtime import megatron_cpu
@@ -127,14 +127,6 @@ def _serve(connection: Any, rank: int, device: devices.DeviceKind) -> None:
             except BaseException:
                 connection.send((False, traceback.format_exc(limit=LAST_FRAMES)))
                 os._exit(1)  # the process group may be in any state
-
-
-def _end_with_the_owner() -> None:
-    """A pool whose process was killed could not close: its ranks must not work on."""
-    owner = multiprocessing.parent_process()
-    assert owner is not None
-    owner.join()
-    os._exit(1)
 
 
 def _run_job(

@@ -7,14 +7,13 @@ from the same model.
 import hashlib
 import math
 import random
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron_fanformer.runtime.local_shards import local_shards
 
 TRUNCATE_AT_STDS = 3.0
 
@@ -31,21 +30,6 @@ def seed_everything(seed: int, *, graphable: bool = False) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=graphable)
-
-
-def local_shards(sharded_state: dict[str, Any]) -> Iterator["ShardedTensor"]:
-    """Every local piece of a sharded state dict, with its global name, shape and offset; factories are expanded.
-
-    The pieces' data are views of the parameters.
-    """
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-
-    for value in nested_values(sharded_state):
-        if isinstance(value, ShardedTensorFactory):
-            yield from nested_values(value.build())
-        elif isinstance(value, ShardedTensor):
-            yield value
 
 
 @torch.no_grad()

@@ -13,7 +13,8 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 
-from megatron_fanformer.data.loader import DataConfig
+from megatron_fanformer.checkpoint.config import CheckpointConfig
+from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import DTYPES, PRESETS, FANformerConfig, PrecisionConfig
 from megatron_fanformer.runtime.device import DeviceKind, has_bf16_matrix_units
@@ -67,30 +68,6 @@ class TrainingConfig:
         if self.seed < 0:
             found.append(f"training.seed is {self.seed}; it must not be negative")
         return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """What is saved, and what a run starts from."""
-
-    save_interval: int | None = None
-    """Steps between checkpoints; null: at the end only."""
-    keep: int | None = None
-    """How many of the newest checkpoints to keep; null: all."""
-    async_save: bool = False
-    """Train on while a checkpoint is being written: the run waits only for its state to be captured."""
-    fully_parallel_save: bool = True
-    """Replicas write, and read, a part of a checkpoint each, instead of all of it."""
-    load: str | None = None
-    """A run's folder or a checkpoint whose weights a new run starts from (step 0, fresh optimizer)."""
-
-    def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
-        return [
-            f"checkpoint.{name} is {value}; it must be at least 1, or null"
-            for name in ("save_interval", "keep")
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)

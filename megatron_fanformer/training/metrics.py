@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_fanformer.checkpoint.store import write_atomically
+from megatron_fanformer.durable_files import write_atomically
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"

@@ -79,23 +79,16 @@ def build_optimizer(
     return get_megatron_optimizer(megatron_config, stages, config_overrides={no_decay: {"wd_mult": 0.0}})
 
 
-def keep_hyperparameters(optimizer: "MegatronOptimizer", loaded: dict[str, Any]) -> None:
-    """Put this run's own rates, betas and epsilon into a loaded optimizer state, in place of the saved ones.
+def keep_hyperparameters(optimizer: "MegatronOptimizer", loaded: list[dict[str, Any]]) -> None:
+    """Put this run's own rates, betas and epsilon into loaded parameter groups, in place of the saved ones.
 
     megatron-core takes all of a parameter group from a checkpoint (and 0.19 finds groups by their rates): a rate that
     the user changed for a resume would be ignored, or not be found.
     """
     present = {group["wd_mult"]: group for group in optimizer.param_groups}
-    for group in _parameter_groups(loaded):
+    for group in loaded:
         if group["wd_mult"] in present:  # a stage need not have weights of every kind
             group.update({name: present[group["wd_mult"]][name] for name in HYPERPARAMETERS})
-
-
-def _parameter_groups(loaded: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parameter groups in a loaded state, which stands one level deeper where it is of several optimizers."""
-    if "param_groups" in loaded:
-        return loaded["param_groups"]
-    return [group for value in loaded.values() if isinstance(value, dict) for group in _parameter_groups(value)]
 
 
 def _is_not_decayed(parameter: torch.nn.Parameter, name: str) -> bool:

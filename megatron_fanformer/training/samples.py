@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron_fanformer.data.batches import micro_batches, sample_numbers
-from megatron_fanformer.data.loader import Datasets, build_datasets
+from megatron_fanformer.data.datasets import Datasets, build_datasets
 from megatron_fanformer.training.config import RunConfig
 
 

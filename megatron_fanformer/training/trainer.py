@@ -19,9 +19,11 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.training_state import load_training_state, load_weights
 from megatron_fanformer.data.tokenizer import tokenizer_file
+from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.planning.flops import training_flops_per_token
+from megatron_fanformer.processes import STOP_SIGNALS
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.config import RunConfig
@@ -33,8 +35,6 @@ from megatron_fanformer.training.samples import run_batches, run_datasets
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import StepResult, StepShape, train_step, weights_in_step, wrap_stages
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-CONFIG = "config.yaml"
 GARBAGE_INTERVAL = 100  # steps
 
 
@@ -241,7 +241,7 @@ class Trainer:
             optimizer=self._optimizer,
             config=self._resolved_config(),
             grid=self.grid,
-            amend_optimizer_state=functools.partial(keep_hyperparameters, self._optimizer),
+            amend_parameter_groups=functools.partial(keep_hyperparameters, self._optimizer),
             fully_parallel=self.config.checkpoint.fully_parallel_save,
         )
         self.step, self.consumed_samples = progress["step"], progress["consumed_samples"]
@@ -261,7 +261,7 @@ class Trainer:
         if not self.grid.is_main:
             return
         self.run.mkdir(parents=True, exist_ok=True)
-        store.write_atomically(self.run / CONFIG, yaml.safe_dump(self._resolved_config(), sort_keys=False))
+        write_atomically(self.run / store.CONFIG, yaml.safe_dump(self._resolved_config(), sort_keys=False))
         self._metrics = MetricsWriter(self.run, first_step=self.step + 1, tensorboard=self.config.logging.tensorboard)
         self._progress = ProgressLine(
             total_steps=self.config.training.train_iters,

@@ -13,8 +13,9 @@ from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.training_state import load_training_state, model_state
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
-from megatron_fanformer.runtime.seeding import local_shards, seed_everything
+from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer, keep_hyperparameters
 from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
 from megatron_fanformer.training.step import StepShape, train_step, weights_in_step, wrap_stages
@@ -136,7 +137,7 @@ class Training:
             optimizer=self.optimizer,
             config=self.config(),
             grid=self.grid,
-            amend_optimizer_state=lambda loaded: keep_hyperparameters(self.optimizer, loaded),
+            amend_parameter_groups=lambda loaded: keep_hyperparameters(self.optimizer, loaded),
         )
         self.step = progress["step"]
         self.scheduler.step(self.step)

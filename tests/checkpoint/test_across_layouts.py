@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint import megatron_versions, store
+from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.optimizer_state import MAIN_WEIGHT, rectangles
 from megatron_fanformer.checkpoint.training_state import model_state
 from tests.checkpoint.states import (
@@ -22,6 +22,7 @@ from tests.checkpoint.states import (
     world_size,
 )
 from tests.training.layouts import gather
+from tests.whole_models import save_state
 
 SAME_LOSS = 1e-6  # relative, between layouts, in float32: sums are taken in another order
 SAME_LOSS_BF16 = 2e-3  # activations round at other places in other layouts
@@ -136,9 +137,9 @@ def save_in_the_earlier_form(layout: str, dtype: torch.dtype, folder: Path) -> S
         torch.distributed.broadcast_object_list(checkpoint, src=0)
         assert checkpoint[0] is not None
         state = {"model": weights, "optimizer": optimizer, "progress": {"step": run.step}}
-        megatron_versions.save(state, checkpoint[0])
+        save_state(state, checkpoint[0])
         if run.grid.is_main:
-            store.publish(checkpoint[0], folder, 2, run.config() | {"parallel": {}})
+            store.publish_checkpoint(checkpoint[0], folder, 2, run.config() | {"parallel": {}})
         torch.distributed.barrier()
         return show(run)
 

@@ -11,7 +11,7 @@ from megatron_fanformer.errors import CorruptError, InputError
 def save(run: Path, step: int, keep: int | None = None) -> Path:
     folder = store.temporary_folder(run / store.CHECKPOINTS, step)
     (folder / store.MEGATRON_METADATA).write_text("{}")
-    return store.publish(folder, run / store.CHECKPOINTS, step, {"step": step}, keep)
+    return store.publish_checkpoint(folder, run / store.CHECKPOINTS, step, {"step": step}, keep)
 
 
 def names(run: Path) -> list[str]:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fanformer.data.loader import DataConfig, build_datasets
+from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.datasets import build_datasets
 from tests.data.token_making import write_npy, write_pair
 
 SAMPLES = 60

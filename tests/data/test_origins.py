@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.data.loader import DataConfig, Datasets, build_datasets
+from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.datasets import Datasets, build_datasets
 from megatron_fanformer.data.origins import Span, sample_spans
 from tests.data.token_making import raw_tokens, write_npy, write_pair
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
-from megatron_fanformer.conversion.huggingface import export_huggingface
-from megatron_fanformer.conversion.mapping import expected_shapes
+from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.generation.generate import continuation
 from megatron_fanformer.generation.models import TrainedModel, build_model, find_model
 from megatron_fanformer.generation.sampling import SamplingConfig
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from tests.training.layouts import reference_tensors
+from tests.whole_models import export_huggingface
 
 END_OF_TEXT_ID = 0
 PROMPT = "def f(x):"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.full_tensors import read_full_tensors
 from tests.gpu.making import SAME_LOSS, STEPS, finished, gpu_run, write_learnable_tokens
+from tests.whole_models import read_full_tensors
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fanformer.model import fan_activation
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
-from megatron_fanformer.model.fan_activation import EAGER, ActivationForm
+from megatron_fanformer.ops import fan_activation
+from megatron_fanformer.ops.fan_activation import EAGER, ActivationForm
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 from megatron_fanformer.runtime.seeding import seed_everything
 from tests.model import fan_numbers
-from tests.model.fan_numbers import CASES, ROUNDED_UNITS, STRIDES, TYPES, Case
+from tests.ops.fan_numbers import CASES, ROUNDED_UNITS, STRIDES, TYPES, Case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +41,7 @@ def on_gpu(tensor: Tensor) -> Tensor:
 
 def kernel_from_cpu() -> ActivationForm:
     """The kernel for tensors that are not on the GPU, for the checks that know of none."""
-    form = fan_activation.form_for(torch.empty(0, device="cuda"))
+    form = fan_activation.implementation_for(torch.empty(0, device="cuda"))
     assert form is not EAGER
 
     def activate(pre_tnr: Tensor, x_f_nw: Tensor, periodic: int, gelu: bool) -> Tensor | None:
@@ -103,7 +103,7 @@ def outputs_and_gradients(form: ActivationForm, case: Case, dtype: torch.dtype) 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_kernel_and_pytorch_differ_in_few_last_bits(dtype: torch.dtype, ranks: int) -> None:
     case = Case(ranks, 512 // ranks, 1024 // ranks, 4099)
-    kernel = fan_activation.form_for(torch.empty(0, dtype=dtype, device="cuda"))
+    kernel = fan_activation.implementation_for(torch.empty(0, dtype=dtype, device="cuda"))
     x_f, grad_pre = outputs_and_gradients(kernel, case, dtype)
     eager_x_f, eager_grad_pre = outputs_and_gradients(EAGER, case, dtype)
     assert fan_numbers.units(x_f, eager_x_f.double()) <= 1.0
@@ -118,7 +118,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     if torch.cuda.mem_get_info()[0] < LARGE_BYTES:
         pytest.skip(f"less than {LARGE_BYTES >> 30} GiB of GPU memory are free")
     case = Case(2, 256, 512, 3 * 2**20)
-    form = fan_activation.form_for(torch.empty(0, dtype=torch.bfloat16, device="cuda"))
+    form = fan_activation.implementation_for(torch.empty(0, dtype=torch.bfloat16, device="cuda"))
     pre = torch.randn(case.ranks, case.tokens, 768, device="cuda", dtype=torch.bfloat16)
     x_f, grad = torch.empty(2, case.tokens, case.width, device="cuda", dtype=torch.bfloat16)
     grad.normal_()
@@ -137,7 +137,7 @@ def test_more_than_two_to_the_31_elements() -> None:
 def test_kernels_can_be_captured() -> None:
     """In a CUDA graph, which a synchronisation with the host would break."""
     case = Case(1, 512, 1024, 1000)
-    form = fan_activation.form_for(torch.empty(0, device="cuda"))
+    form = fan_activation.implementation_for(torch.empty(0, device="cuda"))
     pre, grad = torch.randn(1, 1000, 1536, device="cuda"), torch.randn(1000, 2048, device="cuda")
     x_f, grad_pre = torch.empty_like(grad), torch.empty_like(pre)
 
@@ -169,7 +169,7 @@ FANS = {
 def differentiated() -> Iterator[list[ActivationForm]]:
     """The forms that backward passes took."""
     taken: list[ActivationForm] = []
-    choose = fan_activation.form_for
+    choose = fan_activation.implementation_for
 
     def noted(tensor: Tensor) -> ActivationForm:
         taken.append(choose(tensor))

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fanformer.model import cross_entropy
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.ops import cross_entropy
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 from megatron_fanformer.training.step import wrap_stages
 

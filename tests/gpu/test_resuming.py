@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.full_tensors import read_full_tensors
 from megatron_fanformer.model.layer_spec import transformer_engine_problem
 from megatron_fanformer.runtime.device import fp8_problem
 from tests.gpu.making import STEPS, finished, gpu_run, write_learnable_tokens
+from tests.whole_models import read_full_tensors
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,8 +19,8 @@ from megatron_fanformer.data.manifest import (
     TokenizerRecord,
     encode_manifest,
     manifest_path,
-    sha256_of,
 )
+from megatron_fanformer.durable_files import sha256_of
 
 LEDGER_SCHEMA = pa.schema(
     [

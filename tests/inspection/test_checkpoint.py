@@ -13,10 +13,10 @@ import torch
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
-from megatron_fanformer.checkpoint.table import read_table, stored_parts
-from megatron_fanformer.conversion.mapping import expected_shapes
+from megatron_fanformer.checkpoint.tensor_table import read_table, stored_parts
+from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
-from tests.conversion.test_hostile import Bomb
+from tests.formats.test_hostile import Bomb
 from tests.inspection.conftest import TOKENIZER, Said
 from tests.inspection.test_dataset import flip, refused
 from tests.small_runs import small_run, write_tokens

@@ -18,8 +18,8 @@ from megatron_fanformer.data.manifest import (
     encode_manifest,
     manifest_path,
     read_any_manifest,
-    sha256_of,
 )
+from megatron_fanformer.durable_files import sha256_of
 from tests.inspection.conftest import TOKENIZER, Prepared, Said
 from tests.inspection.making import (
     random_documents,

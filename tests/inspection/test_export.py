@@ -9,13 +9,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from megatron_fanformer.conversion.files import read_shapes, read_weights
-from megatron_fanformer.conversion.huggingface import export_huggingface
-from megatron_fanformer.conversion.mapping import reference_to_megatron
-from megatron_fanformer.conversion.reference import read_reference
+from megatron_fanformer.formats.weight_files import read_shapes
 from tests.conftest import REFERENCE
 from tests.inspection.conftest import Said
 from tests.inspection.test_dataset import flip, refused
+from tests.whole_models import export_huggingface, read_reference, read_weights, reference_to_megatron
 
 Inspect = Callable[..., Said]
 CASE = REFERENCE / "fanformer-untied-p0125"

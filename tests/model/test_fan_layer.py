@@ -10,8 +10,9 @@ from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.fan_layer import FANActivation, FANOutput, FANProjection, FANShard
 from megatron_fanformer.model.local_layers import TorchCoreAttention
+from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
-from megatron_fanformer.runtime.seeding import local_shards, seed_everything
+from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.step import own_positions
 
 CONFIG = FANformerConfig(
@@ -76,7 +77,7 @@ def tensor_parallel_projection(fan: FANConfig, x: torch.Tensor, cotangent: torch
                     for s in local_shards(sharded_state(stage, grid))
                     if s.key.endswith("layers.0.self_attention.fan.linear.weight")
                 ],
-                projection.shard.pieces(),
+                projection.shard.row_ranges(),
                 strict=True,
             )
         ]

@@ -32,6 +32,7 @@ from tests.stock_megatron import (
     parsed_arguments,
     stock_model,
 )
+from tests.whole_models import save_state
 
 MODEL = FANformerConfig(
     num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, vocab_size=256, seq_length=32
@@ -165,7 +166,7 @@ def save_as_stock(folder: str) -> dict[str, torch.Tensor]:
         seed_everything(0)
         stock = stock_model(MODEL, parallel, SPEC)
         state = stock.sharded_state_dict(metadata=stock_metadata())
-        megatron_versions.save({"model": state}, Path(folder))
+        save_state({"model": state}, Path(folder))
         with torch.no_grad():
             return stock(**batch())
 

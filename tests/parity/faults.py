@@ -46,17 +46,17 @@ def qkv_sums_its_input_gradient_too() -> Iterator[None]:
 
 @contextmanager
 def linear_rows_before_periodic_rows_on_rank_1() -> Iterator[None]:
-    right = fan_layer.FANShard.pieces
+    right = fan_layer.FANShard.parts
 
     def swapped(self: fan_layer.FANShard) -> list[fan_layer.FANPiece]:
-        pieces = right(self)
+        parts = right(self)
         if self.rank != 1:
-            return pieces
-        periodic, linear = pieces
+            return parts
+        periodic, linear = parts
         rows = linear.end - linear.start
         return [linear._replace(start=0, end=rows), periodic._replace(start=rows, end=linear.end)]
 
-    with mock.patch.object(fan_layer.FANShard, "pieces", swapped):
+    with mock.patch.object(fan_layer.FANShard, "parts", swapped):
         yield
 
 

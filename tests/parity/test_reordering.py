@@ -66,6 +66,6 @@ def test_the_order_is_another_one(run_on_ranks: Any) -> None:
     [reordered] = run_on_ranks(1, run_trial, trial_of(), SINGLE, 1)
     pairs = zip(plain.initial, reordered.initial, strict=False)
     assert any(first.values.shape != second.values.shape for first, second in pairs)  # whole tensors, put back in order
-    whole = {piece.name: piece.values for piece in reordered.initial}
-    for piece in plain.initial:
-        np.testing.assert_array_equal(whole[piece.name][piece.where], piece.values)
+    whole = {part.name: part.values for part in reordered.initial}
+    for part in plain.initial:
+        np.testing.assert_array_equal(whole[part.name][part.where], part.values)

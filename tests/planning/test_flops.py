@@ -5,10 +5,10 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_fanformer.conversion.reference import read_reference
 from megatron_fanformer.planning.flops import forward_flops_per_token, training_flops_per_token
 from tests.conftest import REFERENCE
 from tests.plain_model import plain_logits
+from tests.whole_models import read_reference
 
 CASES = ("fanformer-tied", "fanformer-untied-p0125", "transformer-tied", "atl")
 

@@ -83,12 +83,12 @@ def test_ids_are_held_against_the_exact_library(
 
     exact = ExactEncoder.encode_batch
     monkeypatch.setattr(ExactEncoder, "encode_batch", one_too_many)
-    monkeypatch.setattr(tool, "plan_encoder", exact_plan)
+    monkeypatch.setattr(tool, "choose_encoder", exact_plan)
     assert "document 3" in tool.verify_file((str(small_tokenizer_file), shard))[2]
 
 
 def exact_plan(tokenizer: object, *_: object) -> object:
     """A plan by the exact library alone."""
-    from megatron_fanformer.preparation.id_encoders import plan_encoder
+    from megatron_fanformer.preparation.id_encoders import choose_encoder
 
-    return plan_encoder(tokenizer, "sentencepiece", 0)  # type: ignore[arg-type]
+    return choose_encoder(tokenizer, "sentencepiece", 0)  # type: ignore[arg-type]

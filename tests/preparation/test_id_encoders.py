@@ -10,11 +10,11 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation import id_encoders
 from megatron_fanformer.preparation.id_encoders import (
     SMALL_INPUT,
-    EncoderPlan,
+    EncoderChoice,
     ExactEncoder,
     Gigatoken,
     RoutedEncoder,
-    plan_encoder,
+    choose_encoder,
 )
 from tests.preparation.making import as_line, prepare_files
 
@@ -27,21 +27,21 @@ def tokenizer(request: pytest.FixtureRequest, olmo_tokenizer_file: Path, small_t
 
 
 @pytest.fixture(scope="module")
-def plan(tokenizer: Tokenizer) -> EncoderPlan:
-    return plan_encoder(tokenizer, "auto", MUCH)
+def plan(tokenizer: Tokenizer) -> EncoderChoice:
+    return choose_encoder(tokenizer, "auto", MUCH)
 
 
-def rows(plan: EncoderPlan, texts: Sequence[str]) -> list[list[int]]:
+def rows(plan: EncoderChoice, texts: Sequence[str]) -> list[list[int]]:
     ids, counts = plan.make().encode_batch([text.encode() for text in texts])
     assert counts.sum() == len(ids)
     return [row.tolist() for row in np.split(ids, np.cumsum(counts)[:-1])]
 
 
-def test_gigatoken_serves_for_both_kinds(plan: EncoderPlan) -> None:
+def test_gigatoken_serves_for_both_kinds(plan: EncoderChoice) -> None:
     assert (plan.encoding.backend, plan.encoding.reason) == ("gigatoken", None)
 
 
-def test_ids_are_those_of_the_exact_library(plan: EncoderPlan, tokenizer: Tokenizer, sample_texts: list[str]) -> None:
+def test_ids_are_those_of_the_exact_library(plan: EncoderChoice, tokenizer: Tokenizer, sample_texts: list[str]) -> None:
     source = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
     hard = ["", SPACE_MARK, f"a{SPACE_MARK}b", "<|endoftext|>", "x<|endoftext|>y", "\u0eba\u0323", "\U0001e4ec", " "]
     texts = sample_texts + source + hard
@@ -49,7 +49,7 @@ def test_ids_are_those_of_the_exact_library(plan: EncoderPlan, tokenizer: Tokeni
 
 
 def test_texts_of_doubtful_characters_and_pieces_alone_go_to_the_exact_library(
-    tokenizer: Tokenizer, plan: EncoderPlan, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, plan: EncoderChoice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert plan.trust is not None
     doubtful = chr(int(np.flatnonzero(~plan.trust.characters)[0]))
@@ -65,13 +65,13 @@ def test_texts_of_doubtful_characters_and_pieces_alone_go_to_the_exact_library(
 
 
 def test_little_input_is_not_worth_the_check(tokenizer: Tokenizer) -> None:
-    encoding = plan_encoder(tokenizer, "auto", 1000).encoding
+    encoding = choose_encoder(tokenizer, "auto", 1000).encoding
     assert encoding.backend in ("tokenizers", "sentencepiece") and encoding.reason == SMALL_INPUT
 
 
 def test_a_backend_of_another_kind_is_an_input_error(small_tokenizer_file: Path) -> None:
     with pytest.raises(InputError, match="backend tokenizers does not read"):
-        plan_encoder(load_tokenizer(small_tokenizer_file), "tokenizers", MUCH)
+        choose_encoder(load_tokenizer(small_tokenizer_file), "tokenizers", MUCH)
 
 
 def test_a_tokenizer_that_gigatoken_cannot_read_goes_to_the_exact_library(
@@ -87,10 +87,10 @@ def test_a_tokenizer_that_gigatoken_cannot_read_goes_to_the_exact_library(
         minloglevel=2,
     )
     tokenizer = load_tokenizer(tmp_path / "unigram.model")
-    encoding = plan_encoder(tokenizer, "auto", MUCH).encoding
+    encoding = choose_encoder(tokenizer, "auto", MUCH).encoding
     assert encoding.backend == "sentencepiece" and "gigatoken cannot read it" in str(encoding.reason)
     with pytest.raises(InputError, match="gigatoken does not serve"):
-        plan_encoder(tokenizer, "gigatoken", MUCH)
+        choose_encoder(tokenizer, "gigatoken", MUCH)
 
 
 class Faulty(Gigatoken):
@@ -119,7 +119,7 @@ def test_wrong_ids_on_a_hard_text_make_the_exact_library_take_over(
     faulty: type[Faulty], olmo_tokenizer_file: Path
 ) -> None:
     faulty.wrong = staticmethod(lambda text: text == b"a\r\nb\r\n\r\n c\r")
-    encoding = plan_encoder(load_tokenizer(olmo_tokenizer_file), "auto", MUCH).encoding
+    encoding = choose_encoder(load_tokenizer(olmo_tokenizer_file), "auto", MUCH).encoding
     assert encoding.backend == "tokenizers"
     assert encoding.reason == r"gigatoken's ids differ on 'a\r\nb\r\n\r\n c\r'"
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from megatron_fanformer.data.manifest import Manifest, read_any_manifest, sha256_of
+from megatron_fanformer.data.manifest import Manifest, read_any_manifest
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.preparation import npy_documents
 from megatron_fanformer.preparation.document_files import BLOCK_BYTES
@@ -389,7 +390,7 @@ def test_workers_import_neither_torch_nor_megatron() -> None:
     import sys
 
     code = (
-        "import sys, megatron_fanformer.preparation.lanes, megatron_fanformer.preparation.prepare;"
+        "import sys, megatron_fanformer.preparation.workers, megatron_fanformer.preparation.prepare;"
         "print({'torch', 'megatron', 'transformers'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megatron_fanformer.conversion.mapping import reference_to_megatron
-from megatron_fanformer.conversion.reference import read_reference
 from megatron_fanformer.model.build import build_stages, sharded_state
+from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
-from megatron_fanformer.runtime.seeding import local_shards, seed_everything
+from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
 from megatron_fanformer.training.step import StepShape, train_step, weights_in_step, wrap_stages
+from tests.whole_models import read_reference, reference_to_megatron
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 CASES = ("fanformer-tied", "fanformer-untied-p0125", "transformer-tied", "atl")

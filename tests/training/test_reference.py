@@ -8,8 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_fanformer.conversion.mapping import reference_to_megatron
-from megatron_fanformer.conversion.reference import read_reference
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
@@ -26,6 +24,7 @@ from tests.training.layouts import (
     shards_of,
     train_reference,
 )
+from tests.whole_models import read_reference, reference_to_megatron
 
 LOGITS = 2e-5  # absolute, at tensor parallel 1
 GRADIENT = 1e-4  # relative, in norm

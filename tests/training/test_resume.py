@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.training.metrics import read_metrics
 from tests.small_runs import small_run, write_tokens
 from tests.training.test_trainer import numbers, stored_tensors, train
@@ -25,7 +26,7 @@ def resumed_after_each_step(values: dict[str, Any], straight: Path, folder: Path
         shutil.copytree(straight, run, ignore=lambda _folder, names: [name for name in names if name == LAST])
         if step == STEPS:  # nothing is left to do, and nothing may change
             shutil.copytree(straight / store.CHECKPOINTS / LAST, run / store.CHECKPOINTS / LAST)
-        store.write_atomically(run / store.CHECKPOINTS / store.LATEST, store.checkpoint_name(step) + "\n")
+        write_atomically(run / store.CHECKPOINTS / store.LATEST, store.checkpoint_name(step) + "\n")
         train({**values, "training": {**values["training"], "run_dir": str(run)}})
         stored = stored_tensors(run / store.CHECKPOINTS / LAST)
         if numbers(run) != numbers(straight):

@@ -1,0 +1,27 @@
+"""The section `checkpoint` of a run's configuration: what is saved, and what a run starts from."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is saved, and what a run starts from."""
+
+    save_interval: int | None = None
+    """Steps between checkpoints; null: at the end only."""
+    keep: int | None = None
+    """How many of the newest checkpoints to keep; null: all."""
+    async_save: bool = False
+    """Train on while a checkpoint is being written: the run waits only for its state to be captured."""
+    fully_parallel_save: bool = True
+    """Replicas write, and read, a part of a checkpoint each, instead of all of it."""
+    load: str | None = None
+    """A run's folder or a checkpoint whose weights a new run starts from (step 0, fresh optimizer)."""
+
+    def problems(self) -> list[str]:
+        """Rules of single fields that this configuration breaks, one line each."""
+        return [
+            f"checkpoint.{name} is {value}; it must be at least 1, or null"
+            for name in ("save_interval", "keep")
+            if (value := getattr(self, name)) is not None and value < 1
+        ]

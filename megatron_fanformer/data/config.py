@@ -1,0 +1,79 @@
+"""The section `data` of a run's configuration: where the samples come from."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_fanformer.data.blends import Source, blend_problems, parse_blend, split_problems
+from megatron_fanformer.data.npy_files import NpyType, check_npy_ids, open_npy_files
+from megatron_fanformer.data.token_files import check_token_ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the samples come from."""
+
+    train_data: list[str] = field(default_factory=list)
+    """Prefixes of token files, .npy files (also as a glob or a folder), or Megatron's blend form: weight prefix
+    weight prefix …; @FILE stands for the words of a file."""
+    valid_data: dict[str, list[str]] = field(default_factory=dict)
+    """Validation sets by name, each in the form of train_data."""
+    split: str | None = None
+    """Where valid_data is empty: cuts train_data into parts, e.g. "99,1,0" (training, validation, test)."""
+    npy_dtype: NpyType = "uint16"
+    """The type of the token ids in .npy files that have no manifest beside them."""
+    tokenizer: str | None = None
+    """The tokenizer that made the tokens: a .model, a tokenizer.json, or a folder that holds one."""
+    cache_path: str | None = None
+    """Folder for the sample indices, shared by all nodes; None: .index_cache beside the first train_data."""
+    num_workers: int = 0
+    """Loader processes a rank; 0 loads in the rank's own process."""
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong with it, a line each; no token file is opened."""
+        problems = blend_problems("data.train_data", self.train_data)
+        for name, items in self.valid_data.items():
+            problems += blend_problems(f"data.valid_data.{name}", items)
+        if self.split is not None:
+            if self.valid_data:
+                problems.append("data.split: cannot stand beside data.valid_data; remove one of the two")
+            elif not problems and any(source.is_npy for source in self.sources()):
+                problems.append(
+                    "data.split: cuts by documents, and .npy files do not tell them apart; name files of their own as"
+                    " data.valid_data"
+                )
+            problems += split_problems(self.split)
+        if self.tokenizer is not None and not Path(self.tokenizer).exists():
+            problems.append(f"data.tokenizer: {self.tokenizer} does not exist; give a .model or tokenizer.json")
+        if self.num_workers < 0:
+            problems.append(f"data.num_workers: {self.num_workers} is negative; 0 loads in the rank's own process")
+        return problems
+
+    def sources(self) -> Iterator[Source]:
+        """Every source named, training first. Raises InputError for a blend that cannot be read."""
+        for items in (self.train_data, *self.valid_data.values()):
+            yield from parse_blend(items).sources
+
+    def prefixes(self) -> list[str]:
+        """The prefix of every pair and .npy file named, likewise."""
+        return [prefix for source in self.sources() for prefix in source.prefixes]
+
+    def index_cache(self) -> Path:
+        """The folder for sample indices. Raises InputError likewise."""
+        if self.cache_path:
+            return Path(self.cache_path)
+        return next(self.sources()).files[0].absolute().parent / ".index_cache"
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Open every token file, and hold its ids against the vocabulary.
+
+        Raises:
+            InputError: missing files, a .npy file with NumPy's own header, or an id outside [0, vocab_size).
+            CorruptError: token files that disagree with their index or their manifest.
+        """
+        cache = self.index_cache()
+        for source in dict.fromkeys(self.sources()):
+            if source.is_npy:
+                check_npy_ids(open_npy_files(source.paths, self.npy_dtype), vocab_size, cache=cache)
+            else:
+                check_token_ids(source.paths, vocab_size, cache=cache)

@@ -1,0 +1,118 @@
+"""A corpus that every machine has: the Python standard library's own source files, as Dolma documents.
+
+Serves the demo and the tests, which may not need a network or a data set. The same library gives the same
+bytes: documents are sorted by path, the part held out is chosen by a hash of the path, and the dates are
+those of the source files.
+"""
+
+import gzip
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+import msgspec
+
+from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.errors import InputError
+
+# Test suites are left out for their generated tables and deliberately broken files.
+EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+HELD_OUT_PERCENT = 5
+COMPRESSION_LEVEL = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """What `pack_standard_library` wrote."""
+
+    train: tuple[Path, ...]
+    """The shards to train on."""
+    held_out: Path
+    """The shard that is never trained on."""
+    train_documents: int
+    held_out_documents: int
+    text_bytes: int
+    """UTF-8 bytes of the text of all documents."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    name: str  # path below the library's root, with forward slashes
+    text: str
+    modified: datetime
+
+
+def pack_standard_library(folder: Path, *, shards: int = 4, root: Path | None = None) -> Corpus:
+    """Write the library's sources to `folder` as `train-0000N.jsonl.gz` shards and `held-out.jsonl.gz`.
+
+    About 5% of the files are held out. `root` is the library's folder, by default this interpreter's.
+    Raises InputError where the library has no source files, or too few for the shards.
+    """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    sources = list(_read_sources(root))
+    train = [source for source in sources if not _is_held_out(source.name)]
+    held_out = [source for source in sources if _is_held_out(source.name)]
+    if len(train) < shards or not held_out:
+        raise InputError(f"{root} holds {len(sources)} Python files: too few for {shards} shards and a held-out part")
+    added = max(source.modified for source in sources)
+    folder.mkdir(parents=True, exist_ok=True)
+    train_paths = tuple(folder / f"train-{shard:05d}.jsonl.gz" for shard in range(shards))
+    for shard, path in enumerate(train_paths):
+        _write_shard(path, train[shard::shards], added)
+    held_out_path = folder / "held-out.jsonl.gz"
+    _write_shard(held_out_path, held_out, added)
+    return Corpus(
+        train=train_paths,
+        held_out=held_out_path,
+        train_documents=len(train),
+        held_out_documents=len(held_out),
+        text_bytes=sum(len(source.text.encode()) for source in sources),
+    )
+
+
+def _read_sources(root: Path) -> Iterator[_Source]:
+    for path in sorted(_source_files(root)):
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            continue  # another encoding, named in the file's first lines: not worth a decoder here
+        if text:
+            modified = datetime.fromtimestamp(int(path.stat().st_mtime), tz=timezone.utc)
+            yield _Source(path.relative_to(root).as_posix(), text, modified)
+
+
+def _source_files(root: Path) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
+
+
+def _is_held_out(name: str) -> bool:
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT
+
+
+def _write_shard(path: Path, sources: Sequence[_Source], added: datetime) -> None:
+    write_atomically(path, gzip.compress(b"".join(_lines(sources, added)), COMPRESSION_LEVEL, mtime=0))
+
+
+def _lines(sources: Iterable[_Source], added: datetime) -> Iterator[bytes]:
+    for source in sources:
+        document = {
+            "id": source.name,
+            "text": source.text,
+            "source": "python-standard-library",
+            "added": _timestamp(added),
+            "created": _timestamp(source.modified),
+            "metadata": {"path": source.name, "bytes": len(source.text.encode())},
+        }
+        yield msgspec.json.encode(document) + b"\n"
+
+
+def _timestamp(moment: datetime) -> str:
+    """Dolma's form of a date, to the millisecond, in UTC."""
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.000Z")

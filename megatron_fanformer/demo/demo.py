@@ -1,0 +1,273 @@
+"""`demo`: from text to a trained FANformer to a Hugging Face folder to generated text, on this machine alone.
+
+The text is the Python standard library's own source code, the layout tensor parallel 2 on two local ranks, and the
+training is stopped half-way and resumed.
+"""
+
+import dataclasses
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from megatron_fanformer.data.tokenizer import load_tokenizer, train_sentencepiece
+from megatron_fanformer.demo.corpus import Corpus, pack_standard_library
+from megatron_fanformer.demo.loss_curve import draw_loss_curve
+from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.formats.convert import convert_checkpoint
+from megatron_fanformer.generation.generate import GenerateConfig, generate
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.preparation.document_files import read_documents
+from megatron_fanformer.preparation.prepare import PrepareConfig, available_cores, prepare
+from megatron_fanformer.training.config import config_from_dict
+from megatron_fanformer.training.metrics import VALIDATION_LOSS, read_metrics
+from megatron_fanformer.training.start import start_run
+
+VOCAB_SIZE = 8192
+STEPS = 240
+MARK = ".fanformer-demo"  # a folder that bears it is the demo's own, and may be made anew
+VALIDATION = "held-out"
+LOGITS_TOLERANCE = 1e-4  # the trainer's own against transformers', absolute; both in float32
+PROMPT = "def read_lines(path):\n"
+MODEL = FANformerConfig(
+    num_layers=4, hidden_size=192, ffn_hidden_size=512, num_attention_heads=4, vocab_size=VOCAB_SIZE, seq_length=256
+)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where everything of the demo is."""
+
+    root: Path
+
+    @property
+    def documents(self) -> Path:
+        """Dolma shards."""
+        return self.root / "documents"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The sentencepiece model."""
+        return self.root / "tokenizer.model"
+
+    def tokens(self, part: str) -> Path:
+        """Prefix of the token files of `train` or `held-out`."""
+        return self.root / "tokens" / part
+
+    @property
+    def run(self) -> Path:
+        """The training run."""
+        return self.root / "run"
+
+    @property
+    def config(self) -> Path:
+        """The training run's configuration as written for it."""
+        return self.root / "train.yaml"
+
+    @property
+    def huggingface(self) -> Path:
+        """The exported model."""
+        return self.root / "huggingface"
+
+    @property
+    def loss_curve(self) -> Path:
+        """The picture."""
+        return self.root / "loss.png"
+
+
+def run_demo(output: Path) -> None:
+    """Run all of it into the folder `output`, and print what came out.
+
+    Raises:
+        InputError: the folder exists and is not an earlier demo's.
+        FanformerError: a step did not do what it should.
+    """
+    started = time.monotonic()
+    console = Console()
+    places = Places(output)
+    _claim(places.root)
+    with _step(console, 1, "documents: the standard library's source files"):
+        corpus = pack_standard_library(places.documents)
+    with _step(console, 2, f"tokenizer: sentencepiece BPE, {VOCAB_SIZE:,} pieces"):
+        train_sentencepiece(
+            _texts(corpus), places.tokenizer.with_suffix(""), vocab_size=VOCAB_SIZE, num_threads=available_cores()
+        )
+    with _step(console, 3, "tokens: Megatron .bin/.idx"):
+        tokens = {
+            "train": _tokenize(places, "train", list(corpus.train)),
+            VALIDATION: _tokenize(places, VALIDATION, [corpus.held_out]),
+        }
+    with _step(console, 4, f"training: {STEPS} steps at tensor parallel 2, stopped half-way and resumed"):
+        _train(places, console)
+    with _step(console, 5, "conversion: to Hugging Face, reloaded, logits compared"):
+        convert_checkpoint(places.run, places.huggingface, to="hf")
+        difference = compare_logits(places, corpus)
+        console.print(f"largest difference of logits: {difference:.1e}")
+    with _step(console, 6, "generation: greedy, from the checkpoint"):
+        generated = generate(GenerateConfig(checkpoint=str(places.run), prompt=PROMPT, max_new_tokens=64))
+        console.print(PROMPT + generated.text, markup=False, highlight=False, style="cyan")
+    entropy = unigram_entropy(places.tokens(VALIDATION))
+    metrics = read_metrics(places.run)
+    draw_loss_curve(metrics, places.loss_curve, entropy=entropy)
+    console.print(
+        _summary(
+            places,
+            corpus,
+            tokens,
+            steps=metrics,
+            entropy=entropy,
+            difference=difference,
+            seconds=time.monotonic() - started,
+        )
+    )
+
+
+def _claim(root: Path) -> None:
+    if root.exists():
+        if not (root / MARK).exists():
+            raise InputError(f"{root} exists and is no earlier demo's folder; name another with --output")
+        shutil.rmtree(root)
+    root.mkdir(parents=True)
+    (root / MARK).touch()
+
+
+@contextmanager
+def _step(console: Console, number: int, title: str) -> Iterator[None]:
+    console.rule(f"{number}. {title}", align="left")
+    started = time.monotonic()
+    yield
+    console.print(f"[dim]{time.monotonic() - started:.1f} s[/dim]")
+
+
+def _texts(corpus: Corpus) -> Iterator[str]:
+    for shard in corpus.train:
+        yield from (text for text in read_documents(shard) if isinstance(text, str))
+
+
+def _tokenize(places: Places, part: str, inputs: list[Path]) -> int:
+    report = prepare(
+        PrepareConfig(inputs=tuple(map(str, inputs)), output=str(places.tokens(part)), tokenizer=str(places.tokenizer))
+    )
+    return report.manifest.tokens
+
+
+def training_config(places: Places) -> dict[str, Any]:
+    """The demo's training run."""
+    return {
+        "model": dataclasses.asdict(MODEL),
+        "parallel": {"tensor_model_parallel_size": 2},
+        "data": {
+            "train_data": [str(places.tokens("train"))],
+            "valid_data": {VALIDATION: [str(places.tokens(VALIDATION))]},
+            "tokenizer": str(places.tokenizer),
+        },
+        "optimizer": {"lr": 3e-3, "adam_eps": 1e-8},
+        "schedule": {"lr_warmup_iters": STEPS // 10},
+        "training": {
+            "run_dir": str(places.run),
+            "train_iters": STEPS,
+            "global_batch_size": 8,
+            "micro_batch_size": 8,
+            "eval_interval": STEPS // 3,
+            "eval_iters": 20,
+            "exit_interval": STEPS // 2,
+        },
+        "checkpoint": {"keep": 2},
+        "logging": {"log_interval": 25},
+    }
+
+
+def _train(places: Places, console: Console) -> None:
+    """Two starts of one command: the first ends half-way (`exit_interval`), the second goes on from its checkpoint."""
+    values = training_config(places)
+    config_from_dict(values)  # a mistake here is ours: let it show at once
+    places.config.write_text(yaml.safe_dump(values, sort_keys=False))
+    command = ["train", "--config", str(places.config)]
+    start_run(places.config, [], command)
+    console.print("stopped half-way; the same command again:")
+    start_run(places.config, [], command)
+    last = read_metrics(places.run)[-1]["step"]
+    if last != STEPS:
+        raise FanformerError(f"the resumed run ended at step {last}, not {STEPS}")
+
+
+def compare_logits(places: Places, corpus: Corpus) -> float:
+    """Largest difference between the trainer's logits and the reloaded export's, on a held-out text.
+
+    Raises:
+        FanformerError: it is above the tolerance of the precision.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    import megatron_fanformer.hf  # noqa: F401  registers the model with transformers' auto classes
+    from megatron_fanformer.generation.models import load_model
+
+    transformers_logging.disable_progress_bar()
+    text = next(text for text in read_documents(corpus.held_out) if isinstance(text, str))
+    ids = torch.tensor([load_tokenizer(places.tokenizer).encode(text)[: MODEL.seq_length]])
+    exported = AutoModelForCausalLM.from_pretrained(places.huggingface, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        theirs = exported(ids).logits
+    with load_model(places.run) as model:
+        ours = model.logits(ids)[..., : MODEL.vocab_size].float()
+    difference = float((ours - theirs).abs().max())
+    if not difference <= LOGITS_TOLERANCE:
+        raise FanformerError(
+            f"the export's logits differ from the trainer's by {difference:.1e}, more than {LOGITS_TOLERANCE}"
+        )
+    return difference
+
+
+def unigram_entropy(prefix: Path) -> float:
+    """Entropy of the token frequencies of a token file, in nats: the loss of knowing them and nothing else."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(str(prefix))
+    counts = np.zeros(VOCAB_SIZE, dtype=np.int64)
+    for document in range(len(dataset)):
+        counts += np.bincount(dataset[document], minlength=VOCAB_SIZE)
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def _summary(
+    places: Places,
+    corpus: Corpus,
+    tokens: dict[str, int],
+    *,
+    steps: list[dict[str, Any]],
+    entropy: float,
+    difference: float,
+    seconds: float,
+) -> Table:
+    validation = steps[-1][f"{VALIDATION_LOSS}/{VALIDATION}"]
+    speeds = [entry["tokens_per_second"] for entry in steps]
+    table = Table(title="The demo, summed up", show_header=False)
+    for name, value in {
+        "documents": f"{corpus.train_documents} to train on, {corpus.held_out_documents} held out",
+        "tokens": f"{tokens['train']:,} to train on, {tokens[VALIDATION]:,} held out",
+        "parameters": f"{MODEL.num_parameters:,}",
+        "training": f"{STEPS} steps, {steps[-1]['tokens']:,} tokens, tensor parallel 2",
+        "loss, first and last step": f"{steps[0]['loss']:.3f}, {steps[-1]['loss']:.3f} nats a token",
+        "unigram entropy of held-out tokens": f"{entropy:.3f} nats a token",
+        "validation loss": f"{validation:.3f} nats a token (perplexity {math.exp(validation):.1f})",
+        "speed": f"{sorted(speeds)[len(speeds) // 2]:,.0f} tokens/s (median step)",
+        "export against trainer, logits": f"{difference:.1e}",
+        "time": f"{seconds:.0f} s",
+        "run, checkpoints, TensorBoard": str(places.run),
+        "Hugging Face folder": str(places.huggingface),
+        "loss curve": str(places.loss_curve),
+    }.items():
+        table.add_row(name, value)
+    return table

@@ -1,0 +1,122 @@
+"""Files and folders that are there whole or not at all, also after a power cut; their hashes, and locks.
+
+What is written gets its name when it is on the disk: the file is flushed, renamed, and the folder that now names it
+flushed too. A process that is killed leaves a hidden file or folder (`.NAME.….tmp`) at the most.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_fanformer.errors import InputError
+
+READ_BYTES = 1 << 20
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a file system without locks answers; it is left to one process at a time."""
+
+
+def write_atomically(path: Path, content: str | bytes, *, aside: Path | None = None) -> None:
+    """Replace a small file as a whole.
+
+    Args:
+        aside: the folder, on the same disk, in which it is written; None: its own.
+    """
+    partial = temporary_name((aside or path.parent) / path.name)
+    try:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        publish(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Give a complete file, or a folder of files, its name; a file of that name is replaced."""
+    sync_all(partial)
+    os.replace(partial, path)
+    sync(path.parent)
+
+
+def temporary_name(path: Path) -> Path:
+    """A hidden name beside a path, this process's own."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+@contextmanager
+def new_folder(destination: Path) -> Iterator[Path]:
+    """A folder to fill, which takes the name `destination` when the block ends, and is removed if it fails.
+
+    Raises:
+        InputError: `destination` exists already.
+    """
+    if destination.exists():
+        raise InputError(f"{destination} exists already; name another destination, or remove it")
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    partial = temporary_name(destination)
+    partial.mkdir()
+    try:
+        yield partial
+        publish(partial, destination)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def sync_all(path: Path) -> None:
+    """Flush a file, or a folder with all that is in it."""
+    for folder, _, names in os.walk(path) if path.is_dir() else ():
+        for name in names:
+            sync(Path(folder, name))
+        if Path(folder) != path:
+            sync(Path(folder))
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def take_lock(path: Path, *, wait: bool) -> int | None:
+    """A descriptor that holds the lock of a file until it is closed; the file is made where there is none.
+
+    Returns None where another process holds it and `wait` is false.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                return descriptor
+            os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                return None
+            raise
+        # Whoever held it before may have removed the very file that was opened here.
+        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+        os.close(descriptor)
+        if not wait:
+            return None

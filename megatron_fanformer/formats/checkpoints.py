@@ -1,0 +1,107 @@
+"""A checkpoint of any format: recognised and opened, no weights read, and written from tensors of its format."""
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of, open_full_tensors, write_full_tensors
+from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.formats.huggingface import (
+    MAX_SHARD_SIZE,
+    is_huggingface_folder,
+    open_huggingface,
+    write_huggingface,
+)
+from megatron_fanformer.formats.name_table import Format
+from megatron_fanformer.formats.reference import (
+    is_reference_folder,
+    open_reference,
+    optimizer_files,
+    write_reference,
+)
+from megatron_fanformer.formats.weight_files import weight_files
+from megatron_fanformer.model.config import DTYPES, FANformerConfig
+
+
+class Checkpoint(NamedTuple):
+    """A model in a folder; its tensors are read when they are asked for."""
+
+    format: Format
+    path: Path
+    """The checkpoint or the exported folder itself."""
+    config: FANformerConfig
+    tensors: LazyTensors
+    """Under the format's own names."""
+    tokenizer: Path | None
+    """The tokenizer's file, if there is one."""
+    not_converted: tuple[str, ...] = ()
+    """Files of an optimizer's state beside the weights."""
+
+    def weight_files(self) -> list[Path]:
+        """The files that hold the tensors."""
+        return sorted(self.path.glob("*.distcp")) if self.format == "megatron" else weight_files(self.path)
+
+
+class Extras(NamedTuple):
+    """What is written beside the tensors."""
+
+    name: str
+    """What a model card calls the model."""
+    tokenizer: Path | None = None
+    eod_id: int | None = None
+    """The id that ends a document; None: the tokenizer's own."""
+    max_shard_size: str = MAX_SHARD_SIZE
+    training: str = ""
+    """What a model card says of how the model was trained."""
+
+    @property
+    def end_of_text_id(self) -> int | None:
+        """What ends a document: the id that was stated, or the tokenizer's own."""
+        return load_tokenizer(self.tokenizer, eod_id=self.eod_id).eod_id if self.tokenizer else self.eod_id
+
+
+def open_checkpoint(source: Path) -> Checkpoint:
+    """Recognise a checkpoint, and read everything about it but its tensors.
+
+    Raises:
+        InputError: it is none, or its model cannot be built here.
+        CorruptError: it is damaged, or holds what might be executed.
+    """
+    if is_huggingface_folder(source):
+        return Checkpoint("hf", source, *open_huggingface(source), store.attached_tokenizer(source))
+    if is_reference_folder(source):
+        config, tensors = open_reference(source)
+        left = tuple(optimizer_files(source))
+        return Checkpoint("reference", source, config, tensors, store.attached_tokenizer(source), left)
+    found = store.find_checkpoint(source)
+    return Checkpoint(
+        "megatron", found, store.saved_model(found), open_full_tensors(found), store.attached_tokenizer(found)
+    )
+
+
+def write_checkpoint(
+    format: Format, folder: Path, config: FANformerConfig, tensors: LazyTensors, extras: Extras
+) -> None:
+    """Fill an empty folder with a model; each tensor is asked for once, in its turn.
+
+    Raises:
+        InputError: the tokenizer does not fit, or the shard size is none.
+    """
+    if format == "megatron":
+        dtype = next(iter(meta_of(tensors).values())).dtype
+        saved = {"model": dataclasses.asdict(config), **_precision(dtype)}
+        write_full_tensors(folder, tensors, saved, [extras.tokenizer] if extras.tokenizer else [])
+    elif format == "hf":
+        end_of_text_id, rest = extras.end_of_text_id, (extras.max_shard_size, extras.training)
+        write_huggingface(folder, config, tensors, extras.name, extras.tokenizer, end_of_text_id, *rest)
+    else:
+        write_reference(folder, config, tensors, extras.end_of_text_id)
+
+
+def _precision(dtype: torch.dtype) -> dict[str, dict[str, str]]:
+    """What the configuration of a run says of its weights' type; nothing, of a type that no run has."""
+    name = next((name for name, known in DTYPES.items() if known == dtype), None)
+    return {} if name is None else {"precision": {"dtype": name}}

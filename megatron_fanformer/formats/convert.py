@@ -1,0 +1,160 @@
+"""`convert`: from any kind of checkpoint to any other, a tensor at a time, with a receipt."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors
+from megatron_fanformer.data.tokenizer import tokenizer_file
+from megatron_fanformer.durable_files import new_folder
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.formats.checkpoints import Checkpoint, Extras, open_checkpoint, write_checkpoint
+from megatron_fanformer.formats.huggingface import MAX_SHARD_SIZE, MODEL_CARD
+from megatron_fanformer.formats.model_card import RECEIPT, receipt_section
+from megatron_fanformer.formats.name_table import Format, convert
+from megatron_fanformer.formats.training_record import training_record
+from megatron_fanformer.formats.verify.receipt import Json, failures, report, verify, vocabulary
+from megatron_fanformer.model.config import DTYPES, FANformerConfig
+from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
+
+
+class Conversion(NamedTuple):
+    """What a conversion did."""
+
+    checks: Json | None
+    """By their names; None where it was told not to verify."""
+    notes: list[str]
+    """What was left out, a line each."""
+
+
+def convert_checkpoint(
+    source: Path,
+    destination: Path,
+    *,
+    to: Format,
+    tokenizer: Path | None = None,
+    eod_id: int | None = None,
+    dtype: str | None = None,
+    padded_vocab_size: int | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+    verified: bool = True,
+    receipt: Path | None = None,
+) -> Conversion:
+    """Convert `source`, whose kind is recognised, into a new folder `destination`, which appears when it is verified.
+
+    Args:
+        tokenizer: a file to put beside the weights; None: the source's own, if it has one.
+        eod_id: the id that ends a document; None: the tokenizer's own.
+        dtype: `fp32` or `bf16`; None: the source's own.
+        padded_vocab_size: rows of the embedding and the head at the destination; None: the source's own, and none but
+            the vocabulary's for Hugging Face, which has no padding.
+        max_shard_size: of a Hugging Face folder's weights.
+        verified: whether to verify before the destination gets its name.
+        receipt: a JSON file to write the receipt into, whether it is passed or not.
+
+    Raises:
+        InputError: the source is no checkpoint, the destination exists, the tokenizer is missing, or a size is none.
+        CorruptError: the source is damaged, or a check failed; there is no destination then.
+    """
+    if destination.exists():
+        raise InputError(f"{destination} exists; name a folder that does not, or remove it")
+    opened = open_checkpoint(source)
+    extras = Extras(
+        name=destination.name,
+        tokenizer=tokenizer_file(tokenizer) if tokenizer else opened.tokenizer,
+        eod_id=eod_id,
+        max_shard_size=max_shard_size,
+        training=training_record(opened.format, opened.path) if to == "hf" else "",
+    )
+    with new_folder(destination) as folder:
+        used = _write(to, folder, opened, padded_vocab_size, None if dtype is None else DTYPES[dtype], extras)
+        written = open_checkpoint(folder)
+        checks = _verified(opened, used, written) if verified else None
+        rows = vocabulary(opened, written)
+        content = report(opened, written, checks, rows, destination, hashed=receipt is not None)
+        if receipt is not None:
+            _write_json(receipt, content)
+        _refuse_failed(source, checks)
+        if to == "hf":
+            _add_receipt(folder, content if verified else None)
+    return Conversion(checks, _notes(opened, rows))
+
+
+def _write(
+    to: Format, folder: Path, source: Checkpoint, rows: int | None, dtype: torch.dtype | None, extras: Extras
+) -> set[str]:
+    """Fill the folder with the converted source; returns the names of the tensors that were read for it."""
+    goal = _with_vocabulary(source.config, to, rows)
+    used: set[str] = set()
+    tensors = _recorded(source.tensors, used)
+    converted = convert(tensors, source.config, source.format, to, target_config=goal, dtype=dtype)
+    write_checkpoint(to, folder, goal, converted, extras)
+    return used
+
+
+def _verified(source: Checkpoint, used: set[str], written: Checkpoint) -> Json:
+    with distributed(ParallelConfig(device="cpu")) as grid:  # megatron-core's model asks for process groups
+        return verify(source, used, written, grid)
+
+
+def _refuse_failed(source: Path, checks: Json | None) -> None:
+    if checks and (failed := failures(checks)):
+        raise CorruptError(
+            f"the conversion of {source} failed its checks, and is not published: {failed}; keep the source, and "
+            "report this"
+        )
+
+
+def _add_receipt(folder: Path, content: Json | None) -> None:
+    """The receipt, and a word of it in the model card, for whom the folder is passed on to; None: there is none."""
+    with (folder / MODEL_CARD).open("a", encoding="utf-8") as card:
+        card.write(receipt_section(content))
+    if content is not None:
+        sides = {
+            side: {**content[side], "path": Path(content[side]["path"]).name} for side in ("source", "destination")
+        }
+        _write_json(folder / RECEIPT, {**content, **sides})  # the rest of the paths is nobody else's business
+
+
+def _write_json(path: Path, content: Json) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _recorded(tensors: LazyTensors, used: set[str]) -> LazyTensors:
+    def load(name: str) -> object:
+        used.add(name)
+        return tensors[name]
+
+    return LazyTensors(tensors.meta, load)  # type: ignore[arg-type]
+
+
+def _with_vocabulary(config: FANformerConfig, to: Format, rows: int | None) -> FANformerConfig:
+    """The model with so many rows of its embedding: padding, or token ids where the format has no padding."""
+    if rows is None:
+        return config
+    if rows < config.vocab_size:
+        raise InputError(
+            f"the padded vocabulary size is stated as {rows}, and the model has {config.vocab_size} token ids: state "
+            "that many or more"
+        )
+    vocab_size = rows if to == "hf" else config.vocab_size
+    usual = FANformerConfig.make_vocab_size_divisible_by
+    multiple = usual if -(-vocab_size // usual) * usual == rows else rows
+    return dataclasses.replace(config, vocab_size=vocab_size, make_vocab_size_divisible_by=multiple)
+
+
+def _notes(source: Checkpoint, rows: Json) -> list[str]:
+    notes = []
+    if source.not_converted:
+        notes.append(
+            f"not converted: {', '.join(source.not_converted)} (the optimizer's state; training starts afresh on the "
+            "converted weights)"
+        )
+    if rows["dropped_rows"] and "not zero" in rows["dropped_rows_were"].values():
+        notes.append(
+            f"left out: {rows['dropped_rows']} rows of vocabulary padding that were not zero; no token id needs them"
+        )
+    return notes

@@ -1,0 +1,204 @@
+"""Folders as transformers opens them: written from Megatron tensors, and read back.
+
+An export is self-contained. It holds the model's code, that of `megatron_fanformer.hf` copied verbatim, so
+that `trust_remote_code=True` opens it where this package is not installed.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
+from megatron_fanformer.checkpoint.model_fields import wrong_fields
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.formats.model_card import Card, model_card
+from megatron_fanformer.formats.p_ratio import inferred_p_ratio
+from megatron_fanformer.formats.tokenizer_files import write_tokenizer
+from megatron_fanformer.formats.weight_files import open_weights, write_shards
+from megatron_fanformer.hf import FANformerConfig as HuggingFaceConfig
+from megatron_fanformer.hf import configuration_fanformer, modeling_fanformer
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+
+Placement: TypeAlias = Literal["qkv", "qk_and_v", "none"]
+CONFIG_JSON, MODEL_CARD = "config.json", "README.md"
+MAX_SHARD_SIZE = "5GB"
+FAN_WEIGHT = "model.layers.0.self_attn.fan.weight"
+V_FAN_WEIGHT = "model.layers.0.self_attn.v_fan.weight"
+AUTO_MAP = {
+    "AutoConfig": "configuration_fanformer.FANformerConfig",
+    "AutoModel": "modeling_fanformer.FANformerModel",
+    "AutoModelForCausalLM": "modeling_fanformer.FANformerForCausalLM",
+}
+
+
+def is_huggingface_folder(folder: Path) -> bool:
+    """Whether `folder` holds a FANformer as transformers opens it; reads no weights."""
+    path = folder / CONFIG_JSON
+    return path.is_file() and _read_json(path).get("model_type") == HuggingFaceConfig.model_type
+
+
+def write_huggingface(
+    folder: Path,
+    config: FANformerConfig,
+    tensors: Mapping[str, Tensor],
+    name: str,
+    tokenizer_path: Path | None = None,
+    end_of_text_id: int | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+    training: str = "Not known.",
+) -> None:
+    """Fill an empty folder; `tensors` are transformers', and asked for one at a time.
+
+    Args:
+        name: what the model card calls it.
+        training: what the card says of how it was trained, in Markdown.
+
+    Raises:
+        InputError: the tokenizer cannot be written or does not fit the model, or the shard size is none.
+    """
+    if tokenizer_path is not None:
+        _write_tokenizer(folder, tokenizer_path, config, end_of_text_id)
+    dtype = next(iter(meta_of(tensors).values())).dtype
+    _write_configuration(folder, config, dtype, end_of_text_id)
+    for module in (configuration_fanformer, modeling_fanformer):
+        shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)
+    write_shards(folder, tensors, max_shard_size=max_shard_size)
+    has_tokenizer = tokenizer_path is not None
+    card = Card(name, training, has_tokenizer, has_padding=has_tokenizer and end_of_text_id is not None)
+    (folder / MODEL_CARD).write_text(model_card(config, card), encoding="utf-8")
+
+
+def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
+    """A folder's configuration and its tensors under transformers' names, read one by one.
+
+    The vocabulary is padded to Megatron's usual multiple, whatever it was padded to before the export.
+
+    Raises:
+        InputError: not a FANformer of transformers, or an impossible configuration.
+        CorruptError: the configuration or the weights cannot be read, or the stated p_ratio disagrees with them.
+    """
+    stated = _stated_config(folder)
+    tensors = open_weights(folder)
+    return _checked_config(folder, stated, tensors), tensors
+
+
+def huggingface_config(folder: Path, tensors: Mapping[str, Tensor]) -> FANformerConfig:
+    """The configuration alone; of `tensors` only names and shapes count, so that they may be on the meta device.
+
+    Raises:
+        InputError, CorruptError: as `open_huggingface`.
+    """
+    return _checked_config(folder, _stated_config(folder), tensors)
+
+
+def _stated_config(folder: Path) -> HuggingFaceConfig:
+    if not is_huggingface_folder(folder):
+        raise InputError(f"{folder} is no Hugging Face folder of a FANformer: name one that {CONFIG_JSON} says is")
+    try:
+        return HuggingFaceConfig.from_pretrained(folder)
+    except Exception as error:  # transformers' own checks raise anything
+        raise InputError(f"the model in {folder} cannot be built: {' '.join(str(error).split())}") from error
+
+
+def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[str, Tensor]) -> FANformerConfig:
+    known = meta_of(tensors)
+    if stated.fan_placement != "none" and FAN_WEIGHT in known:
+        inferred_p_ratio(known[FAN_WEIGHT].shape[0], stated.hidden_size, stated.p_ratio)
+    if stated.fan_placement == "qk_and_v" and V_FAN_WEIGHT in known:
+        groups = stated.num_key_value_heads or stated.num_attention_heads
+        rows = known[V_FAN_WEIGHT].shape[0]
+        inferred_p_ratio(rows, groups * stated.head_dim, _v_p_ratio(stated), "v_p_ratio")
+    if not isinstance(stated.rope_theta, int | float) or stated.rope_theta % 1:
+        raise InputError(f"the model in {folder} has rope_theta {stated.rope_theta}, which must be whole here")
+    config = from_huggingface_config(stated)
+    if found := wrong_fields(config):
+        raise InputError(f"the model in {folder} cannot be built: {'; '.join(found)}")
+    return config
+
+
+def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = None) -> HuggingFaceConfig:
+    """transformers' configuration of the same model, without vocabulary padding."""
+    values_own = {"v_p_ratio": config.fan.value_p_ratio} if config.fan.placement == "qk_and_v" else {}
+    return HuggingFaceConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.query_groups,
+        max_position_embeddings=config.seq_length,
+        rms_norm_eps=config.layernorm_epsilon,
+        rope_theta=float(config.rotary_base),
+        p_ratio=config.fan.p_ratio,
+        fan_activation=config.fan.activation,
+        fan_bias=config.fan.bias,
+        fan_placement=config.fan.placement,
+        **values_own,
+        tie_word_embeddings=not config.untie_embeddings_and_output_weights,
+        eos_token_id=end_of_text_id,
+        pad_token_id=end_of_text_id,
+    )
+
+
+def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
+    """The model's configuration here; the vocabulary is padded to Megatron's usual multiple."""
+    v_p_ratio = _v_p_ratio(stated) if stated.fan_placement == "qk_and_v" else None
+    fan = FANConfig(
+        p_ratio=stated.p_ratio,
+        activation="gelu" if stated.fan_activation == "gelu" else "none",
+        bias=stated.fan_bias,
+        placement=cast(Placement, stated.fan_placement),  # its own rules say that it is one
+        v_p_ratio=None if v_p_ratio == stated.p_ratio else v_p_ratio,
+    )
+    return FANformerConfig(
+        num_layers=stated.num_hidden_layers,
+        hidden_size=stated.hidden_size,
+        ffn_hidden_size=stated.intermediate_size,
+        num_attention_heads=stated.num_attention_heads,
+        num_query_groups=stated.num_key_value_heads,
+        vocab_size=stated.vocab_size,
+        seq_length=stated.max_position_embeddings,
+        rotary_base=int(stated.rope_theta),
+        layernorm_epsilon=stated.rms_norm_eps,
+        untie_embeddings_and_output_weights=not stated.tie_word_embeddings,
+        fan=fan,
+    )
+
+
+def _v_p_ratio(stated: HuggingFaceConfig) -> float:
+    own: float | None = getattr(stated, "v_p_ratio", None)
+    return stated.p_ratio if own is None else own
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CorruptError(f"{path} cannot be read: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _write_tokenizer(folder: Path, source: Path, config: FANformerConfig, end_of_text_id: int | None) -> None:
+    if not source.is_file():
+        raise InputError(f"tokenizer {source} does not exist: name a .model file or a tokenizer.json")
+    size = write_tokenizer(folder, source, end_of_text_id=end_of_text_id, model_max_length=config.seq_length)
+    if size > config.vocab_size:
+        raise InputError(
+            f"tokenizer {source} has {size} ids, the model's vocabulary {config.vocab_size}: name the "
+            "tokenizer that the model was trained with"
+        )
+
+
+def _write_configuration(folder: Path, config: FANformerConfig, dtype: torch.dtype, end_of_text_id: int | None) -> None:
+    written = to_huggingface_config(config, end_of_text_id)
+    written.architectures = ["FANformerForCausalLM"]
+    written.auto_map = AUTO_MAP
+    written.dtype = dtype
+    written.to_json_file(str(folder / CONFIG_JSON), use_diff=False)
+    GenerationConfig(eos_token_id=end_of_text_id, pad_token_id=end_of_text_id).save_pretrained(folder)

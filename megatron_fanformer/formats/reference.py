@@ -1,0 +1,277 @@
+"""The authors' checkpoints: `config.yaml` with `model.safetensors` or `model.pt`, or their Hugging Face wrap.
+
+Field names and defaults are those of the reference's model configuration. Dropout and initialisation settings
+are not read: they leave no trace in the weights.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from torch import Tensor
+
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
+from megatron_fanformer.checkpoint.model_fields import wrong_fields
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.formats.p_ratio import inferred_p_ratio
+from megatron_fanformer.formats.weight_files import SAFETENSORS, open_weights, write_safetensors
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+
+CONFIG_YAML, CONFIG_JSON = "config.yaml", "config.json"
+WRAP_PREFIX = "model."
+FAN_WEIGHT = "transformer.blocks.0.att_proj.fanlayer.input_linear.weight"
+FAN_BIAS = "transformer.blocks.0.att_proj.fanlayer.input_linear.bias"
+V_FAN_WEIGHT = "transformer.blocks.0.v_fan.input_linear.weight"
+SEQUENTIAL, FANFORMER = "sequential", "fanformer"
+OPTIMIZER_FILES = ("optim.pt", "optim.safetensors", "optim", "train.pt", "trainer.pt", "other.pt")
+
+
+_REQUIRED = ("d_model", "n_heads", "n_layers", "vocab_size")
+_WHOLE = (*_REQUIRED, "mlp_hidden_size", "embedding_size", "n_kv_heads", "max_sequence_length")
+_NUMBERS = ("mlp_ratio", "rope_theta", "layer_norm_eps")
+
+
+class _Rule(NamedTuple):
+    """A field that has to have one value, since a FANformer here is built that way."""
+
+    default: Any
+    """The reference's, where a configuration file leaves the field out."""
+    required: Any
+    reason: str
+
+
+_RULES = {
+    "block_group_size": _Rule(1, 1, "grouped blocks have other tensor names"),
+    "rope": _Rule(False, True, "positions are rotary"),
+    "alibi": _Rule(False, False, "positions are rotary"),
+    "layer_norm_type": _Rule("default", "rms", "norms are RMSNorm"),
+    "layer_norm_with_affine": _Rule(True, True, "norms have weights"),
+    "bias_for_layer_norm": _Rule(False, False, "norms have no bias"),
+    "attention_layer_norm": _Rule(False, False, "queries and keys are not normed"),
+    "embedding_layer_norm": _Rule(False, False, "embeddings are not normed"),
+    "norm_after": _Rule(False, False, "norms come before attention and MLP"),
+    "activation_type": _Rule("swiglu", "swiglu", "the MLP is SwiGLU"),
+    "include_bias": _Rule(True, False, "FAN alone has a bias"),
+    "clip_qkv": _Rule(None, None, "queries, keys and values are not clipped"),
+    "scale_logits": _Rule(False, False, "logits are not scaled"),
+}
+
+
+def is_reference_folder(folder: Path) -> bool:
+    """Whether `folder` is laid out as one of the authors' checkpoints; reads no weights."""
+    if (folder / CONFIG_YAML).is_file():
+        return "d_model" in _model_section(_read_config(folder))
+    return (folder / CONFIG_JSON).is_file() and "d_model" in _read_config(folder)
+
+
+def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
+    """A checkpoint's configuration and its tensors under the reference's names, read one by one.
+
+    p_ratio comes from the weights' shapes; so does whether FAN has a bias.
+
+    Raises:
+        InputError: not such a folder, or a model that FANformerConfig cannot express (all reasons at once).
+        CorruptError: the weights cannot be read, have no FAN map where the configuration says they do, or disagree
+            with the p_ratio that it states.
+    """
+    fields = _convertible_fields(folder)
+    tensors = _unwrapped(open_weights(folder))
+    return _checked_config(folder, fields, tensors.meta), tensors
+
+
+def optimizer_files(folder: Path) -> list[str]:
+    """The files of the reference's trainer beside the weights; they are not converted."""
+    return [name for name in OPTIMIZER_FILES if (folder / name).exists()]
+
+
+def reference_config(folder: Path, tensors: Mapping[str, Tensor]) -> FANformerConfig:
+    """The configuration alone; of `tensors` only names and shapes count, so that they may be on the meta device.
+
+    Raises:
+        InputError, CorruptError: as `open_reference`.
+    """
+    shapes = LazyTensors(meta_of(tensors), tensors.__getitem__)
+    return _checked_config(folder, _convertible_fields(folder), _unwrapped(shapes).meta)
+
+
+def _convertible_fields(folder: Path) -> dict[str, Any]:
+    fields = _model_section(_read_config(folder))
+    problems = _problems(fields)
+    if problems:
+        raise InputError(f"the model in {folder} cannot be converted: {'; '.join(problems)}")
+    return fields
+
+
+def _checked_config(folder: Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FANformerConfig:
+    config = _config(fields, _fan(fields, tensors))
+    if found := wrong_fields(config):
+        raise InputError(f"the model in {folder} cannot be built: {'; '.join(found)}")
+    return config
+
+
+def write_reference(
+    folder: Path, config: FANformerConfig, tensors: Mapping[str, Tensor], end_of_text_id: int | None = None
+) -> None:
+    """Fill an empty folder, which `open_reference` reads; `tensors` are the reference's, asked for one at a time.
+
+    The authors' own code reads it too, unless the FAN map has no bias: theirs always has one.
+    """
+    text = yaml.safe_dump({"model": _fields(config, end_of_text_id)}, sort_keys=False)
+    (folder / CONFIG_YAML).write_text(text)
+    write_safetensors(folder / SAFETENSORS, tensors)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = next((folder / name for name in (CONFIG_YAML, CONFIG_JSON) if (folder / name).is_file()), None)
+    if path is None:
+        raise InputError(f"{folder} is no reference checkpoint: it must hold {CONFIG_YAML} or {CONFIG_JSON}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        config = yaml.safe_load(text) if path.name == CONFIG_YAML else json.loads(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise CorruptError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict):
+        raise CorruptError(f"{path} holds no configuration: it must be a mapping of fields to values")
+    return config
+
+
+def _model_section(config: dict[str, Any]) -> dict[str, Any]:
+    """The model's fields: a whole training configuration has them in a section, the wrap at the top."""
+    section = config.get("model")
+    return section if isinstance(section, dict) else config
+
+
+def _problems(fields: Mapping[str, Any]) -> list[str]:
+    found = [f"it states no {name}" for name in _REQUIRED if name not in fields] + _type_problems(fields)
+    for name, rule in _RULES.items():
+        value = fields.get(name, rule.default)
+        if value is None and name == "bias_for_layer_norm":
+            value = fields.get("include_bias", True)
+        if value != rule.required:
+            found.append(f"{name} is {value!r} and must be {rule.required!r}, since {rule.reason}")
+    if (block := fields.get("block_type", SEQUENTIAL)) not in (SEQUENTIAL, FANFORMER):
+        found.append(f"block_type is {block!r} and must be {SEQUENTIAL!r} or {FANFORMER!r}: no other is supported")
+    if fields.get("attention_activation") not in (None, "none", "gelu"):
+        found.append(f"attention_activation is {fields['attention_activation']!r} and must be gelu or null")
+    return found + ([] if found else _size_problems(fields))
+
+
+def _type_problems(fields: Mapping[str, Any]) -> list[str]:
+    whole = [name for name in _WHOLE if name in fields and type(fields[name]) is not int]
+    found = [name for name in whole if name in _REQUIRED or fields[name] is not None]
+    found += [name for name in _NUMBERS if name in fields and not _is_number(fields[name])]
+    return [f"{name} is {fields[name]!r}, which is no {'size' if name in _WHOLE else 'number'}" for name in found]
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))  # of a string, too: YAML 1.1 reads 1e-5 as one
+    except (TypeError, ValueError):
+        return False
+
+
+def _size_problems(fields: Mapping[str, Any]) -> list[str]:
+    found = []
+    heads, multi_query = fields.get("n_kv_heads"), fields.get("multi_query_attention")
+    if None not in (heads, multi_query) and heads != (1 if multi_query else fields["n_heads"]):
+        found.append(f"n_kv_heads is {heads}, which multi_query_attention {multi_query} contradicts")
+    if _mlp_size(fields) % 2:
+        found.append(f"mlp_hidden_size is {_mlp_size(fields)} and must be even: it counts both halves of SwiGLU")
+    if _embedding_size(fields) < fields["vocab_size"]:
+        found.append(f"embedding_size is {_embedding_size(fields)}, less than vocab_size {fields['vocab_size']}")
+    if float(fields.get("rope_theta", 10_000)) % 1:
+        found.append(f"rope_theta is {fields['rope_theta']} and must be whole")
+    return found
+
+
+def _mlp_size(fields: Mapping[str, Any]) -> int:
+    stated = fields.get("mlp_hidden_size")
+    return int(float(fields.get("mlp_ratio", 4)) * fields["d_model"]) if stated is None else int(stated)
+
+
+def _embedding_size(fields: Mapping[str, Any]) -> int:
+    stated = fields.get("embedding_size", 50_304)
+    return int(fields["vocab_size"] if stated is None else stated)
+
+
+def _unwrapped(tensors: LazyTensors) -> LazyTensors:
+    if not all(name.startswith(WRAP_PREFIX) for name in tensors):
+        return tensors
+    meta = {name.removeprefix(WRAP_PREFIX): tensor for name, tensor in tensors.meta.items()}
+    return LazyTensors(meta, lambda name: tensors[WRAP_PREFIX + name])
+
+
+def _fan(fields: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> FANConfig:
+    own_values = fields.get("block_type") == FANFORMER
+    if not fields.get("use_ATF") and not own_values:
+        return FANConfig(placement="none")
+    for name in (FAN_WEIGHT, V_FAN_WEIGHT)[: 1 + own_values]:
+        if name not in shapes:
+            raise CorruptError(f"the configuration says that there is FAN, but the weights have no {name}")
+    p_ratio = inferred_p_ratio(shapes[FAN_WEIGHT].shape[0], fields["d_model"], fields.get("p_ratio"))
+    return FANConfig(
+        p_ratio=p_ratio,
+        activation="gelu" if fields.get("attention_activation") == "gelu" else "none",
+        bias=FAN_BIAS in shapes,
+        placement="qk_and_v" if own_values else "qkv",
+        v_p_ratio=_v_p_ratio(fields, shapes, p_ratio) if own_values else None,
+    )
+
+
+def _v_p_ratio(fields: Mapping[str, Any], shapes: Mapping[str, Tensor], p_ratio: float) -> float | None:
+    """Of the values' FAN layer, where it is another; the reference has no field for it."""
+    groups = 1 if fields.get("multi_query_attention") else fields.get("n_kv_heads") or fields["n_heads"]
+    width = groups * (fields["d_model"] // fields["n_heads"])
+    actual = inferred_p_ratio(shapes[V_FAN_WEIGHT].shape[0], width, None)
+    return None if int(p_ratio * width) == int(actual * width) else actual
+
+
+def _config(fields: Mapping[str, Any], fan: FANConfig) -> FANformerConfig:
+    vocab_size, embedding_size = fields["vocab_size"], _embedding_size(fields)
+    # Megatron pads to a multiple; where its usual one gives another size, the size itself is one.
+    usual = FANformerConfig.make_vocab_size_divisible_by
+    multiple = usual if -(-vocab_size // usual) * usual == embedding_size else embedding_size
+    return FANformerConfig(
+        num_layers=fields["n_layers"],
+        hidden_size=fields["d_model"],
+        ffn_hidden_size=_mlp_size(fields) // 2,
+        num_attention_heads=fields["n_heads"],
+        num_query_groups=1 if fields.get("multi_query_attention") else fields.get("n_kv_heads"),
+        vocab_size=vocab_size,
+        make_vocab_size_divisible_by=multiple,
+        seq_length=fields.get("max_sequence_length") or 1024,
+        rotary_base=int(float(fields.get("rope_theta", 10_000))),
+        layernorm_epsilon=float(fields.get("layer_norm_eps", 1e-5)),  # YAML 1.1 reads 1e-5 as a string
+        untie_embeddings_and_output_weights=not fields.get("weight_tying", True),
+        fan=fan,
+    )
+
+
+def _fields(config: FANformerConfig, end_of_text_id: int | None) -> dict[str, Any]:
+    fields = {
+        "block_type": FANFORMER if config.fan.placement == "qk_and_v" else SEQUENTIAL,
+        "d_model": config.hidden_size,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_query_groups,
+        "n_layers": config.num_layers,
+        "mlp_hidden_size": 2 * config.ffn_hidden_size,
+        "weight_tying": not config.untie_embeddings_and_output_weights,
+        "rope_theta": config.rotary_base,
+        "layer_norm_eps": config.layernorm_epsilon,
+        "max_sequence_length": config.seq_length,
+        "vocab_size": config.vocab_size,
+        "embedding_size": config.padded_vocab_size,
+        "use_ATF": config.has_fan,
+        "p_ratio": config.fan.p_ratio,
+        "attention_activation": None if config.fan.activation == "none" else config.fan.activation,
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+        "embedding_dropout": 0.0,
+        "attention_layer_norm_with_affine": False,
+        "init_fn": "mitchell",
+        **{name: rule.required for name, rule in _RULES.items()},
+    }
+    return fields if end_of_text_id is None else {**fields, "eos_token_id": end_of_text_id}

@@ -1,0 +1,192 @@
+"""What is known of the training that weights come from, for the model card of an export.
+
+It is read off a run's checkpoint, its saved configuration and the metrics of its run's folder, where these are at hand.
+What none of them says is left out, or said to be unknown: nothing is inferred. Of paths the last part alone is told.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.saved_progress import SavedProgress, saved_progress
+from megatron_fanformer.checkpoint.tensor_table import read_table
+from megatron_fanformer.formats.name_table import Format, listed
+
+# As training.metrics writes them; a test holds the two together.
+METRICS, VALIDATION_LOSS = "metrics.jsonl", "validation_loss"
+DEGREES = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "dp": "data_parallel_size",
+}
+ORIGINS: dict[Format, str] = {
+    "megatron": "a checkpoint of converted weights",
+    "reference": "a checkpoint in the authors' format",
+    "hf": "a Hugging Face folder",
+}
+
+Rows = list[tuple[str, str]]
+Saved = dict[str, Any]
+
+
+def training_record(format: Format, checkpoint: Path) -> str:
+    """Markdown: a table of a run's training, or that nothing is known of it.
+
+    Raises:
+        CorruptError: a checkpoint of ours cannot be read.
+    """
+    rows = training_rows(checkpoint) if format == "megatron" else []
+    if not rows:
+        return (
+            f"Not known: the weights were converted from {ORIGINS[format]}, which holds no record of the steps, the "
+            "data and the losses of their training."
+        )
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {_cell(text)} |" for name, text in rows)])
+
+
+def training_rows(checkpoint: Path) -> Rows:
+    """Name and text of all that a checkpoint of ours says of its run; none where it holds converted weights."""
+    progress = saved_progress(checkpoint, read_table(checkpoint))
+    if progress is None:
+        return []
+    saved = store.saved_config(checkpoint)
+    return [
+        *_length_rows(saved, progress),
+        *_loss_rows(checkpoint, progress.step),
+        *_recipe_rows(saved),
+        *_data_rows(_section(saved, "data")),
+    ]
+
+
+def layout(saved: Saved) -> str:
+    """Parallel degrees, optimizer, type and device of a run's saved configuration."""
+    parallel = _section(saved, "parallel")
+    degrees = ", ".join(f"{short} {parallel.get(name) or 1}" for short, name in DEGREES.items())
+    optimizer = "distributed optimizer" if parallel.get("use_distributed_optimizer") else "plain optimizer"
+    dtype = _section(saved, "precision").get("dtype", "?")
+    return f"{degrees}; {optimizer}; {dtype} on {parallel.get('device', '?')}"
+
+
+def _section(saved: Saved, name: str) -> Saved:
+    section = saved.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _length_rows(saved: Saved, progress: SavedProgress) -> Rows:
+    training, sequence = _section(saved, "training"), _section(saved, "model").get("seq_length")
+    planned = training.get("train_iters")
+    more = f" of {planned:,} planned" if isinstance(planned, int) and planned != progress.step else ""
+    rows = [("steps", f"{progress.step:,}{more}")]
+    if isinstance(sequence, int):
+        rows.append(("tokens", f"{progress.consumed_samples * sequence:,}"))
+    if start := _section(saved, "checkpoint").get("load"):
+        rows.append(("started from", f"the weights of {Path(str(start)).name}, whose own training is not counted here"))
+    return rows
+
+
+# -- losses
+
+
+def _loss_rows(checkpoint: Path, step: int) -> Rows:
+    losses = _losses(checkpoint.parent.parent / METRICS, step) if checkpoint.parent.name == store.CHECKPOINTS else {}
+    if not losses:
+        return [("losses", f"not known: the run's {METRICS} was not at hand, or has no step {step}")]
+    return [(name, f"{loss:.4f} nats a token, at step {at:,}") for name, (at, loss) in losses.items()]
+
+
+def _losses(metrics: Path, step: int) -> dict[str, tuple[int, float]]:
+    """By what they are of: the training loss of a step, and each validation set's last one up to it."""
+    found: dict[str, tuple[int, float]] = {}
+    for entry in _entries(metrics):
+        at = entry.get("step")
+        if type(at) is not int or at > step:
+            continue
+        for name, value in entry.items():
+            kind, _, dataset = name.partition("/")
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            if is_number and kind == VALIDATION_LOSS and dataset:
+                found[f"validation loss, {_cell(dataset)}"] = at, value
+            elif is_number and name == "loss" and at == step:
+                found = {"training loss": (at, value), **found}
+    return found if "training loss" in found else {}
+
+
+def _entries(metrics: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of metrics; a line that is torn, or is none, is left out."""
+    try:
+        with metrics.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                entry = _parsed(line)
+                if isinstance(entry, dict):
+                    yield entry
+    except OSError:
+        return
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+# -- recipe
+
+
+def _recipe_rows(saved: Saved) -> Rows:
+    training, rate = _section(saved, "training"), _section(saved, "optimizer").get("lr")
+    rows = []
+    if "global_batch_size" in training:
+        sequence = _section(saved, "model").get("seq_length", "?")
+        rows.append(("global batch", f"{training['global_batch_size']} sequences of {sequence} tokens"))
+    if rate is not None:
+        rows.append(("peak learning rate", f"{rate}{_schedule(_section(saved, 'schedule'))}"))
+    if "parallel" in saved:
+        rows.append(("layout", layout(saved)))
+    if "seed" in training:
+        rows.append(("seed", str(training["seed"])))
+    return rows
+
+
+def _schedule(schedule: Saved) -> str:
+    style, warmup = schedule.get("lr_decay_style"), schedule.get("lr_warmup_iters")
+    return (f"; {style}" if style else "") + (f" after {warmup} steps of warm-up" if warmup else "")
+
+
+def _data_rows(data: Saved) -> Rows:
+    rows = [("training data", _names(data.get("train_data")))]
+    for name, words in _section(data, "valid_data").items():
+        rows.append((f"validation data, {_cell(str(name))}", _names(words)))
+    if data.get("split"):
+        rows.append(("split", str(data["split"])))
+    return [(name, text) for name, text in rows if text]
+
+
+def _names(words: Any) -> str:
+    """The names of a blend's files, each behind its weight, if it has one."""
+    if not isinstance(words, list):
+        return ""
+    return listed(_with_weights([part for word in words for part in str(word).split()]))
+
+
+def _with_weights(words: Sequence[str]) -> list[str]:
+    is_weighted = len(words) % 2 == 0 and all(map(_is_number, words[::2]))
+    names = [("@" if word.startswith("@") else "") + Path(word.removeprefix("@")).name for word in words]
+    return [f"{weight} {name}" for weight, name in zip(words[::2], names[1::2], strict=True)] if is_weighted else names
+
+
+def _is_number(word: str) -> bool:
+    try:
+        return math.isfinite(float(word))
+    except ValueError:
+        return False
+
+
+def _cell(text: str) -> str:
+    """Text of somebody else's, as a cell of a Markdown table that it cannot leave."""
+    plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return plain.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "'")

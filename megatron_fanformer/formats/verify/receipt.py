@@ -1,0 +1,274 @@
+"""The receipt of a conversion: what was written is read back from its files, and held against the source.
+
+    names        every tensor of the source was used, and the destination's tensors are its model's, all of them
+    round trip   converted back, they are the source's, bit for bit
+    logits       the models of both sides, run in float32 on fixed prompts, agree, and continue them alike
+
+The round trip cannot see a fault that is in both directions of a transform; the logits can. What a smaller vocabulary
+padding leaves out is no fault: it is told (`vocabulary`).
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.errors import FanformerError
+from megatron_fanformer.formats.checkpoints import Checkpoint
+from megatron_fanformer.formats.name_table import convert, listed, names_in, rows_of
+from megatron_fanformer.formats.verify.streamed_models import Logits, UsedTensors, logits_of
+from megatron_fanformer.formats.versions import versions
+from megatron_fanformer.runtime.parallel import RankGrid
+
+# Few: a 1B model takes seconds a pass on a laptop's cores, and the source makes a pass a new token.
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 3
+PROMPT_SEED = 20_250_211
+# Of the largest logit. Rounding in float32 makes 1e-6 to 1e-5 (measured on the reference cases and at 1B); exchanging
+# the query and key of one head, the smallest of the planted faults, 1e-3 and more.
+LOGITS_TOLERANCE = 1e-4
+
+Json: TypeAlias = dict[str, Any]
+
+
+def verify(source: Checkpoint, used: set[str], destination: Checkpoint, grid: RankGrid) -> Json:
+    """All checks by their names; each says whether it `passed`, and what it saw.
+
+    Args:
+        used: the names of the source's tensors that the conversion has read.
+        destination: as it was opened again from its files.
+    """
+    source_run, destination_run = _Run(source, _dtype(source, destination), grid), _Run(destination, None, grid)
+    checks = {"round_trip": _round_trip(source, destination), **_logits(source_run, destination_run)}
+    return {"names": _names(source, used, destination, destination_run.used), **checks}
+
+
+def failures(checks: Json) -> str:
+    """What the failed checks say, in one line; empty where none failed."""
+    return "; ".join(f"{name}: {check['said']}" for name, check in checks.items() if not check["passed"])
+
+
+# -- names
+
+
+def _names(source: Checkpoint, used: set[str], destination: Checkpoint, run: set[str]) -> Json:
+    """`run` names what the destination's own model asked for; it is another witness than the table."""
+    unused = [name for name in source.tensors if name not in used]
+    not_asked_for = [name for name in destination.tensors if run and name not in run]
+    said = [
+        f"{text}: {listed(names)}"
+        for text, names in (("unused", unused), ("written, but not the model's", not_asked_for))
+        if names
+    ]
+    return {
+        "passed": not said,
+        "said": "; ".join(said),
+        "source_tensors": len(source.tensors),
+        "destination_tensors": len(destination.tensors),
+        "unused": unused,
+        "not_the_models": not_asked_for,
+    }
+
+
+# -- round trip
+
+
+def _dtype(source: Checkpoint, destination: Checkpoint) -> torch.dtype | None:
+    """What the source is rounded to before it is compared; None where nothing was rounded."""
+    before, after = (_types(checkpoint.tensors.meta) for checkpoint in (source, destination))
+    return None if before == after or len(after) != 1 else after.pop()
+
+
+def _types(tensors: Mapping[str, Tensor]) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in tensors.values()}
+
+
+def _round_trip(source: Checkpoint, destination: Checkpoint) -> Json:
+    dtype = _dtype(source, destination)
+    vocabulary = {
+        name
+        for row, layer in rows_of(source.config)
+        if row.is_vocabulary
+        for name in names_in(row, layer, source.config, source.format)
+    }
+    rows = min(_vocabulary_rows(source), _vocabulary_rows(destination))
+    different = []
+    try:
+        back = convert(
+            destination.tensors, destination.config, destination.format, source.format, target_config=source.config
+        )
+        for name, returned in back.items():
+            original = source.tensors[name]
+            original = original if dtype is None else original.to(dtype)
+            if name in vocabulary:
+                original, returned = original[:rows], returned[:rows]
+            if not _same_bits(original, returned):
+                different.append(name)
+    except (FanformerError, RuntimeError) as error:
+        return {"passed": False, "said": _reason(error), "different": different}
+    said = f"came back different: {listed(different)}" if different else ""
+    return {"passed": not different, "said": said, "different": different, "rounded_to": str(dtype) if dtype else None}
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
+    return torch.equal(left.contiguous().view(bits), right.contiguous().view(bits))
+
+
+def _vocabulary_rows(checkpoint: Checkpoint) -> int:
+    row = next(row for row, _ in rows_of(checkpoint.config) if row.is_vocabulary)
+    (name,) = names_in(row, None, checkpoint.config, checkpoint.format)
+    return checkpoint.tensors.meta[name].shape[0] if name in checkpoint.tensors else 0
+
+
+def vocabulary(source: Checkpoint, destination: Checkpoint) -> Json:
+    """The embedding's rows on both sides, how many were left out or added, and whether what was left out was zero."""
+    before, after = _vocabulary_rows(source), _vocabulary_rows(destination)
+    dropped = {}
+    for row, layer in rows_of(source.config) if after < before else ():
+        if row.is_vocabulary:
+            (name,) = names_in(row, layer, source.config, source.format)
+            dropped[name] = "zero" if not source.tensors[name][after:].any() else "not zero"
+    return {
+        "tokens": source.config.vocab_size,
+        "source_rows": before,
+        "destination_rows": after,
+        "dropped_rows": max(0, before - after),
+        "dropped_rows_were": dropped,
+        "added_rows": max(0, after - before),
+    }
+
+
+# -- logits
+
+
+class _Run:
+    """A side's model."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None, grid: RankGrid) -> None:
+        self.checkpoint, self._load, self._grid = checkpoint, UsedTensors(checkpoint.tensors, dtype), grid
+        self._model: Logits | None = None
+        self._ran = False
+
+    @property
+    def used(self) -> set[str]:
+        """The names that the model has asked for; none where it has not run to its end."""
+        return self._load.used if self._ran else set()
+
+    def logits(self, ids_bs: Tensor) -> Tensor:
+        """[b, s] -> [b, s, v]."""
+        if self._model is None:
+            self._model = logits_of(self.checkpoint.format, self.checkpoint.config, self._load, self._grid)
+        out = self._model(ids_bs)
+        self._ran = True
+        return out
+
+    def rest(self) -> None:
+        """Free what the model holds between its runs."""
+        self._load.give_back()
+
+
+def prompts(vocab_size: int) -> Tensor:
+    """The fixed prompts [b, s]: drawn ids, among them the first and the last of the vocabulary."""
+    generator = torch.Generator().manual_seed(PROMPT_SEED)
+    ids_bs = torch.randint(vocab_size, (PROMPTS, PROMPT_TOKENS), generator=generator)
+    ids_bs[0, 0], ids_bs[1, 1] = 0, vocab_size - 1
+    return ids_bs
+
+
+def _logits(source: _Run, destination: _Run) -> Json:
+    """The source continues the prompts; the destination runs once, over prompts and continuations.
+
+    If at each place of a continuation the destination's likeliest token is the one that stands there, then it would
+    have continued alike: each next token depends on those before it alone.
+    """
+    tokens = min(source.checkpoint.config.vocab_size, destination.checkpoint.config.vocab_size)
+    try:
+        ids_bs = prompts(tokens)
+        for number in range(NEW_TOKENS):
+            before = source.logits(ids_bs)
+            following = before[:, -1, :tokens].argmax(-1, keepdim=True)
+            new = torch.cat([ids_bs, following], dim=1)
+            ids_bs = ids_bs if number == NEW_TOKENS - 1 else new
+        source.rest()
+        after = destination.logits(ids_bs)
+    except (FanformerError, RuntimeError, IndexError) as error:
+        failed = {"passed": False, "said": _reason(error)}
+        return {"logits": failed, "greedy": {"passed": False, "said": "not compared"}}
+    columns = min(before.shape[-1], after.shape[-1])
+    difference = (before[..., :columns] - after[..., :columns]).abs().max().item()
+    allowed = LOGITS_TOLERANCE * before[..., :columns].abs().max().item()
+    logits = {
+        "passed": difference <= allowed,  # not so for NaN
+        "said": "" if difference <= allowed else f"they differ by {difference:.1e}, and {allowed:.1e} is allowed",
+        "max_abs_error": difference,
+        "allowed": allowed,
+        "prompts": [PROMPTS, PROMPT_TOKENS],
+        "columns": columns,
+    }
+    return {"logits": logits, "greedy": _greedy(new[:, PROMPT_TOKENS:], after[:, -NEW_TOKENS:, :tokens], allowed)}
+
+
+def _greedy(expected: Tensor, logits: Tensor, allowed: float) -> Json:
+    """Continuations [b, new] against the logits [b, new, v] at the places before their tokens.
+
+    A token whose logit is as high as the highest, up to the logits' tolerance, counts: it is a tie.
+    """
+    chosen = logits.argmax(-1)
+    missed = logits.amax(-1) - logits.gather(-1, expected[..., None])[..., 0]
+    passed = bool((missed <= 2 * allowed).all())
+    said = "" if passed else f"the source goes on {expected.tolist()}, the destination {chosen.tolist()}"
+    return {"passed": passed, "said": said, "source": expected.tolist(), "destination": chosen.tolist()}
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+# -- the report
+
+
+def report(
+    source: Checkpoint, destination: Checkpoint, checks: Json | None, rows: Json, published: Path, *, hashed: bool
+) -> Json:
+    """The receipt as JSON: checks (None where none were asked for), hashes, shapes, versions.
+
+    Args:
+        rows: what `vocabulary` says.
+        published: the name that the destination's folder is going to have, or would have had.
+        hashed: whether to read the files once more for their SHA-256.
+    """
+    return {
+        "passed": None if checks is None else not failures(checks),
+        "checks": checks,
+        "vocabulary": rows,
+        "source": _side(source, source.path, hashed),
+        "destination": _side(destination, published, hashed),
+        "versions": versions(),
+    }
+
+
+def _side(checkpoint: Checkpoint, path: Path, hashed: bool) -> Json:
+    files = checkpoint.weight_files()
+    with ThreadPoolExecutor(2) as pool:
+        hashes = list(pool.map(sha256_of, files)) if hashed else [None] * len(files)
+    return {
+        "format": checkpoint.format,
+        "path": str(path),
+        "model": asdict(checkpoint.config),
+        "files": {
+            file.name: {"bytes": file.stat().st_size, "sha256": sha256}
+            for file, sha256 in zip(files, hashes, strict=True)
+        },
+        "tensors": {
+            name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+            for name, tensor in checkpoint.tensors.meta.items()
+        },
+        "not_converted": list(checkpoint.not_converted),
+    }

@@ -1,0 +1,225 @@
+"""Weight files on disk, read and written a tensor at a time.
+
+Nothing that is read is executed, and no file outside the folder that was named is opened because of what is written in
+it. (A link in the folder is followed: the Hugging Face cache is made of links.)
+"""
+
+import base64
+import binascii
+import functools
+import json
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors, load_data, meta_of, what_was_refused
+from megatron_fanformer.errors import CorruptError, InputError
+
+SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("model.pt", "pytorch_model.bin")
+SAFETENSORS_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_TYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_TYPES.items()}
+_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, EOFError, TypeError, AttributeError)
+PICKLE_PROTOCOLS = range(2, 6)  # of those that begin with a mark
+HEADER_MULTIPLE = 8
+
+
+# -- reading
+
+
+def open_weights(folder: Path) -> LazyTensors:
+    """The tensors of a folder: `model.safetensors`, whole or in shards, `model.pt` or `pytorch_model.bin`.
+
+    Pickled files are mapped into memory, and loaded as weights only.
+
+    Raises:
+        InputError: the folder has none of them.
+        CorruptError: a file cannot be read, holds more than tensors, or is named by a path; damage in a tensor's own
+            bytes, which safetensors cannot tell, stays unseen.
+    """
+    with _damage_told(folder):
+        files = weight_files(folder)
+        if files[0].suffix != ".safetensors":
+            (file,) = files
+            return _in_memory(_load_pickled(file, "cpu"))
+        return _in_safetensors(folder, files)
+
+
+def read_shapes(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder as `open_weights` gives them, but on the meta device: no weights are read.
+
+    Raises:
+        InputError, CorruptError: as `open_weights`; so for a safetensors file that is longer or shorter than it says.
+    """
+    with _damage_told(folder):
+        shapes: dict[str, Tensor] = {}
+        for file in weight_files(folder):
+            shapes.update(_shapes_in(file) if file.suffix == ".safetensors" else _load_pickled(file, "meta"))
+        return shapes
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a folder's weights; those that the index of shards names need not be there.
+
+    Raises:
+        InputError: the folder has none.
+        CorruptError: the index names something else than files of the folder.
+    """
+    if (folder / SAFETENSORS).is_file():
+        return [folder / SAFETENSORS]
+    if (folder / SAFETENSORS_INDEX).is_file():
+        return [folder / shard for shard in _shards_named(folder / SAFETENSORS_INDEX)]
+    for name in PICKLED:
+        if (folder / name).is_file():
+            return [folder / name]
+    names = ", ".join((SAFETENSORS, SAFETENSORS_INDEX, *PICKLED))
+    raise InputError(f"{folder} holds no weights; it must hold one of {names}")
+
+
+def _shards_named(index: Path) -> list[str]:
+    content = json.loads(index.read_text(encoding="utf-8"))
+    shards = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(shards, dict) or not shards:
+        raise CorruptError(f"{index} names no shards; copy it anew")
+    for shard in shards.values():
+        plain = isinstance(shard, str) and Path(shard).name == shard and "\\" not in shard
+        if not plain or not shard.endswith(".safetensors"):
+            raise CorruptError(
+                f"{index} names {shard!r}, which is no safetensors file of its folder: it is refused; put the shards "
+                "beside the index, and name them alone"
+            )
+    return sorted(set(shards.values()))
+
+
+def _in_memory(tensors: Mapping[str, Tensor]) -> LazyTensors:
+    meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    return LazyTensors(meta, lambda name: tensors[name])
+
+
+def _in_safetensors(folder: Path, files: list[Path]) -> LazyTensors:
+    meta: dict[str, Tensor] = {}
+    places: dict[str, Path] = {}
+    for file in files:
+        for name, shape in _shapes_in(file):
+            if name in meta:
+                raise CorruptError(f"{file} holds {name}, which another shard holds too; copy the folder anew")
+            meta[name], places[name] = shape, file
+
+    def load(name: str) -> Tensor:
+        # Opened anew each time: a file that stays open keeps what was read of it in memory.
+        with _damage_told(folder), safetensors.safe_open(places[name], framework="pt") as stream:
+            return stream.get_tensor(name)
+
+    return LazyTensors(meta, load)
+
+
+def _shapes_in(file: Path) -> Iterator[tuple[str, Tensor]]:
+    with safetensors.safe_open(file, framework="pt") as stream:
+        for name in stream.keys():  # noqa: SIM118 (it is no mapping)
+            if _is_pickle(name):
+                raise CorruptError(
+                    f"{file} has pickles for the names of its tensors, which loading would execute: it is refused; "
+                    "take model.pt instead, or have it saved anew by safetensors.torch.save_file under plain names"
+                )
+            part = stream.get_slice(name)
+            dtype = SAFETENSORS_TYPES[part.get_dtype()]
+            yield name, torch.empty(part.get_shape(), dtype=dtype, device="meta")
+
+
+def _is_pickle(name: str) -> bool:
+    """Whether a name is a pickle in base 64, as some training code writes nested names into safetensors."""
+    try:
+        data = base64.b64decode(name.encode("ascii"), altchars=b"-_", validate=True)
+    except (UnicodeEncodeError, binascii.Error):
+        return False
+    return data[:1] == b"\x80" and data[1:2] != b"" and data[1] in PICKLE_PROTOCOLS
+
+
+def _load_pickled(file: Path, device: str) -> dict[str, Tensor]:
+    # Older pickles are no archives, and cannot be mapped.
+    loaded = load_data(file, device, mapped=zipfile.is_zipfile(file))
+    if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
+        raise CorruptError(f"{file} holds something else than tensors by name; save the model's state dict alone")
+    return loaded
+
+
+@contextmanager
+def _damage_told(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (InputError, CorruptError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise CorruptError(
+            f"the weights in {folder} are more than weights, or damaged: loading them might execute code, and is "
+            f"refused ({what_was_refused(error)}); save the tensors alone, as model.safetensors"
+        ) from error
+    except (safetensors.SafetensorError, *_UNREADABLE) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CorruptError(f"the weights in {folder} cannot be read: {reason}; copy them anew") from error
+
+
+# -- writing
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_size: str) -> None:
+    """Write safetensors as transformers reads them: one file, or shards of `max_shard_size` and an index.
+
+    Lazy tensors are asked for in their order, and one at a time.
+
+    Raises:
+        InputError: `max_shard_size` is no size.
+    """
+    layout = dict(meta_of(tensors))
+    try:
+        plan = split_torch_state_dict_into_shards(layout, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise InputError(f"shard size {max_shard_size!r} is no size; write 5GB or 500MB") from error
+    for file, names in plan.filename_to_tensors.items():
+        write_safetensors(folder / file, tensors, names)
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], names: list[str] | None = None) -> None:
+    """Write tensors into one file, each as it comes.
+
+    (safetensors' own writer wants all of a file's tensors at once.)
+
+    Args:
+        names: which of them; None: all.
+    """
+    meta = meta_of(tensors)
+    # Wide types first, so that each tensor is aligned to its type.
+    order = sorted(meta if names is None else names, key=lambda name: -meta[name].itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        start, end = end, end + meta[name].nbytes
+        kind = _TYPE_NAMES[meta[name].dtype]
+        header[name] = {"dtype": kind, "shape": list(meta[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % HEADER_MULTIPLE)
+    with path.open("wb", buffering=0) as stream:
+        write = functools.partial(_write_all, stream)
+        write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            tensor = tensors[name].detach()
+            assert tensor.shape == meta[name].shape and tensor.dtype == meta[name].dtype, name
+            write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _write_all(stream: Any, data: Any) -> None:
+    """The whole of it: one call of the system writes 2 GiB at most."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[stream.write(rest) :]

@@ -1,0 +1,1 @@
+"""Numerical kernels that know nothing of Megatron, in PyTorch and, for GPUs, in Triton."""

@@ -1,0 +1,103 @@
+"""Element-wise functions of a layer (SwiGLU, RMSNorm, rotary positions), their gradients written out in few passes.
+
+A compiler would fuse these; a CPU run does without one, and there each operation of PyTorch is a pass over memory of
+its own, and automatic differentiation makes more of them. Outputs are rounded as PyTorch's own operations round them,
+bit for bit in float32; only the gradients take other sums.
+
+Shapes: h hidden size, f inside of the MLP, s sequence, b micro batch, n heads, d head size.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def swiglu(gate_and_up: Tensor) -> Tensor:
+    """silu(gate) * up, of [gate | up] in one tensor: [..., 2 f] -> [..., f]."""
+    return _SwiGLU.apply(gate_and_up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_and_up)
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_and_up,) = ctx.saved_tensors
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        grad_both = torch.empty_like(gate_and_up)
+        grad_gate, grad_up = grad_both.chunk(2, dim=-1)
+        torch.mul(grad, up, out=grad_up)  # on its way to the gate's
+        torch.ops.aten.silu_backward(grad_up, gate, grad_input=grad_gate)
+        torch.ops.aten.silu(gate, out=grad_up)
+        grad_up.mul_(grad)
+        return grad_both
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, [..., h]; statistics in float32 at least."""
+    if x.device.type == "cpu":
+        return _RMSNorm.apply(x, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)  # one kernel there
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        high = torch.promote_types(x.dtype, torch.float32)
+        x_high = x.to(high)
+        scale = x_high.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x_high * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        high, size = scale.dtype, x.shape[-1]
+        products = (grad.to(high) * x).view(-1, size)
+        scales = scale.view(-1)
+        grad_weight = scales @ products
+        # What the mean square's gradient takes back, along x itself.
+        along_x = (products @ weight.to(high)).mul_(scales.pow(3)).div_(-size)
+        grad_x = (grad * weight).to(high).mul_(scale).addcmul_(x.to(high), along_x.view_as(scale))
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """x * cos + rotate_half(x) * sin, of pairs (i, i + d / 2) of the last axis.
+
+    Args:
+        x: [s, b, n, d].
+        angles: [s, 1, 1, d] in float32, the same for both of a pair.
+    """
+    half = angles[..., : angles.shape[-1] // 2]
+    return _Rotation.apply(x, half.cos().to(x.dtype), half.sin().to(x.dtype))
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair turned by its angle; the other way round with -sin, which is the gradient of that."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first)
+    torch.mul(second, cos, out=out_second)
+    # addcmul_ would round once less: the outputs are to be megatron-core's bit for bit
+    out_first.sub_(second * sin)
+    out_second.add_(first * sin)
+    return out

@@ -1,0 +1,88 @@
+"""The FAN activation of one rank: [p | g] -> [cos p, sin p, g] and back, as one kernel or in PyTorch.
+
+Tensors that Triton can reach get its kernel (`fan_activation_triton`), all others the PyTorch implementation below,
+which is what the kernel is held against: in bfloat16 the two differ by a unit in the last place, in few elements.
+
+Shapes: t tensor parallel ranks, n tokens, r = P + G rows of one output's map on one rank, w = t (2P + G) the output's
+width, v = t G.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_fanformer.ops.triton_support import has_triton, triton_reaches
+
+
+class Implementation(NamedTuple):
+    """A way to compute the activation."""
+
+    activate: Callable[[Tensor, Tensor, int, bool], Tensor | None]
+    """(pre_tnr, x_f_nw, P, gelu): writes the contiguous output, and returns g [n, v] if backward needs it (gelu)."""
+    differentiate: Callable[[Tensor, Tensor, Tensor | None, Tensor, int], None]
+    """(x_f_nw, its gradient, what `activate` returned, grad_pre_tnr, P): writes the gradient of p | g."""
+
+
+def implementation_for(tensor: Tensor) -> Implementation:
+    """The kernel where it can run on this tensor, else PyTorch."""
+    return (_kernel() or EAGER) if triton_reaches(tensor) else EAGER
+
+
+def _kernel() -> Implementation | None:
+    if not has_triton("the FAN activation runs"):
+        return None
+    from megatron_fanformer.ops import fan_activation_triton
+
+    return Implementation(fan_activation_triton.activate, fan_activation_triton.differentiate)
+
+
+def activate(pre_tnr: Tensor, x_f_nw: Tensor, periodic: int, gelu: bool) -> Tensor | None:
+    """`Implementation.activate` in PyTorch."""
+    phase_ntp, g_ntg = pre_tnr.transpose(0, 1).split([periodic, pre_tnr.shape[-1] - periodic], dim=-1)
+    cos_ntp, sin_ntp, out_ntg = _canonical_views(x_f_nw, len(pre_tnr), periodic)
+    # One float32 copy, contiguous and ours to overwrite: PyTorch's cos and sin are slow on a part of each row.
+    phase_ntp = _high_copy(phase_ntp)
+    cos_ntp.copy_(phase_ntp.cos())
+    sin_ntp.copy_(phase_ntp.sin_())
+    out_ntg.copy_(F.gelu(g_ntg) if gelu else g_ntg)
+    return g_ntg.flatten(1).contiguous() if gelu else None
+
+
+def differentiate(x_f_nw: Tensor, grad_nw: Tensor, g_nv: Tensor | None, grad_pre_tnr: Tensor, periodic: int) -> None:
+    """`Implementation.differentiate` in PyTorch: d p = d sin p * cos p - d cos p * sin p."""
+    ranks = len(grad_pre_tnr)
+    grad_cos, grad_sin, grad_g = _canonical_views(grad_nw, ranks, periodic)
+    cos_ntp, sin_ntp, _ = _canonical_views(x_f_nw, ranks, periodic)
+    grad_pre_ntr = grad_pre_tnr.transpose(0, 1)
+    out_p, out_g = grad_pre_ntr.split([periodic, grad_pre_ntr.shape[-1] - periodic], dim=-1)
+    if grad_nw.dtype == _high(grad_nw):
+        torch.mul(grad_sin, cos_ntp, out=out_p)
+        out_p.sub_(grad_cos * sin_ntp)
+    else:  # rounded once
+        high = _high_copy(grad_sin).mul_(_high_copy(cos_ntp))
+        out_p.copy_(high.sub_(_high_copy(grad_cos).mul_(_high_copy(sin_ntp))))
+    out_g.copy_(grad_g if g_nv is None else torch.ops.aten.gelu_backward(grad_g, g_nv.view(grad_g.shape)))
+
+
+EAGER = Implementation(activate, differentiate)
+"""In PyTorch, on any device and in any float type."""
+
+
+def _high(tensor: Tensor) -> torch.dtype:
+    """float32 at least: a bf16 phase of 100 would be off by half a radian."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _high_copy(tensor: Tensor) -> Tensor:
+    return tensor.to(_high(tensor), memory_format=torch.contiguous_format, copy=True)
+
+
+def _canonical_views(x_f_nw: Tensor, ranks: int, periodic: int) -> tuple[Tensor, Tensor, Tensor]:
+    """cos p [n, t, P], sin p [n, t, P] and g [n, t, G] as views of an output."""
+    whole = ranks * periodic
+    parts = x_f_nw.split([whole, whole, x_f_nw.shape[-1] - 2 * whole], dim=-1)
+    cos, sin, g = (part.unflatten(-1, (ranks, part.shape[-1] // ranks)) for part in parts)
+    return cos, sin, g

@@ -1,0 +1,257 @@
+"""Worker processes, each encoding one input file at a time, and the watch over them.
+
+A worker that dies is noticed at once, by its end. Its file is tried once more, by a worker started afresh; if
+that one dies too, the file is named.
+"""
+
+import multiprocessing
+import signal
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.preparation.document_files import DocumentFile
+from megatron_fanformer.preparation.documents import DocumentRules
+from megatron_fanformer.preparation.encoding import BlockEncoder, EncodingThreads, TokenizersDisagree
+from megatron_fanformer.preparation.id_encoders import EncoderChoice
+from megatron_fanformer.preparation.npy_documents import NpyDocuments
+from megatron_fanformer.preparation.shards import ShardFiles, ShardRecord, ShardWriter
+from megatron_fanformer.processes import end_with_parent
+
+PROGRESS_SECONDS = 0.2
+# One file under way and one waiting, so that no worker waits for the parent to look up from its writing.
+FILES_PER_WORKER = 2
+ATTEMPTS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSetup:
+    """What every worker is told."""
+
+    encoder: EncoderChoice
+    rules: DocumentRules
+    dtype: str
+    npy_dtype: str | None
+    """The type of the tokens to read, where the inputs are token files."""
+    vocab_size: int
+    folder: Path
+    """Where shards are written."""
+    strict: bool
+
+
+@dataclass(frozen=True)
+class Task:
+    """One input file, and its number among them."""
+
+    number: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class WorkDone:
+    """What a worker has done since it last said so."""
+
+    input_bytes: int
+    documents: int
+    text_bytes: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """A shard is whole."""
+
+    task: Task
+    record: ShardRecord
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A file could not be encoded: its own fault, or its worker died."""
+
+    task: Task
+    error: Exception
+
+
+# -- in a worker process
+
+
+def run_worker(setup: WorkerSetup, threads: int, connection: Connection) -> None:
+    """Encode the files that come over the connection, until it sends None."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    end_with_parent()
+    encoder = _FileEncoder(setup, threads, connection)
+    while (task := connection.recv()) is not None:
+        try:
+            connection.send(Done(task, encoder.encode(task)))
+        except (FanformerError, TokenizersDisagree) as error:
+            connection.send(Failed(task, error))
+        except OSError as error:
+            message = f"{task.path}: {error.strerror or error}; free what it lacks and start again"
+            connection.send(Failed(task, FanformerError(message)))
+        except Exception as error:
+            failure = FanformerError(f"{task.path} could not be prepared ({type(error).__name__}: {error})")
+            failure.rank_traceback = traceback.format_exc()  # type: ignore[attr-defined]
+            connection.send(Failed(task, failure))
+
+
+class _FileEncoder:
+    """A worker's own things."""
+
+    def __init__(self, setup: WorkerSetup, threads: int, connection: Connection) -> None:
+        self._setup = setup
+        self._connection = connection
+        self._told = time.monotonic()
+        self._threads: EncodingThreads | None = None
+        if setup.npy_dtype is None:
+            self._threads = EncodingThreads(partial(BlockEncoder, setup.encoder, setup.rules, setup.dtype), threads)
+
+    def encode(self, task: Task) -> ShardRecord:
+        """Make the shard of one file."""
+        writer = ShardWriter(ShardFiles(self._setup.folder, task.number), task.path)
+        return self._encode_npy(task, writer) if self._threads is None else self._encode_documents(task, writer)
+
+    def _encode_documents(self, task: Task, writer: ShardWriter) -> ShardRecord:
+        assert self._threads is not None
+        file = DocumentFile(task.path, self._setup.rules.text_field)
+        told = Counter[str]()
+        for block in self._threads.encode(file.blocks()):
+            writer.add(block)
+            if self._setup.strict and writer.first_refused is not None:
+                raise Refused(f"{writer.first_refused}: mend the line, or prepare without strict to leave it out")
+            told.update(documents=len(block.lengths), text_bytes=block.text_bytes)
+            self._tell(told, file.bytes_read)
+        self._tell(told, file.bytes_read, now=True)
+        return writer.finish(file.bytes_read, file.sha256)
+
+    def _encode_npy(self, task: Task, writer: ShardWriter) -> ShardRecord:
+        setup = self._setup
+        assert setup.npy_dtype is not None
+        size = task.path.stat().st_size
+        file = NpyDocuments(task.path, dtype=setup.npy_dtype, eod_id=setup.encoder.eod_id, vocab_size=setup.vocab_size)
+        for block in file.blocks(setup.dtype):
+            writer.add(block)
+        self._connection.send(WorkDone(size, 0, 0))
+        return writer.finish(size, sha256_of(task.path))
+
+    def _tell(self, told: "Counter[str]", bytes_read: int, *, now: bool = False) -> None:
+        """Send what has been done, now and then; `told` keeps what has not been sent, and the bytes that have."""
+        if now or time.monotonic() - self._told > PROGRESS_SECONDS:
+            before = told["bytes"]
+            self._connection.send(WorkDone(bytes_read - before, told["documents"], told["text_bytes"]))
+            told.clear()
+            told["bytes"] = bytes_read
+            self._told = time.monotonic()
+
+
+class Refused(InputError):
+    """Under strict, a line that is no document."""
+
+
+# -- in the parent
+
+
+@dataclass(eq=False)
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+    threads: int
+    tasks: deque[Task] = field(default_factory=deque)
+
+
+class WorkerPool:
+    """The worker processes of one run; a context."""
+
+    def __init__(self, setup: WorkerSetup, workers: int) -> None:
+        self._setup = setup
+        self._total = workers
+        self._workers: list[_Worker] = []
+        self._deaths: Counter[Task] = Counter()
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+            worker.connection.close()
+        for worker in self._workers:
+            worker.process.join()
+
+    def work(self, tasks: Sequence[Task]) -> Iterator[WorkDone | Done | Failed]:
+        """Have every task done; yields what the workers say, as it comes.
+
+        With fewer files than workers, several threads share a file.
+        """
+        waiting = deque(tasks)
+        count = min(self._total, len(tasks))
+        for number in range(count):
+            self._start(self._total // count + (number < self._total % count))
+        while waiting or any(worker.tasks for worker in self._workers):
+            for worker in list(self._workers):
+                self._hand_out(worker, waiting)
+            yield from self._listen(waiting)
+
+    def _start(self, threads: int) -> None:
+        """A process started afresh: a forked one would inherit threads and locks in any state."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=run_worker, args=(self._setup, threads, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self._workers.append(_Worker(process, ours, threads))
+
+    def _hand_out(self, worker: _Worker, waiting: deque[Task]) -> None:
+        while (
+            waiting
+            and len(worker.tasks) < FILES_PER_WORKER
+            and (not worker.tasks or len(waiting) >= len(self._workers))
+        ):
+            worker.tasks.append(waiting.popleft())
+            try:
+                worker.connection.send(worker.tasks[-1])
+            except OSError:
+                return  # it has died; its end is heard next
+
+    def _listen(self, waiting: deque[Task]) -> Iterator[WorkDone | Done | Failed]:
+        ready = wait([worker.connection for worker in self._workers])
+        for worker in [worker for worker in self._workers if worker.connection in ready]:
+            try:
+                message = worker.connection.recv()
+            except (EOFError, OSError):
+                yield from self._bury(worker, waiting)
+                continue
+            if not isinstance(message, WorkDone):
+                worker.tasks.popleft()
+            yield message
+
+    def _bury(self, worker: _Worker, waiting: deque[Task]) -> Iterator[Failed]:
+        """A worker is dead: its files are given to another, unless it is the second that dies on the first of them."""
+        self._workers.remove(worker)
+        worker.process.join()
+        tasks, worker.tasks = worker.tasks, deque()
+        self._start(worker.threads)
+        if tasks:
+            task = tasks.popleft()
+            self._deaths[task] += 1
+            if self._deaths[task] < ATTEMPTS:
+                tasks.appendleft(task)
+            else:
+                yield Failed(task, _died(task, worker.process.exitcode))
+        waiting.extendleft(reversed(tasks))
+
+
+def _died(task: Task, exit_code: Any) -> FanformerError:
+    how = f"by signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"with exit code {exit_code}"
+    return FanformerError(
+        f"two workers died {how} while preparing {task.path} (killed, or out of memory):"
+        " start again, with fewer workers if memory is short"
+    )

@@ -1,0 +1,52 @@
+"""What makes megatron-core faster on a CPU, and changes no result: a closed list, each entry with its reason.
+
+`megatron_cpu.install` installs it. A run without it computes the same (`megatron_cpu` has what one cannot do without).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_fanformer.ops.element_wise import rotate
+
+
+def install() -> None:
+    """Put the faster forms in; megatron-core must have been made to import without CUDA."""
+    _write_out_rotary_embedding()
+    _skip_collectives_of_one_rank()
+
+
+def _write_out_rotary_embedding() -> None:
+    """Without Transformer Engine's kernel it is a dozen passes over memory, and as many backward."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    plain = rope_utils._apply_rotary_pos_emb_bshd
+
+    def apply(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        mscale = kwargs.pop("mscale", 1.0)
+        if any(args) or any(kwargs.values()) or mscale != 1.0 or freqs.shape[-1] != t.shape[-1]:
+            return plain(t, freqs, *args, mscale=mscale, **kwargs)  # interleaved pairs, a part of the head, …
+        return rotate(t, freqs)
+
+    rope_utils._apply_rotary_pos_emb_bshd = apply
+
+
+def _skip_collectives_of_one_rank() -> None:
+    """gloo copies the whole gradient buffer to reduce it over one rank, and all weights to gather them from one."""
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        setattr(buffers, name, _unless_alone(getattr(buffers, name)))
+
+
+def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(collective)
+    def call(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_there = output.data_ptr() == given.data_ptr() and output.numel() == given.numel()
+        if is_there and not kwargs.get("async_op"):  # a rank's part is the whole: the group has no other
+            return None
+        return collective(output, given, *args, **kwargs)
+
+    return call

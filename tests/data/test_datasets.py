@@ -1,0 +1,272 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.datasets import Datasets, build_datasets
+from megatron_fanformer.data.token_files import read_index
+from megatron_fanformer.errors import InputError
+from tests.data.token_making import write_npy, write_pair
+
+SEQ_LENGTH = 64
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    """Token files of thirty documents."""
+    return write_pair(tmp_path / "samples", [[300 + 10 * number] for number in range(30)])
+
+
+@pytest.fixture
+def other_prefix(tmp_path: Path) -> str:
+    """Token files of one short document."""
+    return write_pair(tmp_path / "other", [[700]], seed=1000)
+
+
+@pytest.fixture
+def npy_files(tmp_path: Path) -> list[str]:
+    """Two .npy files of 15 and 7 whole samples."""
+    return [
+        write_npy(tmp_path / f"{name}.npy", tokens, seed=2000 + tokens) for name, tokens in (("a", 1000), ("b", 500))
+    ]
+
+
+def build(config: DataConfig, train_samples: int = 50, valid_samples: int | None = 8, **settings: Any) -> Datasets:
+    arguments: dict[str, Any] = {
+        "seq_length": SEQ_LENGTH,
+        "seed": 1,
+        "vocab_size": 600,
+        "eod_id": 1,
+        **settings,
+    }
+    return build_datasets(config, train_samples=train_samples, valid_samples=valid_samples, **arguments)
+
+
+def tokens(dataset: Any, samples: int) -> torch.Tensor:
+    return torch.stack([dataset[sample]["tokens"] for sample in range(samples)])
+
+
+def test_a_sample_is_a_run_of_tokens_and_its_labels_the_next_ones(prefix: str) -> None:
+    sample = build(DataConfig(train_data=[prefix])).train[0]
+    assert sample["tokens"].shape == (SEQ_LENGTH,)
+    assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
+
+
+def test_no_attention_mask_is_made(prefix: str) -> None:
+    assert "attention_mask" not in build(DataConfig(train_data=[prefix])).train[0]
+
+
+def test_without_validation_data_there_is_no_validation_set(prefix: str) -> None:
+    assert build(DataConfig(train_data=[prefix])).valid == {}
+
+
+def test_each_named_validation_set_is_built(prefix: str, other_prefix: str) -> None:
+    config = DataConfig(train_data=[prefix], valid_data={"a": [prefix], "b": [other_prefix, prefix]})
+    assert list(build(config).valid) == ["a", "b"]
+
+
+def test_one_epoch_of_a_validation_set_is_all_its_whole_samples(prefix: str) -> None:
+    valid = build(DataConfig(train_data=[prefix], valid_data={"v": [prefix]}), valid_samples=None).valid["v"]
+    assert len(valid) == (read_index(prefix).tokens - 1) // SEQ_LENGTH
+
+
+def test_a_set_repeats_as_often_as_asked(prefix: str, other_prefix: str) -> None:
+    config = DataConfig(train_data=[prefix, other_prefix], valid_data={"v": [other_prefix]})
+    datasets = build(config, train_samples=5_000, valid_samples=500)
+    assert (len(datasets.train) >= 5_000, len(datasets.valid["v"]) >= 500) == (True, True)
+
+
+def test_files_without_weights_are_drawn_once_each_where_that_suffices(prefix: str, other_prefix: str) -> None:
+    whole = sum((read_index(p).tokens - 1) // SEQ_LENGTH for p in (prefix, other_prefix))
+    drawn = tokens(build(DataConfig(train_data=[prefix, other_prefix]), train_samples=whole).train, whole)
+    assert len(torch.unique(drawn, dim=0)) == whole
+
+
+def test_a_blends_weights_decide_where_samples_come_from(prefix: str, other_prefix: str) -> None:
+    train = build(DataConfig(train_data=["0.25", prefix, "0.75", other_prefix]), train_samples=400).train
+    sources = [int(train[sample]["dataset_id"]) for sample in range(400)]
+    assert abs(sum(sources) / 400 - 0.75) < 0.01  # greedy blending: off by a sample or two at most
+
+
+def test_a_split_gives_disjoint_documents(prefix: str) -> None:
+    datasets = build(DataConfig(train_data=[prefix], split="80,20,0"), valid_samples=None)
+    documents = {name: set(d.indices.tolist()) for name, d in (("t", datasets.train), *datasets.valid.items())}
+    assert documents == {"t": set(range(24)), "validation": set(range(24, 30))}
+
+
+@pytest.mark.parametrize("split", ["999,1,0", "50,49,1"])
+def test_a_split_that_leaves_a_part_empty_is_an_input_error(prefix: str, split: str) -> None:
+    with pytest.raises(InputError, match="none is left for"):
+        build(DataConfig(train_data=[prefix], split=split))
+
+
+def test_a_validation_set_without_one_whole_sample_is_an_input_error(prefix: str, other_prefix: str) -> None:
+    with pytest.raises(InputError, match="no whole sample"):
+        build(
+            DataConfig(train_data=[prefix], valid_data={"v": [other_prefix]}),
+            valid_samples=None,
+            seq_length=4096,
+        )
+
+
+def test_the_seed_alone_decides_the_order(prefix: str, tmp_path: Path) -> None:
+    config = DataConfig(train_data=[prefix])
+    elsewhere = DataConfig(train_data=[prefix], cache_path=str(tmp_path / "elsewhere"))
+    assert torch.equal(tokens(build(config).train, 50), tokens(build(elsewhere).train, 50))
+    assert not torch.equal(tokens(build(config).train, 50), tokens(build(config, seed=2).train, 50))
+
+
+def test_within_an_epoch_the_order_does_not_depend_on_how_much_is_asked_for(prefix: str) -> None:
+    config = DataConfig(train_data=[prefix])
+    fewer, more = build(config, train_samples=50).train, build(config, train_samples=100).train
+    assert torch.equal(tokens(fewer, 50), tokens(more, 50))
+
+
+def test_replaced_data_do_not_meet_the_old_indices(prefix: str, tmp_path: Path) -> None:
+    """Also where two lengths alone have changed, and neither their number nor their sum."""
+    build(DataConfig(train_data=[prefix]))
+    lengths = [[300 + 10 * number] for number in range(30)]
+    lengths[3], lengths[4] = [lengths[3][0] - 1], [lengths[4][0] + 1]
+    write_pair(Path(prefix), lengths)
+    fresh = DataConfig(train_data=[prefix], cache_path=str(tmp_path / "fresh"))
+    assert torch.equal(tokens(build(DataConfig(train_data=[prefix])).train, 50), tokens(build(fresh).train, 50))
+
+
+def test_a_cache_that_cannot_be_written_is_an_input_error(prefix: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cache_path"):
+        build(DataConfig(train_data=[prefix], cache_path=str(tmp_path / "file" / "cache")))
+
+
+def first_samples(prefix: str, other_prefix: str) -> list[list[int]]:
+    config = DataConfig(train_data=["1", prefix, "1", other_prefix])
+    return tokens(build(config).train, 20).tolist()
+
+
+def test_two_ranks_build_the_same_samples_at_once(
+    prefix: str, other_prefix: str, run_on_ranks: Callable[..., list[Any]]
+) -> None:
+    first, second = run_on_ranks(2, first_samples, prefix, other_prefix)
+    assert first == second == first_samples(prefix, other_prefix)
+
+
+# -- .npy files
+
+
+def test_npy_files_without_weights_are_one_set_in_the_papers_order(npy_files: list[str], tmp_path: Path) -> None:
+    raw = [np.fromfile(path, "<u2").astype(np.int64) for path in npy_files]
+    rows = [file[first : first + SEQ_LENGTH] for file in raw for first in range(0, len(file) - 63, SEQ_LENGTH)]
+    drawn = tokens(build(DataConfig(train_data=npy_files)).train, 50).tolist()
+    expected: list[list[int]] = []
+    for epoch in range(3):
+        order = np.arange(len(rows), dtype=np.uint32)
+        np.random.Generator(np.random.PCG64(1 + epoch)).shuffle(order)
+        expected += [rows[number].tolist() for number in order]
+    assert drawn == expected[:50]
+
+
+def test_npy_data_are_as_long_as_asked_and_one_epoch_otherwise(npy_files: list[str]) -> None:
+    config = DataConfig(train_data=npy_files, valid_data={"v": npy_files[:1]})
+    datasets = build(config, train_samples=77, valid_samples=None)
+    assert (len(datasets.train), len(datasets.valid["v"])) == (77, 15)
+
+
+def test_the_type_of_npy_files_may_be_stated(tmp_path: Path) -> None:
+    path = write_npy(tmp_path / "wide.npy", 640, dtype="<u4")
+    wide = build(DataConfig(train_data=[path], npy_dtype="uint32"), train_samples=10).train
+    assert sorted(tokens(wide, 10).flatten().tolist()) == sorted(np.fromfile(path, "<u4").tolist())
+
+
+def test_npy_files_and_pairs_are_drawn_by_their_weights(prefix: str, npy_files: list[str]) -> None:
+    items = ["0.5", prefix, "0.3", npy_files[0], "0.2", npy_files[1]]
+    train = build(DataConfig(train_data=items), train_samples=400).train
+    sources = [int(train[sample]["dataset_id"]) for sample in range(400)]
+    assert [sources.count(number) for number in range(3)] == pytest.approx([200, 120, 80], abs=1)
+
+
+def test_npy_files_in_a_blend_keep_their_own_order(prefix: str, npy_files: list[str]) -> None:
+    train = build(DataConfig(train_data=["1", prefix, "2", npy_files[0]]), train_samples=60).train
+    alone = build(DataConfig(train_data=npy_files[:1]), train_samples=40).train
+    drawn = [train[sample]["tokens"] for sample in range(60) if train[sample]["dataset_id"] == 1]
+    assert torch.equal(torch.stack(drawn), tokens(alone, len(drawn)))
+
+
+def test_npy_files_and_pairs_without_weights_count_by_their_size(prefix: str, npy_files: list[str]) -> None:
+    config = DataConfig(train_data=[prefix], valid_data={"v": [npy_files[0], prefix, npy_files[1]]})
+    valid = build(config, valid_samples=None).valid["v"]
+    pair = (read_index(prefix).tokens - 1) // SEQ_LENGTH
+    assert len(valid) == pair + 22
+    sources = [int(valid[sample]["dataset_id"]) for sample in range(len(valid))]
+    assert sources.count(0) == pytest.approx(22, abs=1)
+
+
+def test_a_blend_file_is_read_like_its_words(prefix: str, npy_files: list[str], tmp_path: Path) -> None:
+    (tmp_path / "my.blend").write_text("0.5 samples\n0.5 a.npy\n")
+    by_file = build(DataConfig(train_data=[f"@{tmp_path / 'my.blend'}"])).train
+    by_words = build(DataConfig(train_data=["0.5", prefix, "0.5", npy_files[0]])).train
+    assert torch.equal(tokens(by_file, 50), tokens(by_words, 50))
+
+
+def test_two_ranks_build_the_same_mixed_blend_at_once(
+    prefix: str, npy_files: list[str], run_on_ranks: Callable[..., list[Any]]
+) -> None:
+    first, second = run_on_ranks(2, first_samples, prefix, npy_files[0])
+    assert first == second == first_samples(prefix, npy_files[0])
+
+
+def test_npy_files_cannot_be_split(prefix: str, npy_files: list[str]) -> None:
+    config = DataConfig(train_data=[prefix, *npy_files], split="9,1")
+    assert any("data.split: cuts by documents, and .npy files" in line for line in config.problems())
+    with pytest.raises(InputError, match=r"use data\.valid_data"):
+        build(config)
+
+
+def test_every_kind_of_token_file_is_held_against_the_vocabulary(prefix: str, npy_files: list[str]) -> None:
+    for config in (DataConfig(train_data=[prefix], valid_data={"v": npy_files}), DataConfig(train_data=[prefix])):
+        config.check_token_ids(600)
+    np.array([601], "<u2").tofile(npy_files[1])
+    with pytest.raises(InputError, match=r"b\.npy holds token id 601"):
+        DataConfig(train_data=[prefix], valid_data={"v": npy_files}).check_token_ids(600)
+
+
+# -- the configuration
+
+
+def test_megatrons_compiled_index_builder_is_there() -> None:
+    from megatron.core.datasets import helpers_cpp
+
+    assert helpers_cpp.__file__.endswith(".so")
+
+
+def test_a_complete_configuration_has_no_problems(prefix: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    config = DataConfig(
+        train_data=["0.3", prefix, "0.7", prefix],
+        valid_data={"v": [prefix]},
+        tokenizer=str(tmp_path / "tokenizer.json"),
+    )
+    assert config.problems() == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"train_data": []}, "data.train_data: the list is empty"),
+        ({"train_data": ["nowhere"]}, "data.train_data: nowhere.bin does not exist"),
+        ({"train_data": ["0.5", "a", "b"]}, "does not alternate"),
+        ({"train_data": ["0", "a"]}, "not positive"),
+        ({"train_data": ["a", "0.5"]}, "'0.5' stands alone as a weight"),
+        ({"valid_data": {"v": ["nowhere"]}}, "data.valid_data.v: nowhere.bin does not exist"),
+        ({"valid_data": {"v": ["nowhere"]}, "split": "9,1"}, "data.split: cannot stand beside"),
+        ({"split": "100,0,0"}, "data.split: '100,0,0' cuts off no validation part"),
+        ({"split": "most"}, "data.split: 'most'"),
+        ({"tokenizer": "nowhere.model"}, "data.tokenizer: nowhere.model does not exist"),
+        ({"num_workers": -1}, "data.num_workers: -1"),
+    ],
+)
+def test_each_problem_of_a_configuration_is_named(settings: dict[str, Any], problem: str) -> None:
+    assert any(problem in line for line in DataConfig(**settings).problems())

@@ -1,0 +1,75 @@
+"""Documents found by their tokens, without reading more of the ledger than holds them."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_fanformer.data.ledger import COLUMNS, Ledger
+from megatron_fanformer.errors import CorruptError
+from tests.inspection.making import ROWS_A_GROUP, ledger_table, random_documents, write_ledger
+
+DOCUMENTS = random_documents(100)
+TOKENS = sum(map(len, DOCUMENTS))
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(write_ledger(tmp_path / "docs", DOCUMENTS))
+
+
+def test_every_range_of_tokens_has_its_documents(ledger: Ledger) -> None:
+    rows = ledger_table(DOCUMENTS).to_pylist()
+    assert len(ledger._groups) == -(-len(rows) // ROWS_A_GROUP)
+    for length in (1, 2, 50, 700):
+        for first in range(0, TOKENS - length, 13):
+            found = ledger.documents(first, length)
+            touched = [
+                row
+                for row in rows
+                if row["first_token"] < first + length and first < row["first_token"] + row["length"]
+            ]
+            assert [vars(document) for document in found] == touched
+
+
+def test_only_the_row_groups_of_the_tokens_are_read(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    whole = ledger._file
+
+    class Counting:
+        def read_row_group(self, group: int, columns: list[str]) -> pa.Table:
+            read.append(group)
+            return whole.read_row_group(group, columns=columns)
+
+    monkeypatch.setattr(ledger, "_file", Counting())
+    start = ledger_table(DOCUMENTS)["first_token"][3 * ROWS_A_GROUP].as_py()
+    ledger.documents(start, 5)
+    ledger.documents(start - 1, 5)
+    ledger.documents(start, 9)
+    assert read == [3, 2]
+
+
+def test_tokens_beyond_the_ledger(ledger: Ledger) -> None:
+    with pytest.raises(CorruptError, match=f"speaks of 4 of the 10 tokens from {TOKENS - 4} on"):
+        ledger.documents(TOKENS - 4, 10)
+
+
+def test_files_that_are_no_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "x.ledger.parquet"
+    path.write_bytes(b"PAR1 and no more")
+    with pytest.raises(CorruptError, match="cannot be read as a ledger"):
+        Ledger(path)
+    pq.write_table(ledger_table(DOCUMENTS).drop_columns(["line"]), path)
+    with pytest.raises(CorruptError, match="has no column line"):
+        Ledger(path)
+    write_ledger(tmp_path / "x", DOCUMENTS, write_statistics=False)
+    with pytest.raises(CorruptError, match="no statistics of first_token"):
+        Ledger(path)
+
+
+def test_a_ledger_without_documents(tmp_path: Path) -> None:
+    ledger = Ledger(write_ledger(tmp_path / "none", []))
+    assert (ledger.rows, list(COLUMNS)) == (0, list(ledger_table([]).schema.names))
+    with pytest.raises(CorruptError, match="speaks of 0 of the 1 tokens"):
+        ledger.documents(0, 1)

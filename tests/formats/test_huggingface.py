@@ -1,0 +1,374 @@
+"""Exported folders: what is in them, who can open them, and that tokenizers give the same ids."""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from megatron_fanformer.data.tokenizer import load_tokenizer, train_sentencepiece
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.formats import tokenizer_files
+from megatron_fanformer.formats.huggingface import is_huggingface_folder
+from megatron_fanformer.formats.name_table import expected_shapes
+from megatron_fanformer.hf import FANformerForCausalLM
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from tests.whole_models import (
+    export_huggingface,
+    hf_to_megatron,
+    read_huggingface,
+    read_reference,
+    reference_to_megatron,
+)
+
+TESTS = Path(__file__).parent.parent
+ROOT = TESTS.parent
+OLMO_TOKENIZER = TESTS / "samples" / "tokenizers" / "allenai_gpt-neox-olmo-dolma-v1_5.json"
+SMALL = FANformerConfig(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=600,
+    seq_length=64,
+    untie_embeddings_and_output_weights=True,
+    fan=FANConfig(p_ratio=0.2, activation="gelu"),
+)
+# What a stranger runs: nothing of ours can be imported, nothing can be fetched, nobody answers a prompt. The
+# tokenizer needs no code of the folder's. A line a folder.
+STRANGER = """
+import sys
+sys.modules["megatron_fanformer"] = None
+from transformers import AutoModelForCausalLM, AutoTokenizer
+for folder in sys.argv[1:]:
+    trusting = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    ids = tokenizer("def f(x):\\n    return", return_tensors="pt")
+    out = model.generate(**ids, max_new_tokens=6, do_sample=False)
+    assert trusting("def f(x):\\n    return").input_ids == ids.input_ids[0].tolist()
+    print(type(model).__name__, ids.input_ids.tolist(), out[0].tolist(), sep="|")
+"""
+# And what the first folder's model card gives them to type, with the folder in the place of its name.
+CARD_READER = """
+from pathlib import Path
+code = Path(sys.argv[1], "README.md").read_text().split("```python\\n")[1].split("```")[0]
+assert code.count('"model"') == 2
+exec(code.replace('"model"', repr(sys.argv[1])))
+batch = tokenizer(["x", "def f(x):"], padding=True, return_tensors="pt")
+assert batch.attention_mask[0].tolist()[0] == 0 and "token_type_ids" not in batch
+model.generate(**batch, max_new_tokens=2)
+"""
+# What a user of the installed package runs: one import more, and no flag.
+FRIEND = """
+del sys.modules["megatron_fanformer"]
+import megatron_fanformer.hf
+from transformers import AutoModel
+for auto in (AutoModel, AutoModelForCausalLM):
+    print(type(auto.from_pretrained(sys.argv[1])).__module__)
+"""
+
+
+def random_model(config=SMALL):
+    generator = torch.Generator().manual_seed(0)
+    shapes = expected_shapes(config, "megatron")
+    return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
+
+
+def run_python(code, *folders, tmp_path):
+    """What `code` prints in a fresh process and an empty folder; this package can be imported, if `code` does."""
+    environment = {
+        **{k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "HF_"))},
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+    }
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, folders)],
+        cwd=elsewhere,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def training_texts():
+    files = sorted((ROOT / "megatron_fanformer").rglob("*.py"))
+    return [file.read_text() for file in files]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory):
+    return train_sentencepiece(training_texts(), tmp_path_factory.mktemp("tokenizer") / "bpe", vocab_size=600)
+
+
+@pytest.fixture(scope="module")
+def exported(sentencepiece_model, tmp_path_factory):
+    """A random model with a sentencepiece tokenizer; end of text is its piece 1."""
+    folder = tmp_path_factory.mktemp("export") / "model"
+    export_huggingface(
+        SMALL,
+        random_model(),
+        folder,
+        dtype=torch.float32,
+        tokenizer_path=sentencepiece_model,
+        end_of_text_id=load_tokenizer(sentencepiece_model).eod_id,
+    )
+    return folder
+
+
+def train_plain(folder, **settings):
+    """Train FOLDER/plain.model with the settings of an exact model, but for the given ones."""
+    exact = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "add_dummy_prefix": False,
+        "remove_extra_whitespaces": False,
+    }
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(training_texts()[:30]),
+        model_prefix=str(folder / "plain"),
+        vocab_size=500,
+        max_sentence_length=1_000_000,
+        minloglevel=2,
+        **exact | settings,
+    )
+
+
+def export_with(tokenizer_path, folder, end_of_text_id=None):
+    export_huggingface(
+        SMALL,
+        random_model(),
+        folder / "out",
+        dtype=torch.float32,
+        tokenizer_path=tokenizer_path,
+        end_of_text_id=end_of_text_id,
+    )
+
+
+def test_an_export_holds_what_transformers_asks_for(exported):
+    assert {path.name for path in exported.iterdir()} == {
+        "README.md",
+        "config.json",
+        "configuration_fanformer.py",
+        "generation_config.json",
+        "model.safetensors",
+        "modeling_fanformer.py",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+    }
+
+
+def test_the_code_is_copied_verbatim(exported):
+    for name in ("configuration_fanformer.py", "modeling_fanformer.py"):
+        assert (exported / name).read_bytes() == (ROOT / "megatron_fanformer" / "hf" / name).read_bytes()
+
+
+@pytest.mark.parametrize("case", ["atl", "fanformer-tied", "fanformer-untied-p0125", "transformer-tied"])
+def test_an_exported_reference_model_computes_the_references_logits(case, tmp_path):
+    config, tensors = read_reference(TESTS / "reference" / case)
+    expected = load_file(TESTS / "reference" / case / "expected.safetensors")
+    export_huggingface(config, reference_to_megatron(tensors, config), tmp_path / "out", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    logits = model(expected["input_ids"]).logits
+    assert logits.shape[-1] == config.vocab_size
+    assert (logits - expected["logits"][..., : config.vocab_size]).abs().max() < 2e-5
+
+
+def test_a_stranger_opens_it_and_generates_what_we_do(exported, sentencepiece_model, tmp_path):
+    """So does who opens a copy that transformers saved; the model card's code runs; our package needs no flag.
+
+    All in one process: each takes seconds to import transformers.
+    """
+    copy = tmp_path / "saved"
+    AutoModelForCausalLM.from_pretrained(exported).save_pretrained(copy)
+    AutoTokenizer.from_pretrained(exported).save_pretrained(copy)
+    prompt = load_tokenizer(sentencepiece_model).encode("def f(x):\n    return")
+    model = FANformerForCausalLM.from_pretrained(exported)
+    ours = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0].tolist()
+    said = run_python(STRANGER + CARD_READER + FRIEND, exported, copy, tmp_path=tmp_path)
+    *lines, text = said.split("\n", 2)
+    expected = f"FANformerForCausalLM|{[prompt]}|{ours}"
+    assert lines == [expected, expected] and text.startswith("Once upon a time")
+    assert text.splitlines()[-2:] == ["megatron_fanformer.hf.modeling_fanformer"] * 2
+
+
+def test_an_export_reads_back_as_it_was(exported):
+    config, tensors = read_huggingface(exported)
+    original = random_model()
+    restored = hf_to_megatron(tensors, config)
+    assert config == SMALL
+    for name, tensor in original.items():
+        rows = slice(SMALL.vocab_size) if tensor.shape[0] == SMALL.padded_vocab_size else slice(None)
+        assert torch.equal(restored[name][rows], tensor[rows])
+
+
+def test_weights_are_written_in_the_dtype_that_is_asked_for(tmp_path):
+    export_huggingface(SMALL, random_model(), tmp_path / "out", dtype=torch.bfloat16)
+    assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    assert AutoModel.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_large_models_are_written_in_shards(tmp_path):
+    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
+    export_huggingface(SMALL, random_model(), whole, dtype=torch.float32)
+    export_huggingface(SMALL, random_model(), sharded, dtype=torch.float32, max_shard_size="50KB")
+    left, right = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (whole, sharded))
+    assert len(list(sharded.glob("model-*.safetensors"))) > 2
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+    assert read_huggingface(sharded)[1].keys() == read_huggingface(whole)[1].keys()
+
+
+def test_the_end_of_text_ends_generation_and_pads(exported):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    assert (model.generation_config.eos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 1, 1)
+    assert tokenizer.eos_token == "<|endoftext|>"
+
+
+def test_a_sentencepiece_model_gives_the_same_ids(exported, sentencepiece_model):
+    """On files it was not trained on and on random strings of white space, code, rare characters."""
+    ours, theirs = load_tokenizer(sentencepiece_model), AutoTokenizer.from_pretrained(exported)
+    draw = random.Random(0)
+    texts = [Path(module.__file__).read_text() for module in (json, random, shutil)]
+    texts += ["".join(draw.choices("ab \n\t\u2581=-_.é北🙂\x00(){}0", k=40)) for _ in range(300)]
+    texts += ["".join(draw.choice("ab -=\n") * draw.randint(1, 9) for _ in range(8)) for _ in range(300)]
+    assert [text for text in texts if theirs.encode(text) != ours.encode(text)] == []
+
+
+def test_a_sentencepiece_export_decodes_to_the_text(exported):
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    for text in ("  x = 'é' \n\n\t北京 \u2581 🙂  ", "<|endoftext|>", "a , b ."):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_hugging_face_tokenizer_gives_the_same_ids(tmp_path):
+    config = dataclasses.replace(SMALL, vocab_size=50_280, hidden_size=8, num_attention_heads=2, num_query_groups=1)
+    export_huggingface(
+        config,
+        random_model(config),
+        tmp_path / "out",
+        dtype=torch.bfloat16,
+        tokenizer_path=OLMO_TOKENIZER,
+        end_of_text_id=50_279,
+    )
+    ours, theirs = load_tokenizer(OLMO_TOKENIZER), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == OLMO_TOKENIZER.read_bytes()
+    assert theirs.eos_token == "<|endoftext|>"
+    assert [t for t in training_texts()[:10] if theirs.encode(t) != ours.encode(t)] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_type": "unigram"}, "is no byte-pair model"),
+        ({"byte_fallback": False}, "has no byte fallback"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "normalises the text"),
+        ({"add_dummy_prefix": True}, "puts a space in front"),
+        ({"remove_extra_whitespaces": True}, "removes spaces"),
+    ],
+)
+def test_a_sentencepiece_model_without_an_equal_is_refused(settings, message, tmp_path):
+    train_plain(tmp_path, **settings)
+    with pytest.raises(InputError, match=message):
+        export_with(tmp_path / "plain.model", tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("spaces", ["\u2581\u2581\u2581\u2581", "\n"])
+def test_user_defined_pieces_stay_whole(spaces, tmp_path):
+    train_plain(tmp_path, user_defined_symbols=["<tool>", spaces])
+    export_with(tmp_path / "plain.model", tmp_path)
+    theirs, text = AutoTokenizer.from_pretrained(tmp_path / "out"), "a<tool>b\n\n          c\n    d <tool>"
+    ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "plain.model"))
+    assert theirs.encode(text) == ours.encode(text)
+
+
+def test_user_defined_pieces_with_a_plain_space_are_refused(tmp_path):
+    train_plain(tmp_path, user_defined_symbols=["a b"])
+    with pytest.raises(InputError, match="has pieces with a plain space"):
+        export_with(tmp_path / "plain.model", tmp_path)
+
+
+def test_a_tokenizer_that_came_out_different_is_not_let_out(sentencepiece_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer_files, "_merges", lambda scores: iter(()))
+    with pytest.raises(InputError, match="has no exact equal"):
+        export_with(sentencepiece_model, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_destination_is_refused(tmp_path):
+    with pytest.raises(InputError, match="exists already"):
+        export_huggingface(SMALL, random_model(), tmp_path, dtype=torch.float32)
+
+
+def test_a_failed_export_leaves_nothing_behind(tmp_path):
+    tensors = random_model()
+    del tensors["output_layer.weight"]
+    with pytest.raises(CorruptError, match=r"missing: output_layer\.weight"):
+        export_huggingface(SMALL, tensors, tmp_path / "out", dtype=torch.float32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"has 50280 ids, the model's vocabulary 600"):
+        export_with(OLMO_TOKENIZER, tmp_path)
+
+
+def test_an_end_of_text_that_the_tokenizer_has_not_is_refused(sentencepiece_model, tmp_path):
+    with pytest.raises(InputError, match="end-of-text id 700 is not in the vocabulary"):
+        export_with(sentencepiece_model, tmp_path, end_of_text_id=700)
+
+
+def test_a_missing_tokenizer_is_refused(tmp_path):
+    with pytest.raises(InputError, match="does not exist"):
+        export_with(tmp_path / "no.json", tmp_path)
+
+
+def edited_copy(exported, tmp_path, **fields):
+    folder = tmp_path / "edited"
+    shutil.copytree(exported, folder)
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"p_ratio": 0.7}, r"p_ratio 0\.7 must lie in"),
+        ({"rope_theta": 10_000.5}, "must be whole"),
+        ({"rope_theta": "large"}, "must be whole"),
+        ({"id2label": 7}, "cannot be built"),
+        ({"model_type": "llama"}, "no Hugging Face folder of a FANformer"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused(fields, message, exported, tmp_path):
+    with pytest.raises(InputError, match=message):
+        read_huggingface(edited_copy(exported, tmp_path, **fields))
+
+
+def test_a_stated_p_ratio_that_disagrees_is_refused(exported, tmp_path):
+    with pytest.raises(CorruptError, match=r"p_ratio is stated as 0\.25"):
+        read_huggingface(edited_copy(exported, tmp_path, p_ratio=0.25))
+
+
+def test_hugging_face_folders_are_recognised(exported):
+    assert is_huggingface_folder(exported)
+    assert not is_huggingface_folder(TESTS / "reference" / "atl")

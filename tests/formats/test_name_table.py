@@ -1,0 +1,226 @@
+"""The name table: both directions of every pair, and the Hugging Face model against the reference."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors
+from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.formats.huggingface import to_huggingface_config
+from megatron_fanformer.formats.name_table import CONDITIONS, NAME_TABLE, convert, expected_shapes, names_in, rows_of
+from megatron_fanformer.formats.p_ratio import inferred_p_ratio
+from megatron_fanformer.hf import FANformerForCausalLM
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from tests.whole_models import (
+    hf_to_megatron,
+    megatron_to_hf,
+    megatron_to_reference,
+    read_reference,
+    reference_to_megatron,
+)
+
+REFERENCE = Path(__file__).parent.parent / "reference"
+CASES = ["atl", "fanformer-tied", "fanformer-untied-p0125", "transformer-tied"]
+GROUPED = FANformerConfig(
+    num_layers=2,
+    hidden_size=48,
+    ffn_hidden_size=80,
+    num_attention_heads=6,
+    num_query_groups=2,
+    vocab_size=100,
+    make_vocab_size_divisible_by=64,
+    untie_embeddings_and_output_weights=True,
+)
+SHAPES = {
+    "grouped": GROUPED,
+    "one group": dataclasses.replace(GROUPED, num_query_groups=1),
+    "tied": dataclasses.replace(GROUPED, untie_embeddings_and_output_weights=False),
+    "no bias": dataclasses.replace(GROUPED, fan=FANConfig(bias=False)),
+    "transformer": dataclasses.replace(GROUPED, fan=FANConfig(placement="none")),
+    "qk and v": dataclasses.replace(GROUPED, fan=FANConfig(placement="qk_and_v", v_p_ratio=0.125)),
+}
+
+
+def random_tensors(config, form="megatron"):
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in expected_shapes(config, form).items()}
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    """A reference case as its whole padded vocabulary, since its logits and its loss span that."""
+    folder = REFERENCE / request.param
+    config, tensors = read_reference(folder)
+    config = dataclasses.replace(config, vocab_size=config.padded_vocab_size)
+    return config, tensors, load_file(folder / "expected.safetensors")
+
+
+@pytest.fixture(scope="module")
+def run(case):
+    """The case's batch through the Hugging Face model: its output, and its gradients by reference names."""
+    config, tensors, expected = case
+    model = FANformerForCausalLM(to_huggingface_config(config))
+    weights = megatron_to_hf(reference_to_megatron(tensors, config), config)
+    tied = [] if config.untie_embeddings_and_output_weights else ["lm_head.weight"]
+    assert model.load_state_dict(weights, strict=False).missing_keys == tied
+    out = model(expected["input_ids"], labels=expected["labels"], shift_labels=expected["labels"])
+    out.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return out, dict(convert(gradients, config, "hf", "reference"))
+
+
+def test_reference_to_megatron_and_back_is_exact(case):
+    config, tensors, _ = case
+    assert_same(megatron_to_reference(reference_to_megatron(tensors, config), config), tensors)
+
+
+def test_hugging_face_logits_are_the_references(case, run):
+    assert (run[0].logits - case[2]["logits"]).abs().max() < 2e-5
+
+
+def test_hugging_face_loss_is_the_references(case, run):
+    assert abs(run[0].loss.item() - case[2]["loss"].item()) < 1e-5
+
+
+def test_hugging_face_gradients_are_the_references(case, run):
+    expected = {name.removeprefix("grad."): g for name, g in case[2].items() if name.startswith("grad.")}
+    errors = {name: ((run[1][name] - g).norm() / g.norm()).item() for name, g in expected.items()}
+    assert run[1].keys() == expected.keys()
+    assert {name: error for name, error in errors.items() if not error < 1e-4} == {}
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+def test_random_weights_through_the_reference_and_back_are_exact(config):
+    tensors = random_tensors(config)
+    assert_same(reference_to_megatron(megatron_to_reference(tensors, config), config), tensors)
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+def test_random_weights_from_hugging_face_through_megatron_are_exact(config):
+    tensors = random_tensors(config, "hf")
+    assert_same(megatron_to_hf(hf_to_megatron(tensors, config), config), tensors)
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+def test_the_hugging_face_names_and_shapes_are_the_models(config):
+    model = FANformerForCausalLM(to_huggingface_config(config))
+    assert expected_shapes(config, "hf") == {n: tuple(p.shape) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+def test_the_table_counts_every_parameter(config):
+    sizes = [torch.Size(shape).numel() for shape in expected_shapes(config, "megatron").values()]
+    assert sum(sizes) == config.num_parameters
+
+
+@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+def test_every_tensor_of_a_model_stands_in_the_table_once(config):
+    for form in ("megatron", "reference", "hf"):
+        names = [name for row, layer in rows_of(config) for name in names_in(row, layer, config, form)]
+        assert len(names) == len(set(names)) == len(expected_shapes(config, form))
+
+
+def test_every_row_is_some_models():
+    present = {row.present for config in SHAPES.values() for row, _ in rows_of(config)}
+    assert present == {row.present for row in NAME_TABLE} == set(CONDITIONS)
+
+
+def test_every_row_of_a_model_is_made_once_and_only_when_it_is_asked_for():
+    asked = []
+    tensors = LazyTensors(random_tensors(GROUPED), lambda name: asked.append(name) or random_tensors(GROUPED)[name])
+    made = convert(tensors, GROUPED, "megatron", "hf")
+    assert asked == []
+    assert list(made) == list(expected_shapes(GROUPED, "hf"))
+    dict(made)
+    assert asked == list(tensors)
+
+
+def test_the_values_own_fan_layer_has_rows_of_its_own():
+    config = SHAPES["qk and v"]
+    shapes = expected_shapes(config, "megatron")
+    assert shapes["decoder.layers.0.self_attention.fan.v_linear.weight"] == (16 - int(0.125 * 16), 48)
+    assert shapes["decoder.layers.0.self_attention.linear_qk.weight"] == (64, 48)
+    assert "model.layers.0.self_attn.v_proj.weight" not in expected_shapes(config, "hf")
+
+
+def test_query_groups_interleave_in_megatron_alone():
+    """Each row is filled with its own place, [part, head]: Megatron's order is one group after the other."""
+    d, name = GROUPED.kv_channels, "decoder.layers.0.self_attention.linear_qkv.weight"
+    tensors = random_tensors(GROUPED, "hf")
+    for part, heads in (("q", 6), ("k", 2), ("v", 2)):
+        labels = torch.arange(heads).repeat_interleave(d) + {"q": 100, "k": 200, "v": 300}[part]
+        tensors[f"model.layers.0.self_attn.{part}_proj.weight"] = labels[:, None].expand(-1, 48).float()
+    rows = hf_to_megatron(tensors, GROUPED)[name][::d, 0].int().tolist()
+    assert rows == [100, 101, 102, 200, 300, 103, 104, 105, 201, 301]
+
+
+def test_the_gate_comes_first_in_megatron_and_last_in_the_reference():
+    tensors = random_tensors(GROUPED, "hf")
+    gate, up = (tensors[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up"))
+    megatron = hf_to_megatron(tensors, GROUPED)
+    reference = megatron_to_reference(megatron, GROUPED)
+    assert torch.equal(megatron["decoder.layers.1.mlp.linear_fc1.weight"], torch.cat([gate, up]))
+    assert torch.equal(reference["transformer.blocks.1.ff_proj.weight"], torch.cat([up, gate]))
+
+
+def test_vocabulary_padding_is_trimmed_and_comes_back_as_zeros():
+    tensors = random_tensors(GROUPED)
+    trimmed = megatron_to_hf(tensors, GROUPED)["lm_head.weight"]
+    restored = hf_to_megatron(megatron_to_hf(tensors, GROUPED), GROUPED)["output_layer.weight"]
+    assert torch.equal(trimmed, tensors["output_layer.weight"][:100])
+    assert restored.shape == (128, 48) and not restored[100:].any()
+
+
+def test_a_missing_tensor_is_named():
+    tensors = random_tensors(GROUPED)
+    del tensors["decoder.layers.1.mlp.linear_fc2.weight"]
+    with pytest.raises(CorruptError, match=r"missing: decoder\.layers\.1\.mlp\.linear_fc2\.weight"):
+        megatron_to_hf(tensors, GROUPED)
+
+
+def test_a_tensor_that_would_not_be_used_is_named():
+    tensors = random_tensors(GROUPED, "hf") | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}
+    with pytest.raises(CorruptError, match=r"unknown: model\.layers\.0\.self_attn\.q_proj\.bias"):
+        hf_to_megatron(tensors, GROUPED)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both():
+    tensors = random_tensors(GROUPED) | {"decoder.final_layernorm.weight": torch.ones(47)}
+    with pytest.raises(CorruptError, match=r"decoder\.final_layernorm\.weight \(\[47\] instead of \[48\]\)"):
+        megatron_to_reference(tensors, GROUPED)
+
+
+@pytest.mark.parametrize("hidden_size", [48, 60, 100, 768, 1000])
+def test_every_p_ratio_is_inferred_from_the_rows_that_it_gives(hidden_size):
+    for periodic in range(hidden_size // 2 + 1):
+        p_ratio = inferred_p_ratio(hidden_size - periodic, hidden_size, None)
+        assert int(p_ratio * hidden_size) == periodic
+
+
+def test_a_stated_p_ratio_that_agrees_is_kept():
+    assert inferred_p_ratio(85, 100, 0.157) == 0.157
+
+
+def test_a_stated_p_ratio_that_disagrees_is_refused():
+    with pytest.raises(CorruptError, match=r"p_ratio is stated as 0\.125.*those of p_ratio 0\.25"):
+        inferred_p_ratio(48, 64, 0.125)
+
+
+@pytest.mark.parametrize("stated", [float("nan"), float("inf"), "0.25", True, [0.25]])
+def test_a_stated_p_ratio_that_is_none_is_refused(stated):
+    with pytest.raises(CorruptError, match="p_ratio is stated as"):
+        inferred_p_ratio(48, 64, stated)
+
+
+@pytest.mark.parametrize("rows", [31, 65])
+def test_rows_of_no_fan_map_are_refused(rows):
+    with pytest.raises(CorruptError, match="it must have 32 to 64"):
+        inferred_p_ratio(rows, 64, None)

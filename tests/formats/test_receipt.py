@@ -1,0 +1,312 @@
+"""The receipt: what it says, and that it catches a fault planted in any of the transforms."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_fanformer.cli import main
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.formats import checkpoints, transforms
+from megatron_fanformer.formats.convert import convert_checkpoint
+from megatron_fanformer.formats.transforms import Transform
+from megatron_fanformer.hf import FANformerForCausalLM
+from tests.conftest import REFERENCE
+from tests.formats.plain_fanformer import HEAD_SIZE, HIDDEN, VARIANTS, Variant, random_weights, write
+
+FORMS = ("reference", "megatron", "hf")
+CASES = ("atl", "fanformer-tied", "fanformer-untied-p0125", "transformer-tied")
+SAME_LOGITS = 2e-5  # float32 against the authors' float32: the issue's own bound
+SAME_LOSS = 1e-5
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write(tmp_path / "source", VARIANTS["grouped queries"], random_weights(VARIANTS["grouped queries"]))
+
+
+# -- what a conversion does
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_authors_cases_all_the_way_round(case: str, tmp_path: Path) -> None:
+    """Reference, Megatron, Hugging Face, Megatron, reference: the padding kept as token ids, so that all is kept."""
+    expected = load_file(REFERENCE / case / "expected.safetensors")
+    rows = expected["logits"].shape[-1]
+    steps = [REFERENCE / case, *(tmp_path / name for name in ("megatron", "hf", "megatron2", "reference"))]
+    for before, after in itertools.pairwise(steps):
+        to = after.name.removesuffix("2")
+        done = convert_checkpoint(before, after, to=to, padded_vocab_size=rows)  # type: ignore[arg-type]
+        assert done.checks is not None and all(check["passed"] for check in done.checks.values())
+    weights, returned = (load_file(folder / "model.safetensors") for folder in (steps[0], steps[-1]))
+    assert weights.keys() == returned.keys()
+    assert [name for name in weights if not torch.equal(weights[name], returned[name])] == []
+    with torch.no_grad():
+        logits = FANformerForCausalLM.from_pretrained(tmp_path / "hf")(expected["input_ids"]).logits
+    assert (logits - expected["logits"]).abs().max() < SAME_LOGITS
+    token_loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), expected["labels"], reduction="none")
+    assert (token_loss - expected["token_loss"]).abs().max() < SAME_LOSS
+
+
+def test_padding_that_is_left_out_is_told(tmp_path: Path) -> None:
+    done = convert_checkpoint(REFERENCE / "fanformer-tied", tmp_path / "hf", to="hf", receipt=tmp_path / "receipt.json")
+    assert done.notes == ["left out: 6 rows of vocabulary padding that were not zero; no token id needs them"]
+    assert json.loads((tmp_path / "receipt.json").read_text())["vocabulary"] == {
+        "tokens": 250,
+        "source_rows": 256,
+        "destination_rows": 250,
+        "dropped_rows": 6,
+        "dropped_rows_were": {"transformer.wte.weight": "not zero"},
+        "added_rows": 0,
+    }
+
+
+def test_padding_that_is_asked_for_is_zeros(source: Path, tmp_path: Path) -> None:
+    convert_checkpoint(source, tmp_path / "out", to="reference", padded_vocab_size=130)
+    rows = load_file(tmp_path / "out" / "model.safetensors")["transformer.wte.weight"]
+    assert rows.shape[0] == 130 and not rows[128:].any() and rows[127].any()
+
+
+def test_fewer_rows_than_token_ids_are_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="stated as 89, and the model has 90 token ids"):
+        convert_checkpoint(source, tmp_path / "out", to="hf", padded_vocab_size=89)
+
+
+@pytest.mark.parametrize("to", FORMS)
+def test_rounding_is_no_fault(to: str, source: Path, tmp_path: Path) -> None:
+    done = convert_checkpoint(source, tmp_path / "out", to=to, dtype="bf16")  # type: ignore[arg-type]
+    assert done.checks is not None
+    assert done.checks["round_trip"]["rounded_to"] == "torch.bfloat16"
+
+
+def test_the_optimizers_state_is_told_not_to_be_converted(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (source / "optim.pt").write_bytes(b"")
+    assert main(["convert", str(source), str(tmp_path / "out"), "--to", "megatron"]) == 0
+    assert "not converted: optim.pt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("to", FORMS)
+def test_the_report_says_what_was_checked(to: str, source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "receipt.json"
+    assert main(["convert", str(source), str(tmp_path / "out"), "--to", to, "--report", str(file)]) == 0
+    receipt = json.loads(file.read_text())
+    assert receipt["passed"] is True
+    assert {name: check["passed"] for name, check in receipt["checks"].items()} == {
+        "names": True,
+        "round_trip": True,
+        "logits": True,
+        "greedy": True,
+    }
+    assert receipt["checks"]["logits"]["max_abs_error"] <= receipt["checks"]["logits"]["allowed"]
+    assert receipt["checks"]["greedy"]["source"] == receipt["checks"]["greedy"]["destination"]
+    hashed = receipt["source"]["files"]["model.safetensors"]["sha256"]
+    assert hashed == hashlib.sha256((source / "model.safetensors").read_bytes()).hexdigest()
+    assert receipt["destination"]["path"] == str(tmp_path / "out")
+    assert receipt["destination"]["tensors"] and receipt["versions"]["torch"] == metadata.version("torch")
+
+
+def test_an_export_holds_its_receipt(source: Path, tmp_path: Path) -> None:
+    convert_checkpoint(source, tmp_path / "out", to="hf")
+    receipt = json.loads((tmp_path / "out" / "receipt.json").read_text())
+    assert receipt["passed"] is True
+    assert "[receipt.json](receipt.json)" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_without_verification_nothing_is_said(source: Path, tmp_path: Path) -> None:
+    command = ["convert", str(source), str(tmp_path / "out"), "--to", "hf", "--no-verify"]
+    assert main([*command, "--report", str(tmp_path / "receipt.json")]) == 0
+    assert json.loads((tmp_path / "receipt.json").read_text())["passed"] is None
+    assert not (tmp_path / "out" / "receipt.json").exists()
+
+
+def test_shards_are_as_small_as_asked_for(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["convert", str(source), str(out), "--to", "hf", "--max-shard-size", "20KB"]) == 0
+    assert len(list(out.glob("model-*.safetensors"))) > 2
+    assert main(["convert", str(source), str(tmp_path / "two"), "--to", "hf", "--max-shard-size", "big"]) == 2
+
+
+# -- planted faults
+
+
+def _rolled(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.roll(1, 0) for tensor in tensors)
+
+
+def _one_heads_q_and_k_exchanged(parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    q, k, *others = (part.clone() for part in parts)
+    q[:HEAD_SIZE], k[:HEAD_SIZE] = k[:HEAD_SIZE].clone(), q[:HEAD_SIZE].clone()
+    return q, k, *others
+
+
+def _stacked_exchange(parts: tuple[torch.Tensor, ...], variant: Variant) -> tuple[torch.Tensor, ...]:
+    q, rest = parts[0][:HIDDEN], parts[0][HIDDEN:]
+    k, others = rest[: variant.value_size], rest[variant.value_size :]
+    return (torch.cat([*_one_heads_q_and_k_exchanged((q, k)), others]),)
+
+
+GROUPED, QK_AND_V = VARIANTS["grouped queries"], VARIANTS["qk and v, two ratios"]
+# The transform's name in the module, the variant, the destination, and what its parts become.
+FAULTS: dict[str, tuple[str, Variant, str, Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]]] = {
+    "halves swapped, hf": ("GATE_UP_SEPARATE", GROUPED, "hf", lambda parts: parts[::-1]),
+    "halves swapped, reference": (
+        "GATE_UP_SWAPPED",
+        GROUPED,
+        "reference",
+        lambda parts: (torch.cat(parts[0].chunk(2)[::-1]),),
+    ),
+    "q and k of a head, hf": ("QKV_SEPARATE", GROUPED, "hf", _one_heads_q_and_k_exchanged),
+    "q and k of a head, qk_and_v": ("QK_SEPARATE", QK_AND_V, "hf", _one_heads_q_and_k_exchanged),
+    "q and k of a head, reference": (
+        "QKV_STACKED",
+        GROUPED,
+        "reference",
+        lambda parts: _stacked_exchange(parts, GROUPED),
+    ),
+    "q and k stacked, reference": (
+        "QK_STACKED",
+        QK_AND_V,
+        "reference",
+        lambda parts: _stacked_exchange(parts, QK_AND_V),
+    ),
+    "p off by one row, hf": ("FAN_ROWS", GROUPED, "hf", _rolled),
+    "p off by one row, reference": ("FAN_ROWS", GROUPED, "reference", _rolled),
+}
+
+
+Plant = Callable[..., None]
+
+
+@pytest.fixture
+def plant() -> Iterator[Plant]:
+    """`plant(name, split=…, join=…)` changes a transform: the object itself, which the table holds; it is frozen."""
+    before: list[tuple[Transform, str, object]] = []
+
+    def change(name: str, **functions: object) -> None:
+        transform: Transform = getattr(transforms, name)
+        for field, function in functions.items():
+            before.append((transform, field, getattr(transform, field)))
+            object.__setattr__(transform, field, function)
+
+    yield change
+    for transform, field, function in before:
+        object.__setattr__(transform, field, function)
+
+
+def refused(source: Path, tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, bool]]:
+    """What is said where a conversion fails its checks, and which of the checks passed."""
+    out, file = tmp_path / "out", tmp_path / "receipt.json"
+    assert main(["convert", str(source), str(out), "--to", to, "--report", str(file)]) == 3
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
+    receipt = json.loads(file.read_text())
+    assert receipt["passed"] is False
+    return capsys.readouterr().err, {name: check["passed"] for name, check in receipt["checks"].items()}
+
+
+def started_from(variant: Variant, tmp_path: Path) -> Path:
+    """A source in Megatron's form: the fault is in one format alone then (the same in two cancels, and rightly)."""
+    reference = write(tmp_path / "reference", variant, random_weights(variant))
+    convert_checkpoint(reference, tmp_path / "megatron", to="megatron", verified=False)
+    return tmp_path / "megatron"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("directions", ["one", "both"])
+def test_a_fault_in_a_transform_is_caught(
+    fault: str, directions: str, tmp_path: Path, plant: Plant, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one direction the round trip shows it; in both, where it cancels, the logits."""
+    name, variant, to, change = FAULTS[fault]
+    source = started_from(variant, tmp_path)
+    transform: Transform = getattr(transforms, name)
+    split, join = transform.split, transform.join
+    undo = change if name != "FAN_ROWS" else lambda parts: tuple(part.roll(-1, 0) for part in parts)
+    plant(name, split=lambda hub, config: split(hub, config) if hub.is_meta else change(split(hub, config)))
+    if directions == "both":
+        plant(name, join=lambda parts, config: join(undo(tuple(parts)), config))
+    said, passed = refused(source, tmp_path, to, capsys)
+    assert passed["logits"] is False and "logits: they differ" in said
+    assert passed["round_trip"] is (directions == "both")
+
+
+def test_a_padded_row_that_was_kept_is_caught(
+    source: Path, tmp_path: Path, plant: Plant, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table would not know: its shapes are made by the same transform. The model of transformers does."""
+    plant("VOCABULARY_TRIMMED", split=lambda hub, config: (transforms.resize_vocabulary(hub, config.vocab_size + 1),))
+    said, passed = refused(source, tmp_path, "hf", capsys)
+    assert passed["logits"] is False and "of shape [90, 32], but what was written is of shape [91, 32]" in said
+
+
+def test_a_row_of_padding_too_many_is_caught(
+    source: Path, tmp_path: Path, plant: Plant, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert_checkpoint(source, tmp_path / "hf", to="hf", verified=False)
+    rows = 128 + 1
+    plant("VOCABULARY_PADDED", split=lambda hub, _: (transforms.resize_vocabulary(hub, rows),))
+    said, passed = refused(tmp_path / "hf", tmp_path, "megatron", capsys)
+    assert passed["logits"] is False and "(129, 32), not (128, 32)" in said
+
+
+@pytest.mark.parametrize("to", FORMS)
+def test_a_bias_that_was_dropped_is_caught(
+    to: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Left out of what is written: a model of the destination's configuration is not all there."""
+    write_whole = checkpoints.write_checkpoint
+
+    def write_without(form: str, folder: Path, config: object, tensors: object, extras: object) -> None:
+        tensors.meta = {name: t for name, t in tensors.meta.items() if not name.endswith("bias")}  # type: ignore[attr-defined]
+        write_whole(form, folder, config, tensors, extras)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("megatron_fanformer.formats.convert.write_checkpoint", write_without)
+    said, passed = refused(source, tmp_path, to, capsys)
+    assert not all(passed.values()) and "bias" in said
+
+
+def test_a_bias_that_came_out_zero_is_caught(
+    source: Path, tmp_path: Path, plant: Plant, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(
+        "FAN_ROWS",
+        split=lambda hub, _: (hub.new_zeros(hub.shape) if hub.ndim == 1 and not hub.is_meta else hub,),
+    )
+    said, passed = refused(source, tmp_path, "hf", capsys)
+    assert passed["round_trip"] is passed["logits"] is False
+    assert "came back different: transformer.blocks.0.att_proj.fanlayer.input_linear.bias" in said
+
+
+def test_weights_that_are_not_finite_do_not_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = random_weights(GROUPED)
+    weights["transformer.blocks.1.ff_out.weight"][0, 0] = float("nan")
+    _, passed = refused(write(tmp_path / "source", GROUPED, weights), tmp_path, "hf", capsys)
+    assert (passed["round_trip"], passed["logits"]) == (True, False)
+
+
+def test_a_tensor_that_no_model_has_is_named(source: Path, tmp_path: Path) -> None:
+    weights = load_file(source / "model.safetensors")
+    save_file({**weights, "transformer.blocks.0.q_norm.weight": torch.ones(8)}, source / "model.safetensors")
+    with pytest.raises(CorruptError, match=r"unknown: transformer\.blocks\.0\.q_norm\.weight"):
+        convert_checkpoint(source, tmp_path / "out", to="hf")
+
+
+def test_a_fault_leaves_nothing_behind(source: Path, tmp_path: Path, plant: Plant) -> None:
+    plant("GATE_UP_SEPARATE", split=lambda hub, _: hub.chunk(2)[::-1])
+    with contextlib.suppress(CorruptError):
+        convert_checkpoint(source, tmp_path / "new" / "out", to="hf")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_the_faults_cover_every_transform_that_moves_rows() -> None:
+    named = {name for name, value in vars(transforms).items() if isinstance(value, Transform)}
+    planted = {name for name, *_ in FAULTS.values()} | {"VOCABULARY_TRIMMED", "VOCABULARY_PADDED"}
+    assert named - planted == {"IDENTITY"}

@@ -1,0 +1,80 @@
+"""Whole models in memory, for tests: read, converted and written at once, where the package goes tensor by tensor."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fanformer.checkpoint import megatron_versions
+from megatron_fanformer.checkpoint.full_tensors import open_full_tensors
+from megatron_fanformer.durable_files import new_folder
+from megatron_fanformer.formats import huggingface, reference
+from megatron_fanformer.formats.name_table import convert
+from megatron_fanformer.formats.weight_files import open_weights
+from megatron_fanformer.model.config import FANformerConfig
+
+Tensors = dict[str, Tensor]
+
+
+def read_full_tensors(checkpoint: Path) -> Tensors:
+    return dict(open_full_tensors(checkpoint))
+
+
+def read_weights(folder: Path) -> Tensors:
+    return dict(open_weights(folder))
+
+
+def read_reference(folder: Path) -> tuple[FANformerConfig, Tensors]:
+    config, tensors = reference.open_reference(folder)
+    return config, dict(tensors)
+
+
+def read_huggingface(folder: Path) -> tuple[FANformerConfig, Tensors]:
+    config, tensors = huggingface.open_huggingface(folder)
+    return config, dict(tensors)
+
+
+def reference_to_megatron(tensors: Tensors, config: FANformerConfig) -> Tensors:
+    return dict(convert(tensors, config, "reference", "megatron"))
+
+
+def megatron_to_reference(tensors: Tensors, config: FANformerConfig) -> Tensors:
+    return dict(convert(tensors, config, "megatron", "reference"))
+
+
+def megatron_to_hf(tensors: Tensors, config: FANformerConfig) -> Tensors:
+    return dict(convert(tensors, config, "megatron", "hf"))
+
+
+def hf_to_megatron(tensors: Tensors, config: FANformerConfig) -> Tensors:
+    return dict(convert(tensors, config, "hf", "megatron"))
+
+
+def export_huggingface(
+    config: FANformerConfig,
+    tensors: Tensors,
+    destination: Path,
+    *,
+    dtype: torch.dtype,
+    tokenizer_path: Path | None = None,
+    end_of_text_id: int | None = None,
+    max_shard_size: str = huggingface.MAX_SHARD_SIZE,
+) -> None:
+    with new_folder(destination) as folder:
+        written = convert(tensors, config, "megatron", "hf", dtype=dtype)
+        name = destination.name
+        huggingface.write_huggingface(folder, config, written, name, tokenizer_path, end_of_text_id, max_shard_size)
+
+
+def write_reference(
+    destination: Path, config: FANformerConfig, tensors: Tensors, *, end_of_text_id: int | None = None
+) -> None:
+    with new_folder(destination) as folder:
+        reference.write_reference(folder, config, tensors, end_of_text_id)
+
+
+def save_state(sharded_state: dict[str, Any], folder: Path) -> None:
+    """Write a sharded state dict into an empty folder; every rank calls it."""
+    strategy = megatron_versions.save_strategy(None)
+    megatron_versions.prepare_save(sharded_state, folder, strategy, validate=True).execute_sync()
