@@ -153,7 +153,7 @@ def measure(case: Case, repeats: int) -> Iterator[FANResult]:
         )
 
 
-def _forms(case: Case) -> dict[str, fan_activation.ActivationForm]:
+def _forms(case: Case) -> dict[str, fan_activation.Implementation]:
     chosen = fan_activation.implementation_for(torch.empty(0, dtype=DTYPES[case.dtype], device=case.device))
     kernel = {} if chosen is fan_activation.EAGER else {"kernel": chosen}
     return {**kernel, "eager": fan_activation.EAGER}
@@ -164,7 +164,7 @@ def _copy(case: Case) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-def _directions(name: str, form: fan_activation.ActivationForm, case: Case) -> dict[str, Callable[[], object]]:
+def _directions(name: str, form: fan_activation.Implementation, case: Case) -> dict[str, Callable[[], object]]:
     generator = torch.Generator(case.device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

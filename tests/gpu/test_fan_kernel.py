@@ -11,10 +11,10 @@ from torch import Tensor
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.ops import fan_activation
-from megatron_fanformer.ops.fan_activation import EAGER, ActivationForm
+from megatron_fanformer.ops.fan_activation import EAGER, Implementation
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 from megatron_fanformer.runtime.seeding import seed_everything
-from tests.model import fan_numbers
+from tests.ops import fan_numbers
 from tests.ops.fan_numbers import CASES, ROUNDED_UNITS, STRIDES, TYPES, Case
 
 pytestmark = [
@@ -39,7 +39,7 @@ def on_gpu(tensor: Tensor) -> Tensor:
     return storage_of(tensor).cuda().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def kernel_from_cpu() -> ActivationForm:
+def kernel_from_cpu() -> Implementation:
     """The kernel for tensors that are not on the GPU, for the checks that know of none."""
     form = fan_activation.implementation_for(torch.empty(0, device="cuda"))
     assert form is not EAGER
@@ -55,7 +55,7 @@ def kernel_from_cpu() -> ActivationForm:
         form.differentiate(on_gpu(x_f_nw), on_gpu(grad_nw), None if g_nv is None else on_gpu(g_nv), made, periodic)
         storage_of(part).copy_(storage_of(made))
 
-    return ActivationForm(activate, differentiate)
+    return Implementation(activate, differentiate)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -85,7 +85,7 @@ def test_every_16_bit_phase_gets_what_pytorch_gives_it(dtype: torch.dtype) -> No
     assert fan_numbers.differing_share(kernel_from_cpu(), EAGER, dtype) <= DIFFERING_SHARE[dtype]
 
 
-def outputs_and_gradients(form: ActivationForm, case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def outputs_and_gradients(form: Implementation, case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Of random values on the GPU, phases up to about 100."""
     generator = torch.Generator("cuda").manual_seed(0)
     rows = case.periodic + case.linear
@@ -166,12 +166,12 @@ FANS = {
 
 
 @pytest.fixture
-def differentiated() -> Iterator[list[ActivationForm]]:
+def differentiated() -> Iterator[list[Implementation]]:
     """The forms that backward passes took."""
-    taken: list[ActivationForm] = []
+    taken: list[Implementation] = []
     choose = fan_activation.implementation_for
 
-    def noted(tensor: Tensor) -> ActivationForm:
+    def noted(tensor: Tensor) -> Implementation:
         taken.append(choose(tensor))
         return taken[-1]
 

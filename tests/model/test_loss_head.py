@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.loss_head import LossHead
-from megatron_fanformer.parity.tensor_parts import Piece
+from megatron_fanformer.parity.tensor_parts import TensorPart
 from megatron_fanformer.parity.trial import TrialConfig, run_trial
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
@@ -360,10 +360,10 @@ def test_training_is_the_plain_heads(run_on_ranks: RunOnRanks, name: str, config
     for own, plains in zip(found, expected, strict=True):
         assert own.losses == pytest.approx(plains.losses, rel=SAME_FP32)
         for kind in ("outputs", "gradients", "weights"):
-            compare_pieces(getattr(own, kind), getattr(plains, kind))
+            compare_parts(getattr(own, kind), getattr(plains, kind))
 
 
-def compare_pieces(found: list[Piece], expected: list[Piece]) -> None:
+def compare_parts(found: list[TensorPart], expected: list[TensorPart]) -> None:
     assert [piece.name for piece in found] == [piece.name for piece in expected]
     for piece, plains in zip(found, expected, strict=True):
         bound = SAME_TRAINING * max(float(abs(plains.values).max()), SAME_FP32)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fanformer.ops.fan_activation import ActivationForm
+from megatron_fanformer.ops.fan_activation import Implementation
 
 # Units in the last place. A float32 result may be off by the kernel's three (its polynomials and its reduction), which
 # no narrower type sees but where it decides a rounding; PyTorch's own functions stay below them too.
@@ -71,7 +71,7 @@ def exact_output(pre_tnr: Tensor, case: Case, gelu: bool) -> Tensor:
     return torch.cat([p.cos().flatten(1), p.sin().flatten(1), g.flatten(1)], dim=-1)
 
 
-def check_output(form: ActivationForm, case: Case, dtype: torch.dtype, gelu: bool, largest: float = 100.0) -> None:
+def check_output(form: Implementation, case: Case, dtype: torch.dtype, gelu: bool, largest: float = 100.0) -> None:
     pre_tnr = phases(case, dtype, largest)
     # Written in float32 and rounded here: Triton's interpreter cuts bfloat16 off where a GPU rounds.
     x_f = torch.full((case.tokens, case.width), torch.nan)
@@ -89,7 +89,7 @@ def check_output(form: ActivationForm, case: Case, dtype: torch.dtype, gelu: boo
 
 
 def check_gradient(
-    form: ActivationForm, case: Case, dtype: torch.dtype, gelu: bool, strided: str = "contiguous"
+    form: Implementation, case: Case, dtype: torch.dtype, gelu: bool, strided: str = "contiguous"
 ) -> None:
     x_f = exact_output(phases(case, dtype, 100.0), case, False).to(dtype)
     grad = strided_gradient(case, dtype, strided)
@@ -127,7 +127,7 @@ def strided_gradient(case: Case, dtype: torch.dtype, strided: str) -> Tensor:
 STRIDES = ["expanded", "transposed", "rows far apart"]
 
 
-def check_large_phases(form: ActivationForm, largest: float) -> None:
+def check_large_phases(form: Implementation, largest: float) -> None:
     """float32 phases of that size, those nearest to quarter turns too, where cos or sin is next to 0."""
     quarter = torch.pi / 2
     step = max(1.0, largest // (8000 * quarter))
@@ -144,7 +144,7 @@ def check_large_phases(form: ActivationForm, largest: float) -> None:
     assert units(x_f.bfloat16(), exact) <= ROUNDED_UNITS
 
 
-def check_no_number(form: ActivationForm) -> None:
+def check_no_number(form: Implementation) -> None:
     """What is not finite becomes NaN, and nothing else does."""
     pre_tnr = torch.tensor([1.0, torch.nan, 2.0, torch.inf, -torch.inf, 1e38]).view(1, 1, -1)
     x_f = torch.empty(1, 12)
@@ -152,7 +152,7 @@ def check_no_number(form: ActivationForm) -> None:
     assert x_f.isnan().tolist() == [[False, True, False, True, True, False] * 2]
 
 
-def differing_share(form: ActivationForm, reference: ActivationForm, dtype: torch.dtype) -> float:
+def differing_share(form: Implementation, reference: Implementation, dtype: torch.dtype) -> float:
     """Of all normal numbers of a 16-bit type, how many get another cos or sin as phases; none by more than a unit."""
     values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     # Triton's interpreter reads bfloat16's subnormal numbers wrongly.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_fanformer.ops import fan_activation, triton_support
-from tests.model import fan_numbers
+from tests.ops import fan_numbers
 from tests.ops.fan_numbers import CASES, STRIDES, TYPES
 
 needs_triton = pytest.mark.skipif(
@@ -73,7 +73,7 @@ def test_what_is_no_number(run: Any, name: str) -> None:
     run(name, fan_numbers.check_no_number)
 
 
-def kernel_against_eager(form: fan_activation.ActivationForm, dtype: torch.dtype) -> float:
+def kernel_against_eager(form: fan_activation.Implementation, dtype: torch.dtype) -> float:
     return fan_numbers.differing_share(form, fan_activation.EAGER, dtype)
 
 

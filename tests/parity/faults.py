@@ -48,7 +48,7 @@ def qkv_sums_its_input_gradient_too() -> Iterator[None]:
 def linear_rows_before_periodic_rows_on_rank_1() -> Iterator[None]:
     right = fan_layer.FANShard.parts
 
-    def swapped(self: fan_layer.FANShard) -> list[fan_layer.FANPiece]:
+    def swapped(self: fan_layer.FANShard) -> list[fan_layer.RowRange]:
         parts = right(self)
         if self.rank != 1:
             return parts
