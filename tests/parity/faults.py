@@ -46,7 +46,7 @@ def qkv_sums_its_input_gradient_too() -> Iterator[None]:
 
 @contextmanager
 def linear_rows_before_periodic_rows_on_rank_1() -> Iterator[None]:
-    right = fan_layer.FANShard.parts
+    right = fan_layer.FANShard.row_ranges
 
     def swapped(self: fan_layer.FANShard) -> list[fan_layer.RowRange]:
         parts = right(self)
@@ -56,7 +56,7 @@ def linear_rows_before_periodic_rows_on_rank_1() -> Iterator[None]:
         rows = linear.end - linear.start
         return [linear._replace(start=0, end=rows), periodic._replace(start=rows, end=linear.end)]
 
-    with mock.patch.object(fan_layer.FANShard, "parts", swapped):
+    with mock.patch.object(fan_layer.FANShard, "row_ranges", swapped):
         yield
 
 
