@@ -141,9 +141,10 @@ def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
 
     What one rank refuses, all do: none is left waiting in the loading, which is collective.
     """
-    table = read_table(checkpoint)
+    table = None
     refused: list[CorruptError | None] = [None] * grid.world_size
     try:
+        table = read_table(checkpoint)
         check_plain_values(checkpoint, table, share=grid.rank, shares=grid.world_size)
     except CorruptError as error:
         refused[grid.rank] = error
@@ -151,6 +152,7 @@ def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
         dist.all_gather_object(refused, refused[grid.rank])
     for told in filter(None, refused):
         raise told
+    assert table is not None, "else this rank would have refused"
     return table
 
 
