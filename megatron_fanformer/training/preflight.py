@@ -52,7 +52,7 @@ def _file_problems(config: RunConfig) -> list[str]:
     try:
         resumed = checkpoint_to_resume(run)
     except InputError as error:
-        return [f"training.run_dir: {error}"]
+        return [*found, f"training.run_dir: {error}"]
     if resumed:
         found += _resume_problems(resumed, config)
     elif config.checkpoint.load:
