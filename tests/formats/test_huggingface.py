@@ -356,7 +356,7 @@ def edited_copy(exported, tmp_path, **fields):
         ({"rope_theta": 10_000.5}, "must be whole"),
         ({"rope_theta": "large"}, "must be whole"),
         ({"id2label": 7}, "cannot be built"),
-        ({"model_type": "llama"}, "no Hugging Face folder of a FANformer"),
+        ({"model_type": "llama"}, "not .fanformer."),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused(fields, message, exported, tmp_path):
