@@ -9,11 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megatron_fanformer.checkpoint.store import METRICS, TENSORBOARD
 from megatron_fanformer.durable_files import write_atomically
-
-METRICS = "metrics.jsonl"
-TENSORBOARD = "tensorboard"
-VALIDATION_LOSS = "validation_loss"  # the first part of a validation loss's name, before its set's
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.formats.recognition import checkpoint_to_resume, find_checkpoint
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.device import resolve_device
 from megatron_fanformer.training.config import RunConfig
@@ -48,12 +49,15 @@ def _file_problems(config: RunConfig) -> list[str]:
     run = Path(config.training.run_dir)
     if run.exists() and not run.is_dir():
         return [f"training.run_dir {run} is a file; name a folder"]
-    resumed = store.latest_checkpoint(run)
+    try:
+        resumed = checkpoint_to_resume(run)
+    except InputError as error:
+        return [*found, f"training.run_dir: {error}"]
     if resumed:
         found += _resume_problems(resumed, config)
     elif config.checkpoint.load:
         try:
-            start = store.find_checkpoint(Path(config.checkpoint.load))
+            start = find_checkpoint(config.checkpoint.load)
         except InputError as error:
             found.append(f"checkpoint.load: {error}")
         else:

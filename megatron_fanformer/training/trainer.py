@@ -21,6 +21,7 @@ from megatron_fanformer.checkpoint.training_state import load_training_state, lo
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import DivergenceError, Interrupted
+from megatron_fanformer.formats.recognition import checkpoint_to_resume, find_checkpoint
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.processes import STOP_SIGNALS
@@ -29,7 +30,7 @@ from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.evaluation import evaluate_loss
 from megatron_fanformer.training.machine_choices import choice_lines, choose_for_machine
-from megatron_fanformer.training.metrics import VALIDATION_LOSS, MetricsWriter, ProgressLine
+from megatron_fanformer.training.metrics import MetricsWriter, ProgressLine
 from megatron_fanformer.training.optimizer import build_optimizer, keep_hyperparameters
 from megatron_fanformer.training.samples import run_batches, run_datasets
 from megatron_fanformer.training.schedule import build_scheduler
@@ -145,7 +146,7 @@ class Trainer:
         for name, dataset in self._data.valid.items():
             with weights_in_step(self._wrapped):
                 loss = evaluate_loss(self._wrapped, dataset, self.grid, self._shape, eval_iters=training.eval_iters)
-            losses[f"{VALIDATION_LOSS}/{name}"] = loss
+            losses[f"{store.VALIDATION_LOSS}/{name}"] = loss
             if self.grid.is_main:
                 self._progress.note(f"step {self.step}  validation loss ({name}) {loss:.4f}")
         return losses
@@ -196,14 +197,14 @@ class Trainer:
     def _build(self) -> None:
         config, grid = self.config, self.grid
         self.dtype = config.dtype(grid.device)
-        resumed = store.latest_checkpoint(self.run) is not None
+        resumed = checkpoint_to_resume(self.run) is not None
         is_drawn = not (resumed or config.checkpoint.load)  # else the weights are about to be loaded
         seed = config.training.seed if is_drawn else None
         self._stages = build_stages(
             config.model, config.parallel, grid, dtype=self.dtype, seed=seed, precision=config.precision
         )
         if config.checkpoint.load and not resumed:
-            load_weights(store.find_checkpoint(Path(config.checkpoint.load)), self._stages, grid)
+            load_weights(find_checkpoint(config.checkpoint.load), self._stages, grid)
         self._wrapped = wrap_stages(self._stages, config.parallel)
         self._optimizer = build_optimizer(
             config.optimizer,
@@ -232,7 +233,7 @@ class Trainer:
         )
 
     def _start_or_resume(self) -> None:
-        checkpoint = store.latest_checkpoint(self.run)
+        checkpoint = checkpoint_to_resume(self.run)
         if checkpoint is None:
             return
         progress = load_training_state(
