@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FanformerError as error:
         if debug:
             print(getattr(error, "rank_traceback", "") or traceback.format_exc(), file=sys.stderr)
-        return _tell(str(error), error.exit_code)
+        return error.exit_code if error.is_told_elsewhere else _tell(str(error), error.exit_code)
     except Exception as error:
         if debug:
             traceback.print_exc()

@@ -151,7 +151,7 @@ def report_failure() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if any(sign in str(error) for sign in PEER_FAILURE_SIGNS):
+        if getattr(error, "is_told_elsewhere", False) or any(sign in str(error) for sign in PEER_FAILURE_SIGNS):
             # Not this rank's own failure: the peer's is what the user must see, and is about to be noticed.
             time.sleep(PEER_FAILURE_WAIT_SECONDS)
         handler = get_error_handler()
