@@ -16,9 +16,13 @@ def end_with_parent() -> None:
 
     (The parent is the thread that started it: workers are started by a thread that lives as long as they work.)
     """
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid != os.getppid():  # it ended before the kernel was told
-        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_with_owner() -> None:
+    """`end_with_parent` for a process that `multiprocessing` spawned; it ends, too, if its owner has ended already."""
+    end_with_parent()
+    owner = multiprocessing.parent_process()
+    if owner is None or owner.pid != os.getppid():
+        os._exit(1)

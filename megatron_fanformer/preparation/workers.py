@@ -25,7 +25,7 @@ from megatron_fanformer.preparation.encoding import BlockEncoder, EncodingThread
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
 from megatron_fanformer.preparation.npy_documents import NpyDocuments
 from megatron_fanformer.preparation.shards import ShardFiles, ShardRecord, ShardWriter
-from megatron_fanformer.processes import end_with_parent
+from megatron_fanformer.processes import end_with_owner
 
 PROGRESS_SECONDS = 0.2
 # One file under way and one waiting, so that no worker waits for the parent to look up from its writing.
@@ -87,7 +87,7 @@ class Failed:
 def run_worker(setup: WorkerSetup, threads: int, connection: Connection) -> None:
     """Encode the files that come over the connection, until it sends None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    end_with_parent()
+    end_with_owner()
     encoder = _FileEncoder(setup, threads, connection)
     while (task := connection.recv()) is not None:
         try:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.errors import FanformerError
-from megatron_fanformer.processes import end_with_parent
+from megatron_fanformer.processes import end_with_owner
 from megatron_fanformer.runtime import device as devices
 
 END_SECONDS = 5
@@ -112,7 +112,7 @@ def _start_rank(rank: int, device: devices.DeviceKind) -> tuple[Any, Any]:
 def _serve(connection: Any, rank: int, device: devices.DeviceKind) -> None:
     """A rank's whole life: one job after the other, until the pool closes the connection or a job fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keyboard's is for the pool's owner, who closes the connection
-    end_with_parent()
+    end_with_owner()
     devices.quieten_libraries()
     devices.use_huge_pages()
     from megatron_fanformer.runtime import megatron_cpu
