@@ -34,9 +34,7 @@ def on_main(function: Callable[[], Result]) -> Result:
     while (heard := _broadcast(None)) is None:
         pass
     value, failure = heard
-    if failure is not None:
-        raise failure
-    return cast(Result, value)
+    return cast(Result, _unless_failed(value, failure))
 
 
 def _told_to_others(function: Callable[[], Result]) -> Result:
@@ -56,9 +54,14 @@ def _told_to_others(function: Callable[[], Result]) -> Result:
         worker.join(BEAT_SECONDS)
     ((value, failure),) = outcome
     _broadcast((value, None if failure is None else _for_others(failure)))
-    if failure is not None:
-        raise failure
-    return cast(Result, value)
+    return cast(Result, _unless_failed(value, failure))
+
+
+def _unless_failed(value: Any, failure: Exception | None) -> Any:
+    if failure is None:
+        return value
+    dist.barrier()  # the main rank is about to end: not before the others have heard why
+    raise failure
 
 
 def _for_others(error: Exception) -> FanformerError:

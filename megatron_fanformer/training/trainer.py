@@ -3,7 +3,6 @@
 import functools
 import gc
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from megatron_fanformer.errors import DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.processes import STOP_SIGNALS
+from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.config import RunConfig
@@ -31,6 +31,7 @@ from megatron_fanformer.training.evaluation import evaluate_loss
 from megatron_fanformer.training.machine_choices import choice_lines, choose_for_machine
 from megatron_fanformer.training.metrics import VALIDATION_LOSS, MetricsWriter, ProgressLine
 from megatron_fanformer.training.optimizer import build_optimizer, keep_hyperparameters
+from megatron_fanformer.training.preflight import RunStart, find_start
 from megatron_fanformer.training.samples import run_batches, run_datasets
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import StepResult, StepShape, train_step, weights_in_step, wrap_stages
@@ -42,10 +43,18 @@ class Trainer:
     """A run on this rank: what it is made of, and the loop.
 
     Every rank builds one and calls `train`; `close` afterwards.
+
+    Args:
+        start: what the run was found to start from; None: rank 0 looks for it now.
+        console: the terminal, which rank 0 writes to.
     """
 
-    def __init__(self, config: RunConfig, grid: RankGrid) -> None:
+    def __init__(
+        self, config: RunConfig, grid: RankGrid, start: RunStart | None = None, console: Console | None = None
+    ) -> None:
         self.config, self._choices = choose_for_machine(config, grid)
+        self._start = start or on_main(functools.partial(find_start, config))
+        self._console = console or Console()
         self.grid = grid
         self.run = Path(config.training.run_dir)
         self.step = 0
@@ -196,14 +205,14 @@ class Trainer:
     def _build(self) -> None:
         config, grid = self.config, self.grid
         self.dtype = config.dtype(grid.device)
-        resumed = store.latest_checkpoint(self.run) is not None
-        is_drawn = not (resumed or config.checkpoint.load)  # else the weights are about to be loaded
+        loaded = self._start.loaded
+        is_drawn = not (self._start.resumed or loaded)  # else the weights are about to be loaded
         seed = config.training.seed if is_drawn else None
         self._stages = build_stages(
             config.model, config.parallel, grid, dtype=self.dtype, seed=seed, precision=config.precision
         )
-        if config.checkpoint.load and not resumed:
-            load_weights(store.find_checkpoint(Path(config.checkpoint.load)), self._stages, grid)
+        if loaded:
+            load_weights(loaded, self._stages, grid)
         self._wrapped = wrap_stages(self._stages, config.parallel)
         self._optimizer = build_optimizer(
             config.optimizer,
@@ -232,11 +241,10 @@ class Trainer:
         )
 
     def _start_or_resume(self) -> None:
-        checkpoint = store.latest_checkpoint(self.run)
-        if checkpoint is None:
+        if self._start.resumed is None:
             return
         progress = load_training_state(
-            checkpoint,
+            self._start.resumed,
             stages=self._stages,
             optimizer=self._optimizer,
             config=self._resolved_config(),
@@ -248,7 +256,7 @@ class Trainer:
         self._scheduler.step(self.step)
 
     def _load_data(self) -> None:
-        self._data = run_datasets(self.config)
+        self._data = run_datasets(self.config, self._start.data)
         self._batches = run_batches(
             self.config,
             self._data.train,
@@ -267,7 +275,7 @@ class Trainer:
             total_steps=self.config.training.train_iters,
             done_steps=self.step,
             log_interval=self.config.logging.log_interval,
-            console=Console(file=sys.stdout),
+            console=self._console,
         )
         for line in choice_lines(self._choices):
             self._progress.note(line)
