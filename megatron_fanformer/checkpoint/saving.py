@@ -6,6 +6,7 @@
 A synchronous save waits for the second inside the first; an asynchronous one trains on in between.
 """
 
+import logging
 import shutil
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from megatron_fanformer.checkpoint.writer import watched
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.parallel import RankGrid
+
+logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02
 REMEDY = "free space or memory and start again: the run goes on from its last checkpoint"
@@ -84,6 +87,7 @@ class CheckpointSaver:
         """
         assert self._unpublished is None, "finish_due(blocking=True) comes before the next save"
         folder = _on_main(step, lambda: store.temporary_folder(self._checkpoints, step))
+        logger.debug("writing step %d to %s", step, folder)
         self._start_writing(training_state(stages, optimizer, progress, self._grid), folder)
         self._unpublished = _Unpublished(step=step, folder=folder, config=config, attachments=attachments)
         return None if self._async_save else self.finish_due(blocking=True)
@@ -101,6 +105,7 @@ class CheckpointSaver:
             return None
         self._unpublished = None
         remove = store.remove_in_background if self._async_save else shutil.rmtree
+        logger.debug("step %d is written by every rank", due.step)
         arguments = (due.folder, self._checkpoints, due.step, due.config, self._keep, due.attachments, remove)
         return _on_main(due.step, lambda: store.publish_checkpoint(*arguments))
 

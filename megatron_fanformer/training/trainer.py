@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,8 @@ from megatron_fanformer.training.step import StepResult, StepShape, train_step, 
 
 GARBAGE_INTERVAL = 100  # steps
 
+logger = logging.getLogger(__name__)
+
 
 class Trainer:
     """A run on this rank: what it is made of, and the loop.
@@ -60,6 +63,9 @@ class Trainer:
         self.step = 0
         self.consumed_samples = 0
         self.last_step_seconds = 0.0
+        logger.debug(
+            "rank %d of %d, replica %d, on %s", grid.rank, grid.world_size, grid.data_parallel_rank, grid.device
+        )
         self._stop_asked = False  # of this rank, by a signal
         self._is_stopping = False  # all ranks, after the present step: a signal may reach some of them only
         seed_everything(config.training.seed, graphable=config.parallel.cuda_graph_impl != "none")
@@ -141,6 +147,8 @@ class Trainer:
         if self.grid.is_main:
             self._metrics.write(self.step, metrics)
             self._progress.update(self.step, loss=metrics["loss"], tokens_per_second=metrics["tokens_per_second"])
+        if self.step % self.config.logging.log_interval == 0 or self._is_over:
+            logger.debug("step %d  %s", self.step, "  ".join(f"{name} {value:g}" for name, value in metrics.items()))
 
     # -- what is periodic
 
@@ -155,8 +163,7 @@ class Trainer:
             with weights_in_step(self._wrapped):
                 loss = evaluate_loss(self._wrapped, dataset, self.grid, self._shape, eval_iters=training.eval_iters)
             losses[f"{VALIDATION_LOSS}/{name}"] = loss
-            if self.grid.is_main:
-                self._progress.note(f"step {self.step}  validation loss ({name}) {loss:.4f}")
+            logger.info("step %d  validation loss (%s) %.4f", self.step, name, loss)
         return losses
 
     def _save_if_due(self, *, force: bool) -> None:
@@ -181,8 +188,8 @@ class Trainer:
         self._tell_saved(self._saver.finish_due(blocking=blocking))
 
     def _tell_saved(self, folder: Path | None) -> None:
-        if folder is not None and self.grid.is_main:
-            self._progress.note(f"step {self.step}  saved {folder}")  # by now perhaps an earlier step's
+        if folder is not None:
+            logger.info("step %d  saved %s", self.step, folder)  # by now perhaps an earlier step's
 
     @property
     def _is_over(self) -> bool:
@@ -213,6 +220,7 @@ class Trainer:
         )
         if loaded:
             load_weights(loaded, self._stages, grid)
+            logger.debug("begins with the weights of %s", loaded)
         self._wrapped = wrap_stages(self._stages, config.parallel)
         self._optimizer = build_optimizer(
             config.optimizer,
@@ -243,6 +251,7 @@ class Trainer:
     def _start_or_resume(self) -> None:
         if self._start.resumed is None:
             return
+        started = time.monotonic()
         progress = load_training_state(
             self._start.resumed,
             stages=self._stages,
@@ -253,10 +262,13 @@ class Trainer:
             fully_parallel=self.config.checkpoint.fully_parallel_save,
         )
         self.step, self.consumed_samples = progress["step"], progress["consumed_samples"]
+        logger.debug("loaded %s in %.1f s", self._start.resumed, time.monotonic() - started)
         self._scheduler.step(self.step)
 
     def _load_data(self) -> None:
+        started = time.monotonic()
         self._data = run_datasets(self.config, self._start.data)
+        logger.debug("built the datasets in %.1f s", time.monotonic() - started)
         self._batches = run_batches(
             self.config,
             self._data.train,
@@ -266,8 +278,14 @@ class Trainer:
         )
 
     def _open_logs(self) -> None:
-        if not self.grid.is_main:
-            return
+        if self.grid.is_main:
+            self._open_metrics()
+        for line in choice_lines(self._choices):
+            logger.info("%s", line)
+        if self.step:
+            logger.info("going on after step %d of %s", self.step, self.run)
+
+    def _open_metrics(self) -> None:
         self.run.mkdir(parents=True, exist_ok=True)
         write_atomically(self.run / store.CONFIG, yaml.safe_dump(self._resolved_config(), sort_keys=False))
         self._metrics = MetricsWriter(self.run, first_step=self.step + 1, tensorboard=self.config.logging.tensorboard)
@@ -277,10 +295,6 @@ class Trainer:
             log_interval=self.config.logging.log_interval,
             console=self._console,
         )
-        for line in choice_lines(self._choices):
-            self._progress.note(line)
-        if self.step:
-            self._progress.note(f"going on after step {self.step} of {self.run}")
 
     def _resolved_config(self) -> dict[str, Any]:
         values = self.config.as_dict()
