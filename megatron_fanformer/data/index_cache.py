@@ -58,7 +58,10 @@ def _made_ready(cache: Path, folder: Path, locks: list[int]) -> bool:
     """Take the cache's lock, and leave a folder as it was when it was whole, or an empty one; returns which."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(cache / ".lock", wait=True)
+        lock = take_lock(cache / ".lock", wait=False)
+        if lock is None:
+            logger.info("index cache %s: waiting for another job, which builds in it", cache)
+            lock = take_lock(cache / ".lock", wait=True)
     except OSError as error:
         raise InputError(
             f"index cache {cache} cannot be written ({error.strerror}): set data.cache_path to another"

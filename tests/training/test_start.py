@@ -108,7 +108,6 @@ def test_the_indices_are_read_once_and_not_by_every_rank(tmp_path: Path) -> None
             agreed.next_rank()
     assert all(own == samples[0] for own in samples)
     size = Path(prefix + ".idx").stat().st_size
-    print("READS", size, reads[0], sum(reads[1:]), reads[1:5])
     assert size < reads[0] < 2 * size
     assert sum(reads[1:]) < size
 
