@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime.agreement import on_main
-from megatron_fanformer.runtime.launch import launch_ranks, read_found
-from megatron_fanformer.runtime.parallel import RankGrid, distributed, process_group, rank_grid
 from megatron_fanformer.training.config import RunConfig, load_config
 from megatron_fanformer.training.preflight import RunStart, check_run
 from megatron_fanformer.training.run_log import RunLog, log_file, run_log
+
+if TYPE_CHECKING:
+    from megatron_fanformer.runtime.parallel import RankGrid
 
 
 def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], log: Path | None = None) -> None:
@@ -28,6 +27,8 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
     config = load_config(file, overrides)
     with run_log(rank=0) as started:
         start = check_run(config, None)
+        import torch  # after what is wrong was told
+
         ranks = config.parallel.resolve_data_parallel_size(None) * config.parallel.model_parallel_size
         kind = devices.resolve_device(config.parallel.device)
         if kind == "cuda" and ranks > torch.cuda.device_count():
@@ -36,10 +37,14 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
                 "parallel, or start over several nodes with torchrun"
             )
         if ranks > 1:
+            from megatron_fanformer.runtime.launch import launch_ranks
+
             threads = config.parallel.threads_per_rank or devices.threads_per_rank(ranks)
             launch_ranks(ranks, arguments, threads=threads, found=start)
             return
         started.write_to(log_file(config.logging, log, rank=0, world_size=1))
+        from megatron_fanformer.runtime.parallel import distributed
+
         with distributed(config.parallel, None) as grid:
             _train(config, grid, start, started)
 
@@ -59,6 +64,10 @@ def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress,
     if found := config.parallel.problems():
         raise InputError("\n".join(found))
     config.parallel.resolve_data_parallel_size(address.world_size)
+    from megatron_fanformer.runtime.agreement import on_main
+    from megatron_fanformer.runtime.launch import read_found
+    from megatron_fanformer.runtime.parallel import process_group, rank_grid
+
     with run_log(address.rank) as started:
         started.write_to(log_file(config.logging, log, rank=address.rank, world_size=address.world_size))
         with process_group(config.parallel, address) as kind:
@@ -67,7 +76,7 @@ def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress,
                 _train(config, grid, start, started)
 
 
-def _train(config: RunConfig, grid: RankGrid, start: RunStart, log: RunLog) -> None:
+def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) -> None:
     from megatron_fanformer.training.trainer import Trainer  # after megatron-core was made ready
 
     trainer = Trainer(config, grid, start, log.console)

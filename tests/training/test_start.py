@@ -14,6 +14,7 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.cli import main
 from megatron_fanformer.data import datasets, index_cache
 from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
+from megatron_fanformer.runtime import agreement, parallel
 from megatron_fanformer.runtime.device import LAUNCHED_HERE, RankAddress
 from megatron_fanformer.training import start
 from megatron_fanformer.training.config import load_config
@@ -97,7 +98,9 @@ def test_the_indices_are_read_once_and_not_by_every_rank(tmp_path: Path) -> None
         samples.append(drawn(config, begun))
 
     with (
-        mock.patch.multiple(start, on_main=agreed, process_group=group, rank_grid=group, _train=train),
+        mock.patch.object(agreement, "on_main", agreed),
+        mock.patch.multiple(parallel, process_group=group, rank_grid=group),
+        mock.patch.object(start, "_train", train),
         mock.patch.object(datasets, "on_main", agreed),
         mock.patch.object(index_cache, "on_main", agreed),
     ):
@@ -125,7 +128,7 @@ def start_here(file: Path) -> dict[str, Any]:
         found["samples"] = drawn(config, begun)
 
     before = bytes_read()
-    with mock.patch.multiple(start, process_group=group, _train=train):
+    with mock.patch.object(parallel, "process_group", group), mock.patch.object(start, "_train", train):
         try:
             start.run_rank(file, [], address(dist.get_rank(), dist.get_world_size()))
         except Exception as error:
@@ -186,7 +189,7 @@ def looks_at_latest(file: Path) -> int:
     from torch import distributed as dist
 
     with (
-        mock.patch.object(start, "process_group", group),
+        mock.patch.object(parallel, "process_group", group),
         mock.patch.object(store, "latest_checkpoint", wraps=store.latest_checkpoint) as asked,
     ):
         start.run_rank(file, [], address(dist.get_rank(), dist.get_world_size()))
@@ -219,7 +222,10 @@ def test_a_launched_rank_goes_by_what_its_launcher_found(tmp_path: Path, monkeyp
     def train(_config: Any, _grid: Any, begun: RunStart, _log: Any) -> None:
         taken.append(begun)
 
-    with mock.patch.multiple(start, process_group=group, rank_grid=group, _train=train, check_run=None):
+    with (
+        mock.patch.multiple(parallel, process_group=group, rank_grid=group),
+        mock.patch.multiple(start, _train=train, check_run=None),
+    ):
         start.run_rank(file, [], address(0, 1))
     assert taken == [found]
 
