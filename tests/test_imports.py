@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ops": (),
     "runtime": ("ops",),
     "hf": (),
-    "data": (),
+    "data": ("runtime.agreement",),  # all ranks build a dataset together: what rank 0 refuses, every one must
     "model": ("ops", "runtime.layout", "runtime.parallel", "runtime.seeding"),
     "preparation": ("data",),
     "planning": ("model.config", "runtime.layout"),
