@@ -4,7 +4,7 @@ Exit codes: 0 done, 2 the user's input is wrong, 3 data or a checkpoint is corru
 a signal after saving, 1 anything else. Errors are one line each, without a traceback unless --debug.
 
 Each verb imports what it needs when it runs: torch and megatron-core take seconds, and so would every worker process
-that imports `__main__` again.
+that imports `__main__` again. What is wrong with a configuration is told before they are imported.
 """
 
 import argparse
@@ -64,8 +64,6 @@ def _tell(message: str, exit_code: int) -> int:
 
 
 def _launcher_tells() -> bool:
-    if "torch" not in sys.modules:
-        return False
     from megatron_fanformer.runtime.device import launched_here
 
     return launched_here()
@@ -181,19 +179,17 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
 
 def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> None:
     from megatron_fanformer.runtime.device import rank_address
-    from megatron_fanformer.runtime.launch import report_failure
 
+    _prepare_environment()
     address = rank_address()
-    if address is None:
-        _ready()
-        from megatron_fanformer.training.start import start_run
+    from megatron_fanformer.training.start import run_rank, start_run
 
+    if address is None:
         start_run(Path(options.config), rest, arguments)
         return
-    with report_failure():
-        _ready()
-        from megatron_fanformer.training.start import run_rank
+    from megatron_fanformer.runtime.launch import report_failure
 
+    with report_failure():
         run_rank(Path(options.config), rest, address)
 
 
@@ -223,7 +219,7 @@ def _parity_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _parity(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
-    _ready()
+    _prepare_environment()
     from megatron_fanformer.parity.command import parity
 
     parity(
@@ -348,15 +344,20 @@ def _ready(*, on_cpu: bool = False) -> None:
 
     `on_cpu` is for what runs on the CPU wherever it is.
     """
+    _prepare_environment(on_cpu=on_cpu)
+    from megatron_fanformer.runtime import megatron_cpu
+
+    megatron_cpu.install()
+
+
+def _prepare_environment(*, on_cpu: bool = False) -> None:
+    """What libraries read when they are imported; imports none of them itself."""
     from megatron_fanformer.runtime.device import hide_gpus, quieten_libraries, use_huge_pages
 
     if on_cpu:
         hide_gpus()
     quieten_libraries()
     use_huge_pages()
-    from megatron_fanformer.runtime import megatron_cpu
-
-    megatron_cpu.install()
 
 
 _Describe = Callable[[argparse.ArgumentParser], None]

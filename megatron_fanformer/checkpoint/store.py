@@ -17,10 +17,11 @@ from typing import Any
 
 import yaml
 
-from megatron_fanformer.checkpoint.model_fields import wrong_fields
+from megatron_fanformer.configuration import moved_names
 from megatron_fanformer.durable_files import publish, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.runtime.layout import MOVED_FIELDS
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
@@ -138,10 +139,10 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def saved_config(checkpoint: Path) -> dict[str, Any]:
-    """The configuration of the run that wrote a checkpoint.
+    """The configuration of the run that wrote a checkpoint, under the names that its fields have now.
 
     Raises:
-        CorruptError: it cannot be read.
+        CorruptError: it cannot be read, or states a field twice.
     """
     try:
         config = yaml.safe_load((checkpoint / CONFIG).read_text())
@@ -149,7 +150,10 @@ def saved_config(checkpoint: Path) -> dict[str, Any]:
         raise CorruptError(f"{checkpoint / CONFIG} cannot be read ({error}); take another checkpoint") from None
     if not isinstance(config, dict):
         raise CorruptError(f"{checkpoint / CONFIG} holds no configuration; take another checkpoint")
-    return config
+    try:
+        return moved_names(config, MOVED_FIELDS)[0]
+    except InputError as error:
+        raise CorruptError(f"{checkpoint / CONFIG}: {_on_one_line(error)}; take another checkpoint") from None
 
 
 def saved_model(checkpoint: Path) -> FANformerConfig:
@@ -158,10 +162,15 @@ def saved_model(checkpoint: Path) -> FANformerConfig:
     Raises:
         CorruptError: it is not stated, cannot be read, or is none that can be built.
     """
+    values = saved_config(checkpoint).get("model")
+    if not isinstance(values, dict):
+        raise CorruptError(f"{checkpoint / CONFIG} states no model; take another checkpoint")
     try:
-        config = FANformerConfig.from_dict(saved_config(checkpoint)["model"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptError(f"{checkpoint / CONFIG} states no model ({error}); take another checkpoint") from None
-    if found := wrong_fields(config):
-        raise CorruptError(f"{checkpoint / CONFIG} states no model ({'; '.join(found)}); take another checkpoint")
-    return config
+        return FANformerConfig.from_dict(values)
+    except InputError as error:
+        reasons = _on_one_line(error)
+        raise CorruptError(f"{checkpoint / CONFIG} states no model ({reasons}); take another checkpoint") from None
+
+
+def _on_one_line(error: InputError) -> str:
+    return "; ".join(str(error).splitlines())

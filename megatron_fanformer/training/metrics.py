@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,6 @@ from megatron_fanformer.durable_files import write_atomically
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 VALIDATION_LOSS = "validation_loss"  # the first part of a validation loss's name, before its set's
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoggingConfig:
-    """What is written down, and how often it is shown."""
-
-    log_interval: int = 10
-    """Steps between printed lines where the output is no terminal; metrics.jsonl has every step."""
-    tensorboard: bool = True
-    """Whether to write TensorBoard's event files."""
-
-    def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
-        if self.log_interval < 1:
-            return [f"logging.log_interval is {self.log_interval}; it must be at least 1"]
-        return []
 
 
 class MetricsWriter:

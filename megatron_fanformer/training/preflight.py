@@ -8,16 +8,15 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.runtime.device import resolve_device
 from megatron_fanformer.training.config import RunConfig
-from megatron_fanformer.training.fp8_rules import fp8_machine_problems
+from megatron_fanformer.training.machine_rules import machine_problems
 
 
 def check_run(config: RunConfig, world_size: int | None) -> int:
     """Check a run in a world of that many ranks (None: to be launched here); returns its data parallel size.
 
     Raises:
-        InputError: all that is wrong, one line each.
+        InputError: all that is wrong, one line each; what this machine lacks where nothing else is.
     """
     found: list[str] = []
     data_parallel_size = 1
@@ -27,20 +26,12 @@ def check_run(config: RunConfig, world_size: int | None) -> int:
         except InputError as error:
             found.append(str(error))
     found += config.problems(data_parallel_size)
-    found += _machine_problems(config)
     found += _file_problems(config)
+    found = found or machine_problems(config)  # which imports torch: what is wrong without it is told at once
     if found:
         raise InputError("\n".join(found))
     config.data.check_token_ids(config.model.vocab_size)
     return data_parallel_size
-
-
-def _machine_problems(config: RunConfig) -> list[str]:
-    try:
-        device = resolve_device(config.parallel.device)
-    except InputError:  # told when the run starts
-        return []
-    return fp8_machine_problems(config.precision, device)
 
 
 def _file_problems(config: RunConfig) -> list[str]:

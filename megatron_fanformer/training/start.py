@@ -3,13 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime.launch import launch_ranks
-from megatron_fanformer.runtime.parallel import distributed
-from megatron_fanformer.training.config import RunConfig, load_config
+from megatron_fanformer.training.config import RunConfig, load_config, tell_on_stderr
 from megatron_fanformer.training.preflight import check_run
 
 
@@ -24,7 +20,9 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str]) ->
     """
     config = load_config(file, overrides)
     ranks = check_run(config, None) * config.parallel.model_parallel_size
-    kind = devices.resolve_device(config.parallel.device)
+    import torch  # after what is wrong was told
+
+    kind = devices.resolve_device(config.runtime.device)
     if kind == "cuda" and ranks > torch.cuda.device_count():
         raise InputError(
             f"the layout asks for {ranks} ranks, but this machine has {torch.cuda.device_count()} GPUs; change "
@@ -33,22 +31,33 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str]) ->
     if ranks == 1:
         _train(config, None)
     else:
-        launch_ranks(ranks, arguments, threads=config.parallel.threads_per_rank or devices.threads_per_rank(ranks))
+        from megatron_fanformer.runtime.launch import launch_ranks
+
+        launch_ranks(ranks, arguments, threads=config.runtime.threads_per_rank or devices.threads_per_rank(ranks))
 
 
 def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress) -> None:
     """Run a configuration as one of the ranks that a launcher started."""
-    config = load_config(file, overrides)
+    tell = tell_on_stderr if address.rank == 0 and not devices.launched_here() else _tell_nothing  # told already
+    config = load_config(file, overrides, tell=tell)
     check_run(config, address.world_size)
     _train(config, address)
 
 
 def _train(config: RunConfig, address: devices.RankAddress | None) -> None:
-    from megatron_fanformer.training.trainer import Trainer  # after megatron-core was made ready
+    from megatron_fanformer.runtime import megatron_cpu
 
-    with distributed(config.parallel, address) as grid:
+    megatron_cpu.install()  # before the first import of megatron-core
+    from megatron_fanformer.runtime.parallel import distributed
+    from megatron_fanformer.training.trainer import Trainer
+
+    with distributed(config.parallel, address, config.runtime) as grid:
         trainer = Trainer(config, grid)
         try:
             trainer.train()
         finally:
             trainer.close()
+
+
+def _tell_nothing(_notice: str) -> None:
+    """For ranks whose launcher, or whose first rank, has told it."""

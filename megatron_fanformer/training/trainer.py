@@ -53,7 +53,7 @@ class Trainer:
         self.last_step_seconds = 0.0
         self._stop_asked = False  # of this rank, by a signal
         self._is_stopping = False  # all ranks, after the present step: a signal may reach some of them only
-        seed_everything(config.training.seed, graphable=config.parallel.cuda_graph_impl != "none")
+        seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
         self._build()
         self._start_or_resume()
         self._load_data()
@@ -200,7 +200,13 @@ class Trainer:
         is_drawn = not (resumed or config.checkpoint.load)  # else the weights are about to be loaded
         seed = config.training.seed if is_drawn else None
         self._stages = build_stages(
-            config.model, config.parallel, grid, dtype=self.dtype, seed=seed, precision=config.precision
+            config.model,
+            config.parallel,
+            grid,
+            dtype=self.dtype,
+            seed=seed,
+            precision=config.precision,
+            kernels=config.kernels,
         )
         if config.checkpoint.load and not resumed:
             load_weights(store.find_checkpoint(Path(config.checkpoint.load)), self._stages, grid)
@@ -277,7 +283,7 @@ class Trainer:
     def _resolved_config(self) -> dict[str, Any]:
         values = self.config.as_dict()
         values["parallel"]["data_parallel_size"] = self.grid.data_parallel_size
-        values["parallel"]["device"] = self.grid.device
+        values["runtime"]["device"] = self.grid.device
         values["precision"]["dtype"] = "bf16" if self.dtype == torch.bfloat16 else "fp32"
         return values
 
