@@ -18,7 +18,7 @@ from megatron_fanformer import __version__
 from megatron_fanformer.errors import FanformerError, InputError
 
 PROGRAM = "megatron-fanformer"
-TAKES_OVERRIDES = ("train", "parity", "inspect")  # --section.field VALUE
+TAKES_OVERRIDES = ("train", "parity", "inspect", "config")  # --section.field VALUE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -169,7 +169,8 @@ def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str
 def _config_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True, help="configuration file (YAML)")
     parser.epilog = (
-        "Any field of the configuration can be set as --section.field VALUE, e.g. --training.train_iters 100."
+        "Any field of the configuration can be set as --section.field VALUE, e.g. --training.train_iters 100. "
+        f"`{PROGRAM} config` lists every field."
     )
 
 
@@ -191,6 +192,33 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
 
     with report_failure():
         run_rank(Path(options.config), rest, address)
+
+
+# -- config
+
+
+def _config_verb_options(parser: argparse.ArgumentParser) -> None:
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--schema", action="store_true", help="print the JSON schema of configuration files")
+    shown.add_argument(
+        "--resolved", action="store_true", help="print all of --config, with presets and overrides, as YAML"
+    )
+    parser.add_argument("--config", metavar="FILE", help="with --resolved: configuration file (YAML)")
+    parser.epilog = "With --resolved, fields of the configuration can be set as --section.field VALUE."
+
+
+def _config(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.training.config_reference import field_list, resolved_text, schema_text
+
+    stray = [*rest, *(["--config"] if options.config else [])]
+    if stray and not options.resolved:
+        raise InputError(f"{stray[0]} says nothing without --resolved; {PROGRAM} config --help lists the options")
+    if options.resolved and not options.config:
+        raise InputError("--resolved asks for --config FILE; name a configuration file")
+    if options.resolved:
+        print(resolved_text(Path(options.config), rest))
+    else:
+        print(schema_text() if options.schema else field_list())
 
 
 # -- parity
@@ -367,6 +395,7 @@ VERBS: dict[str, tuple[_Describe, _Run, str]] = {
     "demo": (_demo_options, _demo, "From text to a trained FANformer, on this machine, in minutes."),
     "prepare": (_prepare_options, _prepare, "Turn documents into token files."),
     "train": (_train_options, _train, "Train, or go on with a run."),
+    "config": (_config_verb_options, _config, "List the configuration's fields; its JSON schema; a whole one."),
     "parity": (_parity_options, _parity, "Show that parallel layouts train the same model as one process."),
     "generate": (_generate_options, _generate, "Continue a prompt."),
     "inspect": (

@@ -64,12 +64,14 @@ def value_problems(values: Mapping[str, Any], owner: type, prefix: str = "") -> 
 
 def _instance(values: Mapping[str, Any], owner: type[Config]) -> Config:
     hints = get_type_hints(owner)
-    return owner(
-        **{
-            name: _instance(value, hints[name]) if _is_section(hints[name]) else _adapter(hints[name])(value)
-            for name, value in values.items()
-        }
-    )
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(owner):  # type: ignore[arg-type]
+        name, hint = field.name, hints[field.name]
+        if _is_section(hint) and (name in values or _is_required(field)):
+            fields[name] = _instance(values.get(name, {}), hint)
+        elif name in values:
+            fields[name] = _adapter(hint)(values[name])
+    return owner(**fields)
 
 
 def _value_problems(values: Mapping[str, Any], owner: Any, prefix: str) -> Iterator[str]:
@@ -130,7 +132,10 @@ def _demand(hint: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+    except (ValueError, RecursionError):  # YAML has values that hold themselves
+        text = repr(value)
     return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "…"
 
 
@@ -309,7 +314,9 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
 
 def _written(value: Any) -> str:
     """A value as YAML takes it, on one line."""
-    return json.dumps(value) if not isinstance(value, str) else value
+    if isinstance(value, list | dict):
+        return str(yaml.safe_dump(value, default_flow_style=True)).strip()
+    return value if isinstance(value, str) else json.dumps(value).replace("e-0", "e-")
 
 
 def json_schema(owner: type) -> dict[str, Any]:

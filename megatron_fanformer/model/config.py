@@ -92,7 +92,7 @@ class FANformerConfig:
     make_vocab_size_divisible_by: int = 128
     """The embedding is padded to a multiple of this, whatever the layout."""
     seq_length: int = 2048
-    """Tokens a training sample."""
+    """Tokens per training sample."""
     rotary_base: int = 10_000
     """Base of the rotary position embedding."""
     layernorm_epsilon: float = 1e-6

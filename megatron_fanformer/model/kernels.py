@@ -30,7 +30,7 @@ class KernelsConfig:
     """Take a chunk of tokens through logits, loss and their gradients at a time, in forward; false: Megatron's own loss
     head, which keeps the logits of a whole micro batch."""
     loss_head_chunk_tokens: int | None = None
-    """Tokens a chunk of the chunked loss head; null: as many as have 100 MiB of logits on a CPU, 400 MiB on a GPU."""
+    """Tokens per chunk of the chunked loss head; null: as many as have 100 MiB of logits on a CPU, 400 MiB on a GPU."""
     cuda_graph_impl: Literal["none", "local"] = "none"
     """`local`: replay each layer as a CUDA graph, megatron-core's own, which spares the host its launches
     (docs/gpu.md#cuda-graphs). It has not been measured yet."""

@@ -14,7 +14,7 @@ class RuntimeConfig:
     """`auto` takes a usable GPU, else the CPU; it refuses where an NVIDIA driver is loaded that torch cannot use. `cpu`
     on a machine with a usable GPU is refused: hide the GPU with an empty `CUDA_VISIBLE_DEVICES`."""
     threads_per_rank: int | None = None
-    """CPU threads a rank; null: the machine's usable cores, shared evenly by its ranks."""
+    """CPU threads per rank; null: the machine's usable cores, shared evenly by its ranks."""
     deterministic_mode: bool = False
     """Give the same numbers bit by bit every time, on a GPU at the cost of speed; a CPU run does so anyway
     (docs/gpu.md#the-same-numbers-every-time)."""

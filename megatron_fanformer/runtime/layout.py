@@ -51,7 +51,7 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     """Stages that share the layers."""
     virtual_pipeline_model_parallel_size: int | None = None
-    """Chunks of layers a stage holds, taken in turns (the interleaved schedule); null: one, by 1F1B."""
+    """Chunks of layers per pipeline stage, taken in turns (the interleaved schedule); null: one, by 1F1B."""
     num_layers_in_first_pipeline_stage: int | None = None
     """Layers of the first stage, where the stages are not to be equal; null: as many as the middle ones."""
     num_layers_in_last_pipeline_stage: int | None = None
@@ -74,7 +74,7 @@ class ParallelConfig:
     """Gather updated weights while the next forward is running (with `use_distributed_optimizer` and
     `overlap_grad_reduce`); null: likewise."""
     ddp_bucket_size: int | None = None
-    """Parameters a bucket of overlapped communication; null: Megatron's own choice."""
+    """Parameters per bucket of overlapped communication; null: Megatron's own choice."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in backward: whole layers, or `recompute_modules` alone; null: keep them."""
     recompute_method: Literal["uniform", "block"] | None = None

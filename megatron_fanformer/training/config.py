@@ -38,11 +38,11 @@ class TrainingConfig:
     run_dir: str
     """The run's folder: configuration, metrics, TensorBoard and checkpoints."""
     train_iters: int
-    """Steps of the whole run."""
+    """Training steps of the whole run."""
     global_batch_size: int
-    """Samples a step, over all replicas."""
+    """Samples per training step, over all replicas."""
     micro_batch_size: int = 1
-    """Samples that one forward pass of a replica takes."""
+    """Samples per micro batch: what one forward pass of a replica takes."""
     seed: int = 1234
     """Of the initial weights and the order of samples."""
     eval_interval: int | None = None

@@ -8,7 +8,7 @@ class LoggingConfig:
     """What is written down, and how often it is shown."""
 
     log_interval: int = 10
-    """Steps between printed lines where the output is no terminal; metrics.jsonl has every step."""
+    """Steps between printed lines where the output is no terminal; `metrics.jsonl` has every step."""
     tensorboard: bool = True
     """Whether to write TensorBoard's event files."""
 
