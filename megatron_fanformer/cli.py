@@ -278,6 +278,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+    _refuse_what_is_no_checkpoint(Path(options.checkpoint))
     _ready()
     from megatron_fanformer.generation.generate import GenerateConfig, generate
 
@@ -316,6 +317,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+    _refuse_what_is_no_checkpoint(Path(options.source))
     _ready(on_cpu=True)
     from megatron_fanformer.formats.convert import convert_checkpoint
 
@@ -362,7 +364,7 @@ def _inspect(options: argparse.Namespace, rest: list[str], _arguments: list[str]
         return
     if options.verify:
         raise InputError("--verify checks files and --step shows samples: ask for one at a time")
-    _ready(on_cpu=True)
+    _prepare_environment(on_cpu=True)
     config = Path(options.config) if options.config else None
     inspect_step(options.path, options.step, config, rest, full=options.full, json=options.json)
 
@@ -376,6 +378,14 @@ def _ready(*, on_cpu: bool = False) -> None:
     from megatron_fanformer.runtime import megatron_cpu
 
     megatron_cpu.install()
+
+
+def _refuse_what_is_no_checkpoint(path: Path) -> None:
+    """Tell it before torch is imported; what has a configuration beside its weights is looked at when it is opened."""
+    from megatron_fanformer.checkpoint.store import find_checkpoint
+
+    if not any((path / name).is_file() for name in ("config.json", "config.yaml")):
+        find_checkpoint(path)
 
 
 def _prepare_environment(*, on_cpu: bool = False) -> None:

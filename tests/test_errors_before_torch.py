@@ -59,3 +59,15 @@ def test_an_unknown_option(verb: list[str]) -> None:
 
 def test_a_layout_that_the_model_does_not_allow(config: str) -> None:
     assert "layout 'tp=3': " in told("parity", "--config", config, "--layouts", "tp=3")
+
+
+@pytest.mark.parametrize("verb", [["generate", "none", "--prompt", "y"], ["convert", "none", "out", "--to", "hf"]])
+def test_a_path_that_is_no_checkpoint(verb: list[str]) -> None:
+    assert "none is no checkpoint and no run's folder with one" in told(*verb)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["none"], ["none", "--step", "3"], ["examples/tiny-cpu.yaml", "--step", "3", "--modle.x", "1"]]
+)
+def test_what_cannot_be_inspected(arguments: list[str]) -> None:
+    assert told("inspect", *arguments)

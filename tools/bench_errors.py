@@ -4,11 +4,12 @@
     python tools/bench_errors.py --rounds 21
 
 The cases take turns with `python -c pass`, so that a busy machine slows all alike; its median is what Python itself
-takes.
+takes. Beside it stands the processor time, which is what is left of it on a quiet machine.
 """
 
 import argparse
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -29,12 +30,16 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         cases = _cases(Path(folder))
-        seconds: dict[str, list[float]] = {name: [] for name in cases}
+        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
         for _ in range(options.rounds):
             for name, (command, exit_code) in cases.items():
                 seconds[name].append(_timed(command, exit_code))
     for name, taken in seconds.items():
-        print(f"{name:28} {statistics.median(taken):6.2f} s  (from {min(taken):.2f} to {max(taken):.2f})")
+        whole, busy = ([turn[kind] for turn in taken] for kind in (0, 1))
+        print(
+            f"{name:30} {statistics.median(whole):6.2f} s (from {min(whole):.2f} to {max(whole):.2f}), "
+            f"{statistics.median(busy):.2f} s of a processor"
+        )
 
 
 def _cases(folder: Path) -> dict[str, tuple[list[str], int]]:
@@ -56,18 +61,20 @@ def _cases(folder: Path) -> dict[str, tuple[list[str], int]]:
         "unknown key": ([*train, "--model.hiden_size", "64"], 2),
         "value of the wrong type": ([*train, "--training.train_iters", "ten"], 2),
         "missing token file": (train, 2),
+        "generate: no such checkpoint": ([*COMMAND, "generate", str(folder / "none"), "--prompt", "y"], 2),
         "parity: a layout that is none": ([*COMMAND, "parity", "--config", str(file), "--layouts", "tp=3"], 2),
     }
 
 
-def _timed(command: list[str], exit_code: int) -> float:
+def _timed(command: list[str], exit_code: int) -> tuple[float, float]:
+    """Seconds from start to exit, and those in which it had a processor."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    started = time.monotonic()
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    seconds = time.monotonic() - started
+    seconds, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode != exit_code:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}, not {exit_code}: {done.stderr}")
-    return seconds
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 if __name__ == "__main__":
