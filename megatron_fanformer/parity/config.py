@@ -40,6 +40,7 @@ def read_layouts(config: ParityConfig) -> tuple[RunConfig, dict[str, Layout]]:
     run = dataclasses.replace(
         run,
         kernels=dataclasses.replace(run.kernels, transformer_impl=config.transformer_impl),
+        # Layouts are held to bounds, not to the bit: what makes a GPU's libraries repeat themselves is not asked for.
         runtime=dataclasses.replace(run.runtime, device=config.device, deterministic_mode=False),
     )
     found = []
@@ -53,7 +54,8 @@ def read_layouts(config: ParityConfig) -> tuple[RunConfig, dict[str, Layout]]:
             named[text] = parse_layout(text, config.transformer_impl)
         except InputError as error:
             found.append(str(error))
-    found += [*run.model.problems(), *run.optimizer.problems(), *run.training.problems()]  # data is not read
+    for section in (run.model, run.runtime, run.optimizer, run.training):  # data is not read
+        found += section.problems()
     for text, layout in named.items() if not found else ():
         found += [f"layout {text!r}: {problem}" for problem in _problems(run, layout)]
     if found:
