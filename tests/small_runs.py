@@ -39,6 +39,7 @@ def small_run(tokens: str, run_dir: Path, **sections: dict[str, Any]) -> dict[st
             "vocab_size": VOCAB_SIZE,
             "seq_length": SEQ_LENGTH,
         },
+        "parallel": {},
         "kernels": {"transformer_impl": "local"},
         "runtime": {"device": "cpu", "threads_per_rank": 1},
         "precision": {"dtype": "fp32"},
