@@ -4,7 +4,7 @@ Exit codes: 0 done, 2 the user's input is wrong, 3 data or a checkpoint is corru
 a signal after saving, 1 anything else. Errors are one line each, without a traceback unless --debug.
 
 Each verb imports what it needs when it runs: torch and megatron-core take seconds, and so would every worker process
-that imports `__main__` again.
+that imports `__main__` again. What is wrong with a configuration is told before they are imported.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from megatron_fanformer import __version__
 from megatron_fanformer.errors import FanformerError, InputError
 
 PROGRAM = "megatron-fanformer"
-TAKES_OVERRIDES = ("train", "parity", "inspect")  # --section.field VALUE
+TAKES_OVERRIDES = ("train", "parity", "inspect", "config")  # --section.field VALUE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -64,8 +64,6 @@ def _tell(message: str, exit_code: int) -> int:
 
 
 def _launcher_tells() -> bool:
-    if "torch" not in sys.modules:
-        return False
     from megatron_fanformer.runtime.device import launched_here
 
     return launched_here()
@@ -171,7 +169,8 @@ def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str
 def _config_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True, help="configuration file (YAML)")
     parser.epilog = (
-        "Any field of the configuration can be set as --section.field VALUE, e.g. --training.train_iters 100."
+        "Any field of the configuration can be set as --section.field VALUE, e.g. --training.train_iters 100. "
+        f"`{PROGRAM} config` lists every field."
     )
 
 
@@ -182,20 +181,45 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
 
 def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> None:
     from megatron_fanformer.runtime.device import rank_address
-    from megatron_fanformer.runtime.launch import report_failure
 
+    _prepare_environment()
     address = rank_address()
-    if address is None:
-        _ready()
-        from megatron_fanformer.training.start import start_run
+    from megatron_fanformer.training.start import run_rank, start_run
 
+    if address is None:
         start_run(Path(options.config), rest, arguments, options.log_file)
         return
-    with report_failure():
-        _ready()
-        from megatron_fanformer.training.start import run_rank
+    from megatron_fanformer.runtime.launch import report_failure
 
+    with report_failure():
         run_rank(Path(options.config), rest, address, options.log_file)
+
+
+# -- config
+
+
+def _config_verb_options(parser: argparse.ArgumentParser) -> None:
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--schema", action="store_true", help="print the JSON schema of configuration files")
+    shown.add_argument(
+        "--resolved", action="store_true", help="print all of --config, with presets and overrides, as YAML"
+    )
+    parser.add_argument("--config", metavar="FILE", help="with --resolved: configuration file (YAML)")
+    parser.epilog = "With --resolved, fields of the configuration can be set as --section.field VALUE."
+
+
+def _config(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.training.config_reference import field_list, resolved_text, schema_text
+
+    stray = [*rest, *(["--config"] if options.config else [])]
+    if stray and not options.resolved:
+        raise InputError(f"{stray[0]} says nothing without --resolved; {PROGRAM} config --help lists the options")
+    if options.resolved and not options.config:
+        raise InputError("--resolved asks for --config FILE; name a configuration file")
+    if options.resolved:
+        print(resolved_text(Path(options.config), rest))
+    else:
+        print(schema_text() if options.schema else field_list())
 
 
 # -- parity
@@ -224,7 +248,7 @@ def _parity_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _parity(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
-    _ready()
+    _prepare_environment()
     from megatron_fanformer.parity.command import parity
 
     parity(
@@ -255,6 +279,9 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.formats.recognition import RUNNABLE, recognise
+
+    recognise(options.checkpoint, RUNNABLE)  # what is none of them is told before torch is imported
     _ready()
     from megatron_fanformer.generation.generate import GenerateConfig, generate
 
@@ -293,6 +320,9 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.formats.recognition import MODELS, recognise
+
+    recognise(options.source, MODELS)  # what is none of them is told before torch is imported
     _ready(on_cpu=True)
     from megatron_fanformer.formats.convert import convert_checkpoint
 
@@ -339,7 +369,7 @@ def _inspect(options: argparse.Namespace, rest: list[str], _arguments: list[str]
         return
     if options.verify:
         raise InputError("--verify checks files and --step shows samples: ask for one at a time")
-    _ready(on_cpu=True)
+    _prepare_environment(on_cpu=True)
     config = Path(options.config) if options.config else None
     inspect_step(options.path, options.step, config, rest, full=options.full, json=options.json)
 
@@ -349,15 +379,20 @@ def _ready(*, on_cpu: bool = False) -> None:
 
     `on_cpu` is for what runs on the CPU wherever it is.
     """
+    _prepare_environment(on_cpu=on_cpu)
+    from megatron_fanformer.runtime import megatron_cpu
+
+    megatron_cpu.install()
+
+
+def _prepare_environment(*, on_cpu: bool = False) -> None:
+    """What libraries read when they are imported; imports none of them itself."""
     from megatron_fanformer.runtime.device import hide_gpus, quieten_libraries, use_huge_pages
 
     if on_cpu:
         hide_gpus()
     quieten_libraries()
     use_huge_pages()
-    from megatron_fanformer.runtime import megatron_cpu
-
-    megatron_cpu.install()
 
 
 _Describe = Callable[[argparse.ArgumentParser], None]
@@ -367,6 +402,7 @@ VERBS: dict[str, tuple[_Describe, _Run, str]] = {
     "demo": (_demo_options, _demo, "From text to a trained FANformer, on this machine, in minutes."),
     "prepare": (_prepare_options, _prepare, "Turn documents into token files."),
     "train": (_train_options, _train, "Train, or go on with a run."),
+    "config": (_config_verb_options, _config, "List the configuration's fields; its JSON schema; a whole one."),
     "parity": (_parity_options, _parity, "Show that parallel layouts train the same model as one process."),
     "generate": (_generate_options, _generate, "Continue a prompt."),
     "inspect": (

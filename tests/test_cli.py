@@ -113,7 +113,7 @@ def test_the_installed_command_exits_with_the_same_code_and_line(tmp_path: Path,
         (("checkpoint.keep", "few"), 'checkpoint.keep is "few"; it must be an integer, or null'),
         (("data.train_data", "a"), 'data.train_data is "a"; it must be a list of text, such as [a, b]'),
         (("model.fan", "5"), "model.fan is 5; it must be a section with keys such as p_ratio"),
-        (("parallel.device", "tpu"), 'parallel.device is "tpu"; it must be one of auto, cuda, cpu'),
+        (("runtime.device", "tpu"), 'runtime.device is "tpu"; it must be one of auto, cuda, cpu'),
         (("training.train_iters", "0"), "training.train_iters is 0; it must be at least 1"),
     ],
 )
@@ -255,7 +255,7 @@ def test_a_parity_report_without_a_folder(refused: Refused, config: str) -> None
 
 
 def test_a_gpu_that_is_not_there(refused: Refused, config: str) -> None:
-    one_line(refused("train", "--config", config, "--parallel.device", "cuda"), "parallel.device is cuda")
+    one_line(refused("train", "--config", config, "--runtime.device", "cuda"), "runtime.device is cuda")
 
 
 # -- files

@@ -103,7 +103,7 @@ def test_two_nodes_under_torchrun_learn_what_one_node_does(tmp_path: Path) -> No
             "data.tokenizer": "null",
             "model.num_layers": "2",
             "model.seq_length": "32",
-            "parallel.threads_per_rank": "1",
+            "runtime.threads_per_rank": "1",
             "schedule.lr_warmup_iters": "1",
             "training.run_dir": str(tmp_path / run),
             "training.train_iters": "5",

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "data": ("runtime.agreement",),  # all ranks build a dataset together: what rank 0 refuses, every one must
     "model": ("ops", "runtime.layout", "runtime.parallel", "runtime.seeding"),
     "preparation": ("data",),
-    "planning": ("model.config", "runtime.layout"),
+    "planning": ("model.config", "model.kernels", "runtime.layout"),
     "checkpoint": ("runtime", "model.config", "data.tokenizer"),
     "formats": ("runtime", "data", "model", "checkpoint", "hf"),
     "training": ("runtime", "data", "model", "planning", "checkpoint", "formats.recognition"),
@@ -57,11 +57,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "__main__": ("cli",),
     "errors": (),
+    "configuration": ("errors",),
     "processes": (),
     "durable_files": (),
     "__init__": (),
 }
-GROUND = ("errors", "processes", "durable_files")
+GROUND = ("errors", "configuration", "processes", "durable_files")
 """For everybody but hf, and the package itself, for its version."""
 NAMES_THAT_SAY_NOTHING = {"util", "utils", "common", "helper", "helpers", "misc"}
 MAX_LINES = 500

@@ -99,7 +99,8 @@ def make_reference(folder: Path, preset: str, dtype: str) -> int:
     from megatron_fanformer.checkpoint.full_tensors import LazyTensors
     from megatron_fanformer.formats.name_table import expected_shapes
     from megatron_fanformer.formats.reference import write_reference
-    from megatron_fanformer.model.config import DTYPES, PRESETS
+    from megatron_fanformer.model.config import PRESETS
+    from megatron_fanformer.model.dtypes import DTYPES
 
     config = PRESETS[preset]
     shapes = expected_shapes(config, "reference")

@@ -21,7 +21,8 @@ from statistics import median
 import torch
 
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.model.config import DTYPES, PRESETS
+from megatron_fanformer.model.config import PRESETS
+from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.ops import fan_activation
 
 TOKENS = {"cpu": 2048, "cuda": 16384}  # of a micro batch; on a GPU more than its cache holds

@@ -112,9 +112,10 @@ def _started(size: HeadSize) -> Any:
     if size.device == "cpu":
         device.hide_gpus()
         megatron_cpu.install()
+    from megatron_fanformer.runtime.config import RuntimeConfig
     from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 
-    return distributed(ParallelConfig(device=size.device, transformer_impl="local", threads_per_rank=size.threads))
+    return distributed(ParallelConfig(), runtime=RuntimeConfig(device=size.device, threads_per_rank=size.threads))
 
 
 def _turn(size: HeadSize, grid: Any, chunk_tokens: int | None) -> tuple[Callable[[], None], int]:
@@ -125,7 +126,9 @@ def _turn(size: HeadSize, grid: Any, chunk_tokens: int | None) -> tuple[Callable
     import torch
 
     from megatron_fanformer.model.build import build_stages
-    from megatron_fanformer.model.config import DTYPES, FANformerConfig
+    from megatron_fanformer.model.config import FANformerConfig
+    from megatron_fanformer.model.dtypes import DTYPES
+    from megatron_fanformer.model.kernels import KernelsConfig
     from megatron_fanformer.runtime.parallel import ParallelConfig
     from megatron_fanformer.training.step import wrap_stages
 
@@ -138,13 +141,13 @@ def _turn(size: HeadSize, grid: Any, chunk_tokens: int | None) -> tuple[Callable
         seq_length=size.tokens,
         untie_embeddings_and_output_weights=True,
     )
-    parallel = ParallelConfig(
-        device=size.device,
+    parallel = ParallelConfig()
+    kernels = KernelsConfig(
         transformer_impl="local",
-        cross_entropy_loss_fusion=chunk_tokens is not None,
-        cross_entropy_chunk_tokens=chunk_tokens or None,
+        chunked_loss_head=chunk_tokens is not None,
+        loss_head_chunk_tokens=chunk_tokens or None,
     )
-    (stage,) = build_stages(model, parallel, grid, dtype=DTYPES[size.dtype], seed=0)
+    (stage,) = build_stages(model, parallel, grid, dtype=DTYPES[size.dtype], seed=0, kernels=kernels)
     (wrapped,) = wrap_stages([stage], parallel)
     wrapped.zero_grad_buffer()
     generator = torch.Generator().manual_seed(0)

@@ -31,11 +31,11 @@ from benchmarking.matrix_rate import MatrixClock
 from benchmarking.ranks import CaseRanks, Timing, write_tokens
 
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.model.config import DTYPES, PRESETS, FANformerConfig, as_transformer, with_same_parameters
-from megatron_fanformer.parity.layouts import parse_layout, world_size
+from megatron_fanformer.model.config import PRESETS, FANformerConfig, as_transformer, with_same_parameters
+from megatron_fanformer.model.dtypes import DTYPES
+from megatron_fanformer.parity.layouts import parse_layout
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime.parallel import ParallelConfig
 from megatron_fanformer.training.config import load_config
 
 SMALL = FANformerConfig(  # the one that the authors' implementation was measured with on a CPU
@@ -116,7 +116,7 @@ def _options() -> argparse.Namespace:
 def _cases(options: argparse.Namespace) -> list[Case]:
     base = _base_model(options)
     for layout in options.layouts:
-        parse_layout(layout, ParallelConfig())  # refuses what it cannot read
+        parse_layout(layout)  # refuses what it cannot read
     if found := [problem for name in options.models for problem in _model(name, base).problems()]:
         raise InputError("; ".join(dict.fromkeys(found)))
     return [
@@ -160,7 +160,7 @@ def _run(group: list[Case], options: argparse.Namespace, device: devices.DeviceK
     try:
         for number, case in enumerate(group):
             values = _values(case, options, tokens, folder / f"{case.dtype}-{number}", device)
-            ranks.append(CaseRanks(values, world_size(parse_layout(case.layout, ParallelConfig()))))
+            ranks.append(CaseRanks(values, parse_layout(case.layout).world_size))
             ranks[-1].steps(WARM_UP)
         for _ in range(options.rounds):
             rates.append(clock.fastest())
@@ -178,10 +178,12 @@ def _run(group: list[Case], options: argparse.Namespace, device: devices.DeviceK
 def _values(
     case: Case, options: argparse.Namespace, tokens: str, run: Path, device: devices.DeviceKind
 ) -> dict[str, Any]:
-    layout = parse_layout(f"distributed_optimizer=true,{case.layout}", ParallelConfig(device=device))
+    layout = parse_layout(f"distributed_optimizer=true,{case.layout}")
     values = {
         "model": dataclasses.asdict(case.model),
-        "parallel": dataclasses.asdict(layout),
+        "parallel": dataclasses.asdict(layout.parallel),
+        "kernels": dataclasses.asdict(layout.kernels),
+        "runtime": {"device": device},
         "precision": {"dtype": "fp32" if case.dtype == "fp32" else "bf16"},
         "data": {"train_data": [tokens]},
         "training": {
@@ -196,12 +198,12 @@ def _values(
         values["precision"]["fp8"] = "hybrid"
     for key, value in options.set:
         section, _, name = key.partition(".")
-        values[section][name] = json.loads(value)
+        values.setdefault(section, {})[name] = json.loads(value)
     return values
 
 
 def _samples_a_step(case: Case, options: argparse.Namespace) -> int:
-    replicas = parse_layout(case.layout, ParallelConfig()).data_parallel_size or 1
+    replicas = parse_layout(case.layout).parallel.data_parallel_size or 1
     return options.global_batch_size or options.micro_batch_size * replicas
 
 

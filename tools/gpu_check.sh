@@ -18,7 +18,7 @@ readonly PROBE_SECONDS=90
 readonly KILL_AFTER=5
 # What the package, its tests on a GPU and the benchmarks import.
 readonly MODULES="torch transformer_engine.pytorch megatron.core triton numpy yaml rich tensorboard psutil safetensors
-    isal msgspec jsonargparse pytest pytest_timeout"
+    isal msgspec pydantic pytest pytest_timeout"
 
 usage() {
     sed -n '2,10s/^# \{0,1\}//p' "$0" >&2

@@ -8,7 +8,7 @@ class CheckpointConfig:
     """What is saved, and what a run starts from."""
 
     save_interval: int | None = None
-    """Steps between checkpoints; null: at the end only."""
+    """Steps between checkpoints; null: at the end only (and on a signal, and at `exit_interval`)."""
     keep: int | None = None
     """How many of the newest checkpoints to keep; null: all."""
     async_save: bool = False
@@ -16,7 +16,8 @@ class CheckpointConfig:
     fully_parallel_save: bool = True
     """Replicas write, and read, a part of a checkpoint each, instead of all of it."""
     load: str | None = None
-    """A run's folder or a checkpoint whose weights a new run starts from (step 0, fresh optimizer)."""
+    """A run's folder or a checkpoint whose weights a new run starts from (step 0, fresh optimizer); without effect
+    where `run_dir` already has a checkpoint."""
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""

@@ -16,16 +16,16 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
+from megatron_fanformer.configuration import moved_names
 from megatron_fanformer.data.tokenizer import TOKENIZER_JSON, TOKENIZER_MODEL
 from megatron_fanformer.durable_files import publish, write_atomically
-from megatron_fanformer.errors import CorruptError
-
-if TYPE_CHECKING:
-    from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.runtime.layout import MOVED_FIELDS
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -135,12 +135,15 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def saved_config(checkpoint: Path) -> dict[str, Any]:
-    """The configuration of the run that wrote a checkpoint.
+    """The configuration of the run that wrote a checkpoint, under the names that its fields have now.
 
     Raises:
-        CorruptError: it cannot be read.
+        CorruptError: it cannot be read, or states a field twice.
     """
-    return read_mapping(checkpoint / CONFIG)
+    try:
+        return moved_names(read_mapping(checkpoint / CONFIG), MOVED_FIELDS)[0]
+    except InputError as error:
+        raise CorruptError(f"{checkpoint / CONFIG}: {_on_one_line(error)}; take another checkpoint") from None
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
@@ -160,19 +163,21 @@ def read_mapping(file: Path) -> dict[str, Any]:
     return values
 
 
-def saved_model(checkpoint: Path) -> "FANformerConfig":
+def saved_model(checkpoint: Path) -> FANformerConfig:
     """The shape of a checkpoint's model.
 
     Raises:
         CorruptError: it is not stated, cannot be read, or is none that can be built.
     """
-    from megatron_fanformer.checkpoint.model_fields import wrong_fields
-    from megatron_fanformer.model.config import FANformerConfig
-
+    values = saved_config(checkpoint).get("model")
+    if not isinstance(values, dict):
+        raise CorruptError(f"{checkpoint / CONFIG} states no model; take another checkpoint")
     try:
-        config = FANformerConfig.from_dict(saved_config(checkpoint)["model"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptError(f"{checkpoint / CONFIG} states no model ({error}); take another checkpoint") from None
-    if found := wrong_fields(config):
-        raise CorruptError(f"{checkpoint / CONFIG} states no model ({'; '.join(found)}); take another checkpoint")
-    return config
+        return FANformerConfig.from_dict(values)
+    except InputError as error:
+        reasons = _on_one_line(error)
+        raise CorruptError(f"{checkpoint / CONFIG} states no model ({reasons}); take another checkpoint") from None
+
+
+def _on_one_line(error: InputError) -> str:
+    return "; ".join(str(error).splitlines())

@@ -21,11 +21,11 @@ from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.runtime.parallel import RankGrid
 
 LAYOUT_FIELDS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "data_parallel_size",
-    "device",
+    ("parallel", "tensor_model_parallel_size"),
+    ("parallel", "pipeline_model_parallel_size"),
+    ("parallel", "context_parallel_size"),
+    ("parallel", "data_parallel_size"),
+    ("runtime", "device"),
 )
 """What the random states of the ranks depend on."""
 
@@ -76,7 +76,7 @@ def load_training_state(
     # Found by the weights while these are still the parameters themselves: loading detaches them.
     tensors = optimizer_state.requested_tensors(optimizer, weights, stored)
     wanted = optimizer_state.requested_weights(weights, stored)
-    if same_layout := _is_same_layout(saved["parallel"], config["parallel"]):
+    if same_layout := _is_same_layout(saved, config):
         wanted["random"] = _random_state(grid, capture=False)
     wanted.update(fp8_scales.scales_to_load(stages, grid, table))
     loaded = megatron_versions.load(wanted, checkpoint, table, group)
@@ -157,7 +157,7 @@ def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
 
 
 def _is_same_layout(saved: dict[str, Any], present: dict[str, Any]) -> bool:
-    return all(saved.get(name, 1) == present[name] for name in LAYOUT_FIELDS)
+    return all(saved.get(section, {}).get(name, 1) == present[section][name] for section, name in LAYOUT_FIELDS)
 
 
 def _random_state(grid: RankGrid, *, capture: bool) -> ShardedObject:

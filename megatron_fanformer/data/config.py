@@ -13,20 +13,23 @@ class DataConfig:
     """Where the samples come from."""
 
     train_data: list[str] = field(default_factory=list)
-    """Prefixes of token files, .npy files (also as a glob or a folder), or Megatron's blend form: weight prefix
-    weight prefix …; @FILE stands for the words of a file."""
+    """Prefixes of token files, `.npy` files (also as a glob or a folder), `@FILE` for the words of a file, or
+    Megatron's blend form: weight prefix weight prefix … (docs/data.md); empty is refused."""
     valid_data: dict[str, list[str]] = field(default_factory=dict)
-    """Validation sets by name, each in the form of train_data."""
+    """Validation sets by name, each in the form of `train_data`."""
     split: str | None = None
-    """Where valid_data is empty: cuts train_data into parts, e.g. "99,1,0" (training, validation, test)."""
+    """Where `valid_data` is empty: cuts `train_data` into parts by documents, e.g. `"99,1,0"` (training, validation,
+    test); the validation set is then called `validation`; not with `.npy` files."""
     npy_dtype: NpyType = "uint16"
-    """The type of the token ids in .npy files that have no manifest beside them."""
+    """Type of the token ids in `.npy` files that have no manifest beside them."""
     tokenizer: str | None = None
-    """The tokenizer that made the tokens: a .model, a tokenizer.json, or a folder that holds one."""
+    """The tokenizer that made the tokens (a `.model`, a `tokenizer.json`, or a folder that holds one); copied into
+    every checkpoint."""
     cache_path: str | None = None
-    """Folder for the sample indices, shared by all nodes; None: .index_cache beside the first train_data."""
+    """Folder for the sample indices, shared by all nodes; null: `.index_cache` beside the first of
+    `train_data`."""
     num_workers: int = 0
-    """Loader processes a rank; 0 loads in the rank's own process."""
+    """Loader processes per rank; 0 loads in the rank's own process."""
 
     def problems(self) -> list[str]:
         """Everything that is wrong with it, a line each; no token file is opened."""

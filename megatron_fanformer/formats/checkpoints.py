@@ -22,7 +22,8 @@ from megatron_fanformer.formats.reference import (
     write_reference,
 )
 from megatron_fanformer.formats.weight_files import weight_files
-from megatron_fanformer.model.config import DTYPES, FANformerConfig
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.dtypes import DTYPES
 
 
 class Checkpoint(NamedTuple):

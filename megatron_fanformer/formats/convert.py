@@ -17,7 +17,9 @@ from megatron_fanformer.formats.model_card import RECEIPT, receipt_section
 from megatron_fanformer.formats.name_table import Format, convert
 from megatron_fanformer.formats.training_record import training_record
 from megatron_fanformer.formats.verify.receipt import Json, failures, report, verify, vocabulary
-from megatron_fanformer.model.config import DTYPES, FANformerConfig
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.dtypes import DTYPES
+from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 
 
@@ -96,7 +98,8 @@ def _write(
 
 
 def _verified(source: Checkpoint, used: set[str], written: Checkpoint) -> Json:
-    with distributed(ParallelConfig(device="cpu")) as grid:  # megatron-core's model asks for process groups
+    # megatron-core's model asks for process groups
+    with distributed(ParallelConfig(), runtime=RuntimeConfig(device="cpu")) as grid:
         return verify(source, used, written, grid)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
-from megatron_fanformer.checkpoint.model_fields import wrong_fields
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.model_card import Card, model_card
 from megatron_fanformer.formats.p_ratio import inferred_p_ratio
@@ -132,7 +131,7 @@ def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[st
     if not isinstance(stated.rope_theta, int | float) or stated.rope_theta % 1:
         raise InputError(f"the model in {folder} has rope_theta {stated.rope_theta}, which must be whole here")
     config = from_huggingface_config(stated)
-    if found := wrong_fields(config):
+    if found := config.stated_problems():
         raise InputError(f"the model in {folder} cannot be built: {'; '.join(found)}")
     return config
 

@@ -21,7 +21,9 @@ Kind = Literal["token files", "blend", "folder of token files", "run", "checkpoi
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 OURS: tuple[Kind, ...] = ("run", "checkpoint")
-MODELS: tuple[Kind, ...] = (*OURS, "hf", "reference")
+RUNNABLE: tuple[Kind, ...] = (*OURS, "hf")
+"""What text can be generated from."""
+MODELS: tuple[Kind, ...] = (*RUNNABLE, "reference")
 DESCRIPTIONS: dict[Kind, str] = {
     "token files": "a prefix of token files (or one of them)",
     "blend": "a blend file",

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
-from megatron_fanformer.checkpoint.model_fields import wrong_fields
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.p_ratio import inferred_p_ratio
 from megatron_fanformer.formats.recognition import CONFIG_JSON
@@ -100,7 +99,7 @@ def _convertible_fields(folder: Path) -> dict[str, Any]:
 
 def _checked_config(folder: Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FANformerConfig:
     config = _config(fields, _fan(fields, tensors))
-    if found := wrong_fields(config):
+    if found := config.stated_problems():
         raise InputError(f"the model in {folder} cannot be built: {'; '.join(found)}")
     return config
 

@@ -66,7 +66,7 @@ def layout(saved: Saved) -> str:
     degrees = ", ".join(f"{short} {parallel.get(name) or 1}" for short, name in DEGREES.items())
     optimizer = "distributed optimizer" if parallel.get("use_distributed_optimizer") else "plain optimizer"
     dtype = _section(saved, "precision").get("dtype", "?")
-    return f"{degrees}; {optimizer}; {dtype} on {parallel.get('device', '?')}"
+    return f"{degrees}; {optimizer}; {dtype} on {_section(saved, 'runtime').get('device', '?')}"
 
 
 def _section(saved: Saved, name: str) -> Saved:

@@ -21,14 +21,12 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.training_state import load_weights
 from megatron_fanformer.formats.huggingface import open_huggingface, stated_model
 from megatron_fanformer.formats.name_table import convert
-from megatron_fanformer.formats.recognition import Kind, checkpoint_of, recognise
+from megatron_fanformer.formats.recognition import RUNNABLE, checkpoint_of, recognise
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, distributed
 from megatron_fanformer.runtime.seeding import seed_everything
-
-KINDS: tuple[Kind, ...] = ("run", "checkpoint", "hf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,7 @@ def find_model(checkpoint: Path) -> ModelSource:
         InputError: there is none, or it cannot be built.
         CorruptError: its configuration cannot be read.
     """
-    target = recognise(checkpoint, KINDS)
+    target = recognise(checkpoint, RUNNABLE)
     if target.kind == "hf":
         return _huggingface_source(target.path)
     found = checkpoint_of(target)

@@ -116,12 +116,17 @@ def inspect_step(
         InputError: the configuration, the step or the path is wrong.
         CorruptError: token files or a ledger are damaged.
     """
-    from megatron_fanformer.inspection import step_report
-    from megatron_fanformer.inspection.step import StepSamples
     from megatron_fanformer.training.config import load_config
 
     file, only = _configuration_of(path, config)
-    samples = StepSamples(load_config(file, overrides), step, only)
+    run = load_config(file, overrides)
+    from megatron_fanformer.runtime import megatron_cpu  # torch, after what is wrong was told
+
+    megatron_cpu.install()
+    from megatron_fanformer.inspection import step_report
+    from megatron_fanformer.inspection.step import StepSamples
+
+    samples = StepSamples(run, step, only)
     if json:
         _print([as_json(step_report.as_object(samples, full=full))])
     else:

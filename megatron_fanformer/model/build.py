@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.initialization import initialize
+from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
 from megatron_fanformer.model.layer_spec import block_spec, resolve_transformer_impl
 from megatron_fanformer.model.loss_head import LossHead
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
@@ -32,6 +33,7 @@ def transformer_config(
     grid: RankGrid,
     dtype: torch.dtype,
     precision: PrecisionConfig | None = None,
+    kernels: KernelsConfig = DEFAULT_KERNELS,
 ) -> TransformerConfig:
     """megatron-core's own configuration of the model's layers; of `precision` FP8 alone is read here."""
     return TransformerConfig(
@@ -72,13 +74,13 @@ def transformer_config(
         recompute_method=parallel.recompute_method,
         recompute_num_layers=parallel.recompute_num_layers,
         recompute_modules=list(parallel.recompute_modules),
-        gradient_accumulation_fusion=parallel.fuses_all_gradient_accumulation,
+        gradient_accumulation_fusion=kernels.fuses_gradient_accumulation and grid.has_fused_gradient_kernel,
         # By the Engine's kernel, with the angles in float32. Other fusions of megatron-core are of layers that this
         # model has not: its own softmax, apex's norms, bias and dropout behind a layer without either.
-        apply_rope_fusion=grid.device != "cpu" and _is_by_engine(parallel),
-        attention_backend=AttnBackend[parallel.attention_backend],
-        cuda_graph_impl=parallel.cuda_graph_impl,
-        deterministic_mode=parallel.deterministic_mode,
+        apply_rope_fusion=grid.device != "cpu" and _is_by_engine(kernels),
+        attention_backend=AttnBackend[kernels.attention_backend],
+        cuda_graph_impl=kernels.cuda_graph_impl,
+        deterministic_mode=grid.is_deterministic,
         **_fp8_fields(precision or PrecisionConfig()),
         # Weights are drawn by their global names afterwards. megatron-core's own initialisation must run all the same:
         # it marks the tensor parallel shards, without which the gradient norm counts one rank's alone.
@@ -96,8 +98,8 @@ def _fp8_fields(precision: PrecisionConfig) -> dict[str, Any]:
     return {field: getattr(precision, field) for field in FP8_FIELDS}
 
 
-def _is_by_engine(parallel: ParallelConfig) -> bool:
-    return resolve_transformer_impl(parallel.transformer_impl) == "transformer_engine"
+def _is_by_engine(kernels: KernelsConfig) -> bool:
+    return resolve_transformer_impl(kernels.transformer_impl) == "transformer_engine"
 
 
 def _leave_as_it_is(_weight: torch.Tensor) -> None:
@@ -140,6 +142,7 @@ def build_stages(
     dtype: torch.dtype,
     seed: int | None,
     precision: PrecisionConfig | None = None,
+    kernels: KernelsConfig = DEFAULT_KERNELS,
 ) -> list[GPTModel]:
     """This rank's pipeline stage as its chunks (one, unless the schedule is interleaved).
 
@@ -149,14 +152,14 @@ def build_stages(
     precision = precision or PrecisionConfig()
     if precision.fp8:
         _begin_fp8()
-    config = transformer_config(model, parallel, grid, dtype, precision)
+    config = transformer_config(model, parallel, grid, dtype, precision, kernels)
     chunks = [
-        _build_chunk(model, parallel, grid, config, number, fp8_fan=precision.fp8_fan)
+        _build_chunk(model, parallel, grid, config, number, kernels, fp8_fan=precision.fp8_fan)
         for number in range(parallel.virtual_stages)
     ]
     for chunk in chunks:
         chunk.to(grid.torch_device)
-        if parallel.fuses_gradient_accumulation and _is_by_engine(parallel):
+        if kernels.fuses_gradient_accumulation and _is_by_engine(kernels):
             _fuse_gradient_accumulation(chunk)
         if seed is not None:
             initialize(sharded_state(chunk, grid), model, seed)
@@ -169,12 +172,13 @@ def _build_chunk(
     grid: RankGrid,
     config: TransformerConfig,
     number: int,
+    kernels: KernelsConfig,
     *,
-    fp8_fan: bool = False,
+    fp8_fan: bool,
 ) -> GPTModel:
     virtual_stage = number if parallel.virtual_stages > 1 else None
     layers = get_num_layers_to_build(config, virtual_stage, grid.groups.pp.rank())
-    implementation = resolve_transformer_impl(parallel.transformer_impl)
+    implementation = resolve_transformer_impl(kernels.transformer_impl)
     chunk = _Stage(
         config=config,
         transformer_layer_spec=block_spec(model.fan, layers, implementation, parallel.fan_form, fp8_fan=fp8_fan),
@@ -188,11 +192,10 @@ def _build_chunk(
         pg_collection=grid.groups,
         vp_stage=virtual_stage,
     )
-    if chunk.post_process and parallel.cross_entropy_loss_fusion:
-        dtype = config.params_dtype
-        LossHead.take_over(
-            chunk.output_layer, parallel.loss_chunk_tokens(model.padded_vocab_size, dtype.itemsize, grid.device)
-        )
+    if chunk.post_process and kernels.chunked_loss_head:
+        columns = model.padded_vocab_size // parallel.tensor_model_parallel_size
+        tokens = kernels.loss_chunk_tokens(columns, config.params_dtype.itemsize, on_cpu=grid.device == "cpu")
+        LossHead.take_over(chunk.output_layer, tokens)
     return chunk
 
 

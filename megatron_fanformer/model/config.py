@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
+from megatron_fanformer.configuration import build, value_problems
+from megatron_fanformer.errors import InputError
 
 PAPER_VOCAB_SIZE = 50_280  # allenai/gpt-neox-olmo-dolma-v1_5
 PAPER_P_RATIO = 0.25
 FFN_MULTIPLE = 64  # matched sizes are rounded to it, so that every usual tensor-parallel size divides them
+
+LARGEST_SIZE = 1 << 30  # so that the bytes of a tensor of two such sizes fit into 64 bits
 
 SIZE_FIELDS = (
     "num_layers",
@@ -33,16 +36,16 @@ class FANConfig:
     """The FAN projection in front of the attention's QKV: X_F = [cos p, sin p, g] with [p | g] = W X + b."""
 
     p_ratio: float = PAPER_P_RATIO
-    """Share of the hidden size that is periodic, in [0, 0.5]; int(p_ratio * hidden_size) rows are `p`."""
+    """Share of the hidden size that is periodic, in [0, 0.5]; int(p_ratio · hidden_size) rows are `p`."""
     activation: Literal["none", "gelu"] = "none"
-    """Applied to the linear rows `g` alone; gelu there is the original FAN."""
+    """Applied to the linear rows `g` alone; `gelu` there is the original FAN."""
     bias: bool = True
     """Whether the map has a bias, on all of its rows."""
     placement: Literal["qkv", "qk_and_v", "none"] = "qkv"
     """`qkv`: Q, K and V are projected from X_F (the paper's); `qk_and_v`: Q and K are, and V is what a FAN layer of its
     own makes, with no matrix behind it; `none`: an ordinary Transformer."""
     v_p_ratio: float | None = None
-    """p_ratio of the values' own FAN layer (placement qk_and_v), a share of their width; null: p_ratio."""
+    """p_ratio of the values' own FAN layer (placement `qk_and_v`), a share of their width; null: `p_ratio`."""
 
     @property
     def value_p_ratio(self) -> float:
@@ -81,15 +84,15 @@ class FANformerConfig:
     ffn_hidden_size: int
     """Width of the SwiGLU's inside, one half of its first map (d_ff)."""
     num_attention_heads: int
-    """Query heads; the head size is hidden_size / num_attention_heads."""
+    """Query heads; the head size is `hidden_size` / `num_attention_heads`, and must be even."""
     num_query_groups: int | None = None
-    """Key and value heads: None for as many as query heads, 1 for multi-query attention."""
+    """Key and value heads; null: as many as query heads; 1: multi-query attention."""
     vocab_size: int
     """Token ids, before padding."""
     make_vocab_size_divisible_by: int = 128
     """The embedding is padded to a multiple of this, whatever the layout."""
     seq_length: int = 2048
-    """Tokens a training sample."""
+    """Tokens per training sample."""
     rotary_base: int = 10_000
     """Base of the rotary position embedding."""
     layernorm_epsilon: float = 1e-6
@@ -104,10 +107,19 @@ class FANformerConfig:
         """The configuration that `dataclasses.asdict` made `values` of, as checkpoints hold it.
 
         Raises:
-            TypeError: a field is unknown or missing.
-            KeyError: the section `fan` is missing.
+            InputError: they are not those of a model that can be built; all that is wrong, a line each.
         """
-        return cls(**{**values, "fan": FANConfig(**values["fan"])})
+        config = build(values, cls, "model.")
+        if found := config.problems():
+            raise InputError("\n".join(found))
+        return config
+
+    def stated_problems(self) -> list[str]:
+        """What is wrong with values that another program's file stated, types included, one line each.
+
+        Files state whatever they like: a word for a size, a size that no memory holds.
+        """
+        return value_problems(dataclasses.asdict(self), type(self), "model.") or self.problems()
 
     @property
     def padded_vocab_size(self) -> int:
@@ -193,6 +205,8 @@ class FANformerConfig:
                 f"model.num_query_groups {self.query_groups} does not divide model.num_attention_heads "
                 f"{self.num_attention_heads}; choose a divisor"
             )
+        if not 0 <= self.layernorm_epsilon <= 1:
+            found.append(f"model.layernorm_epsilon is {self.layernorm_epsilon}; it must lie in [0, 1]")
         return found + self.fan.problems()
 
     def _size_problems(self) -> list[str]:
@@ -200,6 +214,11 @@ class FANformerConfig:
             f"model.{name} is {getattr(self, name)}; it must be at least 1"
             for name in SIZE_FIELDS
             if getattr(self, name) < 1
+        ]
+        found += [
+            f"model.{name} is {value}; it must be at most {LARGEST_SIZE}, beyond which no tensor's bytes can be counted"
+            for name in (*SIZE_FIELDS, "num_query_groups")
+            if (value := getattr(self, name)) is not None and value > LARGEST_SIZE
         ]
         if self.num_query_groups is not None and self.num_query_groups < 1:
             found.append(f"model.num_query_groups is {self.num_query_groups}; it must be at least 1, or null")
@@ -261,20 +280,17 @@ PRESETS: dict[str, FANformerConfig] = {
 """The paper's sizes, each with its Transformer twin and its form of the twin's parameter count."""
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""The number formats by the names that configurations and commands have."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """The numbers that weights, activations and matrix products are held in."""
 
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """bf16 keeps float32 main weights and gradients in the optimizer; `auto` is bf16 where the device has bf16
-    matrix units, else fp32."""
+    """Of weights and activations; `bf16` keeps float32 main weights and gradients in the optimizer; `auto` is `bf16`
+    where the device has bf16 matrix units (every GPU; AMX or AVX512-BF16 on a CPU), else `fp32`."""
     fp8: Literal["e4m3", "hybrid"] | None = None
     """Matrix products of the layers in FP8, of bf16 weights (a GPU's, by Transformer Engine): `e4m3` throughout, or
-    `hybrid`, with e5m2 gradients; null: none. Embedding, output head, norms and core attention stay bf16."""
+    `hybrid`, with e5m2 gradients; null: none (docs/gpu.md#fp8). Embedding, output head, norms and core attention stay
+    bf16."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
     """Where FP8's scales come from: `tensorwise` of the tensor at hand; `delayed` of its past steps; `blockwise` of
     blocks of 128; `mxfp8` of blocks of 32, by the hardware (Blackwell)."""

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.attention import FANSelfAttention, FANSelfAttentionSubmodules, FANValueAttention
 from megatron_fanformer.model.config import FANConfig
+from megatron_fanformer.model.kernels import TransformerImpl
 from megatron_fanformer.model.local_layers import (
     LocalBackend,
     ReplicatedLinear,
@@ -33,8 +34,6 @@ from megatron_fanformer.model.local_layers import (
     WholeInputColumnParallelLinear,
 )
 from megatron_fanformer.runtime.layout import FANForm
-
-TransformerImpl = Literal["auto", "local", "transformer_engine"]
 
 
 @functools.cache
@@ -72,7 +71,7 @@ def resolve_transformer_impl(wanted: TransformerImpl) -> Literal["local", "trans
         return "transformer_engine"
     if wanted == "transformer_engine":
         raise InputError(
-            f"parallel.transformer_impl is transformer_engine, but {problem}; install megatron_fanformer[gpu] on a "
+            f"kernels.transformer_impl is transformer_engine, but {problem}; install megatron_fanformer[gpu] on a "
             "machine with a GPU, or set it to local"
         )
     return "local"

@@ -110,7 +110,7 @@ class _LossHeadFunction(torch.autograd.Function):
                 (grad_sb == mask_sb).all(),
                 "the losses were not summed with the loss mask that the model was given, and the gradient of that sum "
                 "is in main_grad already; hand the model the weights as loss_mask, or set "
-                "parallel.cross_entropy_loss_fusion to false",
+                "kernels.chunked_loss_head to false",
             )
         return *gradients.scaled(scale), None, None, None, None
 
@@ -128,7 +128,7 @@ def _scale_of(grad_sb: Tensor, mask_sb: Tensor) -> Tensor:
     _require(
         difference <= SAME_WEIGHTS * (scale * mask).abs().max(),
         "the losses were weighted in another proportion than the loss mask that the model was given says, of which the "
-        "gradient is; hand the model the weights as loss_mask, or set parallel.cross_entropy_loss_fusion to false",
+        "gradient is; hand the model the weights as loss_mask, or set kernels.chunked_loss_head to false",
     )
     return scale.float()
 

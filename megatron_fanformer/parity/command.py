@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.parity.report import as_values, print_report
-from megatron_fanformer.parity.run import ParityConfig, run_parity
+from megatron_fanformer.parity.config import ParityConfig, read_layouts
 
 WIDTH_OF_A_FILE = 160  # columns where no terminal says
 
@@ -36,10 +33,19 @@ def parity(
     if report is not None and not report.parent.is_dir():
         raise InputError(f"--report {report}: {report.parent} is no folder; make it, or name another")
     config = ParityConfig(file=file, overrides=tuple(overrides), **options)
+    run, named = read_layouts(config)
+    from megatron_fanformer.runtime import megatron_cpu  # torch, after what is wrong was told
+
+    megatron_cpu.install()
+    from rich.console import Console
+
+    from megatron_fanformer.parity.report import as_values, print_report
+    from megatron_fanformer.parity.run import compare_layouts
+
     console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
     status = Console(stderr=True)
     with status.status("starting ranks") as line:
-        result = run_parity(config, tell=lambda name: line.update(f"training: {name}"))
+        result = compare_layouts(config, run, named, tell=lambda name: line.update(f"training: {name}"))
     print_report(result, console)
     if report is not None:
         write_atomically(report, json.dumps(as_values(result, str(file)), indent=1) + "\n")

@@ -31,6 +31,8 @@ class FullSize:
     model: FANformerConfig
     micro_batch_size: int
     global_batch_size: int
+    on_cpu: bool = False
+    """Whether the formula is for ranks on CPUs; a device that is left open is taken for a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ def compare_communication(
             [line for step in formula for line in communication(step)],
         )
         large = dataclasses.replace(full.model, fan=_fan(full.model, small))
-        sent[model] = _sent_bytes(dataclasses.replace(full, model=large), own_layout, ELEMENT_BYTES[trial.dtype])
+        sent[model] = _sent_bytes(dataclasses.replace(full, model=large), own_layout, trial)
     return LayoutCommunication(name=name, models=tuple(variants), rows=tuple(side_by_side(compared)), sent_bytes=sent)
 
 
@@ -116,10 +118,12 @@ def _traffic(trial: TrialConfig, layout: ParallelConfig, stage: int) -> StepTraf
         num_micro_batches=trial.global_batch_size // (trial.micro_batch_size * replicas),
         element_bytes=ELEMENT_BYTES[trial.dtype],
         stage=stage,
+        kernels=trial.kernels,
+        on_cpu=trial.device == "cpu",
     )
 
 
-def _sent_bytes(full: FullSize, layout: ParallelConfig, element_bytes: int) -> dict[str, float]:
+def _sent_bytes(full: FullSize, layout: ParallelConfig, trial: TrialConfig) -> dict[str, float]:
     stages = []
     replicas = layout.data_parallel_size or 1
     for stage in range(layout.pipeline_model_parallel_size):
@@ -129,8 +133,10 @@ def _sent_bytes(full: FullSize, layout: ParallelConfig, element_bytes: int) -> d
             data_parallel_size=replicas,
             micro_batch_size=full.micro_batch_size,
             num_micro_batches=full.global_batch_size // (full.micro_batch_size * replicas),
-            element_bytes=element_bytes,
+            element_bytes=ELEMENT_BYTES[trial.dtype],
             stage=stage,
+            kernels=trial.kernels,
+            on_cpu=full.on_cpu,
         )
         sent: dict[str, float] = {}
         for line in communication(step):

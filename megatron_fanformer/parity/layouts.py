@@ -1,13 +1,16 @@
 """Layouts as a user writes them: "tp=2,pp=2,sp=true"."""
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from megatron_fanformer.configuration import Config, build, moved_names, value_problems, yaml_value
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.training.config_values import value_problems
+from megatron_fanformer.model.kernels import KernelsConfig, TransformerImpl
+from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
+from megatron_fanformer.training.layout_rules import graph_problems
 
 SINGLE = "one process"
 
@@ -25,24 +28,58 @@ SHORT_NAMES = {
 OVERLAP = "overlap"  # short for both kinds
 OVERLAPPED = ("overlap_grad_reduce", "overlap_param_gather")
 
-RUNTIME_FIELDS = ("device", "transformer_impl", "threads_per_rank", "distributed_timeout_minutes")
-"""What a layout takes over from the configuration: it is not about how the model is spread."""
+KERNEL_FIELDS = tuple(field.name for field in dataclasses.fields(KernelsConfig))
+MOVED_KERNELS = {old: new for old, new in MOVED_FIELDS.items() if new.startswith("kernels.")}
 
 
-def single_process(base: ParallelConfig) -> ParallelConfig:
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over ranks, and what its layers are computed by there."""
+
+    parallel: ParallelConfig
+    kernels: KernelsConfig
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.parallel.model_parallel_size * (self.parallel.data_parallel_size or 1)
+
+    def problems(self) -> list[str]:
+        """Rules that it breaks whatever the model, one line each."""
+        return [*self.parallel.problems(), *self.kernels.problems(), *graph_problems(self.parallel, self.kernels)]
+
+
+def single_process(transformer_impl: TransformerImpl = "auto") -> Layout:
     """One rank, with nothing spread, overlapped or recomputed."""
-    kept = {name: getattr(base, name) for name in RUNTIME_FIELDS}
-    return ParallelConfig(use_distributed_optimizer=False, data_parallel_size=1, **kept)
+    parallel = ParallelConfig(use_distributed_optimizer=False, data_parallel_size=1)
+    return Layout(parallel, KernelsConfig(transformer_impl=transformer_impl))
 
 
-def parse_layout(text: str, base: ParallelConfig) -> ParallelConfig:
+def parse_layout(text: str, transformer_impl: TransformerImpl = "auto") -> Layout:
     """The layout that `text` says; what it does not say is as in one process.
 
-    Names are those of `parallel` in a configuration, and short ones (`SHORT_NAMES`, and `overlap` for both kinds).
+    Names are those of `parallel` and `kernels` in a configuration, those that `kernels` had before, and short ones
+    (`SHORT_NAMES`, and `overlap` for both kinds).
 
     Raises:
-        InputError: it cannot be read, or breaks a rule of `ParallelConfig`.
+        InputError: it cannot be read, or breaks a rule of `Layout`.
     """
+    single = single_process(transformer_impl)
+    values = _values(text)
+    found = [
+        *value_problems(values["parallel"], ParallelConfig),
+        *value_problems(values["kernels"], KernelsConfig),
+    ]
+    if not found:
+        layout = Layout(_over(single.parallel, values["parallel"]), _over(single.kernels, values["kernels"]))
+        found = layout.problems()
+    if found:
+        raise InputError("\n".join(f"layout {text!r}: {problem}" for problem in found))
+    return layout
+
+
+def _values(text: str) -> dict[str, dict[str, Any]]:
+    """What a layout's text says, by section and field."""
     fields: dict[str, Any] = {}
     for item in filter(None, text.replace(" ", "").split(",")):
         name, has_value, value = item.partition("=")
@@ -52,39 +89,36 @@ def parse_layout(text: str, base: ParallelConfig) -> ParallelConfig:
         fields.update(dict.fromkeys(names, _value(text, value)))
     if fields.get("recompute_granularity") == "full":
         fields = {"recompute_method": "uniform", "recompute_num_layers": 1, **fields}
-    unknown = [problem.replace("parallel.", "") for problem in value_problems(fields, ParallelConfig, "parallel.")]
-    layout = None if unknown else dataclasses.replace(single_process(base), **fields)
-    found = unknown or (layout.problems() if layout else [])
-    if found or layout is None:
-        raise InputError("\n".join(f"layout {text!r}: {problem}" for problem in found))
-    return layout
+    kernels = {name: fields.pop(name) for name in KERNEL_FIELDS if name in fields}
+    return moved_names({"parallel": fields, "kernels": kernels}, MOVED_KERNELS)[0]
+
+
+def _over(base: Config, values: dict[str, Any]) -> Config:
+    return build({**vars(base), **values}, type(base))
 
 
 def _value(text: str, value: str) -> Any:
     try:
-        return yaml.safe_load(value)
+        return yaml_value(value)
     except yaml.YAMLError:
         raise InputError(f"layout {text!r}: {value!r} is no value; write such as tp=2,sp=true") from None
 
 
-def own_layout(parallel: ParallelConfig) -> tuple[str, ParallelConfig]:
+def own_layout(parallel: ParallelConfig, kernels: KernelsConfig) -> tuple[str, Layout]:
     """A configuration's own layout, and how it would be written."""
-    single = single_process(parallel)
+    single = single_process(kernels.transformer_impl)
     long_names = {long: short for short, long in SHORT_NAMES.items()}
+    sections: tuple[tuple[Any, Any], ...] = ((parallel, single.parallel), (kernels, single.kernels))
     said = {
-        long_names.get(field.name, field.name): getattr(parallel, field.name)
-        for field in dataclasses.fields(parallel)
-        if field.name not in RUNTIME_FIELDS and getattr(parallel, field.name) not in (None, getattr(single, field.name))
+        long_names.get(field.name, field.name): getattr(own, field.name)
+        for own, plain in sections
+        for field in dataclasses.fields(own)
+        if getattr(own, field.name) not in (None, getattr(plain, field.name))
     }
     text = ",".join(f"{name}={_written(value)}" for name, value in said.items())
     resolved = dataclasses.replace(parallel, data_parallel_size=parallel.data_parallel_size or 1)
-    return text or SINGLE, resolved
+    return text or SINGLE, Layout(resolved, kernels)
 
 
 def _written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def world_size(layout: ParallelConfig) -> int:
-    """Ranks of a layout."""
-    return layout.model_parallel_size * (layout.data_parallel_size or 1)

@@ -4,15 +4,12 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 import psutil
 import torch
 
 from megatron_fanformer.errors import DivergenceError, InputError
-from megatron_fanformer.model.config import DTYPES
-from megatron_fanformer.parity import layouts as layout_texts
+from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.parity.communication import FullSize, LayoutCommunication, compare_communication
 from megatron_fanformer.parity.comparison import (
     Baseline,
@@ -23,35 +20,19 @@ from megatron_fanformer.parity.comparison import (
     bounds_from,
     differences,
 )
+from megatron_fanformer.parity.config import ParityConfig, read_layouts
+from megatron_fanformer.parity.layouts import SINGLE, Layout, single_process
 from megatron_fanformer.parity.shrinking import BUCKETS, SmallRun, shrink
 from megatron_fanformer.parity.trial import Trace, TrialConfig, run_trial
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
-from megatron_fanformer.training.config import RunConfig, load_config
-from megatron_fanformer.training.layout_rules import batch_problems, layout_problems
+from megatron_fanformer.training.config import RunConfig
+from megatron_fanformer.training.machine_rules import kernel_problems
 
 REORDERED_RUNS = 3
 JOB_SECONDS = 600.0
 RANK_BYTES = 500 * 2**20  # a gloo rank of a small model has 380 MiB resident (torch 2.13, megatron-core 0.16.1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParityConfig:
-    """What to compare, and how long."""
-
-    file: Path
-    overrides: tuple[str, ...] = ()
-    layouts: tuple[str, ...] = ()
-    """As `parse_layout` reads them; none: the configuration's own."""
-    steps: int = 20
-    dtype: str = "fp32"
-    communication: bool = False
-    """Whether to count what a step's collectives move, too."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """What to run on, whatever the configuration says: a cluster's is compared on a laptop as well."""
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """The layers, likewise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +105,24 @@ def run_parity(
     Raises:
         InputError: the configuration or a layout is wrong; all that is, one line each.
     """
-    run, named = read_layouts(config)
-    kind = devices.resolve_device(run.parallel.device)
+    return compare_layouts(config, *read_layouts(config), trial_function=trial_function, pool=pool, tell=tell)
+
+
+def compare_layouts(
+    config: ParityConfig,
+    run: RunConfig,
+    named: dict[str, Layout],
+    *,
+    trial_function: Callable[..., Trace] = run_trial,
+    pool: RankPool | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> ParityResult:
+    """What `run_parity` does after `read_layouts`.
+
+    Raises:
+        InputError: this machine has not what a layout asks for.
+    """
+    kind = devices.resolve_device(run.runtime.device)
     _check_machine(named, kind)
     if pool is None:
         with RankPool(kind, JOB_SECONDS) as own:
@@ -133,41 +130,13 @@ def run_parity(
     return _compare(config, run, named, kind, pool, trial_function, tell)
 
 
-def read_layouts(config: ParityConfig) -> tuple[RunConfig, dict[str, ParallelConfig]]:
-    """The configuration, and the layouts by their names, each checked on the configuration at its full size."""
-    run = load_config(config.file, config.overrides)
-    parallel = dataclasses.replace(run.parallel, device=config.device, transformer_impl=config.transformer_impl)
-    run = dataclasses.replace(run, parallel=parallel)
-    found = []
-    if config.steps < 1:
-        found.append(f"--steps is {config.steps}; it must be at least 1")
-    named: dict[str, ParallelConfig] = {}
-    if not config.layouts:
-        named = dict([layout_texts.own_layout(run.parallel)])
-    for text in config.layouts:
-        try:
-            named[text] = layout_texts.parse_layout(text, run.parallel)
-        except InputError as error:
-            found.append(str(error))
-    found += [*run.model.problems(), *run.optimizer.problems(), *run.training.problems()]  # data is not read
-    for text, layout in named.items() if not found else ():
-        found += [f"layout {text!r}: {problem}" for problem in _layout_problems(run, layout)]
+def _check_machine(named: dict[str, Layout], kind: devices.DeviceKind) -> None:
+    found = [
+        f"layout {text!r}: {problem}" for text, layout in named.items() for problem in kernel_problems(layout.kernels)
+    ]
     if found:
         raise InputError("\n".join(found))
-    return run, named
-
-
-def _layout_problems(run: RunConfig, layout: ParallelConfig) -> list[str]:
-    batch, micro = run.training.global_batch_size, run.training.micro_batch_size
-    return [
-        *layout.problems(),
-        *layout_problems(run.model, layout),
-        *batch_problems(layout, layout.data_parallel_size or 1, batch, micro),
-    ]
-
-
-def _check_machine(named: dict[str, ParallelConfig], kind: devices.DeviceKind) -> None:
-    ranks, text = max((layout_texts.world_size(layout), text) for text, layout in named.items())
+    ranks, text = max((layout.world_size, text) for text, layout in named.items())
     if kind == "cuda":
         fit, unit = torch.cuda.device_count(), "GPUs"
     else:
@@ -181,14 +150,14 @@ def _check_machine(named: dict[str, ParallelConfig], kind: devices.DeviceKind) -
 def _compare(
     config: ParityConfig,
     run: RunConfig,
-    named: dict[str, ParallelConfig],
+    named: dict[str, Layout],
     kind: devices.DeviceKind,
     pool: RankPool,
     train: Callable[..., Trace],
     tell: Callable[[str], None],
 ) -> ParityResult:
-    single = layout_texts.single_process(run.parallel)
-    small = shrink(run.model, run.training.micro_batch_size, list(named.values()))
+    single = single_process(config.transformer_impl)
+    small = shrink(run.model, run.training.micro_batch_size, [layout.parallel for layout in named.values()])
     trial = TrialConfig(
         model=small.model,
         optimizer=run.optimizer,
@@ -197,29 +166,31 @@ def _compare(
         steps=config.steps,
         dtype=config.dtype,
         device=kind,
+        kernels=single.kernels,
+        runtime=run.runtime,
     )
-    tell(layout_texts.SINGLE)
-    baseline = baseline_of(pool.run(1, train, trial, single)[0], torch.finfo(DTYPES[config.dtype]).eps)
+    tell(SINGLE)
+    baseline = baseline_of(pool.run(1, train, trial, single.parallel)[0], torch.finfo(DTYPES[config.dtype]).eps)
     noise = []
     for number in range(1, REORDERED_RUNS + 1):
-        tell(f"{layout_texts.SINGLE}, reordered ({number} of {REORDERED_RUNS})")
-        noise.append(differences(baseline, pool.run(1, train, trial, single, number)))
+        tell(f"{SINGLE}, reordered ({number} of {REORDERED_RUNS})")
+        noise.append(differences(baseline, pool.run(1, train, trial, single.parallel, number)))
     if config.dtype != "fp32":
         # Ranks round their partial sums to that type before they are added, which no reordering of one process does:
         # what rounding to it changes at all is shown by a run without it.
-        tell(f"{layout_texts.SINGLE}, in fp32")
+        tell(f"{SINGLE}, in fp32")
         exact = dataclasses.replace(trial, dtype="fp32")
-        noise.append(differences(baseline, pool.run(1, train, exact, single)))
+        noise.append(differences(baseline, pool.run(1, train, exact, single.parallel)))
     bounds = bounds_from(noise)
     results, counted = [], []
     for name, layout in named.items():
         tell(name)
-        bucketed, ranks = _with_buckets(layout, small), layout_texts.world_size(layout)
-        run_ranks = functools.partial(pool.run, ranks, train, trial, bucketed)
-        results.append(_try_layout(name, ranks, baseline, bounds, run_ranks))
+        bucketed, own = _with_buckets(layout.parallel, small), dataclasses.replace(trial, kernels=layout.kernels)
+        run_ranks = functools.partial(pool.run, layout.world_size, train, own, bucketed)
+        results.append(_try_layout(name, layout.world_size, baseline, bounds, run_ranks))
         if config.communication:
             tell(f"{name}, counting bytes")
-            counted.append(compare_communication(pool.run, trial, _full_size(run), name, bucketed))
+            counted.append(compare_communication(pool.run, own, _full_size(run), name, bucketed))
     return ParityResult(
         small=small,
         steps=config.steps,
@@ -245,7 +216,10 @@ def _try_layout(
 def _full_size(run: RunConfig) -> FullSize:
     training = run.training
     return FullSize(
-        model=run.model, micro_batch_size=training.micro_batch_size, global_batch_size=training.global_batch_size
+        model=run.model,
+        micro_batch_size=training.micro_batch_size,
+        global_batch_size=training.global_batch_size,
+        on_cpu=run.runtime.device == "cpu",
     )
 
 

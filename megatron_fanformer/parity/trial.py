@@ -10,8 +10,10 @@ from torch import Tensor
 
 from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.model.build import build_stages, sharded_state
-from megatron_fanformer.model.config import DTYPES, FANformerConfig
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.initialization import draw_weight
+from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
 from megatron_fanformer.parity.outputs import OutputRecorder
 from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.parity.tensor_parts import (
@@ -21,6 +23,7 @@ from megatron_fanformer.parity.tensor_parts import (
     restored_output,
     weight_parts,
 )
+from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import generator_for, initialize_by_name, seed_everything
@@ -52,7 +55,9 @@ class TrialConfig:
     micro_batch_size: int
     steps: int
     dtype: str
-    device: Any
+    device: DeviceKind
+    kernels: KernelsConfig = DEFAULT_KERNELS
+    runtime: RuntimeConfig = DEFAULT_RUNTIME
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +95,10 @@ class Preparation(NamedTuple):
 @contextmanager
 def prepared(trial: TrialConfig, layout: ParallelConfig, order: Reordering) -> Iterator[Preparation]:
     """A rank of a layout, ready for its first step."""
-    with rank_grid(layout, trial.device) as grid:
+    with rank_grid(layout, trial.device, trial.runtime) as grid:
         seed_everything(SEED)
-        stages = build_stages(trial.model, layout, grid, dtype=DTYPES[trial.dtype], seed=None)
+        dtype = DTYPES[trial.dtype]
+        stages = build_stages(trial.model, layout, grid, dtype=dtype, seed=None, kernels=trial.kernels)
         for chunk in stages:
             initialize_by_name(sharded_state(chunk, grid), SEED, lambda *named: _initial(trial.model, order, *named))
         initial = weight_parts(stages, grid, order)

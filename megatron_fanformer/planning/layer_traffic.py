@@ -30,7 +30,7 @@ def _head(step: StepTraffic) -> Iterator[Term]:
     yield from _gather(step, "the head")
     # Of each token: its greatest logit, its label's and the sum of exponentials, each of a shard of the vocabulary.
     statistics = Term("tp", "all-reduce", "vocabulary cross entropy", step.tokens * LOGIT_STATISTIC_BYTES).times(3)
-    if step.parallel.cross_entropy_loss_fusion:
+    if step.kernels.chunked_loss_head:
         # The last two are summed together, of a chunk of tokens at a time. The gradient is taken while the whole input
         # is still there.
         yield statistics._replace(calls=2 * step.loss_chunks)

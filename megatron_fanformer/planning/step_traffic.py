@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
 from megatron_fanformer.runtime.layout import ParallelConfig
 
 
@@ -46,6 +47,9 @@ class StepTraffic:
     """Of activations and weights: 4 in fp32, 2 in bf16."""
     stage: int = 0
     """Pipeline stage of the rank; all ranks of a stage communicate alike."""
+    kernels: KernelsConfig = DEFAULT_KERNELS
+    on_cpu: bool = False
+    """Whether the rank runs on a CPU, which takes other chunks of the loss head."""
 
     @property
     def activation_bytes(self) -> int:
@@ -64,10 +68,9 @@ class StepTraffic:
 
     @property
     def loss_chunks(self) -> int:
-        """Chunks that the fused loss head cuts a micro batch's tokens into; the device left open is taken for a GPU."""
-        parallel = self.parallel
-        device = "cuda" if parallel.device == "auto" else parallel.device
-        return -(-self.tokens // parallel.loss_chunk_tokens(self.model.padded_vocab_size, self.element_bytes, device))
+        """Chunks that the chunked loss head cuts a micro batch's tokens into."""
+        columns = self.model.padded_vocab_size // self.tensor_ranks
+        return -(-self.tokens // self.kernels.loss_chunk_tokens(columns, self.element_bytes, on_cpu=self.on_cpu))
 
     @property
     def tensor_ranks(self) -> int:

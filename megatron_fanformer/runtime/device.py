@@ -1,6 +1,7 @@
 """The device of this process, and everything that the environment says about it.
 
-The only module of the package that reads environment variables.
+The only module of the package that reads environment variables. torch, which takes seconds to import, is imported by
+the functions that ask it.
 """
 
 import importlib.util
@@ -12,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.runtime.config import DeviceKind
 
-DeviceKind = Literal["cuda", "cpu"]
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -28,11 +27,13 @@ def resolve_device(wanted: Literal["auto", "cuda", "cpu"]) -> DeviceKind:
         InputError: CUDA is asked for and not usable, or a GPU's driver is loaded that this torch cannot use: a
             broken installation must not start a CPU run quietly.
     """
+    import torch
+
     if torch.cuda.is_available():
         if wanted == "cpu":
             raise InputError(
-                "parallel.device is cpu on a machine with a usable GPU, which megatron-core would use in part; hide it "
-                f"with an empty {VISIBLE_GPUS} in the environment, or set parallel.device to auto"
+                "runtime.device is cpu on a machine with a usable GPU, which megatron-core would use in part; hide it "
+                f"with an empty {VISIBLE_GPUS} in the environment, or set runtime.device to auto"
             )
         return "cuda"
     is_hidden = os.environ.get(VISIBLE_GPUS) == ""
@@ -40,11 +41,11 @@ def resolve_device(wanted: Literal["auto", "cuda", "cpu"]) -> DeviceKind:
         return "cpu"
     if wanted == "cuda":
         raise InputError(
-            "parallel.device is cuda, but torch finds no usable GPU; check the driver with nvidia-smi, or set it to cpu"
+            "runtime.device is cuda, but torch finds no usable GPU; check the driver with nvidia-smi, or set it to cpu"
         )
     if NVIDIA_DRIVER.exists():
         raise InputError(
-            "parallel.device is auto and an NVIDIA driver is loaded, but torch cannot use a GPU; install a CUDA build "
+            "runtime.device is auto and an NVIDIA driver is loaded, but torch cannot use a GPU; install a CUDA build "
             f"of torch that the driver supports, or hide the GPU with an empty {VISIBLE_GPUS} in the environment"
         )
     return "cpu"
@@ -57,6 +58,8 @@ def hide_gpus() -> None:
 
 def has_bf16_matrix_units(device: DeviceKind) -> bool:
     """Whether bf16 matrix products are faster than float32 here: every supported GPU, CPUs with AMX or AVX512-BF16."""
+    import torch
+
     if device == "cuda":
         return torch.cuda.is_bf16_supported()
     # torch.cpu offers no public query for either
@@ -65,16 +68,22 @@ def has_bf16_matrix_units(device: DeviceKind) -> bool:
 
 def has_fused_gradient_kernel() -> bool:
     """Whether NVIDIA's apex brought the kernel that adds a weight gradient into its buffer, and a GPU to run it on."""
+    import torch
+
     return torch.cuda.is_available() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def has_gpu() -> bool:
     """Whether torch finds a usable GPU."""
+    import torch
+
     return torch.cuda.is_available()
 
 
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine is installed, and a GPU to run it on."""
+    import torch
+
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -84,6 +93,8 @@ def fp8_problem(recipe: str) -> str | None:
     By the compute capability, as Transformer Engine 2.20 has it: FP8 came with 8.9, its blocks with 9.0 and CUDA 12.9,
     blocks of 32 by the hardware with 10.0 (and not all of their products with 12.0).
     """
+    import torch
+
     if not torch.cuda.is_available():
         return "there is no GPU"
     chip = torch.cuda.get_device_capability()
@@ -98,6 +109,8 @@ def fp8_problem(recipe: str) -> str | None:
 
 
 def _cuda_version() -> tuple[int, ...]:
+    import torch
+
     return tuple(int(part) for part in (torch.version.cuda or "0.0").split("."))
 
 
@@ -202,6 +215,8 @@ def configure_process(device: DeviceKind, local_rank: int, threads: int, *, dete
     Raises:
         InputError: the environment asks for the contrary.
     """
+    import torch
+
     if device == "cuda":
         if deterministic:
             _make_deterministic()
@@ -219,10 +234,12 @@ DETERMINISTIC = {
 
 
 def _make_deterministic() -> None:
+    import torch
+
     for name, value in DETERMINISTIC.items():
         if os.environ.setdefault(name, value) != value:
             raise InputError(
-                f"parallel.deterministic_mode is true, but {name} is {os.environ[name]} in the environment; unset it"
+                f"runtime.deterministic_mode is true, but {name} is {os.environ[name]} in the environment; unset it"
             )
     os.environ.setdefault("NCCL_ALGO", "Ring")  # else NCCL goes by what it measures at the start; any fixed one serves
     torch.use_deterministic_algorithms(True)

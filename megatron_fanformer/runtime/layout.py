@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.runtime import device as devices
 
 FANForm = Literal["column", "sequence"]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
@@ -24,28 +23,35 @@ COUNTS = (
     "data_parallel_size",
     "ddp_bucket_size",
     "recompute_num_layers",
-    "cross_entropy_chunk_tokens",
-    "threads_per_rank",
 )
 
-LOGITS_BYTES: dict[devices.DeviceKind, int] = {"cpu": 100 * 2**20, "cuda": 400 * 2**20}
-"""Logits that the loss head has at a time. Every chunk reads and writes the weight's whole gradient, which must not
-count beside the matrix products: measured on a CPU in float32 (vocabulary 50304, width 512), chunks of 512 tokens cost
-3% above those of 1,024, and 64 tokens half as much again; a Hopper GPU's products in bf16 are so fast that it wants
-some 4,000 tokens."""
-ALIGNED_TOKENS = 64  # a chunk is a multiple of it: matrix units like whole tiles
+
+MOVED_FIELDS = {
+    "parallel.transformer_impl": "kernels.transformer_impl",
+    "parallel.attention_backend": "kernels.attention_backend",
+    "parallel.cross_entropy_loss_fusion": "kernels.chunked_loss_head",
+    "parallel.cross_entropy_chunk_tokens": "kernels.loss_head_chunk_tokens",
+    "parallel.cuda_graph_impl": "kernels.cuda_graph_impl",
+    "parallel.gradient_accumulation_fusion": "kernels.gradient_accumulation_fusion",
+    "parallel.device": "runtime.device",
+    "parallel.threads_per_rank": "runtime.threads_per_rank",
+    "parallel.deterministic_mode": "runtime.deterministic_mode",
+    "parallel.distributed_timeout_minutes": "runtime.distributed_timeout_minutes",
+}
+"""What stood in this section up to version 0.1, and where it stands now: configurations and checkpoints of that time
+have the earlier names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the model and the data are spread over ranks, and what the ranks run on."""
+    """How the model and the data are spread over ranks."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer's matrices."""
     pipeline_model_parallel_size: int = 1
     """Stages that share the layers."""
     virtual_pipeline_model_parallel_size: int | None = None
-    """Chunks of layers a stage holds, taken in turns (the interleaved schedule); null: one, by 1F1B."""
+    """Chunks of layers per pipeline stage, taken in turns (the interleaved schedule); null: one, by 1F1B."""
     num_layers_in_first_pipeline_stage: int | None = None
     """Layers of the first stage, where the stages are not to be equal; null: as many as the middle ones."""
     num_layers_in_last_pipeline_stage: int | None = None
@@ -53,53 +59,31 @@ class ParallelConfig:
     context_parallel_size: int = 1
     """Ranks that share each sample's sequence, in attention too."""
     data_parallel_size: int | None = None
-    """Replicas of the model. null: what the world size leaves under torchrun or Slurm, else 1."""
+    """Replicas of the model; null: what the world size leaves under torchrun or Slurm, else 1."""
     sequence_parallel: bool = False
-    """Shard norms and residuals along the sequence over the tensor parallel ranks."""
+    """Shard norms and residuals along the sequence over the tensor-parallel ranks."""
     fan_form: FANForm = "column"
-    """The FAN map over tensor parallel ranks: `column` shards it and gathers its pre-activation; `sequence`, with
-    sequence parallelism, replicates it and runs it on each rank's part of the sequence."""
+    """The FAN map over tensor-parallel ranks: `column` shards it and gathers its pre-activation; `sequence`, with
+    sequence parallelism, replicates it and runs it on each rank's part of the sequence
+    (docs/parallelism.md#the-fan-map)."""
     use_distributed_optimizer: bool = True
-    """Shard the optimizer's state over the data parallel ranks."""
+    """Shard the optimizer's state over the data-parallel ranks."""
     overlap_grad_reduce: bool | None = None
     """Sum gradients over the replicas while backward is still running; null: on GPUs, where there are replicas."""
     overlap_param_gather: bool | None = None
-    """Gather updated weights while the next forward is running (the distributed optimizer's); null: likewise."""
+    """Gather updated weights while the next forward is running (with `use_distributed_optimizer` and
+    `overlap_grad_reduce`); null: likewise."""
     ddp_bucket_size: int | None = None
-    """Parameters a bucket of overlapped communication; null: Megatron's own choice."""
-    gradient_accumulation_fusion: bool | None = None
-    """Add weight gradients into the float32 buffer inside the matrix product; null: in training on a GPU
-    with Transformer Engine's layers, or with apex's kernel."""
+    """Parameters per bucket of overlapped communication; null: Megatron's own choice."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in backward: whole layers, or `recompute_modules` alone; null: keep them."""
     recompute_method: Literal["uniform", "block"] | None = None
     """With `full`: `uniform` keeps the input of every `recompute_num_layers` layers, `block` recomputes each of the
     first `recompute_num_layers` of a stage."""
     recompute_num_layers: int | None = None
-    """With `full`: see recompute_method."""
+    """With `full`: see `recompute_method`."""
     recompute_modules: list[RecomputeModule] = field(default_factory=lambda: [*DEFAULT_RECOMPUTE_MODULES])
     """With `selective`: the parts of a layer that are recomputed."""
-    cross_entropy_loss_fusion: bool = True
-    """Take a chunk of tokens through logits, loss and their gradients at a time, in forward; false: Megatron's own loss
-    head, which keeps the logits of a whole micro batch."""
-    cross_entropy_chunk_tokens: int | None = None
-    """Tokens a chunk of the fused loss head; null: as many as have 100 MiB of logits on a CPU, 400 MiB on a GPU."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`auto` takes a usable GPU, else the CPU; a broken GPU installation is refused."""
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layers from Transformer Engine, or megatron-core's and torch's own; `auto` takes the Engine where it imports."""
-    attention_backend: Literal["auto", "fused", "flash", "unfused"] = "auto"
-    """Of Transformer Engine's core attention: cuDNN's (`fused`), flash-attn's, or plain products; `auto` leaves the
-    choice to the Engine."""
-    cuda_graph_impl: Literal["none", "local"] = "none"
-    """`local`: replay each layer as a CUDA graph, megatron-core's own, which spares the host its launches. It has not
-    been measured yet."""
-    deterministic_mode: bool = False
-    """Give the same numbers bit by bit every time, on a GPU at the cost of speed (a CPU run does so anyway)."""
-    threads_per_rank: int | None = None
-    """CPU threads a rank; null: the machine's cores, shared evenly by its ranks."""
-    distributed_timeout_minutes: float = 10.0
-    """How long a rank waits for the others before it gives up."""
 
     @property
     def model_parallel_size(self) -> int:
@@ -110,27 +94,6 @@ class ParallelConfig:
     def virtual_stages(self) -> int:
         """Chunks of layers a stage, `virtual_pipeline_model_parallel_size` resolved."""
         return self.virtual_pipeline_model_parallel_size or 1
-
-    @property
-    def fuses_gradient_accumulation(self) -> bool:
-        """Whether it was chosen or asked for: a model that is not trained has no buffer to add to."""
-        return bool(self.gradient_accumulation_fusion)
-
-    @property
-    def fuses_all_gradient_accumulation(self) -> bool:
-        """Whether the layers that are not Transformer Engine's can, too: by apex's kernel."""
-        return self.fuses_gradient_accumulation and devices.has_fused_gradient_kernel()
-
-    def has_fused_gradients(self) -> bool:
-        """Whether this machine's layers can add weight gradients inside the product."""
-        has_engine = self.transformer_impl != "local" and devices.has_transformer_engine()
-        return has_engine or devices.has_fused_gradient_kernel()
-
-    def loss_chunk_tokens(self, padded_vocab_size: int, element_bytes: int, device: devices.DeviceKind) -> int:
-        """`cross_entropy_chunk_tokens` resolved, for logits of that many bytes each."""
-        row_bytes = padded_vocab_size // self.tensor_model_parallel_size * element_bytes
-        tokens = LOGITS_BYTES[device] // row_bytes
-        return self.cross_entropy_chunk_tokens or max(1, tokens // ALIGNED_TOKENS * ALIGNED_TOKENS or tokens)
 
     def layers_per_stage(self, num_layers: int) -> list[int] | None:
         """Layers of each pipeline stage, its chunks together; None where they do not divide."""
@@ -153,10 +116,6 @@ class ParallelConfig:
             for name in COUNTS
             if (value := getattr(self, name)) is not None and value < 1
         ]
-        if self.distributed_timeout_minutes <= 0:
-            found.append(
-                f"parallel.distributed_timeout_minutes is {self.distributed_timeout_minutes}; it must be above 0"
-            )
         return found or [
             f"parallel.{problem}" for problem in (*self._model_parallel_problems(), *self._other_problems())
         ]
@@ -190,18 +149,6 @@ class ParallelConfig:
             )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             yield "overlap_param_gather is true without overlap_grad_reduce, which it needs; set that to true too"
-        if self.gradient_accumulation_fusion and not self.has_fused_gradients():
-            yield (
-                "gradient_accumulation_fusion is true, but there is no GPU with Transformer Engine's layers, and "
-                "apex's fused_weight_gradient_mlp_cuda does not import; set it to null"
-            )
-        if self.cuda_graph_impl == "local" and not devices.has_gpu():
-            yield "cuda_graph_impl is local, but there is no GPU; set it to none"
-        if self.cuda_graph_impl == "local" and self.recompute_granularity == "full":
-            yield (
-                "cuda_graph_impl is local with recompute_granularity full, but a layer's graph cannot be recomputed as "
-                "a whole; set one of them to none, or the latter to selective"
-            )
         yield from self._recompute_problems()
 
     def _recompute_problems(self) -> Iterator[str]:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import megatron_cpu
+from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, RuntimeConfig
 from megatron_fanformer.runtime.layout import ParallelConfig
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class RankGrid:
     is_first_stage: bool
     is_last_stage: bool
     groups: "ProcessGroupCollection"
+    is_deterministic: bool = False
+    """Whether the same numbers are asked for bit by bit (`runtime.deterministic_mode`)."""
 
     @property
     def context_parallel_size(self) -> int:
@@ -64,6 +67,11 @@ class RankGrid:
         }
 
     @property
+    def has_fused_gradient_kernel(self) -> bool:
+        """Whether layers that are not Transformer Engine's can add weight gradients inside the product, too."""
+        return devices.has_fused_gradient_kernel()
+
+    @property
     def is_main(self) -> bool:
         """Whether this rank writes what is written once."""
         return self.rank == 0
@@ -78,7 +86,7 @@ def context_chunks(rank: int, size: int) -> tuple[int, int]:
 
 
 @contextmanager
-def process_group(config: ParallelConfig, address: devices.RankAddress | None) -> Iterator[devices.DeviceKind]:
+def process_group(config: RuntimeConfig, address: devices.RankAddress | None) -> Iterator[devices.DeviceKind]:
     """Join the ranks of `address`, or be the only rank where that is None; leave them at the end.
 
     Yields the device kind. After an error a group of several is left as it is: its other ranks must not be waited for.
@@ -113,7 +121,9 @@ def process_group(config: ParallelConfig, address: devices.RankAddress | None) -
 
 
 @contextmanager
-def rank_grid(config: ParallelConfig, kind: devices.DeviceKind) -> Iterator[RankGrid]:
+def rank_grid(
+    config: ParallelConfig, kind: devices.DeviceKind, runtime: RuntimeConfig = DEFAULT_RUNTIME
+) -> Iterator[RankGrid]:
     """Megatron's process groups over the ranks of the present process group."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -124,7 +134,7 @@ def rank_grid(config: ParallelConfig, kind: devices.DeviceKind) -> Iterator[Rank
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_stages if config.virtual_stages > 1 else None,
         context_parallel_size=config.context_parallel_size,
-        distributed_timeout_minutes=max(1, round(config.distributed_timeout_minutes)),
+        distributed_timeout_minutes=max(1, round(runtime.distributed_timeout_minutes)),
         create_gloo_process_groups=True,  # the distributed optimizer asks for them when it saves
     )
     try:
@@ -137,13 +147,18 @@ def rank_grid(config: ParallelConfig, kind: devices.DeviceKind) -> Iterator[Rank
             is_first_stage=parallel_state.is_pipeline_first_stage(),
             is_last_stage=parallel_state.is_pipeline_last_stage(),
             groups=ProcessGroupCollection.use_mpu_process_groups(),
+            is_deterministic=runtime.deterministic_mode,
         )
     finally:
         parallel_state.destroy_model_parallel()
 
 
 @contextmanager
-def distributed(config: ParallelConfig, address: devices.RankAddress | None = None) -> Iterator[RankGrid]:
+def distributed(
+    config: ParallelConfig,
+    address: devices.RankAddress | None = None,
+    runtime: RuntimeConfig = DEFAULT_RUNTIME,
+) -> Iterator[RankGrid]:
     """A whole run's setting: the process group and the rank grid on it."""
-    with process_group(config, address) as kind, rank_grid(config, kind) as grid:
+    with process_group(runtime, address) as kind, rank_grid(config, kind, runtime) as grid:
         yield grid

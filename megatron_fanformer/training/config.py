@@ -4,27 +4,29 @@ Every problem of a configuration is reported together, one line each, before any
 """
 
 import dataclasses
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
-import yaml
-from jsonargparse import ArgumentParser
+from typing import TYPE_CHECKING, Any
 
 from megatron_fanformer.checkpoint.config import CheckpointConfig
+from megatron_fanformer.configuration import build, moved_names, overlaid, read_overrides, read_values
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.config import DTYPES, PRESETS, FANformerConfig, PrecisionConfig
-from megatron_fanformer.runtime.device import DeviceKind, has_bf16_matrix_units
-from megatron_fanformer.runtime.parallel import ParallelConfig
-from megatron_fanformer.training.config_values import value_problems, without_empty_sections
+from megatron_fanformer.model.config import PRESETS, FANformerConfig, PrecisionConfig
+from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
+from megatron_fanformer.runtime.device import has_bf16_matrix_units
+from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
 from megatron_fanformer.training.fp8_rules import fp8_problems
-from megatron_fanformer.training.layout_rules import batch_problems, layout_problems
-from megatron_fanformer.training.metrics import LoggingConfig
-from megatron_fanformer.training.optimizer import OptimizerConfig
+from megatron_fanformer.training.layout_rules import batch_problems, graph_problems, layout_problems
+from megatron_fanformer.training.logging_config import LoggingConfig
+from megatron_fanformer.training.optimizer_config import OptimizerConfig
 from megatron_fanformer.training.schedule import ScheduleConfig
+
+if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before
+    import torch
 
 PRESET_KEY = "model.preset"
 
@@ -36,19 +38,19 @@ class TrainingConfig:
     run_dir: str
     """The run's folder: configuration, metrics, TensorBoard and checkpoints."""
     train_iters: int
-    """Steps of the whole run."""
+    """Training steps of the whole run."""
     global_batch_size: int
-    """Samples a step, over all replicas."""
+    """Samples per training step, over all replicas."""
     micro_batch_size: int = 1
-    """Samples that one forward pass of a replica takes."""
+    """Samples per micro batch: what one forward pass of a replica takes."""
     seed: int = 1234
     """Of the initial weights and the order of samples."""
     eval_interval: int | None = None
     """Steps between evaluations; null: at the end only, where there is validation data."""
     eval_iters: int = 10
-    """Global batches that an evaluation takes of each validation set."""
+    """Global batches that an evaluation takes of each validation set; the same ones every time."""
     exit_interval: int | None = None
-    """Save and end after each step that this divides; the same command then goes on."""
+    """Save and end after each step that this divides (exit code 0); null: never; the same command then goes on."""
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
@@ -78,6 +80,10 @@ class RunConfig:
     """The model's shape; `preset` names one of the paper's sizes to start from."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How it is spread over ranks."""
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    """What its layers are computed by."""
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    """What its ranks run on."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Number formats."""
     data: DataConfig
@@ -93,10 +99,12 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """What is told."""
 
-    def dtype(self, device: DeviceKind) -> torch.dtype:
+    def dtype(self, device: DeviceKind) -> "torch.dtype":
         """The type of weights and activations; `auto` resolved for the device."""
+        from megatron_fanformer.model.dtypes import DTYPES
+
         if self.precision.dtype == "auto":
-            return torch.bfloat16 if has_bf16_matrix_units(device) else torch.float32
+            return DTYPES["bf16" if has_bf16_matrix_units(device) else "fp32"]
         return DTYPES[self.precision.dtype]
 
     def num_micro_batches(self, data_parallel_size: int) -> int:
@@ -114,7 +122,8 @@ class RunConfig:
         if found:
             return found  # rules between fields make sense on sound fields only
         found += layout_problems(self.model, self.parallel)
-        found += fp8_problems(self.model, self.parallel, self.precision, self.training.micro_batch_size)
+        found += graph_problems(self.parallel, self.kernels)
+        found += fp8_problems(self.model, self.parallel, self.precision, self.training.micro_batch_size, self.kernels)
         found += batch_problems(
             self.parallel, data_parallel_size, self.training.global_batch_size, self.training.micro_batch_size
         )
@@ -122,72 +131,48 @@ class RunConfig:
         return found
 
 
-def load_config(file: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def tell_on_stderr(notice: str) -> None:
+    """Print a notice where errors go."""
+    print(f"megatron-fanformer: {notice}", file=sys.stderr)
+
+
+def load_config(
+    file: Path, overrides: Sequence[str] = (), *, tell: Callable[[str], None] = tell_on_stderr
+) -> RunConfig:
     """Read a configuration file, apply `--section.field VALUE` overrides, and build the RunConfig.
+
+    Args:
+        tell: is told, in a line, of fields that have another name now.
 
     Raises:
         InputError: the file cannot be read, a key is unknown, or a value has the wrong type.
     """
-    values = _read_yaml(file)
-    _apply_overrides(values, overrides)
-    return config_from_dict(values)
+    values, in_file = moved_names(read_values(file), MOVED_FIELDS)
+    changes, on_line = moved_names(read_overrides(overrides), MOVED_FIELDS)
+    _tell_moved([*in_file, *on_line], tell)
+    return _built(overlaid(values, changes))
 
 
-def config_from_dict(values: dict[str, Any]) -> RunConfig:
+def config_from_dict(values: dict[str, Any], *, tell: Callable[[str], None] = tell_on_stderr) -> RunConfig:
     """Build the RunConfig from nested plain values, `model.preset` included.
 
     Raises:
         InputError: keys are unknown or missing, or values have a wrong type; a line each.
     """
-    values = _with_preset(without_empty_sections(values))
-    found = list(value_problems(values, RunConfig))
-    if found:
-        raise InputError("\n".join(found))
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--run", type=RunConfig)
-    run: RunConfig = parser.instantiate(parser.parse_object({"run": values})).run
-    return run
+    values, moved = moved_names(values, MOVED_FIELDS)
+    _tell_moved(moved, tell)
+    return _built(values)
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(file.read_text())
-    except OSError as error:
-        raise InputError(f"{file} cannot be read ({error.strerror}); name a configuration file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is no YAML ({' '.join(str(error).split())}); mend it") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{file} holds no configuration; it must have sections such as model and training")
-    return values
+def _tell_moved(names: list[str], tell: Callable[[str], None]) -> None:
+    if names:
+        now = ", ".join(f"{name} is now {MOVED_FIELDS[name]}" for name in dict.fromkeys(names))
+        tell(f"{now}; write it so, since the earlier name is read in this version alone")
 
 
-def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
-    arguments = list(overrides)
-    while arguments:
-        key = arguments.pop(0)
-        if not key.startswith("--") or "." not in key:
-            raise InputError(f"{key!r} is no override; write --section.field VALUE")
-        key, has_value, text = key[2:].partition("=")
-        if not has_value:
-            if not arguments:
-                raise InputError(f"--{key} has no value; write --section.field VALUE")
-            text = arguments.pop(0)
-        _set_nested(values, key.split("."), _parse_value(key, text))
-
-
-def _parse_value(key: str, text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise InputError(f"--{key} {text!r} is no YAML value; quote it") from None
-
-
-def _set_nested(values: dict[str, Any], path: list[str], value: Any) -> None:
-    for name in path[:-1]:
-        if not isinstance(values.get(name), dict):
-            values[name] = {}
-        values = values[name]
-    values[path[-1]] = value
+def _built(values: dict[str, Any]) -> RunConfig:
+    # YAML reads a section whose lines are all commented out as null: it has its defaults.
+    return build(_with_preset({name: value for name, value in values.items() if value is not None}), RunConfig)
 
 
 def _with_preset(values: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
+from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 
@@ -11,12 +12,19 @@ MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 
 
 def fp8_problems(
-    model: FANformerConfig, parallel: ParallelConfig, precision: PrecisionConfig, micro_batch_size: int
+    model: FANformerConfig,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    micro_batch_size: int,
+    kernels: KernelsConfig = DEFAULT_KERNELS,
 ) -> list[str]:
     """What keeps a model's products from being in FP8, one line each; empty without FP8."""
     if precision.fp8 is None:
         return []
-    return [*_size_problems(model, parallel, precision, micro_batch_size), *_layer_problems(model, parallel, precision)]
+    return [
+        *_size_problems(model, parallel, precision, micro_batch_size),
+        *_layer_problems(model, parallel, precision, kernels),
+    ]
 
 
 def _size_problems(
@@ -48,10 +56,12 @@ def _sizes(
     yield "a micro batch's number of tokens", micro_batch_size * model.seq_length // ranks
 
 
-def _layer_problems(model: FANformerConfig, parallel: ParallelConfig, precision: PrecisionConfig) -> Iterator[str]:
-    if parallel.transformer_impl == "local":
+def _layer_problems(
+    model: FANformerConfig, parallel: ParallelConfig, precision: PrecisionConfig, kernels: KernelsConfig
+) -> Iterator[str]:
+    if kernels.transformer_impl == "local":
         yield (
-            f"precision.fp8 is {precision.fp8} with parallel.transformer_impl local, whose layers have no FP8; set the "
+            f"precision.fp8 is {precision.fp8} with kernels.transformer_impl local, whose layers have no FP8; set the "
             "latter to auto"
         )
     # megatron-core refuses it, since the scales would be updated twice.

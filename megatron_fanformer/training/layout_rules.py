@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from megatron_fanformer.model.config import FANformerConfig, nearest_p_ratio
+from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.runtime.layout import ParallelConfig
 
 
@@ -111,6 +112,16 @@ def _sequence_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
             f"(two chunks a rank, above 1) and sequence parallelism over {tensor} ranks (1: none) cut it; the nearest "
             f"is {max(unit, round(model.seq_length / unit) * unit)}"
         )
+
+
+def graph_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str]:
+    """What keeps layers from being replayed as CUDA graphs, one line each."""
+    if kernels.cuda_graph_impl == "local" and parallel.recompute_granularity == "full":
+        return [
+            "kernels.cuda_graph_impl is local with parallel.recompute_granularity full, but a layer's graph cannot be "
+            "recomputed as a whole; set one of them to none, or the latter to selective"
+        ]
+    return []
 
 
 def batch_problems(

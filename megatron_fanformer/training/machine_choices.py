@@ -33,7 +33,7 @@ def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, li
         InputError: Transformer Engine is asked for and cannot be used.
     """
     choices = list(_choices(config, grid))
-    for section in ("parallel", "precision"):
+    for section in ("parallel", "kernels", "runtime", "precision"):
         chosen = {choice.field: choice.value for choice in choices if choice.section == section}
         config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **chosen)})
     return config, choices
@@ -55,25 +55,25 @@ def _shown(value: Any) -> str:
 
 
 def _choices(config: RunConfig, grid: RankGrid) -> Iterator[Choice]:
-    parallel = config.parallel
+    kernels, runtime = config.kernels, config.runtime
     on_gpu = grid.device == "cuda"
-    if parallel.device == "auto":
+    if runtime.device == "auto":
         reason = torch.cuda.get_device_name() if on_gpu else "no GPU is visible"
-        yield Choice("parallel", "device", grid.device, reason)
+        yield Choice("runtime", "device", grid.device, reason)
     if config.precision.dtype == "auto":
         is_bf16 = config.dtype(grid.device) == torch.bfloat16
         reason = f"this {'GPU' if on_gpu else 'CPU'} has {'' if is_bf16 else 'no '}bf16 matrix units"
         yield Choice("precision", "dtype", "bf16" if is_bf16 else "fp32", reason)
-    implementation = resolve_transformer_impl(parallel.transformer_impl)
-    if parallel.transformer_impl == "auto":
-        yield Choice("parallel", "transformer_impl", implementation, _layers_reason(on_gpu))
-    if parallel.threads_per_rank is None and not on_gpu:
+    implementation = resolve_transformer_impl(kernels.transformer_impl)
+    if kernels.transformer_impl == "auto":
+        yield Choice("kernels", "transformer_impl", implementation, _layers_reason(on_gpu))
+    if runtime.threads_per_rank is None and not on_gpu:
         reason = "this machine's cores, shared by its ranks"
-        yield Choice("parallel", "threads_per_rank", torch.get_num_threads(), reason)
-    if parallel.gradient_accumulation_fusion is None:
+        yield Choice("runtime", "threads_per_rank", torch.get_num_threads(), reason)
+    if kernels.gradient_accumulation_fusion is None:
         value, reason = _fusion(implementation)
-        yield Choice("parallel", "gradient_accumulation_fusion", value, reason)
-    yield from _overlap(parallel, grid)
+        yield Choice("kernels", "gradient_accumulation_fusion", value, reason)
+    yield from _overlap(config.parallel, grid)
 
 
 def _layers_reason(on_gpu: bool) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +10,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_fanformer.checkpoint.store import METRICS, TENSORBOARD
 from megatron_fanformer.durable_files import write_atomically
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoggingConfig:
-    """What is written down, and how often it is shown."""
-
-    log_interval: int = 10
-    """Steps between printed lines where the output is no terminal; metrics.jsonl has every step."""
-    tensorboard: bool = True
-    """Whether to write TensorBoard's event files."""
-    folder: str | None = None
-    """Folder for a log file a rank (rank-00000.log and so on, appended to): what the run does, at level DEBUG, with
-    time, level, rank and module, every warning, and the traceback of an error; null: none. `train --log-file` stands
-    before it."""
-
-    def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
-        if self.log_interval < 1:
-            return [f"logging.log_interval is {self.log_interval}; it must be at least 1"]
-        return []
 
 
 class MetricsWriter:

@@ -15,9 +15,8 @@ from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import checkpoint_to_resume, find_checkpoint
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.runtime.device import resolve_device
 from megatron_fanformer.training.config import RunConfig
-from megatron_fanformer.training.fp8_rules import fp8_machine_problems
+from megatron_fanformer.training.machine_rules import machine_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,7 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
     """Check a run in a world of that many ranks (None: to be launched here), and say what it starts from.
 
     Raises:
-        InputError: all that is wrong, one line each.
+        InputError: all that is wrong, one line each; what this machine lacks where nothing else is.
         CorruptError: token files or a checkpoint are damaged.
     """
     found: list[str] = []
@@ -47,7 +46,6 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
         except InputError as error:
             found.append(str(error))
     found += config.problems(data_parallel_size)
-    found += _machine_problems(config)
     found += _tokenizer_problems(config)
     try:
         resumed, loaded = _starting_points(config)
@@ -55,6 +53,7 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
         found.append(str(error))
     else:
         found += _checkpoint_problems(resumed, loaded, config)
+    found = found or machine_problems(config)  # which imports torch: what is wrong without it is told at once
     if found:
         raise InputError("\n".join(found))
     data = survey_data(config.data, config.model.vocab_size)
@@ -78,14 +77,6 @@ def drawn_samples(config: RunConfig) -> tuple[int, int]:
     """Samples that a run draws of its training data, and of each validation set."""
     training = config.training
     return training.train_iters * training.global_batch_size, training.eval_iters * training.global_batch_size
-
-
-def _machine_problems(config: RunConfig) -> list[str]:
-    try:
-        device = resolve_device(config.parallel.device)
-    except InputError:  # told when the run starts
-        return []
-    return fp8_machine_problems(config.precision, device)
 
 
 def _starting_points(config: RunConfig) -> tuple[Path | None, Path | None]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_fanformer.errors import InputError, Interrupted
-from megatron_fanformer.training.metrics import LoggingConfig
+from megatron_fanformer.training.logging_config import LoggingConfig
 
 PACKAGE = "megatron_fanformer"
 PYTHON_WARNINGS = "py.warnings"  # the logger that logging.captureWarnings writes to

@@ -16,7 +16,7 @@ class ScheduleConfig:
     """Linear warm-up, then a decay to `min_lr`."""
 
     lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = "cosine"
-    """WSD holds the peak and decays over the last `lr_wsd_decay_iters` steps."""
+    """`WSD` holds the peak and decays over the last `lr_wsd_decay_iters` steps."""
     lr_warmup_iters: int = 0
     """Steps of linear warm-up from 0."""
     lr_decay_iters: int | None = None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.training.config import RunConfig, load_config
+from megatron_fanformer.training.config import RunConfig, load_config, tell_on_stderr
 from megatron_fanformer.training.preflight import RunStart, check_run
 from megatron_fanformer.training.run_log import RunLog, log_file, run_log
 
@@ -30,7 +30,7 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
         import torch  # after what is wrong was told
 
         ranks = config.parallel.resolve_data_parallel_size(None) * config.parallel.model_parallel_size
-        kind = devices.resolve_device(config.parallel.device)
+        kind = devices.resolve_device(config.runtime.device)
         if kind == "cuda" and ranks > torch.cuda.device_count():
             raise InputError(
                 f"the layout asks for {ranks} ranks, but this machine has {torch.cuda.device_count()} GPUs; change "
@@ -39,13 +39,13 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
         if ranks > 1:
             from megatron_fanformer.runtime.launch import launch_ranks
 
-            threads = config.parallel.threads_per_rank or devices.threads_per_rank(ranks)
+            threads = config.runtime.threads_per_rank or devices.threads_per_rank(ranks)
             launch_ranks(ranks, arguments, threads=threads, found=start)
             return
         started.write_to(log_file(config.logging, log, rank=0, world_size=1))
         from megatron_fanformer.runtime.parallel import distributed
 
-        with distributed(config.parallel, None) as grid:
+        with distributed(config.parallel, None, config.runtime) as grid:
             _train(config, grid, start, started)
 
 
@@ -60,8 +60,9 @@ def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress,
     Raises:
         InputError, CorruptError: as `check_run`, on every rank.
     """
-    config = load_config(file, overrides)
-    if found := config.parallel.problems():
+    tell = tell_on_stderr if address.rank == 0 and not devices.launched_here() else _tell_nothing  # told already
+    config = load_config(file, overrides, tell=tell)
+    if found := [*config.parallel.problems(), *config.runtime.problems()]:
         raise InputError("\n".join(found))
     config.parallel.resolve_data_parallel_size(address.world_size)
     from megatron_fanformer.runtime.agreement import on_main
@@ -70,9 +71,9 @@ def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress,
 
     with run_log(address.rank) as started:
         started.write_to(log_file(config.logging, log, rank=address.rank, world_size=address.world_size))
-        with process_group(config.parallel, address) as kind:
+        with process_group(config.runtime, address) as kind:
             start = on_main(lambda: read_found() or check_run(config, address.world_size))
-            with rank_grid(config.parallel, kind) as grid:
+            with rank_grid(config.parallel, kind, config.runtime) as grid:
                 _train(config, grid, start, started)
 
 
@@ -84,3 +85,7 @@ def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) ->
         trainer.train()
     finally:
         trainer.close()
+
+
+def _tell_nothing(_notice: str) -> None:
+    """For ranks whose launcher, or whose first rank, has told it."""

@@ -68,7 +68,7 @@ class Trainer:
         )
         self._stop_asked = False  # of this rank, by a signal
         self._is_stopping = False  # all ranks, after the present step: a signal may reach some of them only
-        seed_everything(config.training.seed, graphable=config.parallel.cuda_graph_impl != "none")
+        seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
         self._build()
         self._start_or_resume()
         self._load_data()
@@ -216,7 +216,13 @@ class Trainer:
         is_drawn = not (self._start.resumed or loaded)  # else the weights are about to be loaded
         seed = config.training.seed if is_drawn else None
         self._stages = build_stages(
-            config.model, config.parallel, grid, dtype=self.dtype, seed=seed, precision=config.precision
+            config.model,
+            config.parallel,
+            grid,
+            dtype=self.dtype,
+            seed=seed,
+            precision=config.precision,
+            kernels=config.kernels,
         )
         if loaded:
             load_weights(loaded, self._stages, grid)
@@ -299,7 +305,7 @@ class Trainer:
     def _resolved_config(self) -> dict[str, Any]:
         values = self.config.as_dict()
         values["parallel"]["data_parallel_size"] = self.grid.data_parallel_size
-        values["parallel"]["device"] = self.grid.device
+        values["runtime"]["device"] = self.grid.device
         values["precision"]["dtype"] = "bf16" if self.dtype == torch.bfloat16 else "fp32"
         return values
 

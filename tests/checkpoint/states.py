@@ -70,7 +70,7 @@ def small_model(*, untied: bool = False) -> FANformerConfig:
 
 def parallel_config(layout: str) -> ParallelConfig:
     """A layout of the table, on CPUs."""
-    return ParallelConfig(device="cpu", transformer_impl="local", **LAYOUTS[layout])
+    return ParallelConfig(**LAYOUTS[layout])
 
 
 def world_size(layout: str) -> int:
@@ -150,8 +150,8 @@ class Training:
                 "pipeline_model_parallel_size": self.parallel.pipeline_model_parallel_size,
                 "context_parallel_size": self.parallel.context_parallel_size,
                 "data_parallel_size": self.grid.data_parallel_size,
-                "device": "cpu",
-            }
+            },
+            "runtime": {"device": "cpu"},
         }
 
     def pieces(self) -> Pieces:

@@ -67,8 +67,6 @@ def test_the_receipt_of_every_variant(root: Path, name: str, tmp_path: Path) -> 
 def load_and_save(root: Path, saved: Path, tensor: int, pipeline: int, names: tuple[str, ...]) -> dict[str, float]:
     """Load variants into a layout, save it from there, and return its loss on the fixed samples; on every rank."""
     parallel = ParallelConfig(
-        device="cpu",
-        transformer_impl="local",
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
     )

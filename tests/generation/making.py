@@ -79,7 +79,7 @@ def write_checkpoint(run: Path, case: str, tokenizer: Path, precision: str = "fp
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     config, tensors = model_and_tensors(case, dtype)
     saved = {"model": dataclasses.asdict(config), "precision": {"dtype": precision}}
-    with rank_grid(ParallelConfig(device="cpu"), "cpu"):
+    with rank_grid(ParallelConfig(), "cpu"):
         return write_full_tensors(run, tensors, saved, [tokenizer])
 
 
@@ -97,14 +97,14 @@ def write_export(folder: Path, case: str, tokenizer: Path) -> None:
 
 def greedy_ids(checkpoint: Path, prompt_ids: list[int], new_tokens: int) -> list[int]:
     """Greedy new ids by the cache; to be called on a rank."""
-    with rank_grid(ParallelConfig(device="cpu"), "cpu") as grid:
+    with rank_grid(ParallelConfig(), "cpu") as grid:
         model = build_model(find_model(checkpoint), grid)
         return list(continuation(model, prompt_ids, max_new_tokens=new_tokens, sampling=GREEDY, end_of_text_id=None))
 
 
 def with_model(checkpoint: Path, ask: Any, *arguments: Any) -> Any:
     """`ask(model, *arguments)`; to be called on a rank."""
-    with rank_grid(ParallelConfig(device="cpu"), "cpu") as grid:
+    with rank_grid(ParallelConfig(), "cpu") as grid:
         return ask(build_model(find_model(checkpoint), grid), *arguments)
 
 

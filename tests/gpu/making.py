@@ -53,7 +53,8 @@ def gpu_run(tokens: str, run_dir: Path, *, steps: int = STEPS, **sections: dict[
     """A configuration's plain values: bf16, Transformer Engine's layers where they are; `sections` are laid over it."""
     values = {
         "model": MODEL,
-        "parallel": {"device": "cuda", "transformer_impl": "auto"},
+        "kernels": {"transformer_impl": "auto"},
+        "runtime": {"device": "cuda"},
         "precision": {"dtype": "bf16"},
         "optimizer": {"lr": 3e-3},
         "training": {"train_iters": steps},
@@ -71,7 +72,7 @@ def finished(values: dict[str, Any], file: Path) -> list[float]:
 def finished_metrics(values: dict[str, Any], file: Path) -> list[dict[str, Any]]:
     """The same, with all metrics of each step."""
     environment = {"PYTHONPATH": python_path()}
-    if values["parallel"]["device"] == "cpu":
+    if values["runtime"]["device"] == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     arguments = ("--debug", "train", "--config", str(write_config(file, values)))
     process = start_command(*arguments, environment=environment)

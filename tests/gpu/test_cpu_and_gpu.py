@@ -28,8 +28,8 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def on_cpu(tokens: str, run_dir: Path, **sections: Any) -> dict[str, Any]:
-    parallel = {"device": "cpu", "transformer_impl": "auto", "threads_per_rank": 4}
-    return gpu_run(tokens, run_dir, parallel=parallel, precision={"dtype": "fp32"}, **sections)
+    runtime = {"device": "cpu", "threads_per_rank": 4}
+    return gpu_run(tokens, run_dir, runtime=runtime, precision={"dtype": "fp32"}, **sections)
 
 
 def test_a_checkpoint_goes_from_the_cpu_to_the_gpu_and_back(tokens: str, tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.ops import fan_activation
 from megatron_fanformer.ops.fan_activation import EAGER, Implementation
+from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 from megatron_fanformer.runtime.seeding import seed_everything
 from tests.ops import fan_numbers
@@ -181,12 +183,11 @@ def differentiated() -> Iterator[list[Implementation]]:
 
 def losses_and_gradients(fan: FANConfig, dtype: torch.dtype) -> list[Tensor]:
     """Token losses of the initial model of seed 3, and the gradients of its weights."""
-    with distributed(ParallelConfig(device="cuda", transformer_impl="local")) as grid:
+    with distributed(ParallelConfig(), runtime=RuntimeConfig(device="cuda")) as grid:
         seed_everything(0)
         config = FANformerConfig(**{**CONFIG.__dict__, "fan": fan})
-        (stage,) = build_stages(
-            config, ParallelConfig(device="cuda", transformer_impl="local"), grid, dtype=dtype, seed=3
-        )
+        kernels = KernelsConfig(transformer_impl="local")
+        (stage,) = build_stages(config, ParallelConfig(), grid, dtype=dtype, seed=3, kernels=kernels)
         tokens = torch.arange(128, device="cuda").unsqueeze(0)
         losses = stage(tokens, tokens, None, labels=tokens + 1)
         losses.mean().backward()

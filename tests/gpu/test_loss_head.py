@@ -9,7 +9,9 @@ from torch import Tensor
 
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.ops import cross_entropy
+from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 from megatron_fanformer.training.step import wrap_stages
 
@@ -38,7 +40,7 @@ ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8}  # relative, of exponent
 
 @pytest.fixture(scope="module")
 def grid() -> Iterator[Any]:
-    with distributed(ParallelConfig(device="cuda", transformer_impl="local")) as grid:
+    with distributed(ParallelConfig(), runtime=RuntimeConfig(device="cuda")) as grid:
         yield grid
 
 
@@ -58,13 +60,9 @@ def test_the_kernel_is_the_torch_form(vocabulary: int, dtype: torch.dtype) -> No
 
 def outcome(grid: Any, dtype: torch.dtype, is_fused: bool) -> tuple[Tensor, Tensor, Tensor, int]:
     """Losses, gradients of the hidden states and in the buffer after two micro batches, and peak memory in bytes."""
-    parallel = ParallelConfig(
-        device="cuda",
-        transformer_impl="local",
-        cross_entropy_loss_fusion=is_fused,
-        cross_entropy_chunk_tokens=CHUNK_TOKENS,
-    )
-    (stage,) = build_stages(CONFIG, parallel, grid, dtype=dtype, seed=0)
+    parallel = ParallelConfig()
+    kernels = KernelsConfig(transformer_impl="local", chunked_loss_head=is_fused, loss_head_chunk_tokens=CHUNK_TOKENS)
+    (stage,) = build_stages(CONFIG, parallel, grid, dtype=dtype, seed=0, kernels=kernels)
     (wrapped,) = wrap_stages([stage], parallel)
     wrapped.zero_grad_buffer()
     head = stage.output_layer

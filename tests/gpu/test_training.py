@@ -64,7 +64,7 @@ def test_fused_gradient_accumulation_gives_the_same_gradients(tokens: str, tmp_p
             tokens,
             tmp_path / str(fused),
             steps=3,
-            parallel={"device": "cuda", "gradient_accumulation_fusion": fused},
+            kernels={"gradient_accumulation_fusion": fused},
             training={"train_iters": 3, "global_batch_size": 4, "micro_batch_size": 1},  # four are added up
         )
         shown[fused] = finished_metrics(values, tmp_path / f"{fused}.yaml")
@@ -80,5 +80,5 @@ def test_layers_replayed_as_cuda_graphs_train_the_same_model(
     tokens: str, bf16_losses: list[float], tmp_path: Path
 ) -> None:
     needs_engine()
-    values = gpu_run(tokens, tmp_path / "run", parallel={"device": "cuda", "cuda_graph_impl": "local"})
+    values = gpu_run(tokens, tmp_path / "run", kernels={"cuda_graph_impl": "local"})
     assert_near(finished(values, tmp_path / "config.yaml"), bf16_losses, SAME_LOSS)

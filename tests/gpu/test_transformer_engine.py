@@ -11,7 +11,9 @@ import torch
 from megatron_fanformer.checkpoint.training_state import model_state
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
+from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.model.layer_spec import transformer_engine_problem
+from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.device import fp8_problem
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 from megatron_fanformer.runtime.seeding import seed_everything
@@ -64,11 +66,13 @@ def _transformer_engine() -> None:
 @contextmanager
 def stage_of(implementation: str, fan: FANConfig, precision: PrecisionConfig | None = None) -> Iterator[Any]:
     """A whole model with its weights of one seed, and the grid that it is in."""
-    parallel = ParallelConfig(device="cuda", transformer_impl=implementation)
-    with distributed(parallel) as grid:
+    parallel, kernels = ParallelConfig(), KernelsConfig(transformer_impl=implementation)
+    with distributed(parallel, runtime=RuntimeConfig(device="cuda")) as grid:
         seed_everything(0)
         config = dataclasses.replace(CONFIG, fan=fan)
-        (stage,) = build_stages(config, parallel, grid, dtype=torch.bfloat16, seed=3, precision=precision)
+        (stage,) = build_stages(
+            config, parallel, grid, dtype=torch.bfloat16, seed=3, precision=precision, kernels=kernels
+        )
         yield stage, grid
 
 

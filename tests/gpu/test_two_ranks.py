@@ -38,6 +38,6 @@ def losses_of_one(tokens: str, tmp_path_factory: pytest.TempPathFactory) -> list
 def test_two_ranks_train_the_model_of_one(
     layout: dict[str, Any], tokens: str, losses_of_one: list[float], tmp_path: Path
 ) -> None:
-    parallel = {"device": "cuda", "overlap_grad_reduce": False, "overlap_param_gather": False, **layout}
+    parallel = {"overlap_grad_reduce": False, "overlap_param_gather": False, **layout}
     losses = finished_ranks(gpu_run(tokens, tmp_path / "run", parallel=parallel), tmp_path / "config.yaml", 2)
     assert losses == pytest.approx(losses_of_one, abs=SAME_LOSS)

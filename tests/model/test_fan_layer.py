@@ -57,7 +57,7 @@ def test_a_large_bf16_phase_is_taken_in_float32() -> None:
 def tensor_parallel_projection(fan: FANConfig, x: torch.Tensor, cotangent: torch.Tensor) -> Any:
     """X_F, this rank's weight pieces and their gradients, and X's gradient, for the layer's FAN map at TP = world."""
     world = torch.distributed.get_world_size()
-    parallel = ParallelConfig(device="cpu", transformer_impl="local", tensor_model_parallel_size=world)
+    parallel = ParallelConfig(tensor_model_parallel_size=world)
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)
         config = FANformerConfig(**{**CONFIG.__dict__, "fan": fan})
@@ -110,7 +110,7 @@ def stage_outputs(parallel: ParallelConfig, scale: float) -> torch.Tensor:
 
 
 def test_scaling_an_input_norm_changes_the_output(run_on_ranks: Any) -> None:
-    parallel = ParallelConfig(device="cpu", transformer_impl="local")
+    parallel = ParallelConfig()
     plain, scaled = (run_on_ranks(1, stage_outputs, parallel, scale)[0] for scale in (1.0, 1.1))
     assert (plain - scaled).abs().max() > 1e-3
 
@@ -133,14 +133,14 @@ def test_initial_weights_do_not_depend_on_the_layout(run_on_ranks: Any, untied: 
     layouts = [{}, {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {"data_parallel_size": 2}]
     whole = []
     for degrees in layouts:
-        parallel = ParallelConfig(device="cpu", transformer_impl="local", **degrees)
+        parallel = ParallelConfig(**degrees)
         world = 2 if degrees else 1
         whole.append(gather(run_on_ranks(world, initial_pieces, parallel, untied, 7)))
     for other in whole[1:]:
         assert other.keys() == whole[0].keys()
         for name, weight in other.items():
             assert torch.equal(weight, whole[0][name]), name
-    (elsewhere,) = run_on_ranks(1, initial_pieces, ParallelConfig(device="cpu", transformer_impl="local"), untied, 8)
+    (elsewhere,) = run_on_ranks(1, initial_pieces, ParallelConfig(), untied, 8)
     assert not torch.equal(
         gather([elsewhere])["embedding.word_embeddings.weight"], whole[0]["embedding.word_embeddings.weight"]
     )
@@ -184,10 +184,10 @@ def losses_and_gradients(parallel: ParallelConfig, groups: int) -> Any:
 def test_grouped_queries_over_more_ranks_than_groups(run_on_ranks: Any, groups: int) -> None:
     from tests.training.layouts import gather
 
-    single = ParallelConfig(device="cpu", transformer_impl="local")
+    single = ParallelConfig()
     ((losses, pieces),) = run_on_ranks(1, losses_and_gradients, single, groups)
     expected = gather([pieces])
-    four = ParallelConfig(device="cpu", transformer_impl="local", tensor_model_parallel_size=4)
+    four = ParallelConfig(tensor_model_parallel_size=4)
     ranks = run_on_ranks(4, losses_and_gradients, four, groups)
     for rank_losses, _ in ranks:
         torch.testing.assert_close(rank_losses, losses, atol=1e-5, rtol=0)
@@ -238,11 +238,9 @@ FANS = {
 def test_both_forms_equal_the_single_rank(run_on_ranks: Any, name: str, form: Any) -> None:
     from tests.training.layouts import gather
 
-    single = ParallelConfig(device="cpu", transformer_impl="local")
+    single = ParallelConfig()
     [(losses, gradients, weights)] = run_on_ranks(1, losses_and_pieces, single, FANS[name])
     spread = ParallelConfig(
-        device="cpu",
-        transformer_impl="local",
         tensor_model_parallel_size=2,
         sequence_parallel=True,
         fan_form=form,
@@ -278,7 +276,7 @@ def plain_attention_output(weights: dict[str, torch.Tensor], x: torch.Tensor, fa
 
 
 def attention_and_weights(fan: FANConfig, x_sbh: torch.Tensor) -> Any:
-    parallel = ParallelConfig(device="cpu", transformer_impl="local")
+    parallel = ParallelConfig()
     with rank_grid(parallel, "cpu") as grid, torch.no_grad():
         seed_everything(0)
         config = FANformerConfig(**{**CONFIG.__dict__, "fan": fan})
@@ -315,7 +313,7 @@ def attention_of_a_part(query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     world = torch.distributed.get_world_size()
-    parallel = ParallelConfig(device="cpu", transformer_impl="local", context_parallel_size=world)
+    parallel = ParallelConfig(context_parallel_size=world)
     with rank_grid(parallel, "cpu") as grid:
         config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, attention_dropout=0.0)
         core = TorchCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=grid.groups)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.model.loss_head import LossHead
 from megatron_fanformer.parity.tensor_parts import TensorPart
 from megatron_fanformer.parity.trial import TrialConfig, run_trial
@@ -75,18 +76,25 @@ def exact(problem: Problem) -> Outcome:
     return Outcome(losses_sb.detach(), x_sbh.grad, weight_vh.grad)
 
 
-def last_stage(parallel: ParallelConfig, grid: RankGrid, config: FANformerConfig, dtype: torch.dtype) -> Any:
-    return build_stages(config, parallel, grid, dtype=dtype, seed=0)[-1]
+class Way(NamedTuple):
+    """How a head is spread, and what it is computed by."""
+
+    parallel: ParallelConfig
+    kernels: KernelsConfig
 
 
-def head_outcome(problem: Problem, parallel: ParallelConfig, config: FANformerConfig = UNTIED) -> Outcome:
+def last_stage(way: Way, grid: RankGrid, config: FANformerConfig, dtype: torch.dtype) -> Any:
+    return build_stages(config, way.parallel, grid, dtype=dtype, seed=0, kernels=way.kernels)[-1]
+
+
+def head_outcome(problem: Problem, way: Way, config: FANformerConfig = UNTIED) -> Outcome:
     """This rank's losses, and its parts of the gradients, of a whole problem."""
-    with rank_grid(parallel, "cpu") as grid:
-        stage = last_stage(parallel, grid, config, problem.x_sbh.dtype)
-        ranks, rank = parallel.tensor_model_parallel_size, grid.groups.tp.rank()
+    with rank_grid(way.parallel, "cpu") as grid:
+        stage = last_stage(way, grid, config, problem.x_sbh.dtype)
+        ranks, rank = way.parallel.tensor_model_parallel_size, grid.groups.tp.rank()
         weight = head_weight(stage)
         weight.data.copy_(problem.weight_vh.chunk(ranks)[rank])
-        x_sbh = problem.x_sbh.chunk(ranks)[rank] if parallel.sequence_parallel else problem.x_sbh
+        x_sbh = problem.x_sbh.chunk(ranks)[rank] if way.parallel.sequence_parallel else problem.x_sbh
         x_sbh = x_sbh.clone().requires_grad_()
         losses_sb = head_losses(stage, x_sbh, problem)
         (losses_sb * problem.mask_sb).sum().backward()
@@ -106,12 +114,12 @@ def head_losses(stage: Any, x_sbh: Tensor, problem: Problem) -> Tensor:
     return stage.compute_language_model_loss(problem.labels_sb.t(), logits).t()
 
 
-def fused(chunk_tokens: int | None = None, **degrees: Any) -> ParallelConfig:
-    return layout(cross_entropy_chunk_tokens=chunk_tokens, **degrees)
+def fused(chunk_tokens: int | None = None, **degrees: Any) -> Way:
+    return Way(layout(**degrees), KernelsConfig(loss_head_chunk_tokens=chunk_tokens))
 
 
-def plain(**degrees: Any) -> ParallelConfig:
-    return layout(cross_entropy_loss_fusion=False, **degrees)
+def plain(**degrees: Any) -> Way:
+    return Way(layout(**degrees), KernelsConfig(chunked_loss_head=False))
 
 
 def error(found: Tensor, expected: Tensor) -> float:
@@ -143,8 +151,8 @@ def test_tensor_parallel_parts_are_the_whole(
     run_on_ranks: RunOnRanks, chunk_tokens: int | None, sequence_parallel: bool
 ) -> None:
     problem = Problem.drawn()
-    parallel = fused(chunk_tokens, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
-    ranks: list[Outcome] = run_on_ranks(2, head_outcome, problem, parallel)
+    way = fused(chunk_tokens, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    ranks: list[Outcome] = run_on_ranks(2, head_outcome, problem, way)
     truth = exact(problem)
     x_sbh = torch.cat([rank.x_sbh for rank in ranks]) if sequence_parallel else ranks[0].x_sbh
     assert error(x_sbh, truth.x_sbh) < SAME_FP32
@@ -157,8 +165,8 @@ def test_tensor_parallel_parts_are_the_whole(
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bf16_is_as_far_from_exact_as_the_plain_head(run_on_ranks: RunOnRanks, ranks: int) -> None:
     problem = Problem.drawn(scale=3, dtype=torch.bfloat16)
-    both = [parallel(tensor_model_parallel_size=ranks) for parallel in (fused, plain)]
-    found, expected = (run_on_ranks(ranks, head_outcome, problem, parallel) for parallel in both)
+    both = [head(tensor_model_parallel_size=ranks) for head in (fused, plain)]
+    found, expected = (run_on_ranks(ranks, head_outcome, problem, way) for way in both)
     truth = exact(problem)
     assert (found[0].losses_sb - expected[0].losses_sb).abs().max() < SAME_LOSS_IN_BF16
     assert distance(found[0].x_sbh, truth.x_sbh) < AS_GOOD_IN_BF16 * distance(expected[0].x_sbh, truth.x_sbh)
@@ -197,10 +205,10 @@ class LargestTensor(TorchDispatchMode):
         return output
 
 
-def largest_tensor(problem: Problem, parallel: ParallelConfig, is_differentiated: bool) -> int:
-    with rank_grid(parallel, "cpu") as grid:
-        stage = last_stage(parallel, grid, CONFIG, torch.float32)
-        wrap_stages([stage], parallel)
+def largest_tensor(problem: Problem, way: Way, is_differentiated: bool) -> int:
+    with rank_grid(way.parallel, "cpu") as grid:
+        stage = last_stage(way, grid, CONFIG, torch.float32)
+        wrap_stages([stage], way.parallel)
         x_sbh = problem.x_sbh.clone().requires_grad_()
         with LargestTensor() as largest, torch.set_grad_enabled(is_differentiated):
             losses_sb = head_losses(stage, x_sbh, problem)
@@ -221,20 +229,20 @@ def test_no_tensor_is_larger_than_a_chunks_logits_or_the_weight(
 
 
 def test_the_default_chunk_has_a_fixed_size_of_logits() -> None:
-    single = layout()
-    assert single.loss_chunk_tokens(50304, 4, "cpu") == 100 * 2**20 // (4 * 50304) // 64 * 64 == 512
-    assert single.loss_chunk_tokens(50304, 2, "cuda") == 65 * 64
-    assert layout(tensor_model_parallel_size=2).loss_chunk_tokens(50304, 4, "cpu") == 1024
-    assert single.loss_chunk_tokens(2**20, 4, "cpu") == 25
-    assert single.loss_chunk_tokens(10**9, 4, "cpu") == 1
-    assert layout(cross_entropy_chunk_tokens=5).loss_chunk_tokens(50304, 4, "cpu") == 5
+    kernels = KernelsConfig()
+    assert kernels.loss_chunk_tokens(50304, 4, on_cpu=True) == 100 * 2**20 // (4 * 50304) // 64 * 64 == 512
+    assert kernels.loss_chunk_tokens(50304, 2, on_cpu=False) == 65 * 64
+    assert kernels.loss_chunk_tokens(50304 // 2, 4, on_cpu=True) == 1024
+    assert kernels.loss_chunk_tokens(2**20, 4, on_cpu=True) == 25
+    assert kernels.loss_chunk_tokens(10**9, 4, on_cpu=True) == 1
+    assert KernelsConfig(loss_head_chunk_tokens=5).loss_chunk_tokens(50304, 4, on_cpu=True) == 5
 
 
-def evaluated(problem: Problem, parallel: ParallelConfig) -> tuple[Tensor, bool, Tensor]:
+def evaluated(problem: Problem, way: Way) -> tuple[Tensor, bool, Tensor]:
     """Losses without gradients, whether they could be differentiated, and the logits where no labels are given."""
-    with rank_grid(parallel, "cpu") as grid:
-        stage = last_stage(parallel, grid, UNTIED, torch.float32)
-        (wrapped,) = wrap_stages([stage], parallel)
+    with rank_grid(way.parallel, "cpu") as grid:
+        stage = last_stage(way, grid, UNTIED, torch.float32)
+        (wrapped,) = wrap_stages([stage], way.parallel)
         head_weight(stage).data.copy_(problem.weight_vh)
         wrapped.zero_grad_buffer()
         with torch.no_grad():
@@ -257,11 +265,11 @@ def test_without_gradients_there_are_losses_alone_and_without_labels_logits(run_
 
 def refusal(problem: Problem, use: str) -> str:
     """What backward says to a use of the losses."""
-    parallel = fused(7)
-    with rank_grid(parallel, "cpu") as grid:
-        stage = last_stage(parallel, grid, UNTIED, torch.float32)
+    way = fused(7)
+    with rank_grid(way.parallel, "cpu") as grid:
+        stage = last_stage(way, grid, UNTIED, torch.float32)
         if use.startswith("wrapped"):
-            wrap_stages([stage], parallel)
+            wrap_stages([stage], way.parallel)
         losses_sb = head_losses(stage, problem.x_sbh.clone().requires_grad_(), problem)
         weighted = (losses_sb * problem.mask_sb).sum()
         try:
@@ -292,9 +300,9 @@ def test_a_use_that_would_be_wrong_is_refused(run_on_ranks: RunOnRanks, use: str
 
 
 def scaled_outcome(problem: Problem, scale: float) -> Outcome:
-    parallel = fused(7)
-    with rank_grid(parallel, "cpu") as grid:
-        stage = last_stage(parallel, grid, UNTIED, torch.float32)
+    way = fused(7)
+    with rank_grid(way.parallel, "cpu") as grid:
+        stage = last_stage(way, grid, UNTIED, torch.float32)
         head_weight(stage).data.copy_(problem.weight_vh)
         x_sbh = problem.x_sbh.clone().requires_grad_()
         losses_sb = head_losses(stage, x_sbh, problem)
@@ -354,9 +362,10 @@ def test_training_is_the_plain_heads(run_on_ranks: RunOnRanks, name: str, config
         dtype="fp32",
         device="cpu",
     )
-    parallel = fused(7, **LAYOUTS[name])
+    parallel = layout(**LAYOUTS[name])
     ranks = parallel.model_parallel_size * (parallel.data_parallel_size or 1)
-    found, expected = (run_on_ranks(ranks, run_trial, trial, way) for way in (parallel, plain(**LAYOUTS[name])))
+    trials = (dataclasses.replace(trial, kernels=way.kernels) for way in (fused(7), plain()))
+    found, expected = (run_on_ranks(ranks, run_trial, own, parallel) for own in trials)
     for own, plains in zip(found, expected, strict=True):
         assert own.losses == pytest.approx(plains.losses, rel=SAME_FP32)
         for kind in ("outputs", "gradients", "weights"):

@@ -46,8 +46,6 @@ SAME = 2e-6  # of the greatest element: sums of some hundred float32 products
 
 def layout(tensor_parallel: int, *, sequence_parallel: bool = False) -> ParallelConfig:
     return ParallelConfig(
-        device="cpu",
-        transformer_impl="local",
         tensor_model_parallel_size=tensor_parallel,
         sequence_parallel=sequence_parallel,
     )

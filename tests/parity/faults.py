@@ -178,9 +178,7 @@ FAULTS = {
     ),
     "a replica fed another's samples": Fault(every_replica_reads_the_first_ones_samples, "dp=2", "output of embedding"),
     # (The fused loss head refuses it outright.)
-    "mean of micro batch means": Fault(
-        mean_of_micro_batch_means, "dp=2,cross_entropy_loss_fusion=false", "loss of step 1"
-    ),
+    "mean of micro batch means": Fault(mean_of_micro_batch_means, "dp=2,chunked_loss_head=false", "loss of step 1"),
     "bias added on every rank": Fault(bias_on_every_rank, TP, "output of layers.0.fan"),
     "FAN gradient not reduced": Fault(fan_gradient_not_reduced, TP, "gradient of embedding.word_embeddings.weight"),
     "context chunks contiguous": Fault(contiguous_context_chunks, "cp=2", "output of embedding"),

@@ -20,7 +20,8 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
     """A configuration of the 1B, clipping at a norm that its gradients exceed; `sections` replace whole ones."""
     values = {
         "model": {"preset": "fanformer-1b"},
-        "parallel": {"device": "cpu", "transformer_impl": "local"},
+        "kernels": {"transformer_impl": "local"},
+        "runtime": {"device": "cpu"},
         "data": {"train_data": ["no-such-tokens"]},
         "optimizer": {"lr": 1e-3, "clip_grad": 0.1},
         "training": {"run_dir": str(folder), "train_iters": 10, "global_batch_size": 32, "micro_batch_size": 1},

@@ -12,7 +12,7 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.optimizer import OptimizerConfig
 
 ROUNDING = 1e-5  # relative; float32 sums of some hundred terms, through four layers and backward
-SINGLE = ParallelConfig(device="cpu", transformer_impl="local", use_distributed_optimizer=False)
+SINGLE = ParallelConfig(use_distributed_optimizer=False)
 
 
 def trial_of(**fields: Any) -> TrialConfig:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.planning.communication import (
     CommunicationLine,
     ComparedCell,
@@ -90,9 +91,9 @@ CASES: dict[str, Case] = {
     "sp, cp, selective": (GROUPED, dict(**SP, **CP, **SELECTIVE)),
     "sequence, vpp": (DEEP, dict(**SEQUENCE, **VPP)),
     "pp, dp, overlap": (DEEP, dict(**VPP, **DP, **OVERLAP)),
-    "tp, loss in chunks": ({}, dict(**TP, cross_entropy_chunk_tokens=27)),
-    "sp, loss in chunks": (UNTIED, dict(**SP, cross_entropy_chunk_tokens=32)),
-    "sp, Megatron's loss head": ({}, dict(**SP, cross_entropy_loss_fusion=False)),
+    "tp, loss in chunks": ({}, dict(**TP, loss_head_chunk_tokens=27)),
+    "sp, loss in chunks": (UNTIED, dict(**SP, loss_head_chunk_tokens=32)),
+    "sp, Megatron's loss head": ({}, dict(**SP, chunked_loss_head=False)),
 }
 FULL_CASES: dict[str, Case] = {
     "pp 4": (DEEP, dict(pipeline_model_parallel_size=4)),
@@ -114,11 +115,17 @@ FULL_CASES: dict[str, Case] = {
 }
 
 
+KERNELS = ("loss_head_chunk_tokens", "chunked_loss_head")
+
+
 def step_of(case: Case, stage: int = 0) -> StepTraffic:
     model, degrees = case
     degrees = {**degrees}
     is_bf16 = degrees.pop("dtype", "fp32") == "bf16"
+    kernels = {name: degrees.pop(name) for name in KERNELS if name in degrees}
     return StepTraffic(
+        kernels=KernelsConfig(**kernels),
+        on_cpu=True,
         model=dataclasses.replace(MODEL, **model),
         parallel=layout(**degrees),
         data_parallel_size=degrees.get("data_parallel_size", 1),
@@ -157,7 +164,7 @@ def count_step(step: StepTraffic, clip_grad: float = 1.0) -> CountedRank:
     parallel = step.parallel
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)
-        stages = build_stages(step.model, parallel, grid, dtype=dtype, seed=0)
+        stages = build_stages(step.model, parallel, grid, dtype=dtype, seed=0, kernels=step.kernels)
         wrapped = wrap_stages(stages, parallel)
         optimizer = build_optimizer(
             OptimizerConfig(clip_grad=clip_grad),

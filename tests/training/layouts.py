@@ -25,7 +25,7 @@ RECIPE = OptimizerConfig(lr=5e-3, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0
 
 def layout(**degrees: Any) -> ParallelConfig:
     """A parallel configuration on CPUs, of local layers."""
-    return ParallelConfig(device="cpu", transformer_impl="local", **degrees)
+    return ParallelConfig(**degrees)
 
 
 def reference_tensors(case: str) -> tuple[Any, dict[str, torch.Tensor]]:

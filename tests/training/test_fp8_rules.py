@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_fanformer.model.config import PRESETS, PrecisionConfig
+from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.runtime import device
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.fp8_rules import fp8_machine_problems, fp8_problems
@@ -46,7 +47,6 @@ def test_a_precision_that_contradicts_itself(fields: dict[str, Any], part: str) 
             {},
             "model.ffn_hidden_size / tensor parallel size 16 is 520",
         ),
-        ({}, {"transformer_impl": "local"}, {}, "parallel.transformer_impl local, whose layers have no FP8"),
         (
             {},
             {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
@@ -69,9 +69,14 @@ def test_models_and_layouts(
     assert part is None or part in found[0]
 
 
+def test_local_layers_have_none() -> None:
+    (problem,) = fp8_problems(MODEL, ParallelConfig(), fp8(), 1, KernelsConfig(transformer_impl="local"))
+    assert "kernels.transformer_impl local, whose layers have no FP8" in problem
+
+
 def test_without_fp8_any_size_goes() -> None:
     odd = dataclasses.replace(MODEL, ffn_hidden_size=8193)
-    assert fp8_problems(odd, ParallelConfig(transformer_impl="local"), PrecisionConfig(), 1) == []
+    assert fp8_problems(odd, ParallelConfig(), PrecisionConfig(), 1, KernelsConfig(transformer_impl="local")) == []
     assert fp8_machine_problems(PrecisionConfig(), "cpu") == []
 
 
@@ -97,6 +102,6 @@ def test_chips(monkeypatch: pytest.MonkeyPatch, chip: tuple[int, int], recipe: s
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: chip)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(device.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     problem = device.fp8_problem(recipe)
     assert (problem is None) if part is None else part in (problem or "")

@@ -29,8 +29,6 @@ def parallel(**fields: Any) -> ParallelConfig:
             {"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": False},
             "without use_distributed_optimizer",
         ),
-        ({"gradient_accumulation_fusion": True}, "fused_weight_gradient_mlp_cuda does not import"),
-        ({"cuda_graph_impl": "local"}, "cuda_graph_impl is local, but there is no GPU"),
         ({"recompute_granularity": "full"}, "for every layer alone set them to uniform and 1"),
         ({"recompute_num_layers": 1}, "are for recompute_granularity full"),
         ({"recompute_granularity": "selective", "recompute_modules": []}, "recompute_modules is empty"),

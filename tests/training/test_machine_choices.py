@@ -18,7 +18,8 @@ from tests.small_runs import small_run, write_tokens
 
 RunOnRanks = Callable[..., list[Any]]
 OPEN = {
-    "parallel": {"device": "auto", "transformer_impl": "auto", "threads_per_rank": None},
+    "kernels": {"transformer_impl": "auto"},
+    "runtime": {"device": "auto", "threads_per_rank": None},
     "precision": {"dtype": "auto"},
 }
 
@@ -61,11 +62,12 @@ def test_a_cpu_chooses_every_open_field() -> None:
 
 
 def test_what_the_user_set_stays() -> None:
-    parallel = {
-        **{"device": "cpu", "transformer_impl": "local", "threads_per_rank": 1},
-        **{"overlap_grad_reduce": True, "overlap_param_gather": False, "gradient_accumulation_fusion": False},
+    sections = {
+        "parallel": {"overlap_grad_reduce": True, "overlap_param_gather": False},
+        "kernels": {"transformer_impl": "local", "gradient_accumulation_fusion": False},
+        "runtime": {"device": "cpu", "threads_per_rank": 1},
     }
-    assert chosen("cpu", 2, parallel=parallel) == {}
+    assert chosen("cpu", 2, **sections) == {}
     assert choice_lines([]) == []
 
 
@@ -82,7 +84,7 @@ def test_what_the_user_set_stays() -> None:
 def test_a_gpu_overlaps_where_there_are_replicas(
     replicas: int, fields: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    made = chosen("cuda", replicas, parallel={**OPEN["parallel"], **fields}, precision=OPEN["precision"])
+    made = chosen("cuda", replicas, **{**OPEN, "parallel": fields})
     rest = {"device": "cuda", "dtype": "bf16", "transformer_impl": "transformer_engine"}
     assert made == {**rest, "gradient_accumulation_fusion": True, **expected}
 
@@ -112,7 +114,7 @@ def test_a_run_records_what_was_chosen(run_on_ranks: RunOnRanks, tmp_path: Path)
     sections = {**OPEN, "training": {"train_iters": 6}}
     run_on_ranks(1, train, small_run(tokens, tmp_path / "run", **sections))
     recorded = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert recorded["parallel"]["transformer_impl"] == "local"
+    assert recorded["kernels"]["transformer_impl"] == "local"
     assert recorded["parallel"]["overlap_grad_reduce"] is False
     left_open = dataclasses.asdict(config_from_dict(values_of()))["parallel"]
     assert left_open["overlap_grad_reduce"] is None

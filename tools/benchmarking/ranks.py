@@ -103,7 +103,7 @@ def _serve_case(connection: Any, values: dict[str, Any], rank: int, world_size: 
         master_address="localhost",
         master_port=port,
     )
-    with distributed(config.parallel, address if world_size > 1 else None) as grid:
+    with distributed(config.parallel, address if world_size > 1 else None, config.runtime) as grid:
         rank_of_case = _Rank(config, grid)
         connection.send("ready")
         while True:

@@ -101,7 +101,7 @@ def _huggingface(config: FANformerConfig, load: Load) -> Logits:
 def _megatron(config: FANformerConfig, load: Load, grid: RankGrid) -> Logits:
     seed_everything(0)  # megatron-core asks for its random states
     one_layer = dataclasses.replace(config, num_layers=1)
-    (stage,) = build_stages(one_layer, ParallelConfig(device="cpu"), grid, dtype=torch.float32, seed=None)
+    (stage,) = build_stages(one_layer, ParallelConfig(), grid, dtype=torch.float32, seed=None)
     parts = {
         name: [_Part(shard.key, shard.global_slice()) for shard in local_shards({name: value})]
         for name, value in sharded_state(stage, grid).items()

@@ -1,0 +1,358 @@
+"""Configurations as plain values: checked against dataclasses, overridden field by field, described.
+
+A configuration is a frozen, keyword-only dataclass whose fields are values or such dataclasses again (its sections).
+pydantic decides whether a value fits a field's type, strictly: "1" is no integer, true is no number, and a number is
+finite. Here is what it does not know: our words for what is wrong, all of it at once, and the docstring that stands
+below each field, which is read from the source.
+"""
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from megatron_fanformer.errors import InputError
+
+Config = TypeVar("Config")
+
+# What a value of a type is, for the descriptions; and with its article and an example, for the errors.
+IN_WORDS: dict[Any, tuple[str, str]] = {
+    int: ("integer", "an integer"),
+    float: ("number", "a finite number"),
+    bool: ("true or false", "true or false"),
+    str: ("text", "text"),
+    list: ("list", "a list of text, such as [a, b]"),
+    dict: ("mapping", "a mapping to lists of text, such as {name: [a, b]}"),
+    NoneType: ("null", "null"),
+}
+MOST_SHOWN = 80  # characters of a wrong value
+
+
+# -- from plain values
+
+
+def build(values: Mapping[str, Any], owner: type[Config], prefix: str = "") -> Config:
+    """The dataclass that nested plain values describe.
+
+    Args:
+        prefix: what stands before the names in messages, such as `model.`.
+
+    Raises:
+        InputError: keys are unknown or missing, or values have a wrong type; a line each, with the dotted name.
+    """
+    if found := value_problems(values, owner, prefix):
+        raise InputError("\n".join(found))
+    return _instance(values, owner)
+
+
+def value_problems(values: Mapping[str, Any], owner: type, prefix: str = "") -> list[str]:
+    """A line for each key that the dataclass does not have, each missing one, and each value of a wrong type."""
+    return list(_value_problems(values, owner, prefix))
+
+
+def _instance(values: Mapping[str, Any], owner: type[Config]) -> Config:
+    hints = get_type_hints(owner)
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(owner):  # type: ignore[arg-type]
+        name, hint = field.name, hints[field.name]
+        if _is_section(hint) and (name in values or _is_required(field)):
+            fields[name] = _instance(values.get(name, {}), hint)
+        elif name in values:
+            fields[name] = _adapter(hint)(values[name])
+    return owner(**fields)
+
+
+def _value_problems(values: Mapping[str, Any], owner: Any, prefix: str) -> Iterator[str]:
+    hints = get_type_hints(owner)
+    yield from _unknown_keys(values, hints, prefix)
+    for field in dataclasses.fields(owner):
+        name, hint = prefix + field.name, hints[field.name]
+        present, value = field.name in values, values.get(field.name)
+        if _is_section(hint):
+            if isinstance(value, Mapping) or (_is_required(field) and not present):
+                yield from _value_problems(value or {}, hint, f"{name}.")
+            elif present:
+                yield f"{name} is {_shown(value)}; it must be a section with keys such as {_first_key(hint)}"
+        elif _is_required(field) and not present:
+            yield f"{name} is missing; it must be {_demand(hint)}"
+        elif present and not _fits(value, hint):
+            yield f"{name} is {_shown(value)}; it must be {_demand(hint)}"
+
+
+def _unknown_keys(values: Mapping[str, Any], known: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            yield f"unknown configuration key {prefix}{key!s:.{MOST_SHOWN}}; did you mean {prefix}{near[0]}?"
+
+
+@functools.cache
+def _adapter(hint: Any) -> Any:
+    """What checks a value of a field, and gives it as the field has it (an integer as a float, say)."""
+    return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    try:
+        _adapter(hint)(value)
+    except ValidationError:
+        return False
+    return True
+
+
+def _is_section(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint)
+
+
+def _is_required(field: "dataclasses.Field[Any]") -> bool:
+    return field.default is field.default_factory is dataclasses.MISSING
+
+
+def _demand(hint: Any) -> str:
+    """What a value must be, for an error."""
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) in (Union, UnionType):
+        return ", or ".join(_demand(choice) for choice in get_args(hint))
+    if get_origin(hint) is list and get_origin(element := get_args(hint)[0]) is Literal:
+        return "a list of " + ", ".join(map(str, get_args(element)))
+    return IN_WORDS[get_origin(hint) or hint][1]
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+    except (ValueError, RecursionError):  # YAML has values that hold themselves
+        text = repr(value)
+    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "…"
+
+
+def _first_key(owner: Any) -> str:
+    return dataclasses.fields(owner)[0].name
+
+
+# -- files and overrides
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's plain values, and 4e-4 as the number that YAML 1.2 has it for; YAML 1.1 reads it as text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+|\d*\.\d+|\d+\.)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def yaml_value(text: str) -> Any:
+    """The plain value of a YAML text; raises what yaml does."""
+    return yaml.load(text, _Loader)
+
+
+def read_values(file: Path) -> dict[str, Any]:
+    """The plain values of a YAML file.
+
+    Raises:
+        InputError: it cannot be read, or holds no sections.
+    """
+    try:
+        values = yaml_value(file.read_text())
+    except OSError as error:
+        raise InputError(f"{file} cannot be read ({error.strerror}); name a configuration file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is no YAML ({' '.join(str(error).split())}); mend it") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{file} holds no configuration; it must have sections such as model and training")
+    return values
+
+
+def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """The nested values that `--section.field VALUE` and `--section.field=VALUE` set; of one field the last counts.
+
+    Raises:
+        InputError: an argument is none of these, or a value is no YAML.
+    """
+    values: dict[str, Any] = {}
+    left = list(arguments)
+    while left:
+        key = left.pop(0)
+        if not key.startswith("--") or "." not in key:
+            raise InputError(f"{key!r} is no override; write --section.field VALUE")
+        key, has_value, text = key[2:].partition("=")
+        if not has_value:
+            if not left:
+                raise InputError(f"--{key} has no value; write --section.field VALUE")
+            text = left.pop(0)
+        _set_nested(values, key.split("."), _parsed(key, text))
+    return values
+
+
+def overlaid(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with the overrides in their places."""
+    merged = dict(values)
+    for key, value in overrides.items():
+        below = merged.get(key)
+        is_section = isinstance(value, _Section) and isinstance(below, Mapping)
+        merged[key] = overlaid(below, value) if is_section else value  # type: ignore[arg-type]
+    return merged
+
+
+class _Section(dict[str, Any]):
+    """Values that dotted names were taken apart into; a mapping that was given as one value is a plain dict."""
+
+
+def _set_nested(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for name in path[:-1]:
+        if not isinstance(values.get(name), dict):
+            values[name] = _Section()
+        values = values[name]
+    values[path[-1]] = value
+
+
+def _parsed(key: str, text: str) -> Any:
+    try:
+        return yaml_value(text)
+    except yaml.YAMLError:
+        raise InputError(f"--{key} {text!r} is no YAML value; quote it") from None
+
+
+def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """The values with fields under the names that they have now, and the earlier names that were found.
+
+    Args:
+        moves: from a field's earlier name, `section.field`, to its present one.
+
+    Raises:
+        InputError: a field is given under both names; a line each.
+    """
+    moved = {name: type(part)(part) if isinstance(part, dict) else part for name, part in values.items()}
+    found, twice = [], []
+    for old, new in moves.items():
+        (old_section, old_field), (new_section, new_field) = old.split("."), new.split(".")
+        source = moved.get(old_section)
+        if not isinstance(source, dict) or old_field not in source:
+            continue
+        target = moved.get(new_section)
+        if isinstance(target, dict) and new_field in target:
+            twice.append(f"{old} is the earlier name of {new}, and both are given; remove {old}")
+        elif target is None or isinstance(target, dict):
+            found.append(old)
+            _set_nested(moved, [new_section, new_field], source.pop(old_field))
+    if twice:
+        raise InputError("\n".join(twice))
+    return moved, found
+
+
+# -- descriptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldDescription:
+    """One field of a configuration, as its documentation has it."""
+
+    name: str
+    """Dotted."""
+    type: str
+    """In words; choices stand in backticks."""
+    default: str | None
+    """As YAML writes it; None for a field that must be given."""
+    text: str
+    """Its docstring, on one line."""
+
+
+def described_fields(owner: type, prefix: str = "") -> Iterator[FieldDescription]:
+    """Every field of a dataclass that is no section, in its order; those of its sections by dotted names."""
+    hints, texts = get_type_hints(owner), field_texts(owner)
+    for field in dataclasses.fields(owner):
+        name, hint = prefix + field.name, hints[field.name]
+        if _is_section(hint):
+            yield from described_fields(hint, f"{name}.")
+        else:
+            default = None if _is_required(field) else _written(_default(field))
+            yield FieldDescription(name=name, type=_in_words(hint), default=default, text=texts[field.name])
+
+
+@functools.cache
+def field_texts(owner: type) -> dict[str, str]:
+    """The docstring below each field of a dataclass, on one line."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        field.target.id: " ".join(below.value.value.split())
+        for field, below in zip(tree.body, tree.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+    }
+
+
+def _in_words(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(hint))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_in_words(choice) for choice in get_args(hint))
+    if get_origin(hint) is list:
+        return f"list of {_in_words(get_args(hint)[0])}"
+    if get_origin(hint) is dict:
+        return f"mapping of {_in_words(get_args(hint)[0])} to {_in_words(get_args(hint)[1])}"
+    return IN_WORDS[hint][0]
+
+
+def _default(field: "dataclasses.Field[Any]") -> Any:
+    return field.default_factory() if callable(field.default_factory) else field.default
+
+
+def _written(value: Any) -> str:
+    """A value as YAML takes it, on one line."""
+    if isinstance(value, list | dict):
+        return str(yaml.safe_dump(value, default_flow_style=True)).strip()
+    return value if isinstance(value, str) else json.dumps(value).replace("e-0", "e-")
+
+
+def json_schema(owner: type) -> dict[str, Any]:
+    """The JSON schema of a configuration: types and choices are pydantic's, descriptions the docstrings.
+
+    No key may stand in it that is no field; a section that has defaults may be null.
+    """
+    schema = TypeAdapter(owner).json_schema()
+    sections = {section.__name__: section for section in _sections(owner)}
+    for name, definition in (*schema["$defs"].items(), (owner.__name__, schema)):
+        _complete(definition, sections[name])
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _sections(owner: Any) -> Iterator[Any]:
+    """A dataclass and all that are its sections."""
+    yield owner
+    for hint in get_type_hints(owner).values():
+        if _is_section(hint):
+            yield from _sections(hint)
+
+
+def _complete(definition: dict[str, Any], owner: Any) -> None:
+    definition["additionalProperties"] = False
+    definition["description"] = " ".join((inspect.getdoc(owner) or "").split())
+    hints, texts = get_type_hints(owner), field_texts(owner)
+    for field in dataclasses.fields(owner):
+        described = definition["properties"][field.name]
+        described.pop("title", None)
+        if not _is_section(hints[field.name]):
+            described["description"] = texts[field.name]
+            if not _is_required(field):
+                described["default"] = _default(field)
+        elif _is_required(field):
+            described["description"] = texts[field.name]
+        else:
+            reference = described.pop("$ref")
+            described.clear()
+            described.update(description=texts[field.name], anyOf=[{"$ref": reference}, {"type": "null"}])

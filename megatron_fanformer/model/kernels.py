@@ -1,0 +1,63 @@
+"""The section `kernels` of a run's configuration: what the layers are computed by.
+
+None of it changes what is computed beyond the order of sums. Number formats are the section `precision`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+TransformerImpl = Literal["auto", "local", "transformer_engine"]
+
+LOGITS_BYTES_ON_CPU, LOGITS_BYTES_ON_GPU = 100 * 2**20, 400 * 2**20
+"""Logits that the loss head has at a time. Every chunk reads and writes the weight's whole gradient, which must not
+count beside the matrix products: measured on a CPU in float32 (vocabulary 50304, width 512), chunks of 512 tokens cost
+3% above those of 1,024, and 64 tokens half as much again; a Hopper GPU's products in bf16 are so fast that it wants
+some 4,000 tokens."""
+ALIGNED_TOKENS = 64  # a chunk is a multiple of it: matrix units like whole tiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelsConfig:
+    """What the layers are computed by."""
+
+    transformer_impl: TransformerImpl = "auto"
+    """Transformer Engine's layers, or megatron-core's and torch's own; `auto` takes the Engine where it imports and
+    there is a GPU."""
+    attention_backend: Literal["auto", "fused", "flash", "unfused"] = "auto"
+    """Of Transformer Engine's core attention: cuDNN's (`fused`), flash-attn's, or plain products; `auto` leaves the
+    choice to the Engine."""
+    chunked_loss_head: bool = True
+    """Take a chunk of tokens through logits, loss and their gradients at a time, in forward; false: Megatron's own loss
+    head, which keeps the logits of a whole micro batch."""
+    loss_head_chunk_tokens: int | None = None
+    """Tokens per chunk of the chunked loss head; null: as many as have 100 MiB of logits on a CPU, 400 MiB on a GPU."""
+    cuda_graph_impl: Literal["none", "local"] = "none"
+    """`local`: replay each layer as a CUDA graph, megatron-core's own, which spares the host its launches
+    (docs/gpu.md#cuda-graphs). It has not been measured yet."""
+    gradient_accumulation_fusion: bool | None = None
+    """Add weight gradients into the float32 buffer inside the matrix product; null: in training on a GPU with
+    Transformer Engine's layers, or with apex's `fused_weight_gradient_mlp_cuda`."""
+
+    @property
+    def fuses_gradient_accumulation(self) -> bool:
+        """Whether it was chosen or asked for: a model that is not trained has no buffer to add to."""
+        return bool(self.gradient_accumulation_fusion)
+
+    def loss_chunk_tokens(self, logit_columns: int, element_bytes: int, *, on_cpu: bool) -> int:
+        """`loss_head_chunk_tokens` resolved, for logits of that many bytes each.
+
+        Args:
+            logit_columns: token ids whose logits one rank has.
+        """
+        row_bytes = logit_columns * element_bytes
+        tokens = (LOGITS_BYTES_ON_CPU if on_cpu else LOGITS_BYTES_ON_GPU) // row_bytes
+        return self.loss_head_chunk_tokens or max(1, tokens // ALIGNED_TOKENS * ALIGNED_TOKENS or tokens)
+
+    def problems(self) -> list[str]:
+        """Rules of single fields that this configuration breaks, one line each."""
+        if self.loss_head_chunk_tokens is not None and self.loss_head_chunk_tokens < 1:
+            return [f"kernels.loss_head_chunk_tokens is {self.loss_head_chunk_tokens}; it must be at least 1, or null"]
+        return []
+
+
+DEFAULT_KERNELS = KernelsConfig()

@@ -1,0 +1,72 @@
+"""What `megatron-fanformer parity` is asked to compare, read and checked before torch is there."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.model.kernels import TransformerImpl
+from megatron_fanformer.parity.layouts import Layout, own_layout, parse_layout
+from megatron_fanformer.training.config import RunConfig, load_config
+from megatron_fanformer.training.layout_rules import batch_problems, layout_problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityConfig:
+    """What to compare, and how long."""
+
+    file: Path
+    overrides: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
+    """As `parse_layout` reads them; none: the configuration's own."""
+    steps: int = 20
+    dtype: str = "fp32"
+    communication: bool = False
+    """Whether to count what a step's collectives move, too."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """What to run on, whatever the configuration says: a cluster's is compared on a laptop as well."""
+    transformer_impl: TransformerImpl = "auto"
+    """The layers, likewise."""
+
+
+def read_layouts(config: ParityConfig) -> tuple[RunConfig, dict[str, Layout]]:
+    """The configuration, and the layouts by their names, each checked on the configuration at its full size.
+
+    Raises:
+        InputError: the configuration or a layout is wrong; all that is, one line each.
+    """
+    run = load_config(config.file, config.overrides)
+    run = dataclasses.replace(
+        run,
+        kernels=dataclasses.replace(run.kernels, transformer_impl=config.transformer_impl),
+        # Layouts are held to bounds, not to the bit: what makes a GPU's libraries repeat themselves is not asked for.
+        runtime=dataclasses.replace(run.runtime, device=config.device, deterministic_mode=False),
+    )
+    found = []
+    if config.steps < 1:
+        found.append(f"--steps is {config.steps}; it must be at least 1")
+    named: dict[str, Layout] = {}
+    if not config.layouts:
+        named = dict([own_layout(run.parallel, run.kernels)])
+    for text in config.layouts:
+        try:
+            named[text] = parse_layout(text, config.transformer_impl)
+        except InputError as error:
+            found.append(str(error))
+    for section in (run.model, run.runtime, run.optimizer, run.training):  # data is not read
+        found += section.problems()
+    for text, layout in named.items() if not found else ():
+        found += [f"layout {text!r}: {problem}" for problem in _problems(run, layout)]
+    if found:
+        raise InputError("\n".join(found))
+    return run, named
+
+
+def _problems(run: RunConfig, layout: Layout) -> list[str]:
+    batch, micro = run.training.global_batch_size, run.training.micro_batch_size
+    return [
+        *layout.problems(),
+        *layout_problems(run.model, layout.parallel),
+        *batch_problems(layout.parallel, layout.parallel.data_parallel_size or 1, batch, micro),
+    ]

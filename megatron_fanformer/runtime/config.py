@@ -1,0 +1,36 @@
+"""The section `runtime` of a run's configuration: what its ranks run on."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+DeviceKind = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """What the ranks run on."""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """`auto` takes a usable GPU, else the CPU; it refuses where an NVIDIA driver is loaded that torch cannot use. `cpu`
+    on a machine with a usable GPU is refused: hide the GPU with an empty `CUDA_VISIBLE_DEVICES`."""
+    threads_per_rank: int | None = None
+    """CPU threads per rank; null: the machine's usable cores, shared evenly by its ranks."""
+    deterministic_mode: bool = False
+    """Give the same numbers bit by bit every time, on a GPU at the cost of speed; a CPU run does so anyway
+    (docs/gpu.md#the-same-numbers-every-time)."""
+    distributed_timeout_minutes: float = 10.0
+    """How long a rank waits for the others before it gives up."""
+
+    def problems(self) -> list[str]:
+        """Rules of single fields that this configuration breaks, one line each."""
+        found = []
+        if self.threads_per_rank is not None and self.threads_per_rank < 1:
+            found.append(f"runtime.threads_per_rank is {self.threads_per_rank}; it must be at least 1, or null")
+        if self.distributed_timeout_minutes <= 0:
+            found.append(
+                f"runtime.distributed_timeout_minutes is {self.distributed_timeout_minutes}; it must be above 0"
+            )
+        return found
+
+
+DEFAULT_RUNTIME = RuntimeConfig()

@@ -1,0 +1,80 @@
+"""`megatron-fanformer config`: every field of a run's configuration, the JSON schema, the resolved configuration."""
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from megatron_fanformer.configuration import FieldDescription, described_fields, field_texts, json_schema
+from megatron_fanformer.model.config import PRESETS, FANformerConfig
+from megatron_fanformer.runtime.layout import MOVED_FIELDS
+from megatron_fanformer.training.config import PRESET_KEY, RunConfig, load_config
+
+WIDTH = 80  # columns
+PRESET = FieldDescription(
+    name=PRESET_KEY,
+    type="text or null",
+    default="null",
+    text="One of the paper's sizes to start from, as the README lists them; the other keys of `model`, and of "
+    "`model.fan` one by one, replace its values. A run records the fields below in its place.",
+)
+
+
+def run_sections() -> Iterator[tuple[str, str, list[FieldDescription]]]:
+    """Name, docstring and fields of each section; `model.preset` stands first in its own."""
+    texts = field_texts(RunConfig)
+    for name, owner in get_type_hints(RunConfig).items():
+        fields = list(described_fields(owner, f"{name}."))
+        yield name, texts[name], [PRESET, *fields] if PRESET_KEY.startswith(f"{name}.") else fields
+
+
+def field_list() -> str:
+    """Every field with its type, default and docstring, by sections, for a terminal."""
+    lines: list[str] = []
+    for name, text, fields in run_sections():
+        lines += [*_wrapped(f"{name}: {text}"), ""]
+        for field in fields:
+            default = "must be given" if field.default is None else f"default {field.default}"
+            lines += _wrapped(f"{field.name}  {field.type.replace('`', '')}; {default}", first="  ", rest="      ")
+            lines += _wrapped(field.text, first="      ", rest="      ")
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _wrapped(text: str, *, first: str = "", rest: str = "") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+
+
+def run_schema() -> dict[str, Any]:
+    """The JSON schema of a configuration file: `RunConfig`, with presets and the earlier names of fields."""
+    schema = json_schema(RunConfig)
+    model = schema["$defs"][FANformerConfig.__name__]
+    preset = {"description": PRESET.text, "enum": [*PRESETS, None], "default": None}
+    model["properties"] = {"preset": preset, **model["properties"]}
+    model["anyOf"] = [{"required": ["preset"]}, {"required": model.pop("required")}]
+    hints = get_type_hints(RunConfig)
+    for old, new in MOVED_FIELDS.items():
+        (old_section, old_field), (new_section, new_field) = old.split("."), new.split(".")
+        present = schema["$defs"][hints[new_section].__name__]["properties"][new_field]
+        earlier = {**present, "description": f"The earlier name of {new}.", "deprecated": True}
+        schema["$defs"][hints[old_section].__name__]["properties"][old_field] = earlier
+    return schema
+
+
+def schema_text() -> str:
+    """The JSON schema as a file has it."""
+    return json.dumps(run_schema(), indent=1, ensure_ascii=False)
+
+
+def resolved_text(file: Path, overrides: Sequence[str]) -> str:
+    """The whole configuration as YAML, after presets and overrides; what is left to the machine is left open.
+
+    Raises:
+        InputError: the file cannot be read, a key is unknown, or a value has the wrong type.
+    """
+    values = dataclasses.asdict(load_config(file, overrides))
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True).rstrip()

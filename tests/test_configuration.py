@@ -1,0 +1,199 @@
+"""Plain values against dataclasses: what is told, what is built, overrides, earlier names, descriptions."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.training_state import _is_same_layout
+from megatron_fanformer.configuration import (
+    build,
+    described_fields,
+    json_schema,
+    moved_names,
+    overlaid,
+    read_overrides,
+    value_problems,
+)
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.model.config import PRESETS, FANformerConfig
+from megatron_fanformer.runtime.layout import MOVED_FIELDS
+from megatron_fanformer.training.config import config_from_dict, load_config
+from tests.small_runs import small_run, write_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    """What is inside."""
+
+    rate: float = 0.5
+    """How fast;
+    in metres."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """All of it."""
+
+    count: int
+    """How many."""
+    kind: Literal["a", "b"] | None = None
+    """Which."""
+    names: list[str] = field(default_factory=list)
+    """Of whom."""
+    inner: Inner = field(default_factory=Inner)
+    """Inside."""
+
+
+def test_values_become_the_dataclass() -> None:
+    built = build({"count": 3, "inner": {"rate": 1}}, Outer)
+    assert built == Outer(count=3, inner=Inner(rate=1.0))
+    assert isinstance(built.inner.rate, float)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"count": "1"}, 'count is "1"; it must be an integer'),
+        ({"count": 1.0}, "count is 1.0; it must be an integer"),
+        ({"count": True}, "count is true; it must be an integer"),
+        ({"count": None}, "count is null; it must be an integer"),
+        ({}, "count is missing; it must be an integer"),
+        ({"count": 1, "kind": "c"}, 'kind is "c"; it must be one of a, b, or null'),
+        ({"count": 1, "kind": ["a"]}, 'kind is ["a"]; it must be one of a, b, or null'),
+        ({"count": 1, "names": ("a",)}, 'names is ["a"]; it must be a list of text, such as [a, b]'),
+        ({"count": 1, "names": [1]}, "names is [1]; it must be a list of text, such as [a, b]"),
+        ({"count": 1, "inner": {"rate": float("inf")}}, "inner.rate is Infinity; it must be a finite number"),
+        ({"count": 1, "inner": {"rate": True}}, "inner.rate is true; it must be a finite number"),
+        ({"count": 1, "inner": None}, "inner is null; it must be a section with keys such as rate"),
+        ({"count": 1, "inner": {"rte": 1}}, "unknown configuration key inner.rte; did you mean inner.rate?"),
+        ({"count": 1, 7: 8}, "unknown configuration key 7; did you mean names?"),
+        ({"count": "x" * 500}, f'count is "{"x" * 79}…; it must be an integer'),
+    ],
+)
+def test_what_is_wrong_is_told_in_words(values: Any, said: str) -> None:
+    assert value_problems(values, Outer)[:1] == [said]
+    with pytest.raises(InputError):
+        build(values, Outer)
+
+
+def test_a_value_that_holds_itself_is_told_too() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    assert value_problems({"count": endless}, Outer) == ["count is [[...]]; it must be an integer"]
+
+
+def test_all_that_is_wrong_is_told_at_once_under_its_whole_name() -> None:
+    found = value_problems({"kind": 3, "inner": {"rate": "fast"}}, Outer, "outer.")
+    assert [line.split(" is ")[0] for line in found] == ["outer.count", "outer.kind", "outer.inner.rate"]
+
+
+# -- overrides
+
+
+def test_overrides_are_yaml_laid_over_values_field_by_field() -> None:
+    values = {"a": {"x": 1, "y": {"z": 2}}, "b": None}
+    changes = read_overrides(["--a.y.z=3", "--b.c", "[1, two]", "--a.w", "4e-4", "--a.w", "5e-4", "--d.e", "null"])
+    merged = overlaid(values, changes)
+    assert merged == {"a": {"x": 1, "y": {"z": 3}, "w": 5e-4}, "b": {"c": [1, "two"]}, "d": {"e": None}}
+    assert values == {"a": {"x": 1, "y": {"z": 2}}, "b": None}
+
+
+def test_a_mapping_given_as_one_value_takes_the_place_of_all() -> None:
+    assert overlaid({"a": {"m": {"x": 1}}}, read_overrides(["--a.m", "{y: 2}"])) == {"a": {"m": {"y": 2}}}
+
+
+# -- earlier names
+
+
+def told_by(values: dict[str, Any], **rest: Any) -> tuple[Any, list[str]]:
+    told: list[str] = []
+    return config_from_dict(values, tell=told.append, **rest), told
+
+
+def test_earlier_names_are_read_with_one_line_of_notice(tmp_path: Path) -> None:
+    parallel = {"cross_entropy_loss_fusion": False, "distributed_timeout_minutes": 3}
+    config, told = told_by(small_run("x", tmp_path, parallel=parallel))
+    assert config.kernels.chunked_loss_head is False
+    assert config.runtime.distributed_timeout_minutes == 3.0
+    (notice,) = told
+    assert "parallel.cross_entropy_loss_fusion is now kernels.chunked_loss_head, " in notice
+
+
+def test_every_earlier_name_is_of_a_field(tmp_path: Path) -> None:
+    defaults = dataclasses.asdict(config_from_dict({**small_run("x", tmp_path), "kernels": {}, "runtime": {}}))
+    for old, new in MOVED_FIELDS.items():
+        (_, earlier), (section, name) = old.split("."), new.split(".")
+        values = {**small_run("x", tmp_path), "kernels": {}, "runtime": {}}
+        values["parallel"] = {earlier: defaults[section][name]}
+        config, told = told_by(values)
+        assert config.as_dict() == defaults
+        assert len(told) == 1
+
+
+def test_a_field_under_both_names_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match=r"^parallel.device is the earlier name of runtime.device, and both are given"):
+        config_from_dict(small_run("x", tmp_path, parallel={"device": "cpu"}))
+    values = small_run("x", tmp_path, parallel={"device": "cpu"})
+    del values["runtime"]["device"]
+    file = write_config(tmp_path / "config.yaml", values)
+    config = load_config(file, ["--runtime.device", "cuda"])  # an override replaces a value, whatever it is called
+    assert config.runtime.device == "cuda"
+    assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(InputError, match=r"both are given"):
+        load_config(file, ["--runtime.device", "cuda", "--parallel.device", "cpu"])
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_under_the_present_names(tmp_path: Path) -> None:
+    model = dataclasses.asdict(PRESETS["fanformer-300m"])
+    parallel = {"tensor_model_parallel_size": 2, "data_parallel_size": 1, "device": "cpu", "transformer_impl": "local"}
+    write_config(tmp_path / "config.yaml", {"model": model, "parallel": parallel})
+    saved = store.saved_config(tmp_path)
+    assert saved["runtime"] == {"device": "cpu"} and saved["kernels"] == {"transformer_impl": "local"}
+    assert store.saved_model(tmp_path) == PRESETS["fanformer-300m"]
+    degrees = {"pipeline_model_parallel_size": 1, "context_parallel_size": 1}
+    present = {"parallel": {**saved["parallel"], **degrees}, "runtime": {"device": "cpu"}}
+    assert _is_same_layout(saved, present)
+    assert not _is_same_layout(saved, {**present, "runtime": {"device": "cuda"}})
+    write_config(tmp_path / "config.yaml", {"parallel": {"device": "cpu"}, "runtime": {"device": "cpu"}})
+    with pytest.raises(CorruptError, match="both are given"):
+        store.saved_config(tmp_path)
+
+
+@pytest.mark.parametrize("value", [1 << 31, "many", None, 2.0, 0, -1, True])
+def test_a_model_that_none_can_be_is_refused(value: Any) -> None:
+    values = {**dataclasses.asdict(PRESETS["fanformer-300m"]), "num_layers": value}
+    with pytest.raises(InputError, match=r"model\.num_layers is "):
+        FANformerConfig.from_dict(values)
+
+
+# -- descriptions
+
+
+def test_fields_are_described_from_the_source() -> None:
+    described = [(field.name, field.type, field.default, field.text) for field in described_fields(Outer)]
+    assert described == [
+        ("count", "integer", None, "How many."),
+        ("kind", "`a`, `b` or null", "null", "Which."),
+        ("names", "list of text", "[]", "Of whom."),
+        ("inner.rate", "number", "0.5", "How fast; in metres."),
+    ]
+
+
+def test_the_schema_has_the_docstrings_and_lets_nothing_else_in() -> None:
+    schema = json_schema(Outer)
+    assert schema["required"] == ["count"]
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["count"] == {"type": "integer", "description": "How many."}
+    assert schema["properties"]["names"]["default"] == []
+    inner = schema["$defs"]["Inner"]
+    assert inner["additionalProperties"] is False
+    assert inner["properties"]["rate"]["description"] == "How fast; in metres."
+    assert {"type": "null"} in schema["properties"]["inner"]["anyOf"]
+
+
+def test_names_move_only_out_of_sections() -> None:
+    assert moved_names({"a": 3}, {"a.b": "c.d"}) == ({"a": 3}, [])

@@ -1,0 +1,147 @@
+"""`config`: every field, the JSON schema against the shipped files, the resolved configuration, the rendered page."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_fanformer.cli import main
+from megatron_fanformer.training.config import load_config
+from megatron_fanformer.training.config_reference import WIDTH, field_list, run_schema, run_sections
+from tests.small_runs import ROOT, small_run, write_config
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+KINDS = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+
+
+def fits(value: Any, schema: dict[str, Any], whole: dict[str, Any]) -> bool:
+    """Whether a value is valid, by the words of JSON schema that ours uses."""
+    if "$ref" in schema:
+        return fits(value, whole["$defs"][schema["$ref"].rpartition("/")[2]], whole)
+    if "anyOf" in schema and not any(fits(value, choice, whole) for choice in schema["anyOf"]):
+        return False
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    if not _is_kind(value, schema.get("type")):
+        return False
+    if isinstance(value, list):
+        return all(fits(item, schema["items"], whole) for item in value)
+    if isinstance(value, dict):
+        known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        rules = [(item, known.get(name, others)) for name, item in value.items()]
+        has_all = set(schema.get("required", ())) <= value.keys()
+        return has_all and all(rule if isinstance(rule, bool) else fits(item, rule, whole) for item, rule in rules)
+    return True
+
+
+def _is_kind(value: Any, kind: str | None) -> bool:
+    if kind in ("integer", "number"):
+        return isinstance(value, int if kind == "integer" else int | float) and not isinstance(value, bool)
+    return kind is None or isinstance(value, KINDS[kind])
+
+
+def is_valid(values: Any) -> bool:
+    schema = run_schema()
+    return fits(values, schema, schema)
+
+
+@pytest.fixture(scope="module")
+def tool() -> Any:
+    spec = importlib.util.spec_from_file_location("page_tool", ROOT / "tools" / "update_configuration_page.py")
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_and_the_schemas_file_are_what_the_dataclasses_say(tool: Any) -> None:
+    for file, text in tool.rendered().items():
+        assert file.read_text() == text, f"run tools/{Path(tool.__file__).name}"
+
+
+def test_the_page_has_a_table_of_every_section(tool: Any) -> None:
+    sections = {found[1] for found in tool.TABLE.findall(tool.PAGE.read_text())}
+    assert sections == {field.name.rpartition(".")[0] for _, _, fields in run_sections() for field in fields}
+
+
+def test_every_field_has_a_docstring_and_is_listed_in_80_columns() -> None:
+    assert all(field.text for _, _, fields in run_sections() for field in fields)
+    listed = field_list()
+    assert max(map(len, listed.splitlines())) <= WIDTH
+    assert "  model.num_layers  integer; must be given\n      Transformer layers.\n" in listed
+    assert "  optimizer.adam_eps  number; default 1e-5\n" in listed
+
+
+def test_the_verb_prints_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config"]) == 0
+    assert capsys.readouterr().out == field_list() + "\n"
+    assert main(["config", "--schema"]) == 0
+    assert capsys.readouterr().out == (ROOT / "examples" / "config.schema.json").read_text()
+    file = ROOT / "examples" / "fanformer-1b.yaml"
+    assert main(["config", "--resolved", "--config", str(file), "--optimizer.lr", "1e-3"]) == 0
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed) == load_config(file, ["--optimizer.lr", "1e-3"]).as_dict()
+    again = tmp_path / "whole.yaml"
+    again.write_text(printed)
+    assert load_config(again).as_dict() == yaml.safe_load(printed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config", "x.yaml"], "--config says nothing without --resolved"),
+        (["--model.seq_length", "3"], "--model.seq_length says nothing without --resolved"),
+        (["--resolved"], "--resolved asks for --config FILE"),
+        (["--resolved", "--schema"], "not allowed with argument"),
+    ],
+)
+def test_options_that_do_not_go_together(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+# -- the schema
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_the_shipped_files_name_the_schema_and_are_valid(file: Path) -> None:
+    text = file.read_text()
+    assert text.startswith("# yaml-language-server: $schema=config.schema.json\n")
+    assert is_valid(yaml.safe_load(text))
+
+
+def test_what_the_trainer_takes_is_valid(tmp_path: Path) -> None:
+    values = small_run("tokens", tmp_path)
+    assert is_valid(values)
+    assert is_valid({**values, "checkpoint": None})
+    assert is_valid({**values, "parallel": {"device": "cpu", "cross_entropy_chunk_tokens": None}})
+    assert is_valid(load_config(write_config(tmp_path / "config.yaml", values)).as_dict())
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("model", "hiden_size", 64),
+        ("model", "num_layers", "2"),
+        ("model", "preset", "fanformer-2b"),
+        ("kernels", "transformer_impl", "apex"),
+        ("optimizer", "lr", True),
+        ("data", "train_data", "tokens"),
+        ("runtime", "device", None),
+    ],
+)
+def test_what_the_trainer_refuses_is_not(section: str, name: str, value: Any, tmp_path: Path) -> None:
+    assert not is_valid(small_run("tokens", tmp_path, **{section: {name: value}}))
+
+
+def test_fields_of_a_model_are_needed_without_a_preset_alone(tmp_path: Path) -> None:
+    values = small_run("tokens", tmp_path)
+    assert not is_valid({**values, "model": {"num_layers": 2}})
+    assert is_valid({**values, "model": {"preset": "fanformer-1b", "num_layers": 2}})
+
+
+def test_the_schema_is_json(tmp_path: Path) -> None:
+    assert json.loads(json.dumps(run_schema())) == run_schema()
