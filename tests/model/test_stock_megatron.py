@@ -32,11 +32,10 @@ from tests.stock_megatron import (
     parsed_arguments,
     stock_model,
 )
+from tests.tiny import tiny_model
 from tests.whole_models import save_state
 
-MODEL = FANformerConfig(
-    num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, vocab_size=256, seq_length=32
-)
+MODEL = tiny_model(hidden_size=64, ffn_hidden_size=128, vocab_size=256, seq_length=32)
 MY_SPEC = ["tests.model.my_fanformer", "my_layer_spec"]
 MY_MODEL = dataclasses.replace(MODEL, fan=FANConfig(p_ratio=0.125))
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "parallelism.md"
