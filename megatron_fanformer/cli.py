@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FanformerError as error:
         if debug:
             print(getattr(error, "rank_traceback", "") or traceback.format_exc(), file=sys.stderr)
-        return _tell(str(error), error.exit_code)
+        return error.exit_code if error.is_told_elsewhere else _tell(str(error), error.exit_code)
     except Exception as error:
         if debug:
             traceback.print_exc()
@@ -177,6 +177,7 @@ def _config_option(parser: argparse.ArgumentParser) -> None:
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
     _config_option(parser)
+    parser.add_argument("--log-file", type=Path, metavar="PATH", help="log file; of several ranks, PATH with the rank")
 
 
 def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> None:
@@ -188,13 +189,13 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
         _ready()
         from megatron_fanformer.training.start import start_run
 
-        start_run(Path(options.config), rest, arguments)
+        start_run(Path(options.config), rest, arguments, options.log_file)
         return
     with report_failure():
         _ready()
         from megatron_fanformer.training.start import run_rank
 
-        run_rank(Path(options.config), rest, address)
+        run_rank(Path(options.config), rest, address, options.log_file)
 
 
 # -- parity

@@ -8,6 +8,8 @@ class FanformerError(Exception):
     """A failure that the user is told about in one line, without a traceback."""
 
     exit_code = 1
+    is_told_elsewhere = False
+    """Whether it is another rank's error, raised here too so that this one ends alike: not to be printed again."""
 
 
 class InputError(FanformerError, ValueError):

@@ -8,13 +8,12 @@ checkpoints of FP8 and other runs load each other.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 
+from megatron_fanformer.checkpoint.tensor_table import Table
 from megatron_fanformer.runtime.parallel import RankGrid
 
 EXTRA_STATE = "_extra_state"
@@ -33,11 +32,10 @@ def scales_to_save(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, Sha
     return {FP8_SCALES: scales} if scales else {}
 
 
-def scales_to_load(stages: list[Any], grid: RankGrid, checkpoint: Path) -> dict[str, dict[str, ShardedObject]]:
-    """That part of a state dict, of the scales that the checkpoint has; empty if it has none."""
+def scales_to_load(stages: list[Any], grid: RankGrid, table: Table) -> dict[str, dict[str, ShardedObject]]:
+    """That part of a state dict, of the scales that a checkpoint with this table has; empty if it has none."""
     wanted = {shard.unique_key: shard for shard, _ in _layers(stages, grid)}
-    stored = load_sharded_metadata(str(checkpoint)) if wanted else {}
-    scales = {name: shard for name, shard in wanted.items() if name in stored}
+    scales = {name: shard for name, shard in wanted.items() if name in table.state_dict_metadata}
     return {FP8_SCALES: scales} if scales else {}
 
 

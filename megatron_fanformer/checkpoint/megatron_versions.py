@@ -1,19 +1,37 @@
-"""The one place that knows how megatron-core 0.16 and 0.19 differ in saving, and what of its inside is used."""
+"""The one place that knows how megatron-core 0.16 and 0.19 differ in saving, and what of its inside is used.
 
+Reading: both, and torch under them, take a checkpoint's files for pickles that may be executed: its table
+(`FileSystemReader.read_metadata`), `common.pt` (0.16's `TorchCommonLoadStrategy.load_common`, 0.19's `load_common`) and
+the objects among the tensors (`DefaultLoadPlanner.load_bytes`, which reads 0.19's `common_state`, too). `load` hands
+them the table as it was read as data, and lets `torch.load` load nothing else than data.
+"""
+
+import dataclasses
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from megatron.core.msc_utils import MultiStorageClientFeature
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.futures import Future
 
+from megatron_fanformer.checkpoint.data_files import EARLIER, damage_told, first_line
+from megatron_fanformer.checkpoint.tensor_table import Table
 from megatron_fanformer.checkpoint.writer import ResultsFile
+from megatron_fanformer.errors import CorruptError, FanformerError
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -50,16 +68,83 @@ def save_strategy(group: "dist.ProcessGroup | None") -> Any:
     return FullyParallelSaveStrategyWrapper(strategy, group, do_cache_distribution=True)
 
 
-def load(sharded_state: dict[str, Any], folder: Path, group: "dist.ProcessGroup | None" = None) -> dict[str, Any]:
-    """Read what a sharded state dict names out of a checkpoint; every rank calls it.
+def load(
+    sharded_state: dict[str, Any], folder: Path, table: Table, group: "dist.ProcessGroup | None" = None
+) -> dict[str, Any]:
+    """Read what a sharded state dict names out of a checkpoint, as data alone; every rank calls it.
 
     Args:
+        table: the checkpoint's, as `read_table` gives it.
         group: ranks that share the reading of what is the same on them.
+
+    Raises:
+        CorruptError: a file is damaged, or holds more than data; names it.
     """
     strategy = TorchDistLoadShardedStrategy()
     if group is not None and group.size() > 1:
         strategy = FullyParallelLoadStrategyWrapper(strategy, group)
-    return dist_checkpointing.load(sharded_state, str(folder), sharded_strategy=strategy, strict="raise_unexpected")
+    with damage_told(folder, also=(CheckpointingException,)), _cause_told(folder), _reading_data_alone(table):
+        return dist_checkpointing.load(sharded_state, str(folder), sharded_strategy=strategy, strict="raise_unexpected")
+
+
+@contextmanager
+def _reading_data_alone(table: Table) -> Iterator[None]:
+    """While the block runs, every checkpoint has this table, and `torch.load` loads data alone.
+
+    The methods themselves are replaced, not the objects: megatron-core makes its readers and planners where nobody can
+    reach them. Storage other than files, whose readers go another way, is off: a checkpoint is a folder here.
+    """
+    read_metadata, read_data, load_archive = FileSystemReader.read_metadata, FileSystemReader.read_data, torch.load
+    uses_other_storage = MultiStorageClientFeature.is_enabled()
+
+    def table_as_read(reader: FileSystemReader) -> Table:
+        table.storage_meta = StorageMeta(load_id=reader.load_id)
+        return table
+
+    def data_of_files(reader: FileSystemReader, plan: Any, planner: Any) -> "Future[None]":
+        """File by file, as the method goes through them itself, so that a refusal can name the file."""
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            by_file.setdefault(reader.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with damage_told(Path(reader.path) / name):
+                read_data(reader, dataclasses.replace(plan, items=items), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def data_of_archive(file: Any, *args: Any, **options: Any) -> Any:
+        options["weights_only"] = True
+        if not isinstance(file, str | Path):  # a part of a file, which data_of_files names
+            return load_archive(file, *args, **options)
+        with damage_told(Path(file)):
+            return load_archive(file, *args, **options)
+
+    MultiStorageClientFeature.disable()
+    FileSystemReader.read_metadata = table_as_read  # type: ignore[assignment,method-assign]
+    FileSystemReader.read_data = data_of_files  # type: ignore[assignment,method-assign]
+    torch.load = data_of_archive  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign]
+        FileSystemReader.read_data = read_data  # type: ignore[method-assign]
+        torch.load = load_archive
+        if uses_other_storage:
+            MultiStorageClientFeature.enable()
+
+
+@contextmanager
+def _cause_told(folder: Path) -> Iterator[None]:
+    """What torch wraps into an exception of its own, which every rank gets when one fails, is told for what it is."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        for cause in causes:
+            if isinstance(cause, FanformerError | torch.OutOfMemoryError | dist.DistError):
+                raise cause from None
+        raise CorruptError(f"{folder} cannot be loaded: {first_line(causes[0])}; {EARLIER}") from error
 
 
 def _keep_results_in_a_file() -> None:

@@ -6,6 +6,7 @@
 A synchronous save waits for the second inside the first; an asynchronous one trains on in between.
 """
 
+import logging
 import shutil
 import time
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch.distributed.checkpoint import CheckpointException
 
@@ -21,7 +21,10 @@ from megatron_fanformer.checkpoint import megatron_versions, store
 from megatron_fanformer.checkpoint.training_state import training_state
 from megatron_fanformer.checkpoint.writer import watched
 from megatron_fanformer.errors import FanformerError
+from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.parallel import RankGrid
+
+logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02
 REMEDY = "free space or memory and start again: the run goes on from its last checkpoint"
@@ -83,7 +86,8 @@ class CheckpointSaver:
             FanformerError: it could not be written; nothing is published.
         """
         assert self._unpublished is None, "finish_due(blocking=True) comes before the next save"
-        folder = self._on_main(step, lambda: store.temporary_folder(self._checkpoints, step))
+        folder = _on_main(step, lambda: store.temporary_folder(self._checkpoints, step))
+        logger.debug("writing step %d to %s", step, folder)
         self._start_writing(training_state(stages, optimizer, progress, self._grid), folder)
         self._unpublished = _Unpublished(step=step, folder=folder, config=config, attachments=attachments)
         return None if self._async_save else self.finish_due(blocking=True)
@@ -101,8 +105,9 @@ class CheckpointSaver:
             return None
         self._unpublished = None
         remove = store.remove_in_background if self._async_save else shutil.rmtree
+        logger.debug("step %d is written by every rank", due.step)
         arguments = (due.folder, self._checkpoints, due.step, due.config, self._keep, due.attachments, remove)
-        return self._on_main(due.step, lambda: store.publish_checkpoint(*arguments))
+        return _on_main(due.step, lambda: store.publish_checkpoint(*arguments))
 
     def close(self) -> None:
         """End a writer that is still at work, after an error; its checkpoint is never published."""
@@ -128,27 +133,20 @@ class CheckpointSaver:
         except CheckpointException as error:  # on every rank, but only the main one knows why
             reasons = [f"rank {rank}: {_said(reason)}" for rank, (reason, _) in error.failures.items()]
             self._unpublished = None
-            raise _failure(step, self._of_main("; ".join(reasons))) from None
+            raise _failure(step, on_main(lambda: "; ".join(reasons))) from None
         return True
 
-    def _on_main(self, step: int, function: Callable[[], Result]) -> Result:
-        """What a function returns on the main rank, on every rank; where it fails there, every rank raises."""
-        result, failure = None, None
-        if self._grid.is_main:
-            try:
-                result = function()
-            except OSError as error:
-                failure = str(error)
-        result, failure = self._of_main((result, failure))
-        if failure is not None:
-            raise _failure(step, failure)
-        return result
 
-    @staticmethod
-    def _of_main(value: Any) -> Any:
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+def _on_main(step: int, function: Callable[[], Result]) -> Result:
+    """What a function returns on the main rank; where the disk fails it there, every rank says so."""
+
+    def told() -> Result:
+        try:
+            return function()
+        except OSError as error:
+            raise _failure(step, str(error)) from error
+
+    return on_main(told)
 
 
 def _said(reason: BaseException) -> str:

@@ -1,32 +1,40 @@
-"""A run's `checkpoints/` folder: names, publication, and finding one's way in it.
+"""A run's folder: the names in it, the publication of its checkpoints, and what they say in small files.
 
+    config.yaml                  the run's configuration
+    metrics.jsonl, tensorboard/  what was logged
     checkpoints/step-00000100/   one checkpoint: megatron-core's files and the run's config.yaml
     checkpoints/latest           the name of the newest complete one
 
 A checkpoint is written under a temporary name and renamed when it is complete; `latest` is replaced atomically. So
-whatever bears a checkpoint's name is whole.
+whatever bears a checkpoint's name is whole. torch is not imported for names: it takes seconds (`saved_model` does).
 """
 
+import json
 import os
 import shutil
 import threading
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megatron_fanformer.checkpoint.model_fields import wrong_fields
+from megatron_fanformer.data.tokenizer import TOKENIZER_JSON, TOKENIZER_MODEL
 from megatron_fanformer.durable_files import publish, write_atomically
-from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.errors import CorruptError
 
+if TYPE_CHECKING:
+    from megatron_fanformer.model.config import FANformerConfig
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
-CONFIG = "config.yaml"
+VALIDATION_LOSS = "validation_loss"  # in the metrics, the first part of a validation loss's name, before its set's
 # An export's tokenizer.json is the .model rewritten: the original comes first.
-TOKENIZERS = ("tokenizer.model", "tokenizer.json")
+TOKENIZERS = (TOKENIZER_MODEL, TOKENIZER_JSON)
 MEGATRON_METADATA = "metadata.json"  # written last by megatron-core
 
 
@@ -95,6 +103,11 @@ def attached_tokenizer(checkpoint: Path) -> Path | None:
     return next((path for name in TOKENIZERS if (path := checkpoint / name).is_file()), None)
 
 
+def complete_checkpoints(run: Path) -> list[Path]:
+    """The complete checkpoints of a run's folder, the oldest first."""
+    return [folder for folder in _steps(run / CHECKPOINTS) if is_checkpoint(folder)]
+
+
 def _steps(checkpoints: Path) -> list[Path]:
     return sorted(path for path in checkpoints.glob("step-*") if path.is_dir())
 
@@ -121,43 +134,41 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / MEGATRON_METADATA).is_file() and (folder / CONFIG).is_file()
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the latest of a run's folder.
-
-    Raises:
-        InputError: there is none.
-    """
-    if is_checkpoint(path):
-        return path
-    if path.is_dir() and (found := latest_checkpoint(path)):
-        return found
-    raise InputError(
-        f"{path} is no checkpoint and no run's folder with one; name a run's folder or a step-… folder in its "
-        f"{CHECKPOINTS}/"
-    )
-
-
 def saved_config(checkpoint: Path) -> dict[str, Any]:
     """The configuration of the run that wrote a checkpoint.
 
     Raises:
         CorruptError: it cannot be read.
     """
+    return read_mapping(checkpoint / CONFIG)
+
+
+def read_mapping(file: Path) -> dict[str, Any]:
+    """The mapping in a small YAML or JSON file of somebody's, as plain values.
+
+    Raises:
+        CorruptError: it cannot be read, or holds something else.
+    """
     try:
-        config = yaml.safe_load((checkpoint / CONFIG).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise CorruptError(f"{checkpoint / CONFIG} cannot be read ({error}); take another checkpoint") from None
-    if not isinstance(config, dict):
-        raise CorruptError(f"{checkpoint / CONFIG} holds no configuration; take another checkpoint")
-    return config
+        text = file.read_text(encoding="utf-8")
+        values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise CorruptError(f"{file} cannot be read: {reason}; copy it anew, or take another checkpoint") from error
+    if not isinstance(values, dict):
+        raise CorruptError(f"{file} holds no configuration: it must be a mapping of fields to values")
+    return values
 
 
-def saved_model(checkpoint: Path) -> FANformerConfig:
+def saved_model(checkpoint: Path) -> "FANformerConfig":
     """The shape of a checkpoint's model.
 
     Raises:
         CorruptError: it is not stated, cannot be read, or is none that can be built.
     """
+    from megatron_fanformer.checkpoint.model_fields import wrong_fields
+    from megatron_fanformer.model.config import FANformerConfig
+
     try:
         config = FANformerConfig.from_dict(saved_config(checkpoint)["model"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -5,20 +5,18 @@ belong to a rank and come back where the layout is the same.
 """
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from torch.distributed.checkpoint import CheckpointException
 
 from megatron_fanformer.checkpoint import fp8_scales, megatron_versions, optimizer_state, store
+from megatron_fanformer.checkpoint.plain_values import check_plain_values
+from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.runtime.parallel import RankGrid
 
@@ -68,23 +66,23 @@ def load_training_state(
         fully_parallel: replicas read a part each, and exchange what they read.
 
     Raises:
-        CorruptError: the checkpoint is damaged.
+        CorruptError: the checkpoint is damaged, or holds more than data.
     """
     saved = store.saved_config(checkpoint)
     group = grid.groups.dp_cp if fully_parallel else None
-    stored = _stored_names(checkpoint)
+    table = _read_checked(checkpoint, grid)
+    stored = tensors_of(table)
     weights = model_state(stages, grid)
     # Found by the weights while these are still the parameters themselves: loading detaches them.
     tensors = optimizer_state.requested_tensors(optimizer, weights, stored)
     wanted = optimizer_state.requested_weights(weights, stored)
     if same_layout := _is_same_layout(saved["parallel"], config["parallel"]):
         wanted["random"] = _random_state(grid, capture=False)
-    with _damage_told(checkpoint):
-        wanted.update(fp8_scales.scales_to_load(stages, grid, checkpoint))
-    loaded = _load(checkpoint, wanted, group)
+    wanted.update(fp8_scales.scales_to_load(stages, grid, table))
+    loaded = megatron_versions.load(wanted, checkpoint, table, group)
     _set_weights(stages, loaded)
     fp8_scales.set_scales(stages, grid, loaded)
-    _load_optimizer(checkpoint, optimizer, tensors, group, amend_parameter_groups)
+    _load_optimizer(checkpoint, table, optimizer, tensors, group, amend_parameter_groups)
     if same_layout:
         _restore_random_state(loaded["random"])
     return loaded["progress"]
@@ -92,6 +90,7 @@ def load_training_state(
 
 def _load_optimizer(
     checkpoint: Path,
+    table: Table,
     optimizer: Any,
     tensors: dict[int, ShardedTensor],
     group: "dist.ProcessGroup | None",
@@ -99,7 +98,7 @@ def _load_optimizer(
 ) -> None:
     """Apart from the weights, of which it may want some in float32: one load returns a name in one type."""
     own = {number: shard.data for number, shard in tensors.items()}
-    loaded = _load(checkpoint, {"optimizer_tensors": tensors}, group)
+    loaded = megatron_versions.load({"optimizer_tensors": tensors}, checkpoint, table, group)
     optimizer_state.set_tensors(own, loaded["optimizer_tensors"])
     groups = optimizer_state.stored_groups(loaded["optimizer"])
     amend(groups)
@@ -110,9 +109,11 @@ def load_weights(checkpoint: Path, stages: list[Any], grid: RankGrid) -> None:
     """Load the weights of a stage's chunks alone, from a checkpoint of any layout.
 
     Raises:
-        CorruptError: the checkpoint is damaged, or holds another model.
+        CorruptError: the checkpoint is damaged, holds more than data, or another model.
     """
-    _set_weights(stages, _load(checkpoint, model_state(stages, grid), grid.groups.dp_cp))
+    table = _read_checked(checkpoint, grid)
+    loaded = megatron_versions.load(model_state(stages, grid), checkpoint, table, grid.groups.dp_cp)
+    _set_weights(stages, loaded)
 
 
 def model_state(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, Any]]:
@@ -135,26 +136,24 @@ def _set_weights(stages: list[Any], loaded: dict[str, Any]) -> None:
         chunk.load_state_dict(loaded[f"model{number}"], strict=False)
 
 
-def _stored_names(checkpoint: Path) -> set[str]:
-    with _damage_told(checkpoint):
-        return set(dist_checkpointing.load_tensors_metadata(str(checkpoint)))
+def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
+    """The table of a checkpoint that holds nothing but data, of which each rank looks through a share.
 
-
-def _load(checkpoint: Path, sharded: dict[str, Any], group: "dist.ProcessGroup | None") -> dict[str, Any]:
-    with _damage_told(checkpoint):
-        return megatron_versions.load(sharded, checkpoint, group)
-
-
-@contextmanager
-def _damage_told(checkpoint: Path) -> Iterator[None]:
-    """Around reading: what a damaged checkpoint leads to becomes a CorruptError."""
+    What one rank refuses, all do: none is left waiting in the loading, which is collective.
+    """
+    table = None
+    refused: list[CorruptError | None] = [None] * grid.world_size
     try:
-        yield
-    except (torch.OutOfMemoryError, dist.DistError):  # not the checkpoint's fault
-        raise
-    except (CheckpointingException, CheckpointException, OSError, RuntimeError, KeyError, ValueError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CorruptError(f"{checkpoint} cannot be loaded ({reason[0]}); take an earlier checkpoint") from error
+        table = read_table(checkpoint)
+        check_plain_values(checkpoint, table, share=grid.rank, shares=grid.world_size)
+    except CorruptError as error:
+        refused[grid.rank] = error
+    if grid.world_size > 1:
+        dist.all_gather_object(refused, refused[grid.rank])
+    for told in filter(None, refused):
+        raise told
+    assert table is not None, "else this rank would have refused"
+    return table
 
 
 def _is_same_layout(saved: dict[str, Any], present: dict[str, Any]) -> bool:

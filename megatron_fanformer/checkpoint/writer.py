@@ -26,6 +26,8 @@ class ResultsFile:
     It is a nameless file, which a fork inherits. megatron-core's own is a queue in a server process, which takes
     seconds to start, imports `__main__` again, and dies of a signal that is sent to a run's whole process group:
     the last checkpoint, which that signal asked for, would be lost.
+
+    Its pickle is no file of a checkpoint: this process's own fork writes it, and nobody else can.
     """
 
     def __init__(self) -> None:

@@ -5,15 +5,21 @@ words of a file.
 """
 
 import glob
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from megatron_fanformer.data.npy_files import SUFFIX, npy_prefix
 from megatron_fanformer.data.token_files import bin_path, idx_path
 from megatron_fanformer.errors import InputError
 
+Bounds = tuple[float, float]
+
+PART_NAMES = ("training", "validation", "test")
 SPLIT_PATTERN = re.compile(r"\d*\.?\d+(,\d*\.?\d+){1,2}")
 COMMENT = re.compile(r"(^|\s)#.*")
 
@@ -163,3 +169,16 @@ def split_problems(split: str) -> list[str]:
     if not parts or parts[0] <= 0 or parts[1] <= 0:
         return [f"data.split: {split!r} cuts off no validation part: write it as '99,1,0', training first"]
     return []
+
+
+def split_bounds(split: str) -> list[Bounds | None]:
+    """Between which fractions of the documents each of the parts lies; None for a part that a split leaves out.
+
+    To the bit as megatron-core's parse_and_normalize_split and convert_split_vector_to_split_matrix have it, which
+    cannot be asked before torch is imported.
+    """
+    stated = [float(part) for part in split.split(",")]
+    sizes = np.array(stated + [0.0] * (len(PART_NAMES) - len(stated)), dtype=np.float64)
+    shares = (sizes / np.sum(sizes)).tolist()
+    ends = [0.0, *itertools.accumulate(shares)]
+    return [(begin, end) if end > begin else None for begin, end in itertools.pairwise(ends)]

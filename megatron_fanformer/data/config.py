@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_fanformer.data.blends import Source, blend_problems, parse_blend, split_problems
-from megatron_fanformer.data.npy_files import NpyType, check_npy_ids, open_npy_files
-from megatron_fanformer.data.token_files import check_token_ids
+from megatron_fanformer.data.npy_files import NpyType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +62,3 @@ class DataConfig:
         if self.cache_path:
             return Path(self.cache_path)
         return next(self.sources()).files[0].absolute().parent / ".index_cache"
-
-    def check_token_ids(self, vocab_size: int) -> None:
-        """Open every token file, and hold its ids against the vocabulary.
-
-        Raises:
-            InputError: missing files, a .npy file with NumPy's own header, or an id outside [0, vocab_size).
-            CorruptError: token files that disagree with their index or their manifest.
-        """
-        cache = self.index_cache()
-        for source in dict.fromkeys(self.sources()):
-            if source.is_npy:
-                check_npy_ids(open_npy_files(source.paths, self.npy_dtype), vocab_size, cache=cache)
-            else:
-                check_token_ids(source.paths, vocab_size, cache=cache)

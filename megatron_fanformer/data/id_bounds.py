@@ -1,12 +1,13 @@
 """The smallest and the largest id of a token file, held against the vocabulary.
 
 A manifest says the largest one. Where there is none, a file is read from end to end; since that may take an hour for
-the tokens of a large run, and every rank asks, what was found in a large file is remembered in the index cache, for as
-long as its size and time of modification stay.
+the tokens of a large run, what was found in a large file is remembered in the index cache, for as long as its size and
+time of modification stay.
 """
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 SCAN_TOKENS = 1 << 24
 # Files below it are read in a fraction of a second: not worth a note.
@@ -49,6 +52,7 @@ def _remembered_bounds(file: Path, dtype: np.dtype[Any], cache: Path | None) -> 
     note = cache / "ids" / (hashlib.sha256(identity.encode()).hexdigest()[:32] + ".json")
     bounds = _read_note(note, identity)
     if bounds is None:
+        logger.info("%s has no manifest: reading its %.1f GB for the largest token id", file, stat.st_size / 1e9)
         bounds = _read_bounds(file, dtype)
         _write_note(note, {"file": identity, "smallest": bounds[0], "largest": bounds[1]})
     return bounds
@@ -74,5 +78,5 @@ def _write_note(note: Path, found: dict[str, Any]) -> None:
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(note, json.dumps(found))
-    except OSError:
-        return  # a folder that cannot be written: read again next time
+    except OSError as error:  # read again next time
+        logger.warning("%s cannot be written (%s): the next start reads the token file again", note, error.strerror)

@@ -9,6 +9,7 @@ against that. What a job that died left half-written, what was cut off or overwr
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import zlib
@@ -21,6 +22,9 @@ import torch.distributed as dist
 
 from megatron_fanformer.durable_files import take_lock, write_atomically
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.runtime.agreement import MAIN_RANK, on_main
+
+logger = logging.getLogger(__name__)
 
 COMPLETE = "complete.json"
 READ_BYTES = 1 << 22
@@ -33,39 +37,44 @@ def indices_in(cache: Path, identity: Any) -> Iterator[Path]:
     """The folder for the indices of a dataset, around its building; to be entered by every rank.
 
     `identity` is all that they depend on, as JSON can write it. Rank 0, which alone writes, holds the cache's lock
-    meanwhile. Raises InputError where the cache cannot be written, or where a rank does not see what rank 0 wrote.
+    meanwhile. Raises InputError on every rank where the cache cannot be written, and on one that does not see what
+    rank 0 wrote.
     """
     folder = cache / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
-    if dist.is_initialized() and dist.get_rank() != 0:
-        with _same_folder_on_all_nodes(cache):
+    is_main = not dist.is_initialized() or dist.get_rank() == MAIN_RANK
+    locks: list[int] = []  # of rank 0: the cache's
+    try:
+        is_whole = on_main(lambda: _made_ready(cache, folder, locks))
+        with _process_group() if is_main else _same_folder_on_all_nodes(cache):
             yield folder
-        return
+        if not is_whole:
+            on_main(lambda: write_atomically(folder / COMPLETE, json.dumps(_contents(folder))))
+    finally:
+        for lock in locks:
+            os.close(lock)
+
+
+def _made_ready(cache: Path, folder: Path, locks: list[int]) -> bool:
+    """Take the cache's lock, and leave a folder as it was when it was whole, or an empty one; returns which."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(cache / ".lock", wait=True)
+        lock = take_lock(cache / ".lock", wait=False)
+        if lock is None:
+            logger.info("index cache %s: waiting for another job, which builds in it", cache)
+            lock = take_lock(cache / ".lock", wait=True)
     except OSError as error:
         raise InputError(
             f"index cache {cache} cannot be written ({error.strerror}): set data.cache_path to another"
         ) from error
     assert lock is not None
-    try:
-        with _process_group(), _whole_or_none(folder):
-            yield folder
-    finally:
-        os.close(lock)
-
-
-@contextmanager
-def _whole_or_none(folder: Path) -> Iterator[None]:
-    """Let in a folder as it was when it was whole, or an empty one, and write down what it then holds."""
+    locks.append(lock)
     recorded = _recorded(folder)
-    if folder.exists() and (recorded is None or _contents(folder) != recorded):
+    is_whole = recorded is not None and folder.exists() and _contents(folder) == recorded
+    if folder.exists() and not is_whole:
         shutil.rmtree(folder)
-        recorded = None
     folder.mkdir(exist_ok=True)
-    yield
-    if recorded is None:
-        write_atomically(folder / COMPLETE, json.dumps(_contents(folder)))
+    logger.debug("sample indices in %s: %s", folder, "whole, used again" if is_whole else "to be built")
+    return is_whole
 
 
 def _recorded(folder: Path) -> Contents | None:

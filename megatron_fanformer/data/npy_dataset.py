@@ -10,11 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fanformer.data.npy_files import NpyFile
-from megatron_fanformer.errors import InputError
-
-# Their numbers are shuffled as uint32, which the order depends on.
-MOST_SAMPLES = 1 << 32
+from megatron_fanformer.data.npy_files import NpyFile, whole_samples
 
 
 def epoch_order(samples: int, *, seed: int, epoch: int) -> np.ndarray:
@@ -40,12 +36,7 @@ class NpyDataset:
         self.seq_length = seq_length
         self._seed = seed
         self._ends = np.cumsum([file.tokens // seq_length for file in files], dtype=np.int64)
-        self.epoch_samples = int(self._ends[-1]) if files else 0
-        if not 0 < self.epoch_samples < MOST_SAMPLES:
-            raise InputError(
-                f"{len(files)} .npy files hold {self.epoch_samples} whole samples of {seq_length} tokens; there must be"
-                " at least 1, and fewer than 2^32: change the files, or model.seq_length"
-            )
+        self.epoch_samples = whole_samples(files, seq_length)
         self._length = self.epoch_samples if samples is None else samples
         self._order: tuple[int, np.ndarray] | None = None
         self._order_of(0)

@@ -3,7 +3,7 @@
 They are read where they lie, without a copy.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,8 @@ SUFFIX = ".npy"
 NUMPY_MAGIC = b"\x93NUMPY"
 # Of files with a manifest; what `prepare` writes.
 MANIFEST_TYPES = ("uint16", "uint32", "int32")
+# Samples of one epoch: their numbers are shuffled as uint32, which the order depends on.
+MOST_SAMPLES = 1 << 32
 
 
 def npy_prefix(path: str) -> str:
@@ -103,3 +105,14 @@ def check_npy_ids(files: Iterable[NpyFile], vocab_size: int, *, cache: Path | No
     """
     for file in files:
         refuse_ids_outside(vocab_size, file.path, Path(file.path), file.dtype, largest=file.max_token_id, cache=cache)
+
+
+def whole_samples(files: Sequence[NpyFile], seq_length: int) -> int:
+    """The samples of one epoch, each a run of tokens of one file. Raises InputError where there is none, or 2^32."""
+    samples = sum(file.tokens // seq_length for file in files)
+    if not 0 < samples < MOST_SAMPLES:
+        raise InputError(
+            f"{len(files)} .npy files hold {samples} whole samples of {seq_length} tokens; there must be"
+            " at least 1, and fewer than 2^32: change the files, or model.seq_length"
+        )
+    return samples

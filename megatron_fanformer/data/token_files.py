@@ -7,7 +7,7 @@ begin, and their number at the end. `prepare` makes every document one sequence;
 
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,8 @@ class TokenIndex:
     tokens: int
     identity: str
     """Changes when a length does: all that sample indices depend on."""
+    part_tokens: tuple[int, ...] = ()
+    """Of the parts that were asked for: the tokens of each."""
 
 
 @dataclass(frozen=True)
@@ -89,22 +91,40 @@ class _Array:
         return np.memmap(self.path, self.dtype, mode="r", offset=self.first_byte, shape=(self.count,))
 
 
-def read_index(prefix: str) -> TokenIndex:
+def read_index(prefix: str, parts: Sequence[tuple[float, float]] = ()) -> TokenIndex:
     """Read the index of a prefix, and check every entry of it against the others and the .bin file's size.
 
-    The whole index is read once, in blocks. Raises InputError for missing files, and CorruptError, which names
-    the file and the field, for an index of another format, of disagreeing entries, or of another .bin file.
+    The whole index is read once, in blocks; on the way, the tokens of `parts` are counted, each between two fractions
+    of the sequences, which are rounded as megatron-core does. Raises InputError for missing files, and CorruptError,
+    which names the file and the field, for an index of another format, of disagreeing entries, or of another .bin file.
     """
     for path in (bin_path(prefix), idx_path(prefix)):
         if not path.is_file():
             raise InputError(f"{path} does not exist: give the prefix of a .bin and .idx pair")
     dtype, lengths, pointers, bounds = _read_header(idx_path(prefix))
     bin_bytes = bin_path(prefix).stat().st_size
-    checksum = _check_sequences(prefix, dtype, lengths, pointers, bin_bytes)
+    sums = _Sums([(round(begin * lengths.count), round(end * lengths.count)) for begin, end in parts])
+    _check_sequences(prefix, dtype, lengths, pointers, bin_bytes, sums)
     _check_documents(bounds, lengths.count)
     tokens = bin_bytes // dtype.itemsize
-    identity = f"{dtype} {lengths.count} {tokens} {checksum:08x}"
-    return TokenIndex(dtype, lengths.map(), pointers.map(), bounds.map(), tokens, identity)
+    identity = f"{dtype} {lengths.count} {tokens} {sums.checksum:08x}"
+    return TokenIndex(dtype, lengths.map(), pointers.map(), bounds.map(), tokens, identity, tuple(sums.part_tokens))
+
+
+class _Sums:
+    """What is made of all lengths, block by block: a checksum, and the tokens of parts (first sequence, end)."""
+
+    def __init__(self, parts: Sequence[tuple[int, int]]) -> None:
+        self.checksum = 0
+        self.part_tokens = [0] * len(parts)
+        self._parts = parts
+
+    def add(self, first: int, block: np.ndarray) -> None:
+        """The lengths of the sequences from `first` on."""
+        self.checksum = zlib.crc32(block.tobytes(), self.checksum)
+        for number, (begin, end) in enumerate(self._parts):
+            own = block[max(0, begin - first) : max(0, end - first)]
+            self.part_tokens[number] += int(own.sum(dtype=np.int64))
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], _Array, _Array, _Array]:
@@ -137,12 +157,14 @@ def _corrupt(path: Path, what: str) -> CorruptError:
     return CorruptError(f"{path}: {what}; {REMEDY}")
 
 
-def _check_sequences(prefix: str, dtype: np.dtype[Any], lengths: _Array, pointers: _Array, bin_bytes: int) -> int:
+def _check_sequences(
+    prefix: str, dtype: np.dtype[Any], lengths: _Array, pointers: _Array, bin_bytes: int, sums: _Sums
+) -> None:
     """Hold each pointer against the length before it, and the end of the last sequence against the .bin file.
 
-    Returns a checksum of the lengths.
+    `sums` gets all lengths.
     """
-    path, checksum = idx_path(prefix), 0
+    path = idx_path(prefix)
     if pointers.count and pointers[0]:
         raise _corrupt(path, f"sequence pointer 0 is {pointers[0]}, not 0")
     if not pointers.count and bin_bytes:
@@ -159,8 +181,7 @@ def _check_sequences(prefix: str, dtype: np.dtype[Any], lengths: _Array, pointer
         wrong = np.flatnonzero(starts[:-1] + block * np.int64(dtype.itemsize) != starts[1:])
         if len(wrong):
             raise _disagreement(prefix, begin + int(wrong[0]), dtype, lengths, pointers, bin_bytes)
-        checksum = zlib.crc32(block.tobytes(), checksum)
-    return checksum
+        sums.add(begin, block)
 
 
 def _disagreement(
@@ -215,9 +236,13 @@ def check_token_ids(prefixes: Iterable[str], vocab_size: int, *, cache: Path | N
     found in a large file is remembered in the folder `cache`.
     """
     for prefix in prefixes:
-        index = read_index(prefix)
-        record = token_files_record(prefix)
-        said = record.files.get(".bin") if record is not None else None
-        is_of_this = said is not None and said.bytes == index.tokens * index.dtype.itemsize
-        largest = record.max_token_id if record is not None and is_of_this else None
-        refuse_ids_outside(vocab_size, prefix, bin_path(prefix), index.dtype, largest=largest, cache=cache)
+        check_index_ids(prefix, read_index(prefix), vocab_size, cache=cache)
+
+
+def check_index_ids(prefix: str, index: TokenIndex, vocab_size: int, *, cache: Path | None = None) -> None:
+    """The same of a prefix whose index has been read. Raises InputError."""
+    record = token_files_record(prefix)
+    said = record.files.get(".bin") if record is not None else None
+    is_of_this = said is not None and said.bytes == index.tokens * index.dtype.itemsize
+    largest = record.max_token_id if record is not None and is_of_this else None
+    refuse_ids_outside(vocab_size, prefix, bin_path(prefix), index.dtype, largest=largest, cache=cache)

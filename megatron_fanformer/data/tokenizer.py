@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from megatron_fanformer.durable_files import publish, temporary_name
 from megatron_fanformer.errors import InputError
 
+TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"  # their usual names in a folder
 END_OF_TEXT = "<|endoftext|>"
 # Names of the piece that ends a document, the likeliest first.
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
@@ -76,7 +77,7 @@ def tokenizer_file(path: Path) -> Path:
     """
     if path.is_dir():
         models = sorted(path.glob("*.model"))
-        named = [path / "tokenizer.json", path / "tokenizer.model", *(models if len(models) == 1 else [])]
+        named = [path / TOKENIZER_JSON, path / TOKENIZER_MODEL, *(models if len(models) == 1 else [])]
         path = next((candidate for candidate in named if candidate.is_file()), path)
         if path.is_dir():
             raise InputError(f"folder {path} holds no tokenizer: it needs a tokenizer.json or one .model file")

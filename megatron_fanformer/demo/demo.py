@@ -20,7 +20,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from megatron_fanformer.data.tokenizer import load_tokenizer, train_sentencepiece
+from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
+from megatron_fanformer.data.tokenizer import TOKENIZER_MODEL, load_tokenizer, train_sentencepiece
 from megatron_fanformer.demo.corpus import Corpus, pack_standard_library
 from megatron_fanformer.demo.loss_curve import draw_loss_curve
 from megatron_fanformer.errors import FanformerError, InputError
@@ -30,7 +31,7 @@ from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.preparation.document_files import read_documents
 from megatron_fanformer.preparation.prepare import PrepareConfig, available_cores, prepare
 from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.metrics import VALIDATION_LOSS, read_metrics
+from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.start import start_run
 
 VOCAB_SIZE = 8192
@@ -58,7 +59,7 @@ class Places:
     @property
     def tokenizer(self) -> Path:
         """The sentencepiece model."""
-        return self.root / "tokenizer.model"
+        return self.root / TOKENIZER_MODEL
 
     def tokens(self, part: str) -> Path:
         """Prefix of the token files of `train` or `held-out`."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.training.metrics import VALIDATION_LOSS
+from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
 
 VALIDATION_PREFIX = f"{VALIDATION_LOSS}/"
 

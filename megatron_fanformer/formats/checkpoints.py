@@ -11,13 +11,12 @@ from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of, ope
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.formats.huggingface import (
     MAX_SHARD_SIZE,
-    is_huggingface_folder,
     open_huggingface,
     write_huggingface,
 )
 from megatron_fanformer.formats.name_table import Format
+from megatron_fanformer.formats.recognition import MODELS, checkpoint_of, recognise
 from megatron_fanformer.formats.reference import (
-    is_reference_folder,
     open_reference,
     optimizer_files,
     write_reference,
@@ -67,16 +66,17 @@ def open_checkpoint(source: Path) -> Checkpoint:
     """Recognise a checkpoint, and read everything about it but its tensors.
 
     Raises:
-        InputError: it is none, or its model cannot be built here.
+        InputError: it is of none of the kinds that hold a model, or its model cannot be built here.
         CorruptError: it is damaged, or holds what might be executed.
     """
-    if is_huggingface_folder(source):
+    target = recognise(source, MODELS)
+    if target.kind == "hf":
         return Checkpoint("hf", source, *open_huggingface(source), store.attached_tokenizer(source))
-    if is_reference_folder(source):
+    if target.kind == "reference":
         config, tensors = open_reference(source)
         left = tuple(optimizer_files(source))
         return Checkpoint("reference", source, config, tensors, store.attached_tokenizer(source), left)
-    found = store.find_checkpoint(source)
+    found = checkpoint_of(target)
     return Checkpoint(
         "megatron", found, store.saved_model(found), open_full_tensors(found), store.attached_tokenizer(found)
     )

@@ -4,11 +4,10 @@ An export is self-contained. It holds the model's code, that of `megatron_fanfor
 that `trust_remote_code=True` opens it where this package is not installed.
 """
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -16,9 +15,10 @@ from transformers import GenerationConfig
 
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
 from megatron_fanformer.checkpoint.model_fields import wrong_fields
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.model_card import Card, model_card
 from megatron_fanformer.formats.p_ratio import inferred_p_ratio
+from megatron_fanformer.formats.recognition import CONFIG_JSON, recognise
 from megatron_fanformer.formats.tokenizer_files import write_tokenizer
 from megatron_fanformer.formats.weight_files import open_weights, write_shards
 from megatron_fanformer.hf import FANformerConfig as HuggingFaceConfig
@@ -26,7 +26,7 @@ from megatron_fanformer.hf import configuration_fanformer, modeling_fanformer
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 
 Placement: TypeAlias = Literal["qkv", "qk_and_v", "none"]
-CONFIG_JSON, MODEL_CARD = "config.json", "README.md"
+MODEL_CARD = "README.md"
 MAX_SHARD_SIZE = "5GB"
 FAN_WEIGHT = "model.layers.0.self_attn.fan.weight"
 V_FAN_WEIGHT = "model.layers.0.self_attn.v_fan.weight"
@@ -35,12 +35,6 @@ AUTO_MAP = {
     "AutoModel": "modeling_fanformer.FANformerModel",
     "AutoModelForCausalLM": "modeling_fanformer.FANformerForCausalLM",
 }
-
-
-def is_huggingface_folder(folder: Path) -> bool:
-    """Whether `folder` holds a FANformer as transformers opens it; reads no weights."""
-    path = folder / CONFIG_JSON
-    return path.is_file() and _read_json(path).get("model_type") == HuggingFaceConfig.model_type
 
 
 def write_huggingface(
@@ -88,6 +82,28 @@ def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
     return _checked_config(folder, stated, tensors), tensors
 
 
+class StatedModel(NamedTuple):
+    """What the configuration of a Hugging Face folder says; no weights are held against it."""
+
+    config: FANformerConfig
+    dtype: torch.dtype
+    """Of the weights; float32 where none is stated."""
+    end_of_text_id: int | None
+
+
+def stated_model(folder: Path) -> StatedModel:
+    """The model that a folder's configuration states; its weights need not be there.
+
+    Raises:
+        InputError: not a FANformer of transformers, or an impossible configuration.
+        CorruptError: the configuration cannot be read.
+    """
+    stated = _stated_config(folder)
+    dtype = stated.dtype if isinstance(stated.dtype, torch.dtype) else torch.float32
+    end_of_text_id = stated.eos_token_id if isinstance(stated.eos_token_id, int) else None
+    return StatedModel(_checked_config(folder, stated, {}), dtype, end_of_text_id)
+
+
 def huggingface_config(folder: Path, tensors: Mapping[str, Tensor]) -> FANformerConfig:
     """The configuration alone; of `tensors` only names and shapes count, so that they may be on the meta device.
 
@@ -98,8 +114,7 @@ def huggingface_config(folder: Path, tensors: Mapping[str, Tensor]) -> FANformer
 
 
 def _stated_config(folder: Path) -> HuggingFaceConfig:
-    if not is_huggingface_folder(folder):
-        raise InputError(f"{folder} is no Hugging Face folder of a FANformer: name one that {CONFIG_JSON} says is")
+    recognise(folder, ("hf",))
     try:
         return HuggingFaceConfig.from_pretrained(folder)
     except Exception as error:  # transformers' own checks raise anything
@@ -174,14 +189,6 @@ def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
 def _v_p_ratio(stated: HuggingFaceConfig) -> float:
     own: float | None = getattr(stated, "v_p_ratio", None)
     return stated.p_ratio if own is None else own
-
-
-def _read_json(path: Path) -> dict[str, object]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CorruptError(f"{path} cannot be read: {error}") from error
-    return content if isinstance(content, dict) else {}
 
 
 def _write_tokenizer(folder: Path, source: Path, config: FANformerConfig, end_of_text_id: int | None) -> None:

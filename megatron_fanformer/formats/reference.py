@@ -4,7 +4,6 @@ Field names and defaults are those of the reference's model configuration. Dropo
 are not read: they leave no trace in the weights.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,14 +12,15 @@ from typing import Any, NamedTuple
 import yaml
 from torch import Tensor
 
+from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
 from megatron_fanformer.checkpoint.model_fields import wrong_fields
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.p_ratio import inferred_p_ratio
+from megatron_fanformer.formats.recognition import CONFIG_JSON
 from megatron_fanformer.formats.weight_files import SAFETENSORS, open_weights, write_safetensors
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 
-CONFIG_YAML, CONFIG_JSON = "config.yaml", "config.json"
 WRAP_PREFIX = "model."
 FAN_WEIGHT = "transformer.blocks.0.att_proj.fanlayer.input_linear.weight"
 FAN_BIAS = "transformer.blocks.0.att_proj.fanlayer.input_linear.bias"
@@ -58,13 +58,6 @@ _RULES = {
     "clip_qkv": _Rule(None, None, "queries, keys and values are not clipped"),
     "scale_logits": _Rule(False, False, "logits are not scaled"),
 }
-
-
-def is_reference_folder(folder: Path) -> bool:
-    """Whether `folder` is laid out as one of the authors' checkpoints; reads no weights."""
-    if (folder / CONFIG_YAML).is_file():
-        return "d_model" in _model_section(_read_config(folder))
-    return (folder / CONFIG_JSON).is_file() and "d_model" in _read_config(folder)
 
 
 def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
@@ -120,22 +113,15 @@ def write_reference(
     The authors' own code reads it too, unless the FAN map has no bias: theirs always has one.
     """
     text = yaml.safe_dump({"model": _fields(config, end_of_text_id)}, sort_keys=False)
-    (folder / CONFIG_YAML).write_text(text)
+    (folder / store.CONFIG).write_text(text)
     write_safetensors(folder / SAFETENSORS, tensors)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    path = next((folder / name for name in (CONFIG_YAML, CONFIG_JSON) if (folder / name).is_file()), None)
+    path = next((folder / name for name in (store.CONFIG, CONFIG_JSON) if (folder / name).is_file()), None)
     if path is None:
-        raise InputError(f"{folder} is no reference checkpoint: it must hold {CONFIG_YAML} or {CONFIG_JSON}")
-    try:
-        text = path.read_text(encoding="utf-8")
-        config = yaml.safe_load(text) if path.name == CONFIG_YAML else json.loads(text)
-    except (ValueError, yaml.YAMLError) as error:
-        raise CorruptError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(config, dict):
-        raise CorruptError(f"{path} holds no configuration: it must be a mapping of fields to values")
-    return config
+        raise InputError(f"{folder} is no reference checkpoint: it must hold {store.CONFIG} or {CONFIG_JSON}")
+    return store.read_mapping(path)
 
 
 def _model_section(config: dict[str, Any]) -> dict[str, Any]:

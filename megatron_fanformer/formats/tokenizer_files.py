@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_fanformer.data.tokenizer import TOKENIZER_JSON, TOKENIZER_MODEL
 from megatron_fanformer.errors import InputError
 
 SPACE_MARK = "\u2581"
-TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 # Spaces in every place, line ends, code, several scripts, combining marks, rare characters, look-alikes.

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.saved_progress import SavedProgress, saved_progress
+from megatron_fanformer.checkpoint.plain_values import SavedProgress, saved_progress
 from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.formats.name_table import Format, listed
 
-# As training.metrics writes them; a test holds the two together.
-METRICS, VALIDATION_LOSS = "metrics.jsonl", "validation_loss"
 DEGREES = {
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",
@@ -92,9 +90,10 @@ def _length_rows(saved: Saved, progress: SavedProgress) -> Rows:
 
 
 def _loss_rows(checkpoint: Path, step: int) -> Rows:
-    losses = _losses(checkpoint.parent.parent / METRICS, step) if checkpoint.parent.name == store.CHECKPOINTS else {}
+    is_of_a_run = checkpoint.parent.name == store.CHECKPOINTS
+    losses = _losses(checkpoint.parent.parent / store.METRICS, step) if is_of_a_run else {}
     if not losses:
-        return [("losses", f"not known: the run's {METRICS} was not at hand, or has no step {step}")]
+        return [("losses", f"not known: the run's {store.METRICS} was not at hand, or has no step {step}")]
     return [(name, f"{loss:.4f} nats a token, at step {at:,}") for name, (at, loss) in losses.items()]
 
 
@@ -108,7 +107,7 @@ def _losses(metrics: Path, step: int) -> dict[str, tuple[int, float]]:
         for name, value in entry.items():
             kind, _, dataset = name.partition("/")
             is_number = isinstance(value, int | float) and math.isfinite(value)
-            if is_number and kind == VALIDATION_LOSS and dataset:
+            if is_number and kind == store.VALIDATION_LOSS and dataset:
                 found[f"validation loss, {_cell(dataset)}"] = at, value
             elif is_number and name == "loss" and at == step:
                 found = {"training loss": (at, value), **found}

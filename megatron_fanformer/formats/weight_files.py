@@ -8,10 +8,9 @@ import base64
 import binascii
 import functools
 import json
-import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,14 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from megatron_fanformer.checkpoint.full_tensors import LazyTensors, load_data, meta_of, what_was_refused
+from megatron_fanformer.checkpoint.data_files import damage_told, load_data
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
 from megatron_fanformer.errors import CorruptError, InputError
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("model.pt", "pytorch_model.bin")
 SAFETENSORS_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_TYPES.items()}
-_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, EOFError, TypeError, AttributeError)
 PICKLE_PROTOCOLS = range(2, 6)  # of those that begin with a mark
 HEADER_MULTIPLE = 8
 
@@ -144,27 +143,16 @@ def _is_pickle(name: str) -> bool:
 
 
 def _load_pickled(file: Path, device: str) -> dict[str, Tensor]:
-    # Older pickles are no archives, and cannot be mapped.
-    loaded = load_data(file, device, mapped=zipfile.is_zipfile(file))
+    with damage_told(file, trusted=f"save the tensors alone, as {SAFETENSORS}", whole="copy it anew"):
+        # Older pickles are no archives, and cannot be mapped.
+        loaded = load_data(file, device, mapped=zipfile.is_zipfile(file))
     if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
         raise CorruptError(f"{file} holds something else than tensors by name; save the model's state dict alone")
     return loaded
 
 
-@contextmanager
-def _damage_told(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (InputError, CorruptError):
-        raise
-    except pickle.UnpicklingError as error:
-        raise CorruptError(
-            f"the weights in {folder} are more than weights, or damaged: loading them might execute code, and is "
-            f"refused ({what_was_refused(error)}); save the tensors alone, as model.safetensors"
-        ) from error
-    except (safetensors.SafetensorError, *_UNREADABLE) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise CorruptError(f"the weights in {folder} cannot be read: {reason}; copy them anew") from error
+def _damage_told(folder: Path) -> AbstractContextManager[None]:
+    return damage_told(f"the weights in {folder}", whole="copy them anew", also=(safetensors.SafetensorError,))
 
 
 # -- writing

@@ -19,19 +19,16 @@ from torch import Tensor
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.training_state import load_weights
-from megatron_fanformer.errors import InputError
-from megatron_fanformer.formats.huggingface import (
-    from_huggingface_config,
-    is_huggingface_folder,
-    open_huggingface,
-)
+from megatron_fanformer.formats.huggingface import open_huggingface, stated_model
 from megatron_fanformer.formats.name_table import convert
-from megatron_fanformer.hf import FANformerConfig as HuggingFaceConfig
+from megatron_fanformer.formats.recognition import Kind, checkpoint_of, recognise
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, distributed
 from megatron_fanformer.runtime.seeding import seed_everything
+
+KINDS: tuple[Kind, ...] = ("run", "checkpoint", "hf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +56,10 @@ def find_model(checkpoint: Path) -> ModelSource:
         InputError: there is none, or it cannot be built.
         CorruptError: its configuration cannot be read.
     """
-    if is_huggingface_folder(checkpoint):
-        return _huggingface_source(checkpoint)
-    found = store.find_checkpoint(checkpoint)
+    target = recognise(checkpoint, KINDS)
+    if target.kind == "hf":
+        return _huggingface_source(target.path)
+    found = checkpoint_of(target)
     is_bf16 = store.saved_config(found).get("precision", {}).get("dtype") == "bf16"
     return ModelSource(
         path=found,
@@ -74,16 +72,13 @@ def find_model(checkpoint: Path) -> ModelSource:
 
 
 def _huggingface_source(folder: Path) -> ModelSource:
-    try:
-        stated = HuggingFaceConfig.from_pretrained(folder)
-    except (ValueError, TypeError) as error:
-        raise InputError(f"the model in {folder} cannot be built: {' '.join(str(error).split())}") from None
+    stated = stated_model(folder)
     return ModelSource(
         path=folder,
-        config=from_huggingface_config(stated),
+        config=stated.config,
         dtype=torch.bfloat16 if stated.dtype == torch.bfloat16 else torch.float32,
         tokenizer=store.attached_tokenizer(folder),
-        end_of_text_id=stated.eos_token_id if isinstance(stated.eos_token_id, int) else None,
+        end_of_text_id=stated.end_of_text_id,
         fill=functools.partial(_fill_from_huggingface, folder),
     )
 

@@ -7,13 +7,11 @@ from typing import Any
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import OPTIMIZER_PREFIX
-from megatron_fanformer.checkpoint.saved_progress import SavedProgress, saved_progress
+from megatron_fanformer.checkpoint.plain_values import SavedProgress, check_plain_values, saved_progress
 from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
 from megatron_fanformer.formats.training_record import layout
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows
 from megatron_fanformer.inspection.report import Report, plural, size, some
-from megatron_fanformer.inspection.target import CHECKPOINTS
-from megatron_fanformer.training.metrics import METRICS
 
 METRICS_TAIL_BYTES = 1 << 16
 
@@ -26,29 +24,25 @@ def describe_run(run: Path) -> Report:
     Raises:
         CorruptError: its newest checkpoint cannot be read.
     """
-    names = checkpoint_names(run)
+    names = [checkpoint.name for checkpoint in store.complete_checkpoints(run)]
     latest = store.latest_checkpoint(run)
     last = last_metrics(run)
     rows = [("checkpoints", f"{len(names)}: {some(names)}" if names else "none")]
     if last:
-        rows.append((METRICS, ", ".join(f"{name} {last[name]:g}" for name in ("step", "loss") if name in last)))
+        rows.append((store.METRICS, ", ".join(f"{name} {last[name]:g}" for name in ("step", "loss") if name in last)))
     facts = {"kind": "run", "path": str(run), "checkpoints": names, "last_metrics": last}
     return Report(f"{run}: run", facts, rows, [describe_checkpoint(latest)] if latest else [])
-
-
-def checkpoint_names(run: Path) -> list[str]:
-    """The complete checkpoints of a run, the oldest first."""
-    return sorted(path.name for path in (run / CHECKPOINTS).glob("step-*") if store.is_checkpoint(path))
 
 
 def describe_checkpoint(checkpoint: Path) -> Report:
     """One checkpoint: step, model, layout, precision and what is stored.
 
     Raises:
-        CorruptError: it cannot be read.
+        CorruptError: it cannot be read, or holds more than data.
     """
     config, saved = store.saved_model(checkpoint), store.saved_config(checkpoint)
     table = read_table(checkpoint)
+    check_plain_values(checkpoint, table)
     progress = saved_progress(checkpoint, table)
     tokenizer = store.attached_tokenizer(checkpoint)
     files = [path for path in checkpoint.iterdir() if path.is_file()]
@@ -90,8 +84,8 @@ def _progress_rows(progress: SavedProgress | None, seq_length: int) -> Rows:
 def last_metrics(run: Path) -> dict[str, Any] | None:
     """The last whole line of a run's metrics.jsonl."""
     try:
-        with (run / METRICS).open("rb") as stream:
-            stream.seek(max(0, (run / METRICS).stat().st_size - METRICS_TAIL_BYTES))
+        with (run / store.METRICS).open("rb") as stream:
+            stream.seek(max(0, (run / store.METRICS).stat().st_size - METRICS_TAIL_BYTES))
             lines = stream.read().split(b"\n")
     except FileNotFoundError:
         return None

@@ -8,8 +8,8 @@ import io
 from pathlib import Path
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.full_tensors import COMMON, Section, damage_told
-from megatron_fanformer.checkpoint.saved_progress import common_state
+from megatron_fanformer.checkpoint.data_files import Section, damage_told
+from megatron_fanformer.checkpoint.plain_values import COMMON, common_state
 from megatron_fanformer.checkpoint.tensor_table import METADATA, Stored, Table, read_table, stored_parts, tensors_of
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats.name_table import expected_shapes

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.formats.recognition import OURS, Target, checkpoint_of, recognise
 from megatron_fanformer.inspection.report import Advance, Report, as_json
-from megatron_fanformer.inspection.target import Target, recognise
 
 
 def inspect_path(path: str, *, verify: bool, json: bool) -> None:
@@ -41,7 +42,7 @@ def _kind(target: Target) -> _Kind:
     """Imports what the kind needs: data neither torch nor megatron-core."""
     if target.is_data:
         return _data()
-    return _checkpoint() if target.kind in ("run", "checkpoint") else _export()
+    return _checkpoint() if target.kind in OURS else _export()
 
 
 def _data() -> _Kind:
@@ -52,14 +53,13 @@ def _data() -> _Kind:
 
 
 def _checkpoint() -> _Kind:
-    from megatron_fanformer.checkpoint import store
     from megatron_fanformer.inspection.checkpoint import describe_checkpoint, describe_run
     from megatron_fanformer.inspection.checkpoint_check import bytes_to_check, check_checkpoint
 
     return _Kind(
         lambda target: describe_run(target.path) if target.kind == "run" else describe_checkpoint(target.path),
-        lambda target: bytes_to_check(store.find_checkpoint(target.path)),
-        lambda target, advance: check_checkpoint(store.find_checkpoint(target.path), advance),
+        lambda target: bytes_to_check(checkpoint_of(target)),
+        lambda target, advance: check_checkpoint(checkpoint_of(target), advance),
     )
 
 
@@ -67,9 +67,9 @@ def _export() -> _Kind:
     from megatron_fanformer.inspection import export
 
     return _Kind(
-        lambda target: export.describe_export(target.path, export.form_of(target.kind)),
+        lambda target: export.describe_export(target.path, export.format_of(target)),
         lambda target: export.bytes_to_check(target.path),
-        lambda target, advance: export.check_export(target.path, export.form_of(target.kind), advance),
+        lambda target, advance: export.check_export(target.path, export.format_of(target), advance),
     )
 
 
@@ -133,8 +133,8 @@ def _configuration_of(path: str, config: Path | None) -> tuple[Path, Target | No
     if Path(path).suffix in (".yaml", ".yml") and Path(path).is_file():
         return config or Path(path), None
     target = recognise(path)
-    if target.kind in ("run", "checkpoint"):
-        return config or target.path / "config.yaml", None
+    if target.kind in OURS:
+        return config or target.path / store.CONFIG, None
     if not target.is_data:
         raise InputError(f"{path} is an export, of which nothing says what it was trained on: name a run's folder")
     if config is None:

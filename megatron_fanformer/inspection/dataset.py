@@ -21,8 +21,8 @@ from megatron_fanformer.data.manifest import (
 from megatron_fanformer.data.npy_files import SUFFIX, NpyType, open_npy_files
 from megatron_fanformer.data.token_files import bin_path, idx_path, read_index
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.formats.recognition import Target
 from megatron_fanformer.inspection.report import Report, plural, size, some
-from megatron_fanformer.inspection.target import Target
 
 NPY_DTYPE: NpyType = "uint16"  # of the paper's files, which say nothing about it
 TITLES = {

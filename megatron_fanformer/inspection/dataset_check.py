@@ -19,8 +19,8 @@ from megatron_fanformer.data.manifest import (
 )
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.formats.recognition import Target
 from megatron_fanformer.inspection.report import Advance, plural, size
-from megatron_fanformer.inspection.target import Target
 
 TOKEN_ENDINGS = (".bin", ".npy")
 BLOCK_BYTES = 1 << 22

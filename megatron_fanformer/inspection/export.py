@@ -3,14 +3,14 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 from torch import Tensor
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats.huggingface import huggingface_config
-from megatron_fanformer.formats.name_table import expected_shapes
+from megatron_fanformer.formats.name_table import Format, expected_shapes
+from megatron_fanformer.formats.recognition import Target
 from megatron_fanformer.formats.reference import WRAP_PREFIX, reference_config
 from megatron_fanformer.formats.weight_files import read_shapes, weight_files
 from megatron_fanformer.inspection.archive import check_archive
@@ -18,18 +18,17 @@ from megatron_fanformer.inspection.model_rows import model_facts, model_rows
 from megatron_fanformer.inspection.report import Advance, Report, plural, size, some
 from megatron_fanformer.model.config import FANformerConfig
 
-Form = Literal["huggingface", "reference"]
-TITLES: dict[Form, str] = {"huggingface": "Hugging Face folder", "reference": "reference checkpoint"}
+TITLES: dict[Format, str] = {"hf": "Hugging Face folder", "reference": "reference checkpoint"}
 # A torch archive's records are checked by their CRC-32; safetensors have none.
 PICKLE_SUFFIXES = (".pt", ".bin")
 
 
-def form_of(kind: str) -> Form:
-    """The form of an export that was recognised."""
-    return "huggingface" if kind == "huggingface" else "reference"
+def format_of(target: Target) -> Format:
+    """The format of an export that was recognised."""
+    return "hf" if target.kind == "hf" else "reference"
 
 
-def describe_export(folder: Path, form: Form) -> Report:
+def describe_export(folder: Path, format: Format) -> Report:
     """The model, its type and its files.
 
     Raises:
@@ -37,13 +36,13 @@ def describe_export(folder: Path, form: Form) -> Report:
         CorruptError: a file is missing or cannot be read.
     """
     shapes = read_shapes(folder)
-    config = _config(folder, form, shapes)
+    config = _config(folder, format, shapes)
     files = weight_files(folder)
     tokenizer = store.attached_tokenizer(folder)
     total = sum(file.stat().st_size for file in files)
     stored, types = sum(tensor.numel() for tensor in shapes.values()), _types(shapes)
     facts = {
-        "kind": form,
+        "kind": format,
         "path": str(folder),
         "model": {**dataclasses.asdict(config), **model_facts(config)},
         "dtype": types,
@@ -59,11 +58,11 @@ def describe_export(folder: Path, form: Form) -> Report:
         ("files", f"{len(files)}, {size(total)}: {some(file.name for file in files)}"),
         ("tokenizer", tokenizer.name if tokenizer else "none"),
     ]
-    return Report(f"{folder}: {TITLES[form]}", facts, rows)
+    return Report(f"{folder}: {TITLES[format]}", facts, rows)
 
 
-def _config(folder: Path, form: Form, shapes: Mapping[str, Tensor]) -> FANformerConfig:
-    return huggingface_config(folder, shapes) if form == "huggingface" else reference_config(folder, shapes)
+def _config(folder: Path, format: Format, shapes: Mapping[str, Tensor]) -> FANformerConfig:
+    return huggingface_config(folder, shapes) if format == "hf" else reference_config(folder, shapes)
 
 
 def _types(shapes: Mapping[str, Tensor]) -> str:
@@ -75,17 +74,17 @@ def bytes_to_check(folder: Path) -> int:
     return sum(file.stat().st_size for file in weight_files(folder) if file.suffix in PICKLE_SUFFIXES)
 
 
-def check_export(folder: Path, form: Form, advance: Advance) -> str:
+def check_export(folder: Path, format: Format, advance: Advance) -> str:
     """Check that exactly the model's tensors are there, whole and in their shapes; says what was checked.
 
     Raises:
         CorruptError: something is missing or damaged; names it.
     """
     found = {name: tuple(tensor.shape) for name, tensor in read_shapes(folder).items()}
-    config = _config(folder, form, read_shapes(folder))
-    if form == "reference" and all(name.startswith(WRAP_PREFIX) for name in found):
+    config = _config(folder, format, read_shapes(folder))
+    if format == "reference" and all(name.startswith(WRAP_PREFIX) for name in found):
         found = {name.removeprefix(WRAP_PREFIX): shape for name, shape in found.items()}
-    expected = expected_shapes(config, "hf" if form == "huggingface" else "reference")
+    expected = expected_shapes(config, format)
     for name in expected.keys() | found.keys():
         if found.get(name) != expected.get(name):
             raise CorruptError(

@@ -152,16 +152,30 @@ def _slurm_address(env: "os._Environ[str]") -> RankAddress:
 LAUNCHED_HERE = "FANFORMER_LAUNCHED_HERE"
 
 
-def prepare_launch(*, threads: int, stop_signals: str) -> None:
-    """Say to torch's agent which signals stop a run, and to child processes that we launch them, on so many threads."""
+def prepare_launch(*, threads: int, stop_signals: str, found: Path) -> None:
+    """Say to torch's agent which signals stop a run, and to child processes that we launch them, on so many threads.
+
+    Args:
+        found: the file of what the launcher found, for the ranks to go by.
+    """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = stop_signals
     os.environ["OMP_NUM_THREADS"] = str(threads)  # OpenMP reads it when a process starts
-    os.environ[LAUNCHED_HERE] = "1"
+    os.environ[LAUNCHED_HERE] = str(found)
+
+
+def end_launch() -> None:
+    """What this process starts from now on is no rank of it."""
+    os.environ.pop(LAUNCHED_HERE, None)
 
 
 def launched_here() -> bool:
     """Whether this process is a rank that `launch` started, which tells the user of failures itself."""
     return LAUNCHED_HERE in os.environ and "RANK" in os.environ
+
+
+def found_by_launcher() -> Path | None:
+    """The file of what this rank's launcher found; None where another program launched it."""
+    return Path(os.environ[LAUNCHED_HERE]) if launched_here() else None
 
 
 def use_huge_pages() -> None:

@@ -6,8 +6,10 @@ address in its environment and joins.
 
 import json
 import logging
+import pickle
 import signal
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -24,7 +26,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from megatron_fanformer.errors import FanformerError, Interrupted
 from megatron_fanformer.processes import STOP_SIGNALS
-from megatron_fanformer.runtime.device import prepare_launch
+from megatron_fanformer.runtime.device import end_launch, found_by_launcher, prepare_launch
 
 STOP_GRACE_SECONDS = 600  # what a rank has for its checkpoint after a signal to stop
 PEER_FAILURE_WAIT_SECONDS = 5.0  # a rank that lost a peer lets the peer's own error be seen first
@@ -62,15 +64,36 @@ class _FailFastAgent(LocalElasticAgent):
         }
 
 
-def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int) -> None:
+def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, found: Any) -> None:
     """Run `python -m megatron_fanformer ARGUMENTS` as `num_ranks` local ranks, and wait for them.
+
+    Args:
+        found: what the ranks are to go by instead of finding it again; they get it by `read_found`.
 
     Raises:
         RankFailed: a rank failed, and the others were ended; or a rank could not save after a signal.
         Interrupted: a signal stopped this process, and the ranks after they saved.
         FanformerError: a signal came before there was a rank.
     """
-    prepare_launch(threads=threads, stop_signals=",".join(number.name for number in STOP_SIGNALS))
+    # In a folder that this user alone may write to: what is unpickled from it is this program's own.
+    with tempfile.TemporaryDirectory(prefix="fanformer-") as folder:
+        file = Path(folder) / "found"
+        file.write_bytes(pickle.dumps(found))
+        prepare_launch(threads=threads, stop_signals=",".join(number.name for number in STOP_SIGNALS), found=file)
+        try:
+            _run_agent(num_ranks, arguments)
+        finally:
+            end_launch()
+
+
+def read_found() -> Any:
+    """What this rank's launcher found; None where another program launched it."""
+    file = found_by_launcher()
+    return None if file is None else pickle.loads(file.read_bytes())
+
+
+def _run_agent(num_ranks: int, arguments: Sequence[str]) -> None:
+    """Raises as `launch_ranks`."""
     _quieten_agent()
     parameters = RendezvousParameters(
         backend="c10d",
@@ -151,7 +174,7 @@ def report_failure() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if any(sign in str(error) for sign in PEER_FAILURE_SIGNS):
+        if getattr(error, "is_told_elsewhere", False) or any(sign in str(error) for sign in PEER_FAILURE_SIGNS):
             # Not this rank's own failure: the peer's is what the user must see, and is about to be noticed.
             time.sleep(PEER_FAILURE_WAIT_SECONDS)
         handler = get_error_handler()

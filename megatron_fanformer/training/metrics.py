@@ -9,11 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megatron_fanformer.checkpoint.store import METRICS, TENSORBOARD
 from megatron_fanformer.durable_files import write_atomically
-
-METRICS = "metrics.jsonl"
-TENSORBOARD = "tensorboard"
-VALIDATION_LOSS = "validation_loss"  # the first part of a validation loss's name, before its set's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +21,10 @@ class LoggingConfig:
     """Steps between printed lines where the output is no terminal; metrics.jsonl has every step."""
     tensorboard: bool = True
     """Whether to write TensorBoard's event files."""
+    folder: str | None = None
+    """Folder for a log file a rank (rank-00000.log and so on, appended to): what the run does, at level DEBUG, with
+    time, level, rank and module, every warning, and the traceback of an error; null: none. `train --log-file` stands
+    before it."""
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
@@ -107,18 +108,12 @@ class ProgressLine:
         status = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
         self._bar.update(self._task, completed=step, status=status)
         if not self._console.is_terminal and (step % self._interval == 0 or step == self._total):
-            self._print(f"step {step}/{self._total}  {status}  left {self._time_left(step)}")
-
-    def note(self, text: str) -> None:
-        """Print a line above the live one."""
-        self._print(text)
+            line = f"step {step}/{self._total}  {status}  left {self._time_left(step)}"
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """End the live line."""
         self._bar.stop()
-
-    def _print(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
 
     def _time_left(self, step: int) -> str:
         seconds = (time.monotonic() - self._started) / max(1, step - self._first) * (self._total - step)

@@ -1,23 +1,43 @@
-"""What is checked before a run starts: its configuration, and every file that it is going to read."""
+"""What is checked before a run starts: its configuration, and every file that it is going to read.
+
+One process does it for all ranks (see start.py); what it found is a RunStart, which every rank goes by.
+"""
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.data.sample_counts import SampleCounts
+from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.formats.recognition import checkpoint_to_resume, find_checkpoint
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.device import resolve_device
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.fp8_rules import fp8_machine_problems
 
 
-def check_run(config: RunConfig, world_size: int | None) -> int:
-    """Check a run in a world of that many ranks (None: to be launched here); returns its data parallel size.
+@dataclass(frozen=True, kw_only=True)
+class RunStart:
+    """What a run starts from: decided once, for all its ranks."""
+
+    resumed: Path | None
+    """The run's own checkpoint that it goes on from."""
+    loaded: Path | None
+    """Where a new run begins with the weights of a checkpoint: that."""
+    data: DataSurvey
+    """The token files."""
+
+
+def check_run(config: RunConfig, world_size: int | None) -> RunStart:
+    """Check a run in a world of that many ranks (None: to be launched here), and say what it starts from.
 
     Raises:
         InputError: all that is wrong, one line each.
+        CorruptError: token files or a checkpoint are damaged.
     """
     found: list[str] = []
     data_parallel_size = 1
@@ -28,11 +48,36 @@ def check_run(config: RunConfig, world_size: int | None) -> int:
             found.append(str(error))
     found += config.problems(data_parallel_size)
     found += _machine_problems(config)
-    found += _file_problems(config)
+    found += _tokenizer_problems(config)
+    try:
+        resumed, loaded = _starting_points(config)
+    except InputError as error:
+        found.append(str(error))
+    else:
+        found += _checkpoint_problems(resumed, loaded, config)
     if found:
         raise InputError("\n".join(found))
-    config.data.check_token_ids(config.model.vocab_size)
-    return data_parallel_size
+    data = survey_data(config.data, config.model.vocab_size)
+    train_samples, valid_samples = drawn_samples(config)
+    counts = SampleCounts(data, config.model.seq_length)
+    counts.check(config.data, train_samples=train_samples, valid_samples=valid_samples)
+    return RunStart(resumed=resumed, loaded=loaded, data=data)
+
+
+def find_start(config: RunConfig) -> RunStart:
+    """What a run starts from, without the checks of what fits it.
+
+    Raises:
+        InputError, CorruptError: a file that it would start from is missing or damaged.
+    """
+    resumed, loaded = _starting_points(config)
+    return RunStart(resumed=resumed, loaded=loaded, data=survey_data(config.data))
+
+
+def drawn_samples(config: RunConfig) -> tuple[int, int]:
+    """Samples that a run draws of its training data, and of each validation set."""
+    training = config.training
+    return training.train_iters * training.global_batch_size, training.eval_iters * training.global_batch_size
 
 
 def _machine_problems(config: RunConfig) -> list[str]:
@@ -43,22 +88,27 @@ def _machine_problems(config: RunConfig) -> list[str]:
     return fp8_machine_problems(config.precision, device)
 
 
-def _file_problems(config: RunConfig) -> list[str]:
-    found = _tokenizer_problems(config)
+def _starting_points(config: RunConfig) -> tuple[Path | None, Path | None]:
+    """The checkpoint that a run goes on from, or the one whose weights it begins with. Raises InputError."""
     run = Path(config.training.run_dir)
     if run.exists() and not run.is_dir():
-        return [f"training.run_dir {run} is a file; name a folder"]
-    resumed = store.latest_checkpoint(run)
+        raise InputError(f"training.run_dir {run} is a file; name a folder")
+    try:
+        resumed = checkpoint_to_resume(run)
+    except InputError as error:
+        raise InputError(f"training.run_dir: {error}") from None
+    if resumed or not config.checkpoint.load:
+        return resumed, None
+    try:
+        return None, find_checkpoint(config.checkpoint.load)
+    except InputError as error:
+        raise InputError(f"checkpoint.load: {error}") from None
+
+
+def _checkpoint_problems(resumed: Path | None, loaded: Path | None, config: RunConfig) -> list[str]:
     if resumed:
-        found += _resume_problems(resumed, config)
-    elif config.checkpoint.load:
-        try:
-            start = store.find_checkpoint(Path(config.checkpoint.load))
-        except InputError as error:
-            found.append(f"checkpoint.load: {error}")
-        else:
-            found += _model_problems(start, config, ignoring=("seq_length",))  # weights fit any length
-    return found
+        return _resume_problems(resumed, config)
+    return _model_problems(loaded, config, ignoring=("seq_length",)) if loaded else []  # weights fit any length
 
 
 def _tokenizer_problems(config: RunConfig) -> list[str]:

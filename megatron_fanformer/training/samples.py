@@ -10,24 +10,30 @@ from torch import Tensor
 
 from megatron_fanformer.data.batches import micro_batches, sample_numbers
 from megatron_fanformer.data.datasets import Datasets, build_datasets
+from megatron_fanformer.data.survey import DataSurvey
 from megatron_fanformer.training.config import RunConfig
+from megatron_fanformer.training.preflight import drawn_samples
 
 
-def run_datasets(config: RunConfig) -> Datasets:
+def run_datasets(config: RunConfig, survey: DataSurvey | None = None) -> Datasets:
     """A run's training and validation samples; a collective call where torch.distributed is initialised.
+
+    Args:
+        survey: what was found of the token files; None: rank 0 looks at them now.
 
     Raises:
         InputError, CorruptError: as `build_datasets`.
     """
-    training, model = config.training, config.model
+    train_samples, valid_samples = drawn_samples(config)
     return build_datasets(
         config.data,
-        seq_length=model.seq_length,
-        train_samples=training.train_iters * training.global_batch_size,
-        valid_samples=training.eval_iters * training.global_batch_size,
-        seed=training.seed,
-        vocab_size=model.vocab_size,
-        eod_id=model.vocab_size - 1,  # no document boundary is looked for: samples run over them
+        seq_length=config.model.seq_length,
+        train_samples=train_samples,
+        valid_samples=valid_samples,
+        seed=config.training.seed,
+        vocab_size=config.model.vocab_size,
+        eod_id=config.model.vocab_size - 1,  # no document boundary is looked for: samples run over them
+        survey=survey,
     )
 
 

@@ -2,53 +2,85 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime.launch import launch_ranks
-from megatron_fanformer.runtime.parallel import distributed
 from megatron_fanformer.training.config import RunConfig, load_config
-from megatron_fanformer.training.preflight import check_run
+from megatron_fanformer.training.preflight import RunStart, check_run
+from megatron_fanformer.training.run_log import RunLog, log_file, run_log
+
+if TYPE_CHECKING:
+    from megatron_fanformer.runtime.parallel import RankGrid
 
 
-def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str]) -> None:
+def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], log: Path | None = None) -> None:
     """Run a configuration on this machine, on as many local ranks as its layout asks for.
 
     Args:
         arguments: this command's own, for the ranks to be started with.
+        log: the log file, where the command names one.
 
     Raises:
         InputError: the configuration is wrong; nothing was written.
     """
     config = load_config(file, overrides)
-    ranks = check_run(config, None) * config.parallel.model_parallel_size
-    kind = devices.resolve_device(config.parallel.device)
-    if kind == "cuda" and ranks > torch.cuda.device_count():
-        raise InputError(
-            f"the layout asks for {ranks} ranks, but this machine has {torch.cuda.device_count()} GPUs; change "
-            "parallel, or start over several nodes with torchrun"
-        )
-    if ranks == 1:
-        _train(config, None)
-    else:
-        launch_ranks(ranks, arguments, threads=config.parallel.threads_per_rank or devices.threads_per_rank(ranks))
+    with run_log(rank=0) as started:
+        start = check_run(config, None)
+        import torch  # after what is wrong was told
+
+        ranks = config.parallel.resolve_data_parallel_size(None) * config.parallel.model_parallel_size
+        kind = devices.resolve_device(config.parallel.device)
+        if kind == "cuda" and ranks > torch.cuda.device_count():
+            raise InputError(
+                f"the layout asks for {ranks} ranks, but this machine has {torch.cuda.device_count()} GPUs; change "
+                "parallel, or start over several nodes with torchrun"
+            )
+        if ranks > 1:
+            from megatron_fanformer.runtime.launch import launch_ranks
+
+            threads = config.parallel.threads_per_rank or devices.threads_per_rank(ranks)
+            launch_ranks(ranks, arguments, threads=threads, found=start)
+            return
+        started.write_to(log_file(config.logging, log, rank=0, world_size=1))
+        from megatron_fanformer.runtime.parallel import distributed
+
+        with distributed(config.parallel, None) as grid:
+            _train(config, grid, start, started)
 
 
-def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress) -> None:
-    """Run a configuration as one of the ranks that a launcher started."""
+def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress, log: Path | None = None) -> None:
+    """Run a configuration as one of the ranks that a launcher started.
+
+    Each rank checks what it needs to join the others; all else is checked by rank 0, or was by our own launcher.
+
+    Args:
+        log: the log file, where the command names one.
+
+    Raises:
+        InputError, CorruptError: as `check_run`, on every rank.
+    """
     config = load_config(file, overrides)
-    check_run(config, address.world_size)
-    _train(config, address)
+    if found := config.parallel.problems():
+        raise InputError("\n".join(found))
+    config.parallel.resolve_data_parallel_size(address.world_size)
+    from megatron_fanformer.runtime.agreement import on_main
+    from megatron_fanformer.runtime.launch import read_found
+    from megatron_fanformer.runtime.parallel import process_group, rank_grid
+
+    with run_log(address.rank) as started:
+        started.write_to(log_file(config.logging, log, rank=address.rank, world_size=address.world_size))
+        with process_group(config.parallel, address) as kind:
+            start = on_main(lambda: read_found() or check_run(config, address.world_size))
+            with rank_grid(config.parallel, kind) as grid:
+                _train(config, grid, start, started)
 
 
-def _train(config: RunConfig, address: devices.RankAddress | None) -> None:
+def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) -> None:
     from megatron_fanformer.training.trainer import Trainer  # after megatron-core was made ready
 
-    with distributed(config.parallel, address) as grid:
-        trainer = Trainer(config, grid)
-        try:
-            trainer.train()
-        finally:
-            trainer.close()
+    trainer = Trainer(config, grid, start, log.console)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()

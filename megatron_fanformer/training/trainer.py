@@ -2,8 +2,8 @@
 
 import functools
 import gc
+import logging
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,33 +24,48 @@ from megatron_fanformer.errors import DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.processes import STOP_SIGNALS
+from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.evaluation import evaluate_loss
 from megatron_fanformer.training.machine_choices import choice_lines, choose_for_machine
-from megatron_fanformer.training.metrics import VALIDATION_LOSS, MetricsWriter, ProgressLine
+from megatron_fanformer.training.metrics import MetricsWriter, ProgressLine
 from megatron_fanformer.training.optimizer import build_optimizer, keep_hyperparameters
+from megatron_fanformer.training.preflight import RunStart, find_start
 from megatron_fanformer.training.samples import run_batches, run_datasets
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import StepResult, StepShape, train_step, weights_in_step, wrap_stages
 
 GARBAGE_INTERVAL = 100  # steps
 
+logger = logging.getLogger(__name__)
+
 
 class Trainer:
     """A run on this rank: what it is made of, and the loop.
 
     Every rank builds one and calls `train`; `close` afterwards.
+
+    Args:
+        start: what the run was found to start from; None: rank 0 looks for it now.
+        console: the terminal, which rank 0 writes to.
     """
 
-    def __init__(self, config: RunConfig, grid: RankGrid) -> None:
+    def __init__(
+        self, config: RunConfig, grid: RankGrid, start: RunStart | None = None, console: Console | None = None
+    ) -> None:
         self.config, self._choices = choose_for_machine(config, grid)
+        self._start = start or on_main(functools.partial(find_start, config))
+        self._console = console or Console()
         self.grid = grid
         self.run = Path(config.training.run_dir)
         self.step = 0
         self.consumed_samples = 0
         self.last_step_seconds = 0.0
+        logger.debug(
+            "rank %d of %d, replica %d, on %s", grid.rank, grid.world_size, grid.data_parallel_rank, grid.device
+        )
         self._stop_asked = False  # of this rank, by a signal
         self._is_stopping = False  # all ranks, after the present step: a signal may reach some of them only
         seed_everything(config.training.seed, graphable=config.parallel.cuda_graph_impl != "none")
@@ -132,6 +147,8 @@ class Trainer:
         if self.grid.is_main:
             self._metrics.write(self.step, metrics)
             self._progress.update(self.step, loss=metrics["loss"], tokens_per_second=metrics["tokens_per_second"])
+        if self.step % self.config.logging.log_interval == 0 or self._is_over:
+            logger.debug("step %d  %s", self.step, "  ".join(f"{name} {value:g}" for name, value in metrics.items()))
 
     # -- what is periodic
 
@@ -145,9 +162,8 @@ class Trainer:
         for name, dataset in self._data.valid.items():
             with weights_in_step(self._wrapped):
                 loss = evaluate_loss(self._wrapped, dataset, self.grid, self._shape, eval_iters=training.eval_iters)
-            losses[f"{VALIDATION_LOSS}/{name}"] = loss
-            if self.grid.is_main:
-                self._progress.note(f"step {self.step}  validation loss ({name}) {loss:.4f}")
+            losses[f"{store.VALIDATION_LOSS}/{name}"] = loss
+            logger.info("step %d  validation loss (%s) %.4f", self.step, name, loss)
         return losses
 
     def _save_if_due(self, *, force: bool) -> None:
@@ -172,8 +188,8 @@ class Trainer:
         self._tell_saved(self._saver.finish_due(blocking=blocking))
 
     def _tell_saved(self, folder: Path | None) -> None:
-        if folder is not None and self.grid.is_main:
-            self._progress.note(f"step {self.step}  saved {folder}")  # by now perhaps an earlier step's
+        if folder is not None:
+            logger.info("step %d  saved %s", self.step, folder)  # by now perhaps an earlier step's
 
     @property
     def _is_over(self) -> bool:
@@ -196,14 +212,15 @@ class Trainer:
     def _build(self) -> None:
         config, grid = self.config, self.grid
         self.dtype = config.dtype(grid.device)
-        resumed = store.latest_checkpoint(self.run) is not None
-        is_drawn = not (resumed or config.checkpoint.load)  # else the weights are about to be loaded
+        loaded = self._start.loaded
+        is_drawn = not (self._start.resumed or loaded)  # else the weights are about to be loaded
         seed = config.training.seed if is_drawn else None
         self._stages = build_stages(
             config.model, config.parallel, grid, dtype=self.dtype, seed=seed, precision=config.precision
         )
-        if config.checkpoint.load and not resumed:
-            load_weights(store.find_checkpoint(Path(config.checkpoint.load)), self._stages, grid)
+        if loaded:
+            load_weights(loaded, self._stages, grid)
+            logger.debug("begins with the weights of %s", loaded)
         self._wrapped = wrap_stages(self._stages, config.parallel)
         self._optimizer = build_optimizer(
             config.optimizer,
@@ -232,11 +249,11 @@ class Trainer:
         )
 
     def _start_or_resume(self) -> None:
-        checkpoint = store.latest_checkpoint(self.run)
-        if checkpoint is None:
+        if self._start.resumed is None:
             return
+        started = time.monotonic()
         progress = load_training_state(
-            checkpoint,
+            self._start.resumed,
             stages=self._stages,
             optimizer=self._optimizer,
             config=self._resolved_config(),
@@ -245,10 +262,13 @@ class Trainer:
             fully_parallel=self.config.checkpoint.fully_parallel_save,
         )
         self.step, self.consumed_samples = progress["step"], progress["consumed_samples"]
+        logger.debug("loaded %s in %.1f s", self._start.resumed, time.monotonic() - started)
         self._scheduler.step(self.step)
 
     def _load_data(self) -> None:
-        self._data = run_datasets(self.config)
+        started = time.monotonic()
+        self._data = run_datasets(self.config, self._start.data)
+        logger.debug("built the datasets in %.1f s", time.monotonic() - started)
         self._batches = run_batches(
             self.config,
             self._data.train,
@@ -258,8 +278,14 @@ class Trainer:
         )
 
     def _open_logs(self) -> None:
-        if not self.grid.is_main:
-            return
+        if self.grid.is_main:
+            self._open_metrics()
+        for line in choice_lines(self._choices):
+            logger.info("%s", line)
+        if self.step:
+            logger.info("going on after step %d of %s", self.step, self.run)
+
+    def _open_metrics(self) -> None:
         self.run.mkdir(parents=True, exist_ok=True)
         write_atomically(self.run / store.CONFIG, yaml.safe_dump(self._resolved_config(), sort_keys=False))
         self._metrics = MetricsWriter(self.run, first_step=self.step + 1, tensorboard=self.config.logging.tensorboard)
@@ -267,12 +293,8 @@ class Trainer:
             total_steps=self.config.training.train_iters,
             done_steps=self.step,
             log_interval=self.config.logging.log_interval,
-            console=Console(file=sys.stdout),
+            console=self._console,
         )
-        for line in choice_lines(self._choices):
-            self._progress.note(line)
-        if self.step:
-            self._progress.note(f"going on after step {self.step} of {self.run}")
 
     def _resolved_config(self) -> dict[str, Any]:
         values = self.config.as_dict()

@@ -143,7 +143,8 @@ def save_in_the_earlier_form(layout: str, dtype: torch.dtype, folder: Path) -> S
     with training(layout, small_model(), dtype=dtype) as run:
         run.take_steps(2)
         weights = model_state(run.stages, run.grid)["model0"]
-        optimizer = run.optimizer.sharded_state_dict(weights, metadata=run.grid.sharding_metadata)
+        metadata = run.grid.sharding_metadata | {"distrib_optim_sharding_type": "fully_reshardable"}
+        optimizer = run.optimizer.sharded_state_dict(weights, metadata=metadata)
         checkpoint = [store.temporary_folder(folder, 2) if run.grid.is_main else None]
         torch.distributed.broadcast_object_list(checkpoint, src=0)
         assert checkpoint[0] is not None

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.formats.recognition import find_checkpoint
 
 
 def save(run: Path, step: int, keep: int | None = None) -> Path:
@@ -20,21 +21,21 @@ def names(run: Path) -> list[str]:
 
 def test_a_run_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
     assert store.latest_checkpoint(tmp_path) is None
-    with pytest.raises(InputError, match="no checkpoint"):
-        store.find_checkpoint(tmp_path)
+    with pytest.raises(InputError, match="of no known kind"):
+        find_checkpoint(tmp_path)
 
 
 def test_latest_is_the_one_published_last(tmp_path: Path) -> None:
     save(tmp_path, 10)
     last = save(tmp_path, 20)
-    assert store.find_checkpoint(tmp_path) == store.find_checkpoint(last) == last
+    assert find_checkpoint(tmp_path) == find_checkpoint(last) == last
     assert store.saved_config(last) == {"step": 20}
 
 
 def test_a_save_that_was_cut_off_is_never_found_and_goes_with_the_next(tmp_path: Path) -> None:
     save(tmp_path, 10)
     store.temporary_folder(tmp_path / store.CHECKPOINTS, 15)
-    assert store.find_checkpoint(tmp_path).name == "step-00000010"
+    assert find_checkpoint(tmp_path).name == "step-00000010"
     save(tmp_path, 20)
     assert names(tmp_path) == ["latest", "step-00000010", "step-00000020"]
 
@@ -50,7 +51,7 @@ def test_a_rewound_run_keeps_what_it_saves(tmp_path: Path) -> None:
         save(tmp_path, step)
     save(tmp_path, 15, keep=1)  # `latest` was set back to step 10
     assert names(tmp_path) == ["latest", "step-00000015", "step-00000020", "step-00000030"]
-    assert store.find_checkpoint(tmp_path).name == "step-00000015"
+    assert find_checkpoint(tmp_path).name == "step-00000015"
 
 
 def test_a_latest_that_names_nothing_is_corrupt(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.datasets import Datasets, build_datasets
+from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import InputError
 from tests.data.token_making import write_npy, write_pair
@@ -227,10 +228,10 @@ def test_npy_files_cannot_be_split(prefix: str, npy_files: list[str]) -> None:
 
 def test_every_kind_of_token_file_is_held_against_the_vocabulary(prefix: str, npy_files: list[str]) -> None:
     for config in (DataConfig(train_data=[prefix], valid_data={"v": npy_files}), DataConfig(train_data=[prefix])):
-        config.check_token_ids(600)
+        survey_data(config, 600)
     np.array([601], "<u2").tofile(npy_files[1])
     with pytest.raises(InputError, match=r"b\.npy holds token id 601"):
-        DataConfig(train_data=[prefix], valid_data={"v": npy_files}).check_token_ids(600)
+        survey_data(DataConfig(train_data=[prefix], valid_data={"v": npy_files}), 600)
 
 
 # -- the configuration

@@ -15,10 +15,10 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from megatron_fanformer.checkpoint import store
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.convert import convert_checkpoint
+from megatron_fanformer.formats.recognition import find_checkpoint
 from tests.formats.plain_fanformer import VARIANTS, random_weights, write
 
 BASE = VARIANTS["fanformer"]
@@ -51,7 +51,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     convert_checkpoint(
         write(folder / "reference", BASE, random_weights(BASE)), folder / "run", to="megatron", verified=False
     )
-    return store.find_checkpoint(folder / "run")
+    return find_checkpoint(folder / "run")
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_the_bomb_is_one(marker: Path) -> None:
 def test_a_pickle_as_weights(name: str, legacy: bool, reference: Path, marker: Path, refused: Any) -> None:
     (reference / "model.safetensors").unlink()
     torch.save({"a": Bomb(marker)}, reference / name, _use_new_zipfile_serialization=not legacy)
-    assert "loading them might execute code, and is refused" in refused(reference)
+    assert "holds more than data, which loading might execute: it is refused" in refused(reference)
 
 
 def test_a_bare_pickle_as_weights(reference: Path, marker: Path, refused: Any) -> None:

@@ -18,8 +18,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from megatron_fanformer.data.tokenizer import load_tokenizer, train_sentencepiece
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats import tokenizer_files
-from megatron_fanformer.formats.huggingface import is_huggingface_folder
 from megatron_fanformer.formats.name_table import expected_shapes
+from megatron_fanformer.formats.recognition import recognise
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import FANConfig
 from tests.tiny import tiny_model
@@ -353,7 +353,7 @@ def edited_copy(exported, tmp_path, **fields):
         ({"rope_theta": 10_000.5}, "must be whole"),
         ({"rope_theta": "large"}, "must be whole"),
         ({"id2label": 7}, "cannot be built"),
-        ({"model_type": "llama"}, "no Hugging Face folder of a FANformer"),
+        ({"model_type": "llama"}, "not .fanformer."),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused(fields, message, exported, tmp_path):
@@ -367,5 +367,5 @@ def test_a_stated_p_ratio_that_disagrees_is_refused(exported, tmp_path):
 
 
 def test_hugging_face_folders_are_recognised(exported):
-    assert is_huggingface_folder(exported)
-    assert not is_huggingface_folder(TESTS / "reference" / "atl")
+    assert recognise(exported).kind == "hf"
+    assert recognise(TESTS / "reference" / "atl").kind == "reference"

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.formats import training_record
 from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.formats.model_card import Card, model_card
+from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.formats.versions import versions
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.training import metrics
@@ -131,7 +131,7 @@ def test_a_section_that_is_none_is_left_out(section: str, value: object, run: Pa
 
 
 def change_config(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    file = store.find_checkpoint(run) / "config.yaml"
+    file = find_checkpoint(run) / "config.yaml"
     saved = yaml.safe_load(file.read_text())
     change(saved)
     file.write_text(yaml.safe_dump(saved))
@@ -176,7 +176,3 @@ def test_the_model_is_named_for_what_it_is() -> None:
     twin = tiny_model()
     object.__setattr__(twin, "fan", FANConfig(placement="none"))
     assert "A Transformer language model" in model_card(twin, card)
-
-
-def test_metrics_are_named_as_the_trainer_names_them() -> None:
-    assert (training_record.METRICS, training_record.VALIDATION_LOSS) == (metrics.METRICS, metrics.VALIDATION_LOSS)

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.name_table import expected_shapes
-from megatron_fanformer.formats.reference import is_reference_folder, optimizer_files
+from megatron_fanformer.formats.recognition import recognise
+from megatron_fanformer.formats.reference import optimizer_files
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from tests.tiny import tiny_model
 from tests.whole_models import read_reference, write_reference
@@ -240,6 +241,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 
 def test_reference_folders_are_recognised(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": {"hidden_size": 64}}))
-    assert is_reference_folder(TIED)
-    assert not is_reference_folder(tmp_path)
-    assert not is_reference_folder(REFERENCE)
+    assert recognise(TIED).kind == "reference"
+    for other in (tmp_path, REFERENCE):
+        with pytest.raises(InputError, match="of no known kind"):
+            recognise(other)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.formats.convert import convert_checkpoint
+from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.runtime.local_shards import local_shards
 from tests.checkpoint.states import small_model, training, world_size
 from tests.whole_models import megatron_to_hf, read_huggingface
@@ -36,7 +36,7 @@ def test_a_runs_checkpoint_is_converted(layout: str, run_on_ranks: Callable[...,
     whole: dict[str, torch.Tensor] = {}
     for key, shape, where, values in (piece for pieces in ranks for piece in pieces):
         whole.setdefault(key, torch.empty(shape, dtype=torch.bfloat16))[where] = values
-    assert store.find_checkpoint(tmp_path / "run").name == "step-00000001"
+    assert find_checkpoint(tmp_path / "run").name == "step-00000001"
     convert_checkpoint(tmp_path / "run", tmp_path / "hf", to="hf")
     config, tensors = read_huggingface(tmp_path / "hf")
     assert config == small_model()

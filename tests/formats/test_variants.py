@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.training_state import load_weights, model_state
 from megatron_fanformer.formats.convert import convert_checkpoint
+from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
@@ -81,7 +82,7 @@ def load_and_save(root: Path, saved: Path, tensor: int, pipeline: int, names: tu
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)
         for name in names:
-            checkpoint = store.find_checkpoint(root / "megatron" / folder_of(name))
+            checkpoint = find_checkpoint(root / "megatron" / folder_of(name))
             stages = build_stages(store.saved_model(checkpoint), parallel, grid, dtype=torch.float32, seed=None)
             load_weights(checkpoint, stages, grid)
             shape = StepShape(num_micro_batches=1, micro_batch_size=SAMPLES, seq_length=LENGTH)

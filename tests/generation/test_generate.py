@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint.store import find_checkpoint
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.generation.generate import GenerateConfig, continuation, generate
 from tests.generation.making import GREEDY, PROMPT, write_tokenizer
 

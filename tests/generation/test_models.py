@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_fanformer.checkpoint.store import find_checkpoint
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.generation.models import find_model
 from megatron_fanformer.generation.sampling import SamplingConfig
 from tests.generation.making import all_logits, cached_logits, new_ids, with_model, write_checkpoint
@@ -90,7 +90,7 @@ def test_an_exports_original_tokenizer_comes_before_its_rewriting(exported_folde
 
 
 def test_a_missing_checkpoint_is_refused(tmp_path):
-    with pytest.raises(InputError, match="no checkpoint"):
+    with pytest.raises(InputError, match="nowhere is not there; name a run's folder"):
         find_model(tmp_path / "nowhere")
 
 

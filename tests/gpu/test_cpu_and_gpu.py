@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.formats.recognition import find_checkpoint
 from tests.gpu.making import SAME_LOSS, STEPS, finished, gpu_run, write_learnable_tokens
 from tests.whole_models import read_full_tensors
 
@@ -39,10 +39,10 @@ def test_a_checkpoint_goes_from_the_cpu_to_the_gpu_and_back(tokens: str, tmp_pat
     expected = finished(on_cpu(tokens, tmp_path / "straight"), tmp_path / "straight.yaml")
     run = tmp_path / "run"
     finished(on_cpu(tokens, run, training=training(4)), tmp_path / "cpu.yaml")
-    before = read_full_tensors(store.find_checkpoint(run))
+    before = read_full_tensors(find_checkpoint(run))
     gpu = gpu_run(tokens, run, precision={"dtype": "fp32"}, training=training(8))
     assert len(finished(gpu, tmp_path / "gpu.yaml")) == 8
-    after = read_full_tensors(store.find_checkpoint(run))
+    after = read_full_tensors(find_checkpoint(run))
     assert {name: (value.shape, value.dtype) for name, value in after.items()} == {
         name: (value.shape, value.dtype) for name, value in before.items()
     }

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.model.layer_spec import transformer_engine_problem
 from megatron_fanformer.runtime.device import fp8_problem
 from tests.gpu.making import STEPS, finished, gpu_run, write_learnable_tokens
@@ -42,6 +42,6 @@ def test_a_resume_is_the_same_bit_by_bit(recipe: str | None, tmp_path: Path) -> 
 
 
 def assert_same_weights(run: Path, other: Path) -> None:
-    ours, others = (read_full_tensors(store.find_checkpoint(folder)) for folder in (run, other))
+    ours, others = (read_full_tensors(find_checkpoint(folder)) for folder in (run, other))
     assert ours.keys() == others.keys()
     assert [name for name in ours if not torch.equal(ours[name], others[name])] == []

@@ -154,7 +154,7 @@ def test_a_reader_may_have_seen_enough(pair: Prepared) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("none", "none is not there: name a prefix of token files"),
+        ("none", "none is not there; name a prefix of token files"),
         ("empty", "is a folder of no known kind"),
         ("notes.txt", "is of no known kind: it is no token file, and names files that are not there"),
         ("weights.txt", "is no token file, and no blend file either"),

@@ -41,7 +41,7 @@ def test_a_hugging_face_folder_in_shards(inspect: Inspect, exported: Path) -> No
     assert "FAN         p_ratio 0.125, placement qkv: 8 periodic and 48 linear rows\n" in said.out
     assert "safetensors hold no sum of their bytes" in said.out
     facts = json.loads(inspect(exported, "--json").out)
-    assert (facts["kind"], facts["dtype"], facts["tokenizer"]) == ("huggingface", "bfloat16", None)
+    assert (facts["kind"], facts["dtype"], facts["tokenizer"]) == ("hf", "bfloat16", None)
     assert len(facts["shards"]) > 2
     assert facts["stored_parameters"] == sum(tensor.numel() for tensor in read_weights(exported).values())
 

@@ -160,7 +160,7 @@ def test_memory_that_has_grown_is_given_back(olmo_tokenizer_file: Path, monkeypa
 def test_a_long_text_has_the_same_ids_in_pieces(
     tokenizer: Tokenizer, sample_texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(id_encoders, "PIECE", 100)
+    monkeypatch.setattr(id_encoders, "PIECE_CHARACTERS", 100)
     text = "\n\n".join(sample_texts) + " \u0eba\u0323  two  spaces"
     seen: list[int] = []
     encode = tokenizer.encode
@@ -180,7 +180,7 @@ def test_a_tokenizer_that_joins_words_gets_long_texts_whole(tmp_path: Path, monk
         split_by_whitespace=False,
         minloglevel=2,
     )
-    monkeypatch.setattr(id_encoders, "PIECE", 10)
+    monkeypatch.setattr(id_encoders, "PIECE_CHARACTERS", 10)
     tokenizer = load_tokenizer(tmp_path / "joining.model")
     text = "the end of the day is the end of the night"
     assert ExactEncoder(tokenizer).encode(text).tolist() == tokenizer.encode(text)

@@ -1,0 +1,131 @@
+"""The files of a checkpoint, and of other folders of weights, read as data: tensors and plain values, nothing else.
+
+A torch archive is a pickle, which executes what it names where it is loaded as one. It is loaded here in torch's own
+way for weights, which refuses all that is no data. (The table of a checkpoint's tensors is read in tensor_table.py.)
+"""
+
+import io
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+
+from megatron_fanformer.errors import CorruptError, FanformerError
+
+_UNREADABLE: tuple[type[BaseException], ...] = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    EOFError,
+    AttributeError,
+    TypeError,
+)
+_NOT_ITS_FAULT = (FanformerError, torch.OutOfMemoryError, dist.DistError)
+TRUSTED = "take a checkpoint from somebody whom you trust"
+EARLIER = "take an earlier checkpoint"
+
+
+def load_data(file: Any, device: str = "cpu", *, mapped: bool = False) -> Any:
+    """What a torch file holds, as tensors and plain values: anything else is refused.
+
+    Raises:
+        pickle.UnpicklingError: it holds something else.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected pickle protocol")  # of a file that is refused, or is not
+        return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
+
+
+def read_entry(path: Path, offset: int, length: int) -> Any:
+    """The tensor, or the plain values, in a range of bytes of a file.
+
+    Raises:
+        CorruptError: it is damaged, or holds more than data.
+    """
+    with damage_told(path), path.open("rb") as stream:
+        size = path.stat().st_size
+        if offset + length > size:
+            raise CorruptError(f"{path} ends too early; {EARLIER}")
+        # A file of one entry, as `write_full_tensors` makes them, is mapped: a copy takes longer than most that is done
+        # with it.
+        return load_data(path, mapped=True) if length == size else load_data(Section(stream, offset, length))
+
+
+@contextmanager
+def damage_told(
+    what: Path | str,
+    *,
+    trusted: str = TRUSTED,
+    whole: str = EARLIER,
+    also: tuple[type[BaseException], ...] = (),
+) -> Iterator[None]:
+    """Around reading: what damage, or more than data, leads to becomes a CorruptError.
+
+    Args:
+        what: the file, or what else is read.
+        trusted: the remedy where it holds more than data.
+        whole: the remedy where it is damaged.
+        also: what else damage raises.
+    """
+    try:
+        yield
+    except _NOT_ITS_FAULT:
+        raise
+    except pickle.UnpicklingError as error:
+        raise CorruptError(
+            f"{what} holds more than data, which loading might execute: it is refused ({what_was_refused(error)}); "
+            f"{trusted}"
+        ) from error
+    except (*_UNREADABLE, *also) as error:
+        raise CorruptError(f"{what} cannot be read: {first_line(error)}; {whole}") from error
+
+
+def what_was_refused(error: pickle.UnpicklingError) -> str:
+    """What a pickle has that torch's loading of weights does not know; its message is a page long."""
+    found = re.search(r"GLOBAL ([\w.]+)|(Unsupported [\w ]+)", str(error))
+    return next(part for part in found.groups() if part) if found else first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its name where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class Section(io.RawIOBase):
+    """A range of a file as a file of its own, read without a copy."""
+
+    def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
+        self._stream, self._offset, self._length, self._position = stream, offset, length, 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next byte comes from."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place in the range; returns it."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer as far as the range goes."""
+        wanted = max(0, min(len(buffer), self._length - self._position))
+        read = os.preadv(self._stream.fileno(), [memoryview(buffer)[:wanted]], self._offset + self._position)
+        self._position += read
+        return read

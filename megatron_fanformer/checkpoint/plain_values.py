@@ -1,0 +1,78 @@
+"""What a checkpoint holds beside its tensors, read as data alone: a run's progress, and each rank's random states.
+
+megatron-core 0.16 puts the values that are the same on all ranks into `common.pt`, later ones among the tensors, where
+each rank's own stand in any case. torch is all that it takes to read them.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_fanformer.checkpoint.data_files import damage_told, load_data, read_entry
+from megatron_fanformer.checkpoint.tensor_table import Stored, Table, stored_parts, tensors_of
+from megatron_fanformer.errors import CorruptError
+
+COMMON = "common.pt"
+COMMON_STATE = "common_state/"
+
+
+class SavedProgress(NamedTuple):
+    """What a run goes on from."""
+
+    step: int
+    consumed_samples: int
+
+
+def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
+    """Step and samples of a checkpoint with its `table`; None for converted weights.
+
+    Raises:
+        CorruptError: it cannot be read as data alone, or is no progress.
+    """
+    file, common = _common_values(checkpoint, table)
+    progress = common.get("progress") if isinstance(common, dict) else common
+    if isinstance(common, dict) and not progress:
+        return None
+    found = progress if isinstance(progress, dict) else {}
+    step, samples = found.get("step"), found.get("consumed_samples")
+    if not isinstance(step, int) or not isinstance(samples, int):
+        raise CorruptError(f"{checkpoint / file} holds no step and samples ({progress!r}); take another checkpoint")
+    return SavedProgress(step, samples)
+
+
+def _common_values(checkpoint: Path, table: Table) -> tuple[str, Any]:
+    """The file that they are in, and they."""
+    place = common_state(table)
+    if place is None:
+        if not (checkpoint / COMMON).is_file():
+            raise CorruptError(f"{checkpoint / COMMON} is missing; take another checkpoint")
+        return COMMON, _read_common(checkpoint)
+    with damage_told(checkpoint / place.file):
+        (common,) = read_entry(checkpoint / place.file, place.offset, place.length)
+    return place.file, common
+
+
+def _read_common(checkpoint: Path) -> Any:
+    with damage_told(checkpoint / COMMON):
+        return load_data(checkpoint / COMMON)
+
+
+def common_state(table: Table) -> Stored | None:
+    """Where a table has the plain values; None where they are in `common.pt`."""
+    return next((part for part in stored_parts(table) if part.name.startswith(COMMON_STATE)), None)
+
+
+def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares: int = 1) -> None:
+    """Refuse a checkpoint that holds more than data beside its tensors, whether or not anything here asks for it.
+
+    Args:
+        share, shares: every rank checks one of as many shares of what stands among the tensors.
+
+    Raises:
+        CorruptError: it does, or cannot be read; names the file.
+    """
+    if (checkpoint / COMMON).is_file():
+        _read_common(checkpoint)
+    tensors = tensors_of(table)
+    others = [part for part in stored_parts(table) if part.name not in tensors]
+    for part in others[share::shares]:
+        read_entry(checkpoint / part.file, part.offset, part.length)

@@ -1,0 +1,144 @@
+"""How many samples a run draws of each of its sources, by what a survey says of them.
+
+Everything here is arithmetic: what data cannot give is told before a rank starts, and all ranks ask for the same.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
+from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.npy_files import whole_samples
+from megatron_fanformer.data.survey import DataSurvey
+from megatron_fanformer.errors import InputError
+
+TRAIN, VALIDATION = 0, 1  # positions in PART_NAMES, and in megatron-core's lists
+
+Sizes = dict[int, int | None]
+"""Samples by part; None: one epoch."""
+
+
+@dataclass(frozen=True)
+class PairsPlan:
+    """What megatron-core's builder is asked for."""
+
+    weights: list[float] | None
+    requested: list[int | None]
+    """Samples, by part."""
+
+
+@dataclass(frozen=True)
+class MixedPlan:
+    """What each source of a blend of pairs and .npy files gives."""
+
+    weights: list[float]
+    total: int
+    shares: list[int]
+    """Samples of each source that the blend can come to ask for."""
+
+
+class SampleCounts:
+    """The counts of samples of one sequence length, from the files of a survey."""
+
+    def __init__(self, survey: DataSurvey, seq_length: int) -> None:
+        self._survey, self._seq_length = survey, seq_length
+
+    def check(self, config: DataConfig, *, train_samples: int, valid_samples: int | None) -> None:
+        """Hold what a run asks for against what there is.
+
+        Raises:
+            InputError: a set with no whole sample, a split that leaves a part no document, or one of .npy files.
+        """
+        if config.split is not None and not config.valid_data:
+            refuse_npy(self._survey.train)
+            self.of_pairs(self._survey.train, {TRAIN: train_samples, VALIDATION: valid_samples}, is_split=True)
+            return
+        self._check_blend(self._survey.train, TRAIN, train_samples)
+        for blend in self._survey.valid.values():
+            self._check_blend(blend, VALIDATION, valid_samples)
+
+    def _check_blend(self, blend: Blend, part: int, size: int | None) -> None:
+        if not any(source.is_npy for source in blend.sources):
+            self.of_pairs(blend, {part: size}, is_split=False)
+        elif len(blend.sources) > 1:
+            shares = self.of_mixed(blend, size).shares
+            for source, share in zip(blend.sources, shares, strict=True):
+                self._check_blend(Blend([source], None), part, share)
+        else:
+            whole_samples(self._survey.files(blend.sources[0]), self._seq_length)
+
+    def epoch_of(self, source: Source) -> float:
+        """The samples of an epoch; of a source too short for one, which is repeated, the part that it fills."""
+        if source.is_npy:
+            return sum(file.tokens // self._seq_length for file in self._survey.files(source))
+        tokens = self._survey.pair(source).tokens
+        return (tokens - 1) // self._seq_length or tokens / self._seq_length
+
+    def of_mixed(self, blend: Blend, size: int | None) -> MixedPlan:
+        """Of pairs and .npy files together. Without weights, sources count by their samples."""
+        epochs = [self.epoch_of(source) for source in blend.sources]
+        total = int(sum(epochs)) if size is None else size
+        weights = np.array(blend.weights or epochs) / sum(blend.weights or epochs)
+        # The blend takes next the source that is furthest behind its share, so never more than one beyond it.
+        return MixedPlan(weights.tolist(), total, [int(weight * total) + 1 for weight in weights])
+
+    def of_pairs(self, blend: Blend, sizes: Sizes, *, is_split: bool) -> PairsPlan:
+        """Of pairs, `sizes` of each part. Without a split, the one part of `sizes` is made of all documents.
+
+        Raises InputError for a part that is left no document, or no whole sample.
+        """
+        parts = range(len(PART_NAMES)) if is_split else sizes
+        tokens = {part: self._tokens_of(blend, part, is_split) for part in parts if self._has(blend, part, is_split)}
+        weights = self._weights(blend, [(tokens[part], size) for part, size in sizes.items()])
+        requested: list[int | None] = [0] * len(PART_NAMES)
+        for part, size in sizes.items():
+            epoch = self._samples(tokens[part]) if size is None else size
+            # Where there are weights, megatron-core wants a number.
+            requested[part] = epoch if weights is not None else size
+        return PairsPlan(weights, requested)
+
+    def _has(self, blend: Blend, part: int, is_split: bool) -> bool:
+        return not is_split or part in self._survey.pair(blend.sources[0]).part_tokens
+
+    def _tokens_of(self, blend: Blend, part: int, is_split: bool) -> list[int]:
+        """The tokens of each prefix in a part of a split, or in all of it."""
+        tokens = []
+        for source in blend.sources:
+            facts = self._survey.pair(source)
+            tokens.append(facts.part_tokens[part] if is_split else facts.tokens)
+            if not tokens[-1]:
+                raise InputError(
+                    f"{source.paths[0]} has {facts.sequences} documents, of which none is left for {PART_NAMES[part]}:"
+                    " give more data, another data.split, or validation files of their own"
+                )
+        return tokens
+
+    def _samples(self, tokens: list[int]) -> int:
+        """The whole samples in one epoch: each is seq_length tokens, and one more as its last label."""
+        samples = sum((count - 1) // self._seq_length for count in tokens)
+        if not samples:
+            raise InputError(
+                f"{sum(tokens)} tokens are no whole sample of {self._seq_length} and its last label:"
+                " give more data, or lower model.seq_length"
+            )
+        return samples
+
+    def _weights(self, blend: Blend, parts: list[tuple[list[int], int | None]]) -> list[float] | None:
+        """The weights for megatron-core.
+
+        Of several files without weights it makes one epoch and ends. Where that does not suffice, or where a
+        file is too short for a sample of its own, the files' sizes are the weights, which lets them repeat.
+        """
+        if len(blend.sources) == 1 or blend.weights is not None:
+            return blend.weights if len(blend.sources) > 1 else None
+        for tokens, size in parts:
+            if min(tokens) <= self._seq_length or (size is not None and size > self._samples(tokens)):
+                return [float(self._survey.pair(source).tokens) for source in blend.sources]
+        return None
+
+
+def refuse_npy(blend: Blend) -> None:
+    """Raise InputError where a blend that is to be split has .npy files."""
+    if any(source.is_npy for source in blend.sources):
+        raise InputError("data.split cuts by documents, and .npy files do not tell them apart: use data.valid_data")

@@ -1,0 +1,98 @@
+"""What a run must know of its token files, read once, by one process, before the run starts.
+
+A run of many ranks would otherwise read every index on every rank: gigabytes each for a billion documents. What is
+found here is small, and is handed to all of them; beyond it they only map the files. torch is not imported.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fanformer.data.blends import Blend, Source, parse_blend, split_bounds
+from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.npy_files import NpyFile, check_npy_ids, open_npy_files
+from megatron_fanformer.data.token_files import check_index_ids, read_index
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PairFacts:
+    """What the index of one .bin and .idx pair says, its every entry having been checked."""
+
+    sequences: int
+    tokens: int
+    identity: str
+    """Changes when a length does."""
+    part_tokens: dict[int, int]
+    """Of training data that are split: the tokens of each part, by its position in PART_NAMES."""
+
+
+@dataclass(frozen=True)
+class DataSurvey:
+    """The token files of a run, as they were when they were looked at."""
+
+    cache: Path
+    """The folder for sample indices."""
+    train: Blend
+    valid: dict[str, Blend]
+    pairs: dict[str, PairFacts]
+    """By prefix."""
+    npy_files: dict[str, NpyFile]
+    """By path."""
+
+    def pair(self, source: Source) -> PairFacts:
+        """Of a source that is a pair."""
+        return self.pairs[source.paths[0]]
+
+    def files(self, source: Source) -> list[NpyFile]:
+        """Of a source that is .npy files, in their order."""
+        return [self.npy_files[path] for path in source.paths]
+
+
+def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey:
+    """Look at every token file of a run: each index is read once, from end to end.
+
+    Args:
+        vocab_size: hold all ids against it; a large file without a manifest is read whole for that. None: do not.
+
+    Raises:
+        InputError: a blend that cannot be read, missing files, a .npy file with NumPy's own header, or an id outside
+            [0, vocab_size).
+        CorruptError: token files that disagree with their index or their manifest.
+    """
+    started = time.monotonic()
+    train = parse_blend(config.train_data)
+    valid = {name: parse_blend(items) for name, items in config.valid_data.items()}
+    cache = config.index_cache()
+    survey = DataSurvey(cache, train, valid, {}, {})
+    is_split = config.split is not None and not config.valid_data
+    parts = split_bounds(config.split) if config.split is not None and is_split else []
+    bounds = {number: part for number, part in enumerate(parts) if part is not None}
+    for source in dict.fromkeys(source for blend in (train, *valid.values()) for source in blend.sources):
+        if source.is_npy:
+            files = open_npy_files(source.paths, config.npy_dtype)
+            survey.npy_files.update({file.path: file for file in files})
+            if vocab_size is not None:
+                check_npy_ids(files, vocab_size, cache=cache)
+            continue
+        (prefix,) = source.paths
+        index = read_index(prefix, list(bounds.values()))
+        part_tokens = dict(zip(bounds, index.part_tokens, strict=True))
+        survey.pairs[prefix] = PairFacts(len(index.lengths), index.tokens, index.identity, part_tokens)
+        if vocab_size is not None:
+            check_index_ids(prefix, index, vocab_size, cache=cache)
+    _tell(survey, time.monotonic() - started)
+    return survey
+
+
+def _tell(survey: DataSurvey, seconds: float) -> None:
+    tokens = sum(pair.tokens for pair in survey.pairs.values()) + sum(file.tokens for file in survey.npy_files.values())
+    logger.debug(
+        "checked %d pairs and %d .npy files of %s tokens in %.1f s",
+        len(survey.pairs),
+        len(survey.npy_files),
+        f"{tokens:,}",
+        seconds,
+    )

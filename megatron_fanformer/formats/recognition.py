@@ -1,0 +1,205 @@
+"""What a path holds: the one answer for every command, told by names and small files alone.
+
+    convert       a run, a checkpoint, a Hugging Face folder, a checkpoint of the authors
+    generate      the first three of these
+    train         a run or a checkpoint, to start or to go on from
+    inspect       all of these, and token files
+
+Nothing here imports torch, or reads weights or tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.data.blends import parse_blend
+from megatron_fanformer.errors import CorruptError, InputError
+
+Kind = Literal["token files", "blend", "folder of token files", "run", "checkpoint", "hf", "reference"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+OURS: tuple[Kind, ...] = ("run", "checkpoint")
+MODELS: tuple[Kind, ...] = (*OURS, "hf", "reference")
+DESCRIPTIONS: dict[Kind, str] = {
+    "token files": "a prefix of token files (or one of them)",
+    "blend": "a blend file",
+    "folder of token files": "a folder of token files",
+    "run": "a run's folder",
+    "checkpoint": f"one checkpoint of a run ({store.CHECKPOINTS}/step-…)",
+    "hf": "a Hugging Face folder of a FANformer",
+    "reference": "a checkpoint in the authors' format",
+}
+
+# What may follow a prefix; the longer endings first, since .json ends one of them.
+ENDINGS = (".manifest.json", ".ledger.parquet", ".bin", ".idx", ".npy")
+CONFIG_JSON = "config.json"  # a Hugging Face folder's
+MODEL_TYPE = "fanformer"  # what it calls a FANformer
+REFERENCE_FIELD = "d_model"  # which the authors' configurations have, and no other
+LARGEST_BLEND_BYTES = 1 << 26  # weights by mistake are larger; a blend of a hundred thousand shards is not
+
+
+@dataclass(frozen=True)
+class Target:
+    """A path that was recognised."""
+
+    kind: Kind
+    path: Path
+    """A run's own folder where its `checkpoints/` was named."""
+    prefixes: tuple[str, ...] = ()
+    """Of the token files that it names, where it is data."""
+
+    @property
+    def is_data(self) -> bool:
+        """Whether it is token files in any form."""
+        return bool(self.prefixes)
+
+
+def recognise(path: str | Path, wanted: Sequence[Kind] = KINDS) -> Target:
+    """What `path` is: a prefix of token files or one of its files, a blend file, or a folder of any known kind.
+
+    Args:
+        wanted: the kinds that will do; others are refused, by their names.
+
+    Raises:
+        InputError: it is none of them; says what it is, if anything, and names all kinds that will do.
+        CorruptError: its configuration, which alone would tell, cannot be read.
+    """
+    try:
+        target = _recognise(str(path))
+    except InputError as error:
+        raise InputError(f"{error}; name {_choice(wanted)}") from None
+    if target.kind not in wanted:
+        raise InputError(f"{path} is {DESCRIPTIONS[target.kind]}; name {_choice(wanted)}")
+    return target
+
+
+def checkpoint_of(target: Target) -> Path:
+    """The folder of the checkpoint that a run's folder (its latest), or a checkpoint, stands for.
+
+    Raises:
+        InputError: the run has none yet.
+        CorruptError: the run's pointer to its latest names none.
+    """
+    found = target.path if target.kind == "checkpoint" else store.latest_checkpoint(target.path)
+    if found is None:
+        raise InputError(
+            f"{target.path} is a run's folder without a checkpoint yet; train it to its first one, or name another"
+        )
+    return found
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The folder of our checkpoint that a path stands for: itself, or the latest of a run's folder.
+
+    Raises:
+        InputError: it is of no such kind, or a run without one.
+        CorruptError: the run's pointer to its latest names none.
+    """
+    return checkpoint_of(recognise(path, OURS))
+
+
+def checkpoint_to_resume(run: Path) -> Path | None:
+    """The checkpoint that a run goes on from: the latest in its folder; None: it starts there.
+
+    Raises:
+        InputError: the folder is somebody else's: a run would write over its configuration.
+        CorruptError: the run's pointer to its latest names none.
+    """
+    if (latest := store.latest_checkpoint(run)) is not None or not run.is_dir():
+        return latest
+    kind: Kind | None = "checkpoint" if store.is_checkpoint(run) else _kind_of_model(run, [])
+    if kind is not None and kind != "run":
+        raise InputError(
+            f"{run} is {DESCRIPTIONS[kind]}, whose configuration a run would write over; name a run's folder, or a new "
+            "one"
+        )
+    return None
+
+
+def prefix_of(path: str) -> str:
+    """The prefix that a path means: without a known ending."""
+    return next((path[: -len(ending)] for ending in ENDINGS if path.endswith(ending)), path)
+
+
+def _choice(kinds: Sequence[Kind]) -> str:
+    *first, last = [DESCRIPTIONS[kind] for kind in kinds]
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _recognise(path: str) -> Target:
+    """`recognise`, for whatever is wanted; an InputError of it says what the path is not."""
+    if path.startswith("@"):  # as configurations name blend files
+        return _recognise_blend(Path(path[1:]))
+    place = Path(path)
+    if place.is_dir():
+        return _recognise_folder(place)
+    prefix = prefix_of(path)
+    if _has_files(prefix):
+        return Target("token files", Path(prefix), (prefix,))
+    if place.is_file():
+        return _recognise_blend(place)
+    raise InputError(f"{path} is not there")
+
+
+def _has_files(prefix: str) -> bool:
+    return any(Path(prefix + ending).is_file() for ending in ENDINGS)
+
+
+def _recognise_blend(file: Path) -> Target:
+    """A text file that names token files, as `@FILE` in a configuration."""
+    if file.is_file() and file.stat().st_size > LARGEST_BLEND_BYTES:
+        raise InputError(f"{file} is of no known kind: it is no token file, and too large for a blend file")
+    try:
+        blend = parse_blend([f"@{file}"])
+    except InputError as error:
+        raise InputError(f"{file} is no token file, and no blend file either: {error}") from None
+    prefixes = tuple(prefix for source in blend.sources for prefix in source.prefixes)
+    if not all(map(_has_files, prefixes)):
+        raise InputError(f"{file} is of no known kind: it is no token file, and names files that are not there")
+    return Target("blend", file, prefixes)
+
+
+def _recognise_folder(folder: Path) -> Target:
+    damage: list[CorruptError] = []
+    if store.is_checkpoint(folder):
+        return Target("checkpoint", folder)
+    if (folder / store.CHECKPOINTS).is_dir() and not (folder / CONFIG_JSON).is_file():
+        return Target("run", folder)
+    if folder.name == store.CHECKPOINTS or (folder / store.LATEST).is_file():
+        return Target("run", folder.absolute().parent if folder.parent == folder else folder.parent)
+    if kind := _kind_of_model(folder, damage):
+        return Target(kind, folder)
+    prefixes = tuple(sorted({prefix_of(str(path)) for end in (".idx", ".npy") for path in folder.glob(f"*{end}")}))
+    if prefixes:
+        return Target("folder of token files", folder, prefixes)
+    if damage:
+        raise damage[0]
+    raise InputError(f"{folder} is a folder of no known kind{_other_model(folder)}")
+
+
+def _kind_of_model(folder: Path, damage: list[CorruptError]) -> Kind | None:
+    """By its configuration: an export to transformers, one of the authors' checkpoints, a run yet without any."""
+    stated, sections = (_mapping(folder / name, damage) for name in (CONFIG_JSON, store.CONFIG))
+    if stated.get("model_type") == MODEL_TYPE:
+        return "hf"
+    model = sections.get("model")
+    if REFERENCE_FIELD in {**stated, **sections, **(model if isinstance(model, dict) else {})}:
+        return "reference"
+    return "run" if "training" in sections or (folder / store.CHECKPOINTS).is_dir() else None
+
+
+def _mapping(file: Path, damage: list[CorruptError]) -> dict[str, Any]:
+    """A configuration file's; empty where there is none, and where it cannot be read, which is noted."""
+    try:
+        return store.read_mapping(file) if file.is_file() else {}
+    except CorruptError as error:
+        damage.append(error)
+        return {}
+
+
+def _other_model(folder: Path) -> str:
+    """A word on a Hugging Face folder of another model."""
+    stated = _mapping(folder / CONFIG_JSON, []).get("model_type")
+    return f": its {CONFIG_JSON} is of model_type {stated!r}, not {MODEL_TYPE!r}" if stated else ""

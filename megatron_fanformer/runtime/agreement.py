@@ -1,0 +1,80 @@
+"""One rank does it, all ranks know the outcome: a value, or the error that every one of them then raises."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from megatron_fanformer.errors import FanformerError
+
+MAIN_RANK = 0
+# How often the main rank says that it is still at work. Whatever takes longer than the process group's time limit (a
+# terabyte of tokens read from end to end) would otherwise end the ranks that wait for it.
+BEAT_SECONDS = 1.0
+
+Result = TypeVar("Result")
+
+
+def on_main(function: Callable[[], Result]) -> Result:
+    """What a function returns on the main rank, on every rank of the present process group; a collective call.
+
+    Only the main rank calls it, in a thread of its own; it must make no collective call itself, and return what can be
+    pickled. In a process without ranks it is simply called.
+
+    Raises:
+        FanformerError: the function's own error, of the same class and message on every rank. On the others it is
+            marked as told elsewhere, so that the user reads it once. Of another exception, which the main rank raises
+            as it is, the others say its class and message.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return function()
+    if dist.get_rank() == MAIN_RANK:
+        return _told_to_others(function)
+    while (heard := _broadcast(None)) is None:
+        pass
+    value, failure = heard
+    return cast(Result, _unless_failed(value, failure))
+
+
+def _told_to_others(function: Callable[[], Result]) -> Result:
+    outcome: list[tuple[Any, Exception | None]] = []
+
+    def work() -> None:
+        try:
+            outcome.append((function(), None))
+        except Exception as error:
+            outcome.append((None, error))
+
+    worker = threading.Thread(target=work, name="on_main", daemon=True)  # a signal to end need not wait for it
+    worker.start()
+    worker.join(BEAT_SECONDS)
+    while worker.is_alive():
+        _broadcast(None)
+        worker.join(BEAT_SECONDS)
+    ((value, failure),) = outcome
+    _broadcast((value, None if failure is None else _for_others(failure)))
+    return cast(Result, _unless_failed(value, failure))
+
+
+def _unless_failed(value: Any, failure: Exception | None) -> Any:
+    if failure is None:
+        return value
+    dist.barrier()  # the main rank is about to end: not before the others have heard why
+    raise failure
+
+
+def _for_others(error: Exception) -> FanformerError:
+    copy = type(error)(str(error)) if isinstance(error, FanformerError) else FanformerError(_described(error))
+    copy.is_told_elsewhere = True
+    return copy
+
+
+def _described(error: Exception) -> str:
+    return f"rank {MAIN_RANK}: {type(error).__name__}: {error}"
+
+
+def _broadcast(value: Any) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, src=MAIN_RANK)
+    return box[0]

@@ -1,0 +1,134 @@
+"""Where a run's log goes: the standard `logging` module, set up once a process.
+
+Modules say what they do by `logging.getLogger(__name__)`. INFO is for the user: rank 0 prints it, above the live line.
+DEBUG is for whoever looks into a run afterwards. Both stand in the log file, where one is asked for: a file a rank,
+with Python's warnings, and the traceback of the error that ended the rank. What other ranks say is nowhere else.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging.handlers import MemoryHandler
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_fanformer.errors import InputError, Interrupted
+from megatron_fanformer.training.metrics import LoggingConfig
+
+PACKAGE = "megatron_fanformer"
+PYTHON_WARNINGS = "py.warnings"  # the logger that logging.captureWarnings writes to
+FILE_ONLY = {"file_only": True}
+"""As a record's `extra`: not for the terminal, where it is told otherwise."""
+UNWRITTEN_RECORDS = 10_000  # kept for the file; it has none yet while a run is being checked
+
+logger = logging.getLogger(__name__)
+
+
+def log_file(config: LoggingConfig, stated: Path | None, *, rank: int, world_size: int) -> Path | None:
+    """The log file of a rank; None where none is asked for.
+
+    Args:
+        stated: what the command line says; with several ranks each puts its number before the suffix. It stands before
+            `logging.folder`.
+    """
+    if stated is not None:
+        return stated if world_size == 1 else stated.with_name(f"{stated.stem}.rank-{rank:05d}{stated.suffix}")
+    return None if config.folder is None else Path(config.folder) / f"rank-{rank:05d}.log"
+
+
+class RunLog:
+    """The log of this process, while `run_log` lasts."""
+
+    def __init__(self, rank: int) -> None:
+        self.console = Console()
+        """The terminal. Who shows a live line on it must use this one."""
+        self._rank = rank
+        # The second keeps logging from printing, where there is no other, what it calls its last resort.
+        self._handlers: list[logging.Handler] = [
+            MemoryHandler(UNWRITTEN_RECORDS, flushLevel=logging.CRITICAL + 1),
+            logging.NullHandler(),
+        ]
+        if rank == 0:
+            self._handlers.append(_Terminal(self.console))
+
+    def write_to(self, file: Path | None) -> None:
+        """Write the log to a file from here on, and what it has had so far; None: to none.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        unwritten = self._handlers.pop(0)
+        logging.getLogger().removeHandler(unwritten)
+        assert isinstance(unwritten, MemoryHandler), "a log has one file"
+        if file is not None:
+            handler = _open(file)
+            pattern = f"%(asctime)s %(levelname)s rank {self._rank} %(name)s: %(message)s"
+            handler.setFormatter(logging.Formatter(pattern))
+            unwritten.setTarget(handler)
+            self._handlers.insert(0, handler)
+            logging.getLogger().addHandler(handler)
+        unwritten.close()  # which hands on what it has
+
+    def start(self) -> None:
+        """Hear everything of this package, and warnings of all others."""
+        for handler in self._handlers:
+            logging.getLogger().addHandler(handler)
+
+    def close(self) -> None:
+        """Hear nothing any more."""
+        for handler in self._handlers:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+
+
+@contextmanager
+def run_log(rank: int) -> Iterator[RunLog]:
+    """The log of a rank around all that it does; the error that ends it is written down, and passes on."""
+    package = logging.getLogger(PACKAGE)
+    level = package.level
+    log = RunLog(rank)
+    log.start()
+    package.setLevel(logging.DEBUG)
+    logging.captureWarnings(True)
+    try:
+        yield log
+    except Interrupted as stop:
+        logger.info("%s", stop, extra=FILE_ONLY)
+        raise
+    except BaseException as error:
+        logger.error("ended by %s: %s", type(error).__name__, error, exc_info=True, extra=FILE_ONLY)
+        raise
+    finally:
+        logging.captureWarnings(False)
+        package.setLevel(level)
+        log.close()
+
+
+def _open(file: Path) -> logging.FileHandler:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return logging.FileHandler(file, encoding="utf-8")  # appends: a run that goes on keeps what it said before
+    except OSError as error:
+        raise InputError(
+            f"log file {file} cannot be written ({error.strerror}); name another by --log-file or logging.folder"
+        ) from None
+
+
+class _Terminal(logging.Handler):
+    """Prints what is meant for the user; each of Python's warnings once."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self._console = console
+        self._warnings: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage().rstrip()
+        if getattr(record, "file_only", False):
+            return
+        if record.name == PYTHON_WARNINGS:
+            if text in self._warnings:
+                return
+            self._warnings.add(text)
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False, emoji=False)

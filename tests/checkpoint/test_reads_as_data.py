@@ -1,0 +1,222 @@
+"""Checkpoints made by somebody who wishes harm: every reader refuses them, and none executes anything of them."""
+
+import dataclasses
+import io
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from megatron_fanformer.checkpoint import training_state
+from megatron_fanformer.checkpoint.plain_values import COMMON
+from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, tensors_of
+from megatron_fanformer.cli import main
+from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.formats.recognition import find_checkpoint
+from tests.formats.test_hostile import Bomb
+from tests.generation.making import write_tokenizer
+from tests.small_runs import VOCAB_SIZE, small_run, write_config, write_tokens
+from tests.training.test_trainer import train
+
+WEIGHT = "decoder.final_layernorm.weight"
+RunOnRanks = Callable[..., list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run of two steps, with a checkpoint after the first and the second."""
+
+    values: dict[str, Any]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def trained(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("trained")
+    values = small_run(
+        write_tokens(folder / "tokens"),
+        folder / "run",
+        data={"tokenizer": str(write_tokenizer(folder, VOCAB_SIZE))},
+        schedule={"lr_warmup_iters": 1},
+        training={"train_iters": 2},
+    )
+    run_on_ranks(1, train, values)
+    return Run(values, folder / "run")
+
+
+@pytest.fixture
+def run(trained: Run, tmp_path: Path) -> Run:
+    """A copy to be changed, that has a step more to take."""
+    training = {**trained.values["training"], "run_dir": str(tmp_path / "run"), "train_iters": 3}
+    shutil.copytree(trained.folder, tmp_path / "run")
+    return Run({**trained.values, "training": training}, tmp_path / "run")
+
+
+# -- what is planted
+
+
+def archive(bomb: Bomb) -> bytes:
+    stream = io.BytesIO()
+    torch.save([bomb], stream)
+    return stream.getvalue()
+
+
+def plant_table(checkpoint: Path, bomb: Bomb) -> Path:
+    (checkpoint / METADATA).write_bytes(pickle.dumps(bomb))
+    return checkpoint / METADATA
+
+
+def plant_inside_table(checkpoint: Path, bomb: Bomb) -> Path:
+    table = read_table(checkpoint)
+    table.planner_data = bomb
+    (checkpoint / METADATA).write_bytes(pickle.dumps(table))
+    return checkpoint / METADATA
+
+
+def plant_entries(checkpoint: Path, bomb: Bomb, names: set[str]) -> Path:
+    """Append a bomb to a file of tensors, and let the table say that the entries of these names are there."""
+    table = read_table(checkpoint)
+    assert names
+    for index, place in table.storage_data.items():
+        if index.fqn in names:
+            file = checkpoint / place.relative_path
+            object.__setattr__(place, "offset", file.stat().st_size)
+            object.__setattr__(place, "length", len(archive(bomb)))
+            file.write_bytes(file.read_bytes() + archive(bomb))
+    (checkpoint / METADATA).write_bytes(pickle.dumps(table))
+    return file.with_name("__0_")  # whichever of the rank's files
+
+
+def plant_objects(checkpoint: Path, bomb: Bomb) -> Path:
+    """In place of the random states, and of what later versions of megatron-core keep so."""
+    table = read_table(checkpoint)
+    return plant_entries(checkpoint, bomb, {index.fqn for index in table.storage_data} - tensors_of(table).keys())
+
+
+def plant_tensor(checkpoint: Path, bomb: Bomb) -> Path:
+    return plant_entries(checkpoint, bomb, {WEIGHT})
+
+
+def plant_object_for_tensor(checkpoint: Path, bomb: Bomb) -> Path:
+    """The table itself says that a weight is an object, which torch loads in another way."""
+    file = plant_entries(checkpoint, bomb, {WEIGHT})
+    table = read_table(checkpoint)
+    table.state_dict_metadata[WEIGHT] = BytesStorageMetadata()
+    (checkpoint / METADATA).write_bytes(pickle.dumps(table))
+    return file
+
+
+def plant_common(checkpoint: Path, bomb: Bomb) -> Path:
+    if not (checkpoint / COMMON).exists():
+        pytest.skip("this megatron-core keeps plain values among the tensors")
+    torch.save({"progress": bomb}, checkpoint / COMMON)
+    return checkpoint / COMMON
+
+
+# -- who reads
+
+
+def resume(run: Run, tmp_path: Path) -> list[str]:
+    return ["train", "--config", str(write_config(tmp_path / "config.yaml", run.values))]
+
+
+def start_from_weights(run: Run, tmp_path: Path) -> list[str]:
+    fresh = ["--training.run_dir", str(tmp_path / "fresh"), "--checkpoint.load", str(run.folder)]
+    return [*resume(run, tmp_path), *fresh]
+
+
+def generate(run: Run, _tmp_path: Path) -> list[str]:
+    return ["generate", str(run.folder), "--prompt", "a", "--max-new-tokens", "2"]
+
+
+def convert(run: Run, tmp_path: Path) -> list[str]:
+    return ["convert", str(run.folder), str(tmp_path / "out"), "--to", "reference", "--no-verify"]
+
+
+def inspect(run: Run, _tmp_path: Path) -> list[str]:
+    return ["inspect", str(run.folder)]
+
+
+READERS = [resume, start_from_weights, generate, convert, inspect]
+PLANTS = [plant_table, plant_inside_table, plant_objects, plant_object_for_tensor, plant_common]
+Reader = Callable[[Run, Path], list[str]]
+Plant = Callable[[Path, Bomb], Path]
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
+def test_a_sound_checkpoint_is_read(reader: Reader, run: Run, tmp_path: Path) -> None:
+    assert main(reader(run, tmp_path)) == 0
+
+
+@pytest.mark.parametrize("plant", [*PLANTS, plant_tensor], ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
+def test_a_checkpoint_made_to_do_harm_is_refused(
+    reader: Reader, plant: Plant, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if reader is inspect and plant is plant_tensor:
+        pytest.skip("it reads no tensors")
+    file = plant(find_checkpoint(run.folder), Bomb(tmp_path / "marker"))
+    capsys.readouterr()
+    assert main(reader(run, tmp_path)) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert not (tmp_path / "marker").exists()
+    assert str(file) in line and "holds more than" in line and "it is refused" in line
+
+
+# -- the loading itself, behind these checks
+
+
+@pytest.mark.parametrize("plant", [plant_objects, plant_tensor, plant_common], ids=lambda plant: plant.__name__)
+def test_megatron_core_and_torch_load_data_alone(
+    plant: Plant, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_state, "check_plain_values", lambda *_, **__: None)
+    file = plant(find_checkpoint(run.folder), Bomb(tmp_path / "marker"))
+    assert main(resume(run, tmp_path)) == 3
+    assert not (tmp_path / "marker").exists()
+    assert f"{file}" in (said := capsys.readouterr().err) and "holds more than data" in said
+
+
+def test_megatron_core_and_torch_do_not_read_the_table_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = find_checkpoint(run.folder)
+    table = read_table(checkpoint)
+    monkeypatch.setattr(training_state, "read_table", lambda _: table)
+    plant_table(checkpoint, Bomb(tmp_path / "marker"))
+    assert main(resume(run, tmp_path)) == 0
+    assert not (tmp_path / "marker").exists()
+
+
+def refusal(values: dict[str, Any]) -> str:
+    """What a rank says when it refuses to go on with a run."""
+    with pytest.raises(CorruptError) as caught:
+        train(values)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_refuses_all_do(run_on_ranks: RunOnRanks, run: Run, tmp_path: Path, rank: int) -> None:
+    """Each looks through a share of the random states: none is left waiting."""
+    values = {**run.values, "parallel": {**run.values["parallel"], "data_parallel_size": 2}}
+    values["training"] = {**values["training"], "run_dir": str(tmp_path / "two")}
+    run_on_ranks(2, train, values)
+    values["training"]["train_iters"] = 4
+    plant_entries(find_checkpoint(tmp_path / "two"), Bomb(tmp_path / "marker"), {f"random/shard_{rank}_2"})
+    said, others = run_on_ranks(2, refusal, values)
+    assert said == others and "holds more than data" in said
+    assert not (tmp_path / "marker").exists()
+
+
+def test_torch_loads_as_before_afterwards(run: Run, tmp_path: Path) -> None:
+    load, read_metadata, read_data = torch.load, FileSystemReader.read_metadata, FileSystemReader.read_data
+    plant_tensor(find_checkpoint(run.folder), Bomb(tmp_path / "marker"))
+    assert main(generate(run, tmp_path)) == 3
+    assert torch.load is load
+    assert FileSystemReader.read_metadata is read_metadata and FileSystemReader.read_data is read_data

@@ -1,0 +1,80 @@
+"""What is found of token files in one pass, and what follows from it for megatron-core."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_fanformer.data.blends import PART_NAMES, split_bounds
+from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.sample_counts import TRAIN, VALIDATION, SampleCounts
+from megatron_fanformer.data.survey import survey_data
+from megatron_fanformer.data.token_files import CHECKED_ENTRIES, read_index
+from megatron_fanformer.errors import InputError
+from tests.data.token_making import write_npy, write_pair
+
+SPLITS = ["99,1,0", "969,30,1", "8,2", ".7,.2,.1", "1,1,1", "999.9,.1", "33.3,33.3,33.4", "50,50,0"]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_parts_of_a_split_are_megatrons(split: str) -> None:
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    assert split_bounds(split) == convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+
+
+@pytest.mark.parametrize("block", [7, CHECKED_ENTRIES])
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_tokens_of_parts_are_counted_as_the_index_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str, block: int
+) -> None:
+    monkeypatch.setattr("megatron_fanformer.data.token_files.CHECKED_ENTRIES", block)
+    prefix = write_pair(tmp_path / "samples", [[20 + number] for number in range(40)])
+    facts = survey_data(DataConfig(train_data=[prefix], split=split)).pairs[prefix]
+    lengths = read_index(prefix).lengths
+    for number, bounds in enumerate(split_bounds(split)):
+        if bounds is None:
+            assert number not in facts.part_tokens
+        else:
+            begin, end = (round(bound * 40) for bound in bounds)
+            assert facts.part_tokens[number] == lengths[begin:end].sum()
+    assert (facts.sequences, facts.tokens, len(PART_NAMES)) == (40, lengths.sum(), 3)
+
+
+def test_each_file_is_looked_at_once_however_often_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = write_pair(tmp_path / "samples", [[90], [80]])
+    npy = write_npy(tmp_path / "a.npy", 100)
+    seen: list[str] = []
+
+    def read(prefix: str, parts: list[tuple[float, float]]) -> object:
+        seen.append(prefix)
+        return read_index(prefix, parts)
+
+    monkeypatch.setattr("megatron_fanformer.data.survey.read_index", read)
+    config = DataConfig(train_data=["1", prefix, "1", npy], valid_data={"a": [prefix], "b": [prefix, npy]})
+    survey = survey_data(config, 600)
+    assert seen == [prefix]
+    assert (list(survey.pairs), list(survey.npy_files), survey.cache) == ([prefix], [npy], tmp_path / ".index_cache")
+
+
+def test_a_part_without_documents_is_told_of_the_part_that_is_drawn_alone(tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "samples", [[90], [80]])
+    counts = SampleCounts(survey_data(DataConfig(train_data=[prefix], split="1,1,0")), 16)
+    blend = survey_data(DataConfig(train_data=[prefix])).train
+    assert counts.of_pairs(blend, {TRAIN: 3, VALIDATION: 2}, is_split=True).requested == [3, 2, 0]
+    config = DataConfig(train_data=[prefix], split="99,1,0")
+    with pytest.raises(InputError, match="none is left for validation"):
+        SampleCounts(survey_data(config), 16).check(config, train_samples=3, valid_samples=2)
+
+
+def test_nothing_of_it_imports_torch() -> None:
+    """A missing file is told before torch, which takes seconds, is there."""
+    code = (
+        "import sys, megatron_fanformer.data.sample_counts, megatron_fanformer.training.run_log\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

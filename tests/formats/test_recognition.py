@@ -1,0 +1,192 @@
+"""What a path is: one answer and one text for every command."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.cli import PROGRAM, main
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.formats.recognition import (
+    DESCRIPTIONS,
+    KINDS,
+    MODEL_TYPE,
+    MODELS,
+    OURS,
+    Kind,
+    checkpoint_of,
+    checkpoint_to_resume,
+    find_checkpoint,
+    recognise,
+)
+from megatron_fanformer.generation.models import KINDS as GENERATED_FROM
+from megatron_fanformer.hf import FANformerConfig
+from tests.conftest import REFERENCE
+from tests.small_runs import small_run, write_config, write_tokens
+
+STEP = "step-00000003"
+
+
+def make(folder: Path, kind: Kind) -> Path:
+    """A path of a kind, as far as names and small files tell; returns it."""
+    folder.mkdir()
+    if kind in ("token files", "blend", "folder of token files"):
+        for ending in (".bin", ".idx"):
+            (folder / f"docs{ending}").touch()
+        (folder / "all.blend").write_text("0.5 docs 0.5 docs\n")
+        return {"token files": folder / "docs", "blend": folder / "all.blend"}.get(kind, folder)
+    if kind in OURS:
+        checkpoint = folder / store.CHECKPOINTS / STEP
+        checkpoint.mkdir(parents=True)
+        (checkpoint / store.MEGATRON_METADATA).write_text("{}")
+        (checkpoint / store.CONFIG).write_text("model: {}\n")
+        (folder / store.CHECKPOINTS / store.LATEST).write_text(STEP)
+        return folder if kind == "run" else checkpoint
+    if kind == "hf":
+        (folder / "config.json").write_text(json.dumps({"model_type": MODEL_TYPE}))
+    else:
+        (folder / "config.yaml").write_text("model: {d_model: 8}\n")
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_is_recognised(kind: Kind, tmp_path: Path) -> None:
+    assert recognise(make(tmp_path / "path", kind)).kind == kind
+
+
+def test_the_checkpoint_of_a_run_is_its_latest(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", "run")
+    checkpoint = run / store.CHECKPOINTS / STEP
+    for path in (run, run / store.CHECKPOINTS, checkpoint):
+        assert checkpoint_of(recognise(path)) == find_checkpoint(path) == checkpoint
+    assert checkpoint_to_resume(run) == checkpoint
+    (run / store.CHECKPOINTS / store.LATEST).write_text("step-00000009")
+    for asked in (find_checkpoint, checkpoint_to_resume):
+        with pytest.raises(CorruptError, match="latest names step-00000009"):
+            asked(run)
+
+
+def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / store.CONFIG).write_text("training: {}\nmodel: {}\n")
+    assert recognise(tmp_path / "run").kind == "run"
+    assert checkpoint_to_resume(tmp_path / "run") is None
+    with pytest.raises(InputError, match="is a run's folder without a checkpoint yet"):
+        find_checkpoint(tmp_path / "run")
+
+
+def test_a_hugging_face_folder_may_hold_checkpoints_of_somebodys_training(tmp_path: Path) -> None:
+    (make(tmp_path / "path", "hf") / store.CHECKPOINTS).mkdir()
+    assert recognise(tmp_path / "path").kind == "hf"
+
+
+def test_the_model_type_is_the_models_own() -> None:
+    assert FANformerConfig.model_type == MODEL_TYPE
+
+
+Ask = Callable[[Path, Path], list[str]]
+
+
+def train_from(path: Path, tmp_path: Path) -> list[str]:
+    values = small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run", checkpoint={"load": str(path)})
+    return ["train", "--config", str(write_config(tmp_path / "config.yaml", values))]
+
+
+ASKING: list[tuple[Ask, tuple[Kind, ...], str]] = [
+    (lambda path, tmp_path: ["convert", str(path), str(tmp_path / "out"), "--to", "hf"], MODELS, ""),
+    (lambda path, _: ["generate", str(path), "--prompt", "a"], GENERATED_FROM, ""),
+    (lambda path, _: ["inspect", str(path)], KINDS, ""),
+    (train_from, OURS, "checkpoint.load: "),
+]
+
+
+def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and the one line of a command that refuses its path."""
+    capsys.readouterr()
+    code = main(arguments)
+    (line,) = capsys.readouterr().err.splitlines()
+    return code, line.removeprefix(f"{PROGRAM}: ")
+
+
+@pytest.mark.parametrize(("ask", "wanted", "prefix"), ASKING, ids=["convert", "generate", "inspect", "train"])
+def test_every_command_says_the_same_of_a_path_and_names_what_it_takes(
+    ask: Ask, wanted: tuple[Kind, ...], prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
+    others: list[Kind] = [kind for kind in KINDS if kind not in wanted]
+    is_what = {make(tmp_path / f"path-{kind}", kind): f"is {DESCRIPTIONS[kind]}" for kind in others}
+    is_what[tmp_path / "none"] = "is not there"
+    is_what[tmp_path / "empty"] = "is a folder of no known kind"
+    is_what[tmp_path / "gpt2"] = (
+        "is a folder of no known kind: its config.json is of model_type 'gpt2', not 'fanformer'"
+    )
+    for path, it in is_what.items():
+        code, line = said(ask(path, tmp_path), capsys)
+        assert code == 2
+        start, _, names = line.rpartition("; name ")
+        assert start == f"{prefix}{path} {it}"
+        assert names.replace(" or ", ", ") == ", ".join(DESCRIPTIONS[kind] for kind in wanted).replace(" or ", ", ")
+
+
+@pytest.mark.parametrize("name", ["config.json", "config.yaml"])
+@pytest.mark.parametrize("content", ["{", "[]", "a: ["])
+@pytest.mark.parametrize(("ask", "wanted", "prefix"), ASKING[:3], ids=["convert", "generate", "inspect"])
+def test_a_configuration_that_cannot_be_read_is_damage_to_every_command(
+    ask: Ask,
+    wanted: tuple[Kind, ...],
+    prefix: str,
+    content: str,
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / name).write_text(content)
+    code, line = said(ask(tmp_path / "path", tmp_path), capsys)
+    assert code == 3
+    assert line.startswith(f"{tmp_path / 'path' / name} ")
+
+
+def test_what_lies_beside_token_files_does_not_hide_them(tmp_path: Path) -> None:
+    (make(tmp_path / "path", "folder of token files") / "config.json").write_text("{")
+    assert recognise(tmp_path / "path").kind == "folder of token files"
+
+
+def test_large_files_are_not_read_as_blends(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as stream:
+        stream.truncate(1 << 40)
+    with pytest.raises(InputError, match="too large for a blend file"):
+        recognise(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "hf", "reference"])
+def test_a_run_does_not_write_over_a_models_configuration(
+    kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make(tmp_path / "path", kind)
+    values = small_run(write_tokens(tmp_path / "tokens"), folder)
+    before = sorted(path.read_bytes() for path in folder.iterdir())
+    code, line = said(["train", "--config", str(write_config(tmp_path / "config.yaml", values))], capsys)
+    assert code == 2
+    assert line.startswith(f"training.run_dir: {folder} is {DESCRIPTIONS[kind]}, whose configuration a run would write")
+    assert sorted(path.read_bytes() for path in folder.iterdir()) == before
+
+
+def test_generation_does_not_take_the_authors_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(REFERENCE / "fanformer-tied", tmp_path / "model")
+    code, line = said(["generate", str(tmp_path / "model"), "--prompt", "a"], capsys)
+    assert code == 2
+    assert f"is {DESCRIPTIONS['reference']}; name a run's folder" in line
+
+
+def test_torch_is_not_imported() -> None:
+    """It takes seconds, and `inspect` of token files does not need it."""
+    code = "import sys, megatron_fanformer.formats.recognition; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

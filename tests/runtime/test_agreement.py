@@ -1,0 +1,64 @@
+"""What the main rank does for all of them, on gloo ranks."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from megatron_fanformer.errors import CorruptError, FanformerError, InputError
+from megatron_fanformer.runtime import agreement
+from megatron_fanformer.runtime.agreement import on_main
+
+RunOnRanks = Callable[..., list[Any]]
+
+
+def rank_that_worked() -> tuple[int, int]:
+    """The rank that the function ran on, and this one."""
+    return on_main(dist.get_rank), dist.get_rank()
+
+
+def slow_answer() -> str:
+    """Of a main rank that is at work for many beats."""
+
+    def work() -> str:
+        time.sleep(0.2)
+        return "done"
+
+    with mock.patch.object(agreement, "BEAT_SECONDS", 0.01):
+        return on_main(work)
+
+
+def failure(kind: type[Exception]) -> tuple[str, str, bool]:
+    def fail() -> None:
+        raise kind("it is damaged")
+
+    with pytest.raises(Exception) as caught:
+        on_main(fail)
+    return type(caught.value).__name__, str(caught.value), getattr(caught.value, "is_told_elsewhere", False)
+
+
+def test_a_value_reaches_every_rank(run_on_ranks: RunOnRanks) -> None:
+    assert run_on_ranks(4, rank_that_worked) == [(0, 0), (0, 1), (0, 2), (0, 3)]
+
+
+def test_ranks_wait_for_as_long_as_the_main_one_is_at_work(run_on_ranks: RunOnRanks) -> None:
+    assert run_on_ranks(2, slow_answer) == ["done", "done"]
+
+
+@pytest.mark.parametrize("kind", [FanformerError, InputError, CorruptError])
+def test_an_error_is_raised_on_every_rank_and_told_by_one(run_on_ranks: RunOnRanks, kind: type[Exception]) -> None:
+    said = (kind.__name__, "it is damaged")
+    assert run_on_ranks(3, failure, kind) == [(*said, False), (*said, True), (*said, True)]
+
+
+def test_an_unforeseen_error_ends_every_rank_too(run_on_ranks: RunOnRanks) -> None:
+    main, other = run_on_ranks(2, failure, OSError)
+    assert main == ("OSError", "it is damaged", False)
+    assert other == ("FanformerError", "rank 0: OSError: it is damaged", True)
+
+
+def test_without_ranks_the_function_is_called() -> None:
+    assert on_main(lambda: 3) == 3

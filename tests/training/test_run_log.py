@@ -1,0 +1,162 @@
+"""A run's log: what the terminal and the files get, of which rank."""
+
+import logging
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fanformer.cli import main
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.runtime.device import NOTICES, quieten_libraries
+from megatron_fanformer.training.metrics import LoggingConfig
+from megatron_fanformer.training.run_log import log_file, run_log
+from tests.small_runs import small_run, write_config, write_tokens
+from tests.training.test_start import start_here
+
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) rank \d+ [\w.]+: .+")
+
+logger = logging.getLogger("megatron_fanformer.training.some_module")
+
+
+@pytest.mark.parametrize(
+    ("folder", "stated", "world_size", "expected"),
+    [
+        (None, None, 8, None),
+        ("logs", None, 1, "logs/rank-00003.log"),
+        ("logs", None, 8, "logs/rank-00003.log"),
+        (None, "logs/run.log", 8, "logs/run.rank-00003.log"),
+        ("logs", "run", 8, "run.rank-00003"),
+        ("logs", "run.log", 1, "run.log"),
+    ],
+)
+def test_a_rank_has_a_file_of_its_own(
+    folder: str | None, stated: str | None, world_size: int, expected: str | None
+) -> None:
+    file = log_file(
+        LoggingConfig(folder=folder), None if stated is None else Path(stated), rank=3, world_size=world_size
+    )
+    assert file == (None if expected is None else Path(expected))
+
+
+def test_the_file_has_everything_and_the_terminal_what_is_for_the_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with run_log(rank=0) as log:
+        logger.debug("before there was a file")
+        log.write_to(tmp_path / "new" / "run.log")
+        logger.info("saved [bold]this[/bold] :smile:")
+        logger.debug("took 3 s")
+    assert capsys.readouterr() == ("saved [bold]this[/bold] :smile:\n", "")
+    lines = (tmp_path / "new" / "run.log").read_text().splitlines()
+    assert [line for line in lines if not LINE.fullmatch(line)] == []
+    assert [line.split(" rank 0 megatron_fanformer.training.some_module: ")[1] for line in lines] == [
+        "before there was a file",
+        "saved [bold]this[/bold] :smile:",
+        "took 3 s",
+    ]
+
+
+def test_other_ranks_are_silent_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in (tmp_path / "run.log", None):
+        with pytest.raises(CorruptError), run_log(rank=5) as log:
+            log.write_to(file)
+            logger.info("saved")
+            warnings.warn("of rank 5", stacklevel=1)
+            raise CorruptError("it is damaged")
+    assert capsys.readouterr() == ("", "")
+    text = (tmp_path / "run.log").read_text()
+    assert "INFO rank 5" in text and "UserWarning: of rank 5" in text
+
+
+def test_warnings_reach_the_file_and_the_terminal_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings(), run_log(rank=0) as log:
+        warnings.simplefilter("always")
+        quieten_libraries()
+        log.write_to(tmp_path / "run.log")
+        for _ in range(3):
+            warnings.warn("this is slow", RuntimeWarning, stacklevel=1)
+            warnings.warn(NOTICES[0], stacklevel=1)
+    out, err = capsys.readouterr()
+    assert (out.count("RuntimeWarning: this is slow"), err) == (1, "")
+    text = (tmp_path / "run.log").read_text()
+    assert text.count("WARNING rank 0 py.warnings:") == text.count("RuntimeWarning: this is slow") == 3
+    assert NOTICES[0] not in out + text
+
+
+def test_the_error_that_ends_a_rank_stands_in_its_file_with_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ZeroDivisionError), run_log(rank=0) as log:
+        log.write_to(tmp_path / "run.log")
+        print(1 // 0)
+    assert capsys.readouterr() == ("", "")
+    text = (tmp_path / "run.log").read_text()
+    assert "ERROR rank 0" in text
+    assert "ended by ZeroDivisionError" in text and "Traceback" in text and "print(1 // 0)" in text
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    before = list(logging.getLogger().handlers), logging.getLogger("megatron_fanformer").level, warnings.showwarning
+    with run_log(rank=0) as log:
+        log.write_to(tmp_path / "run.log")
+    assert before == (
+        list(logging.getLogger().handlers),
+        logging.getLogger("megatron_fanformer").level,
+        warnings.showwarning,
+    )
+
+
+def test_a_log_file_that_cannot_be_written_is_an_input_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"log file .* cannot be written .*--log-file"), run_log(rank=0) as log:
+        log.write_to(tmp_path / "file" / "run.log")
+
+
+# -- of a run
+
+
+@pytest.fixture
+def short_run(tmp_path: Path) -> dict[str, Any]:
+    return small_run(
+        write_tokens(tmp_path / "tokens"),
+        tmp_path / "run",
+        training={"train_iters": 2},
+        schedule={"lr_warmup_iters": 1},
+    )
+
+
+def test_a_run_says_the_same_on_the_terminal_with_a_log_file(
+    tmp_path: Path, short_run: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(write_config(tmp_path / "config.yaml", short_run))
+    log = tmp_path / "run.log"
+    assert main(["train", "--config", config, "--log-file", str(log)]) == 0
+    out, err = capsys.readouterr()
+    saved = f"step 2  saved {tmp_path / 'run' / 'checkpoints' / 'step-00000002'}"
+    assert (err, out.splitlines()[-1]) == ("", saved)
+    assert "step 2/2  loss" in out
+    text = log.read_text()
+    assert f"INFO rank 0 megatron_fanformer.training.trainer: {saved}" in text
+    assert "DEBUG rank 0 megatron_fanformer.data.survey: checked 1 pairs" in text
+
+
+def test_a_start_that_is_refused_writes_no_log(tmp_path: Path, short_run: dict[str, Any]) -> None:
+    short_run["model"]["vocab_size"] = 50
+    config = str(write_config(tmp_path / "config.yaml", short_run))
+    assert main(["train", "--config", config, "--log-file", str(tmp_path / "run.log")]) == 2
+    assert not (tmp_path / "run.log").exists()
+
+
+def test_every_rank_of_several_writes_its_own(
+    run_on_ranks: Callable[..., list[Any]], tmp_path: Path, short_run: dict[str, Any]
+) -> None:
+    short_run["logging"]["folder"] = str(tmp_path / "logs")
+    short_run["data"]["train_data"] = [str(tmp_path / "none")]
+    run_on_ranks(2, start_here, write_config(tmp_path / "config.yaml", short_run))
+    for rank in range(2):
+        text = (tmp_path / "logs" / f"rank-{rank:05d}.log").read_text()
+        assert f"ERROR rank {rank} megatron_fanformer.training.run_log: ended by InputError: data.train_data" in text

@@ -1,0 +1,247 @@
+"""The start of a run of many ranks: one of them looks at the files, and all go by what it found."""
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.cli import main
+from megatron_fanformer.data import datasets, index_cache
+from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
+from megatron_fanformer.runtime import agreement, parallel
+from megatron_fanformer.runtime.device import LAUNCHED_HERE, RankAddress
+from megatron_fanformer.training import start
+from megatron_fanformer.training.config import load_config
+from megatron_fanformer.training.preflight import RunStart, check_run
+from megatron_fanformer.training.samples import run_datasets
+from tests.small_runs import small_run, write_config, write_tokens
+
+RANKS = 64
+SEQUENCES = 150_000
+LENGTH = 2
+SAMPLES = 8
+COUNTERS = Path("/proc/self/io")
+
+RunOnRanks = Callable[..., list[Any]]
+
+
+def write_many(prefix: Path) -> str:
+    """Token files whose index is far larger than all else that a start reads: 20 bytes a document."""
+    code = next(code for code, dtype in DTYPES.items() if dtype == np.uint16)
+    np.zeros(SEQUENCES * LENGTH, np.uint16).tofile(f"{prefix}.bin")
+    with open(f"{prefix}.idx", "wb") as index:
+        index.write(INDEX_HEADER.pack(INDEX_MAGIC, 1, code, SEQUENCES, SEQUENCES + 1))
+        index.write(np.full(SEQUENCES, LENGTH, np.int32).tobytes())
+        index.write(np.arange(0, 2 * LENGTH * SEQUENCES, 2 * LENGTH, dtype=np.int64).tobytes())
+        index.write(np.arange(SEQUENCES + 1, dtype=np.int64).tobytes())
+    return str(prefix)
+
+
+def bytes_read() -> int:
+    """All that this process has read so far by system calls; what it mapped is not counted."""
+    return int(COUNTERS.read_text().split("rchar:")[1].split()[0])
+
+
+def address(rank: int, world_size: int) -> RankAddress:
+    return RankAddress(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        master_address="localhost",
+        master_port=1,
+    )
+
+
+@contextmanager
+def group(*_: Any) -> Iterator[str]:
+    """In place of one of `run_rank`'s own: the ranks of a test have met already, or never do."""
+    yield "cpu"
+
+
+class Recorded:
+    """In place of `on_main`, for ranks that start one after the other: the first one works, and the others hear."""
+
+    def __init__(self) -> None:
+        self.answers: list[bytes] = []
+        self.rank, self._heard = 0, 0
+
+    def next_rank(self) -> None:
+        self.rank, self._heard = self.rank + 1, 0
+
+    def __call__(self, function: Callable[[], Any]) -> Any:
+        if self.rank == 0:
+            self.answers.append(pickle.dumps(function()))
+        self._heard += 1
+        return pickle.loads(self.answers[self._heard - 1])
+
+
+def drawn(config: Any, begun: RunStart) -> list[list[int]]:
+    train = run_datasets(config, begun.data).train
+    return [train[sample]["tokens"].tolist() for sample in range(SAMPLES)]
+
+
+@pytest.mark.skipif(not COUNTERS.exists(), reason="Linux alone counts a process's reads")
+def test_the_indices_are_read_once_and_not_by_every_rank(tmp_path: Path) -> None:
+    prefix = write_many(tmp_path / "tokens")
+    values = small_run(prefix, tmp_path / "run", training={"global_batch_size": RANKS, "micro_batch_size": 1})
+    file = write_config(tmp_path / "config.yaml", values)
+    agreed, samples, reads = Recorded(), [], []
+
+    def train(config: Any, _grid: Any, begun: RunStart, _log: Any) -> None:
+        samples.append(drawn(config, begun))
+
+    with (
+        mock.patch.object(agreement, "on_main", agreed),
+        mock.patch.multiple(parallel, process_group=group, rank_grid=group),
+        mock.patch.object(start, "_train", train),
+        mock.patch.object(datasets, "on_main", agreed),
+        mock.patch.object(index_cache, "on_main", agreed),
+    ):
+        for rank in range(RANKS):
+            before = bytes_read()
+            start.run_rank(file, [], address(rank, RANKS))
+            reads.append(bytes_read() - before)
+            agreed.next_rank()
+    assert all(own == samples[0] for own in samples)
+    size = Path(prefix + ".idx").stat().st_size
+    assert size < reads[0] < 2 * size
+    assert sum(reads[1:]) < size
+
+
+# -- on gloo ranks
+
+
+def start_here(file: Path) -> dict[str, Any]:
+    """Start this rank of a run as `train` does, its ranks having met; what it found, or its error."""
+    from torch import distributed as dist
+
+    found: dict[str, Any] = {}
+
+    def train(config: Any, _grid: Any, begun: RunStart, _log: Any) -> None:
+        found["samples"] = drawn(config, begun)
+
+    before = bytes_read()
+    with mock.patch.object(parallel, "process_group", group), mock.patch.object(start, "_train", train):
+        try:
+            start.run_rank(file, [], address(dist.get_rank(), dist.get_world_size()))
+        except Exception as error:
+            code, told = getattr(error, "exit_code", None), getattr(error, "is_told_elsewhere", None)
+            found["error"] = (type(error).__name__, str(error), code, told)
+    return {**found, "read": bytes_read() - before}
+
+
+def test_ranks_get_the_same_samples_and_one_of_them_reads_the_index(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    prefix = write_many(tmp_path / "tokens")
+    warm = small_run(write_tokens(tmp_path / "few"), tmp_path / "run")
+    run_on_ranks(4, start_here, write_config(tmp_path / "warm.yaml", warm))  # imports are read too
+    file = write_config(tmp_path / "config.yaml", small_run(prefix, tmp_path / "run", training={"micro_batch_size": 1}))
+    ranks = run_on_ranks(4, start_here, file)
+    config = load_config(file)
+    alone = drawn(config, check_run(config, None))
+    assert [rank["samples"] for rank in ranks] == [alone] * 4
+    size = Path(prefix + ".idx").stat().st_size
+    assert [rank["read"] > size for rank in ranks] == [True, False, False, False]
+
+
+def spoil_the_index(prefix: str) -> None:
+    index = Path(prefix + ".idx")
+    data = bytearray(index.read_bytes())
+    data[34 + 4 * 7] ^= 1
+    index.write_bytes(data)
+
+
+def cut_off_the_tokens(prefix: str) -> None:
+    tokens = Path(prefix + ".bin")
+    tokens.write_bytes(tokens.read_bytes()[:-2])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "said", "code"),
+    [
+        (spoil_the_index, "CorruptError", "sequence length 7", 3),
+        (cut_off_the_tokens, "CorruptError", "it is truncated", 3),
+        (lambda prefix: Path(prefix + ".bin").unlink(), "InputError", "does not exist", 2),
+        (lambda prefix: (Path(prefix).parent / ".index_cache").touch(), "InputError", "cannot be written", 2),
+    ],
+    ids=["index", "tokens", "missing", "cache"],
+)
+def test_what_the_main_rank_refuses_ends_every_rank_alike(
+    run_on_ranks: RunOnRanks, tmp_path: Path, spoil: Callable[[str], None], kind: str, said: str, code: int
+) -> None:
+    prefix = write_tokens(tmp_path / "tokens")
+    spoil(prefix)
+    values = small_run(prefix, tmp_path / "run", training={"micro_batch_size": 1})
+    errors = [rank["error"] for rank in run_on_ranks(4, start_here, write_config(tmp_path / "c.yaml", values))]
+    assert {error[:3] for error in errors} == {(kind, errors[0][1], code)}
+    assert said in errors[0][1]
+    assert [error[3] for error in errors] == [False, True, True, True]
+
+
+def looks_at_latest(file: Path) -> int:
+    """Run a configuration on this rank; how often it asked which checkpoint is the latest."""
+    from torch import distributed as dist
+
+    with (
+        mock.patch.object(parallel, "process_group", group),
+        mock.patch.object(store, "latest_checkpoint", wraps=store.latest_checkpoint) as asked,
+    ):
+        start.run_rank(file, [], address(dist.get_rank(), dist.get_world_size()))
+    return asked.call_count
+
+
+def test_one_rank_decides_once_which_checkpoint_a_run_goes_on_from(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
+    training = {"train_iters": 4, "exit_interval": 2}
+    schedule = {"lr_warmup_iters": 1}
+    values = small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run", training=training, schedule=schedule)
+    file = write_config(tmp_path / "config.yaml", values)
+    for step in (2, 4):
+        assert run_on_ranks(2, looks_at_latest, file) == [1, 0]
+        latest = store.latest_checkpoint(tmp_path / "run")
+        assert latest is not None and latest.name == store.checkpoint_name(step)
+
+
+# -- started plainly
+
+
+def test_a_launched_rank_goes_by_what_its_launcher_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run")
+    file = write_config(tmp_path / "config.yaml", values)
+    found = check_run(load_config(file), None)
+    (tmp_path / "found").write_bytes(pickle.dumps(found))
+    monkeypatch.setenv(LAUNCHED_HERE, str(tmp_path / "found"))
+    monkeypatch.setenv("RANK", "0")
+    taken: list[RunStart] = []
+
+    def train(_config: Any, _grid: Any, begun: RunStart, _log: Any) -> None:
+        taken.append(begun)
+
+    with (
+        mock.patch.multiple(parallel, process_group=group, rank_grid=group),
+        mock.patch.multiple(start, _train=train, check_run=None),
+    ):
+        start.run_rank(file, [], address(0, 1))
+    assert taken == [found]
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "said"),
+    [("few.npy", None, "hold 0 whole samples of 16"), ("tokens", "99,1,0", "none is left for validation")],
+)
+def test_data_too_few_are_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, split: str | None, said: str
+) -> None:
+    write_tokens(tmp_path / "tokens", documents=5)
+    np.zeros(10, "<u2").tofile(tmp_path / "few.npy")
+    values = small_run(str(tmp_path / name), tmp_path / "run")
+    values["data"]["split"] = split
+    assert main(["train", "--config", str(write_config(tmp_path / "config.yaml", values))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert not (tmp_path / "run").exists()
