@@ -4,6 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
+# Test processes side by side, each with ranks of its own: one a core, and four at most, which take 2 GB each.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0))))' 2>/dev/null)
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(or $(WORKERS),1) --dist=worksteal
+
 # The constraints file of this interpreter: py310, py311, or py312 for 3.12 and later; `old` below 3.10.
 SERIES := $(shell $(PYTHON) -c 'import sys; v = sys.version_info; \
 	print("py3%d" % min(v[1], 12) if v >= (3, 10) else "old")' 2>/dev/null)
@@ -22,13 +26,13 @@ demo: $(INSTALLED) ## text to tokens to a trained FANformer to generated text, o
 	$(BIN)/megatron-fanformer demo
 
 test: $(INSTALLED) ## run the tests
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-full: $(INSTALLED) ## run the tests, those that take longer too
-	$(BIN)/python -m pytest -m ""
+	$(PYTEST) -m ""
 
 smoke: $(INSTALLED) ## the part of the tests that shows whether another Python and megatron-core serve
-	$(BIN)/python -m pytest tests/parity/test_parity.py tests/training/test_trainer.py tests/golden
+	$(PYTEST) tests/parity/test_parity.py tests/training/test_trainer.py tests/golden
 
 lint: $(INSTALLED) ## check format, lint and types
 	$(BIN)/ruff format --check .

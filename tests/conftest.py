@@ -1,21 +1,25 @@
 """What all tests share: megatron-core made ready for the CPU, the pool of ranks, documents and tokenizers."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_fanformer.data.tokenizer import train_sentencepiece
 from megatron_fanformer.preparation.document_files import read_documents
 from megatron_fanformer.runtime import device, megatron_cpu
 from megatron_fanformer.runtime.rank_pool import RankPool
 
-if not any("gpu" in argument for argument in sys.argv):  # `pytest -m gpu` and `pytest tests/gpu` want to see it
+# `pytest -m gpu` and `pytest tests/gpu` want to see it; pytest-xdist's workers do as the process that started them.
+if not ("PYTEST_XDIST_WORKER" in os.environ or any("gpu" in argument for argument in sys.argv)):
     device.hide_gpus()
 device.quieten_libraries()
 megatron_cpu.install()
+torch.set_num_threads(1)  # the models are tiny, and the cores busy with ranks and other test processes
 
 REFERENCE = Path(__file__).parent / "reference"
 SAMPLES = Path(__file__).parent / "samples"

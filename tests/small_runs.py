@@ -10,22 +10,17 @@ from typing import Any
 import numpy as np
 import yaml
 
+from tests.token_pairs import write_token_pair
+
 ROOT = Path(__file__).parents[1]
 VOCAB_SIZE = 100
 SEQ_LENGTH = 16
 
 
 def write_tokens(prefix: Path, *, vocab_size: int = VOCAB_SIZE, documents: int = 60) -> str:
-    """Random documents as token files, by megatron-core's own writer; returns the prefix."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    """Random documents as token files; returns the prefix."""
     generator = np.random.default_rng(0)
-    for number in range(documents):
-        length = 40 + number
-        builder.add_document(generator.integers(vocab_size, size=length), [length])
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
+    return write_token_pair(prefix, [[generator.integers(vocab_size, size=40 + n)] for n in range(documents)])
 
 
 def small_run(tokens: str, run_dir: Path, **sections: dict[str, Any]) -> dict[str, Any]:

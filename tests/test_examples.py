@@ -8,16 +8,19 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_fanformer.data.blends import parse_blend
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.model.config import PRESETS
+from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import RunConfig, load_config
 from megatron_fanformer.training.metrics import read_metrics
-from tests.small_runs import ROOT, start_command, start_program, write_tokens
+from tests.small_runs import ROOT, start_program, write_tokens
 
 EXAMPLES = ROOT / "examples"
 CONFIGS = sorted(EXAMPLES.glob("*.yaml"))
@@ -92,12 +95,24 @@ def free_port() -> int:
         return port
 
 
-def test_two_nodes_under_torchrun_learn_what_one_node_does(tmp_path: Path) -> None:
-    """The tiny example for five steps: two launcher agents of one rank each, and two ranks launched by ourselves."""
+def train_here(file: Path, overrides: list[str]) -> None:
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = load_config(file, overrides)
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid)
+        trainer.train()
+        trainer.close()
+
+
+def test_two_nodes_under_torchrun_learn_what_one_node_does(
+    run_on_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """The tiny example for five steps: two launcher agents of one rank each, and two ranks of ours."""
     tokens = write_tokens(tmp_path / "tokens", vocab_size=8192)
 
-    def arguments(run: str) -> list[str]:
-        overrides = {
+    def overrides(run: str) -> list[str]:
+        values = {
             "data.train_data": f"[{tokens}]",
             "data.valid_data": f"{{random: [{tokens}]}}",
             "data.tokenizer": "null",
@@ -109,22 +124,21 @@ def test_two_nodes_under_torchrun_learn_what_one_node_does(tmp_path: Path) -> No
             "training.train_iters": "5",
             "training.eval_iters": "1",
         }
-        options = [part for name, value in overrides.items() for part in (f"--{name}", value)]
-        return ["--config", str(EXAMPLES / "tiny-cpu.yaml"), *options]
+        return [part for name, value in values.items() for part in (f"--{name}", value)]
 
+    example = EXAMPLES / "tiny-cpu.yaml"
+    arguments = ["--config", str(example), *overrides("nodes")]
     meeting = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "1"}
     nodes = [
         start_program(
-            "bash", str(EXAMPLES / "torchrun.sh"), *arguments("nodes"), environment={**meeting, "NODE_RANK": str(node)}
+            "bash", str(EXAMPLES / "torchrun.sh"), *arguments, environment={**meeting, "NODE_RANK": str(node)}
         )
         for node in (0, 1)
     ]
     for node in nodes:
         _, errors = node.communicate(timeout=TRAIN_SECONDS)
         assert node.returncode == 0, errors
-    ours = start_command("train", *arguments("ours"))
-    _, errors = ours.communicate(timeout=TRAIN_SECONDS)
-    assert ours.returncode == 0, errors
+    run_on_ranks(2, train_here, example, overrides("ours"))
 
     metrics = {run: read_metrics(tmp_path / run) for run in ("nodes", "ours")}
     assert len(metrics["ours"]) == 5 and "validation_loss/random" in metrics["ours"][-1]

@@ -40,12 +40,12 @@ def parity(
     from rich.console import Console
 
     from megatron_fanformer.parity.report import as_values, print_report
-    from megatron_fanformer.parity.run import compare_layouts
+    from megatron_fanformer.parity.run import run_layouts
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
     status = Console(stderr=True)
     with status.status("starting ranks") as line:
-        result = compare_layouts(config, run, named, tell=lambda name: line.update(f"training: {name}"))
+        result = run_layouts(config, run, named, tell=lambda name: line.update(f"training: {name}"))
     print_report(result, console)
     if report is not None:
         write_atomically(report, json.dumps(as_values(result, str(file)), indent=1) + "\n")

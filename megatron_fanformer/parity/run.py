@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import psutil
@@ -88,32 +89,38 @@ class ParityResult:
             raise DivergenceError("\n".join(different))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """One process's run of the small form, and how far rounding alone takes a run from it."""
+
+    run: RunConfig
+    small: SmallRun
+    trial: TrialConfig
+    baseline: Baseline
+    noise: list[Differences]
+    bounds: Bounds
+
+
 def run_parity(
-    config: ParityConfig,
-    *,
-    trial_function: Callable[..., Trace] = run_trial,
-    pool: RankPool | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    config: ParityConfig, *, pool: RankPool | None = None, tell: Callable[[str], None] = lambda _: None
 ) -> ParityResult:
     """Compare layouts.
 
     Args:
-        trial_function: what each rank runs; a test plants faults in it.
         pool: ranks to run on; None starts and ends its own.
         tell: is told what runs next.
 
     Raises:
         InputError: the configuration or a layout is wrong; all that is, one line each.
     """
-    return compare_layouts(config, *read_layouts(config), trial_function=trial_function, pool=pool, tell=tell)
+    return run_layouts(config, *read_layouts(config), pool=pool, tell=tell)
 
 
-def compare_layouts(
+def run_layouts(
     config: ParityConfig,
     run: RunConfig,
     named: dict[str, Layout],
     *,
-    trial_function: Callable[..., Trace] = run_trial,
     pool: RankPool | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> ParityResult:
@@ -124,10 +131,9 @@ def compare_layouts(
     """
     kind = devices.resolve_device(run.runtime.device)
     _check_machine(named, kind)
-    if pool is None:
-        with RankPool(kind, JOB_SECONDS) as own:
-            return _compare(config, run, named, kind, own, trial_function, tell)
-    return _compare(config, run, named, kind, pool, trial_function, tell)
+    with RankPool(kind, JOB_SECONDS) if pool is None else nullcontext(pool) as ranks:
+        calibration = calibrate(config, run, list(named.values()), ranks, tell)
+        return compare_layouts(calibration, named, ranks, tell, communication=config.communication)
 
 
 def _check_machine(named: dict[str, Layout], kind: devices.DeviceKind) -> None:
@@ -147,17 +153,16 @@ def _check_machine(named: dict[str, Layout], kind: devices.DeviceKind) -> None:
         )
 
 
-def _compare(
+def calibrate(
     config: ParityConfig,
     run: RunConfig,
-    named: dict[str, Layout],
-    kind: devices.DeviceKind,
+    layouts: list[Layout],
     pool: RankPool,
-    train: Callable[..., Trace],
-    tell: Callable[[str], None],
-) -> ParityResult:
+    tell: Callable[[str], None] = lambda _: None,
+) -> Calibration:
+    """Train the small form that suits all these layouts in one process: as it is, and so that it shows rounding."""
     single = single_process(config.transformer_impl)
-    small = shrink(run.model, run.training.micro_batch_size, [layout.parallel for layout in named.values()])
+    small = shrink(run.model, run.training.micro_batch_size, [layout.parallel for layout in layouts])
     trial = TrialConfig(
         model=small.model,
         optimizer=run.optimizer,
@@ -165,52 +170,68 @@ def _compare(
         micro_batch_size=small.micro_batch_size,
         steps=config.steps,
         dtype=config.dtype,
-        device=kind,
+        device=devices.resolve_device(run.runtime.device),
         kernels=single.kernels,
         runtime=run.runtime,
     )
     tell(SINGLE)
-    baseline = baseline_of(pool.run(1, train, trial, single.parallel)[0], torch.finfo(DTYPES[config.dtype]).eps)
+    baseline = baseline_of(pool.run(1, run_trial, trial, single.parallel)[0], torch.finfo(DTYPES[config.dtype]).eps)
     noise = []
     for number in range(1, REORDERED_RUNS + 1):
         tell(f"{SINGLE}, reordered ({number} of {REORDERED_RUNS})")
-        noise.append(differences(baseline, pool.run(1, train, trial, single.parallel, number)))
+        noise.append(differences(baseline, pool.run(1, run_trial, trial, single.parallel, number)))
     if config.dtype != "fp32":
         # Ranks round their partial sums to that type before they are added, which no reordering of one process does:
         # what rounding to it changes at all is shown by a run without it.
         tell(f"{SINGLE}, in fp32")
         exact = dataclasses.replace(trial, dtype="fp32")
-        noise.append(differences(baseline, pool.run(1, train, exact, single.parallel)))
-    bounds = bounds_from(noise)
+        noise.append(differences(baseline, pool.run(1, run_trial, exact, single.parallel)))
+    return Calibration(run=run, small=small, trial=trial, baseline=baseline, noise=noise, bounds=bounds_from(noise))
+
+
+def compare_layouts(
+    calibration: Calibration,
+    named: dict[str, Layout],
+    pool: RankPool,
+    tell: Callable[[str], None] = lambda _: None,
+    *,
+    trial_function: Callable[..., Trace] = run_trial,
+    communication: bool = False,
+) -> ParityResult:
+    """Run layouts that the calibration's small form suits, and hold them against it.
+
+    Args:
+        trial_function: what each rank runs; a test plants faults in it.
+        communication: whether to count what a step's collectives move, too.
+    """
+    small, trial = calibration.small, calibration.trial
     results, counted = [], []
     for name, layout in named.items():
         tell(name)
         bucketed, own = _with_buckets(layout.parallel, small), dataclasses.replace(trial, kernels=layout.kernels)
-        run_ranks = functools.partial(pool.run, layout.world_size, train, own, bucketed)
-        results.append(_try_layout(name, layout.world_size, baseline, bounds, run_ranks))
-        if config.communication:
+        run_ranks = functools.partial(pool.run, layout.world_size, trial_function, own, bucketed)
+        results.append(_try_layout(name, layout.world_size, calibration, run_ranks))
+        if communication:
             tell(f"{name}, counting bytes")
-            counted.append(compare_communication(pool.run, own, _full_size(run), name, bucketed))
+            counted.append(compare_communication(pool.run, own, _full_size(calibration.run), name, bucketed))
     return ParityResult(
         small=small,
-        steps=config.steps,
-        dtype=config.dtype,
-        device=kind,
-        noise=noise,
-        bounds=bounds,
+        steps=trial.steps,
+        dtype=trial.dtype,
+        device=trial.device,
+        noise=calibration.noise,
+        bounds=calibration.bounds,
         layouts=results,
         communication=counted,
     )
 
 
-def _try_layout(
-    name: str, ranks: int, baseline: Baseline, bounds: Bounds, run_ranks: Callable[[], list[Trace]]
-) -> LayoutResult:
+def _try_layout(name: str, ranks: int, calibration: Calibration, run_ranks: Callable[[], list[Trace]]) -> LayoutResult:
     try:
-        found = differences(baseline, run_ranks())
+        found = differences(calibration.baseline, run_ranks())
     except JobFailed as failure:
         return LayoutResult(name=name, ranks=ranks, differences=None, findings=(), failure=str(failure))
-    return LayoutResult(name=name, ranks=ranks, differences=found, findings=tuple(bounds.findings(found)))
+    return LayoutResult(name=name, ranks=ranks, differences=found, findings=tuple(calibration.bounds.findings(found)))
 
 
 def _full_size(run: RunConfig) -> FullSize:

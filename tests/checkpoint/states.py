@@ -12,13 +12,14 @@ from megatron_fanformer.checkpoint.optimizer_state import stored_state
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.training_state import load_training_state, model_state
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer, keep_hyperparameters
 from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
 from megatron_fanformer.training.step import StepShape, train_step, weights_in_step, wrap_stages
+from tests.tiny import tiny_model
 
 GLOBAL_BATCH = 4
 MICRO_BATCH = 2
@@ -55,16 +56,12 @@ Pieces = list[tuple[str, Any, Any, torch.Tensor]]
 
 def small_model(*, untied: bool = False) -> FANformerConfig:
     """A model of four layers with grouped queries and an odd vocabulary."""
-    return FANformerConfig(
+    return tiny_model(
         num_layers=4,
-        hidden_size=32,
         ffn_hidden_size=64,
-        num_attention_heads=4,
         num_query_groups=2,
-        vocab_size=100,
         seq_length=16,
         untie_embeddings_and_output_weights=untied,
-        fan=FANConfig(),
     )
 
 

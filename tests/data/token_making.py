@@ -14,6 +14,7 @@ from megatron_fanformer.data.manifest import (
     encode_manifest,
     manifest_path,
 )
+from tests.token_pairs import write_token_pair
 
 VOCAB_SIZE = 600
 
@@ -24,14 +25,12 @@ def random_ids(count: int, *, seed: int = 0) -> np.ndarray:
 
 
 def write_pair(prefix: Path, documents: Sequence[Sequence[int]], *, dtype: type = np.uint16, seed: int = 0) -> str:
-    """A pair by megatron-core's own writer, of documents by the lengths of their sequences; returns the prefix."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    for number, lengths in enumerate(documents):
-        builder.add_document(random_ids(sum(lengths), seed=seed + number), list(lengths))
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
+    """A pair of documents by the lengths of their sequences; returns the prefix."""
+    drawn = [
+        np.split(random_ids(sum(lengths), seed=seed + number), np.cumsum(lengths)[:-1])
+        for number, lengths in enumerate(documents)
+    ]
+    return write_token_pair(prefix, drawn, dtype=dtype)
 
 
 def write_npy(path: Path, tokens: int, *, seed: int = 0, dtype: str = "<u2") -> str:

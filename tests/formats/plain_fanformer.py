@@ -1,7 +1,7 @@
-"""Every variant of a FANformer in plain PyTorch, and checkpoints of it as the authors lay them out.
+"""Random weights of every variant of a FANformer, and checkpoints of them as the authors lay them out.
 
-From the paper's equations and the facts in tests/reference/README.md alone: nothing of the package is imported, and all
-names of tensors and fields are written out here again.
+From the facts in tests/reference/README.md alone: nothing of the package is imported, and all names of tensors and
+fields are written out here again.
 """
 
 import math
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import yaml
 from safetensors.torch import save_file
 from torch import Tensor
@@ -142,63 +141,3 @@ def write(folder: Path, variant: Variant, weights: dict[str, Tensor]) -> Path:
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": fields(variant)}))
     save_file(weights, folder / "model.safetensors")
     return folder
-
-
-def plain_logits(variant: Variant, weights: dict[str, Tensor], ids_bs: Tensor) -> Tensor:
-    """Logits [b, s, rows] of ids [b, s], in float64."""
-    w = {name: tensor.double() for name, tensor in weights.items()}
-    x = w["transformer.wte.weight"][ids_bs]
-    for layer in range(LAYERS):
-        prefix = f"transformer.blocks.{layer}."
-        block = {name.removeprefix(prefix): tensor for name, tensor in w.items() if name.startswith(prefix)}
-        x = x + _attention(variant, block, _norm(x, block["attn_norm.weight"]))
-        a, b = (_norm(x, block["ff_norm.weight"]) @ block["ff_proj.weight"].T).chunk(2, -1)
-        x = x + (b * torch.sigmoid(b) * a) @ block["ff_out.weight"].T
-    head = w["transformer.wte.weight"] if variant.tied else w["transformer.ff_out.weight"]
-    return _norm(x, w["transformer.ln_f.weight"]) @ head.T
-
-
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt() * weight
-
-
-def _fan(variant: Variant, block: dict[str, Tensor], name: str, x: Tensor, p: int) -> Tensor:
-    rows = x @ block[f"{name}.weight"].T
-    if variant.bias:
-        rows = rows + block[f"{name}.bias"]
-    phase, linear = rows[..., :p], rows[..., p:]
-    if variant.gelu:
-        linear = F.gelu(linear)
-    return torch.cat([torch.cos(phase), torch.sin(phase), linear], -1)
-
-
-def _attention(variant: Variant, block: dict[str, Tensor], x: Tensor) -> Tensor:
-    size = variant.value_size
-    if variant.placement == "none":
-        q, k, v = (x @ block["att_proj.weight"].T).split([HIDDEN, size, size], -1)
-    else:
-        x_f = _fan(variant, block, "att_proj.fanlayer.input_linear", x, periodic(variant.p_ratio, HIDDEN))
-        projected = x_f @ block["att_proj.linear.weight"].T
-        if variant.placement == "qkv":
-            q, k, v = projected.split([HIDDEN, size, size], -1)
-        else:
-            q, k = projected.split([HIDDEN, size], -1)
-            own = variant.p_ratio if variant.v_p_ratio is None else variant.v_p_ratio
-            v = _fan(variant, block, "v_fan.input_linear", x, periodic(own, size))
-    outputs = []
-    for head in range(HEADS):
-        group = head // (HEADS // variant.groups)
-        mine, shared = (slice(n * HEAD_SIZE, (n + 1) * HEAD_SIZE) for n in (head, group))
-        scores = _rotate(q[..., mine]) @ _rotate(k[..., shared]).transpose(-1, -2) / math.sqrt(HEAD_SIZE)
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        outputs.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[..., shared])
-    return torch.cat(outputs, -1) @ block["attn_out.weight"].T
-
-
-def _rotate(x: Tensor) -> Tensor:
-    """Each place's two halves, as complex numbers, turned by its angles."""
-    first, second = x.chunk(2, -1)
-    frequencies = 10_000 ** (-torch.arange(0, HEAD_SIZE, 2, dtype=torch.float64) / HEAD_SIZE)
-    angles = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), frequencies)
-    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([turned.real, turned.imag], -1)

@@ -21,7 +21,8 @@ from megatron_fanformer.formats import tokenizer_files
 from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.formats.recognition import recognise
 from megatron_fanformer.hf import FANformerForCausalLM
-from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.config import FANConfig
+from tests.tiny import tiny_model
 from tests.whole_models import (
     export_huggingface,
     hf_to_megatron,
@@ -33,11 +34,7 @@ from tests.whole_models import (
 TESTS = Path(__file__).parent.parent
 ROOT = TESTS.parent
 OLMO_TOKENIZER = TESTS / "samples" / "tokenizers" / "allenai_gpt-neox-olmo-dolma-v1_5.json"
-SMALL = FANformerConfig(
-    num_layers=2,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_attention_heads=4,
+SMALL = tiny_model(
     num_query_groups=2,
     vocab_size=600,
     seq_length=64,

@@ -14,13 +14,14 @@ from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.formats.model_card import Card, model_card
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.formats.versions import versions
-from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.training import metrics
 from tests.conftest import REFERENCE
 from tests.small_runs import small_run, write_tokens
+from tests.tiny import tiny_model
 from tests.training.test_trainer import train
 
-MODEL = FANformerConfig(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, vocab_size=100)
+MODEL = tiny_model()
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +173,6 @@ def test_use_is_told_as_the_folder_can_be_used() -> None:
 def test_the_model_is_named_for_what_it_is() -> None:
     card = Card("name", "Not known.")
     assert "A FANformer language model" in model_card(MODEL, card)
-    twin = FANformerConfig(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, vocab_size=100)
+    twin = tiny_model()
     object.__setattr__(twin, "fan", FANConfig(placement="none"))
     assert "A Transformer language model" in model_card(twin, card)

@@ -15,13 +15,12 @@ from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.formats.recognition import recognise
 from megatron_fanformer.formats.reference import optimizer_files
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from tests.tiny import tiny_model
 from tests.whole_models import read_reference, write_reference
 
 REFERENCE = Path(__file__).parent.parent / "reference"
 TIED = REFERENCE / "fanformer-tied"
-SMALL = FANformerConfig(
-    num_layers=1, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2, vocab_size=100
-)
+SMALL = tiny_model(num_layers=1, num_query_groups=2)
 
 
 def edited(tmp_path, case="fanformer-tied", drop=(), **fields):

@@ -20,7 +20,8 @@ from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.step import StepShape, evaluation_step
-from tests.formats.plain_fanformer import VARIANTS, plain_logits, random_weights, write
+from tests.formats.plain_fanformer import HEADS, VARIANTS, Variant, random_weights, write
+from tests.plain_model import plain_logits
 from tests.whole_models import save_state
 
 # float32 against float64, logits of about 10: seen 2e-5 at most.
@@ -32,9 +33,14 @@ ALL = tuple(VARIANTS)
 SOME = ("grouped queries", "qk and v, two ratios", "odd padding")
 LAYOUTS = [
     (1, 1, ALL),
-    *((*layout, SOME) for layout in ((2, 1), (1, 2), (2, 2))),
+    *((*layout, SOME) for layout in ((2, 1), (1, 2))),
     *(pytest.param(*layout, ALL, marks=pytest.mark.full) for layout in ((2, 1), (1, 2), (2, 2))),
 ]
+
+
+def exact_logits(variant: Variant, weights: dict[str, torch.Tensor], ids_bs: torch.Tensor) -> torch.Tensor:
+    """In float64."""
+    return plain_logits({name: w.double() for name, w in weights.items()}, ids_bs, heads=HEADS, gelu=variant.gelu)
 
 
 def folder_of(name: str) -> str:
@@ -117,7 +123,7 @@ def test_variants_in_and_out_of_a_layout(
     for name in names:
         variant = VARIANTS[name]
         weights, ids = random_weights(variant), ids_of(name)
-        logits = plain_logits(variant, weights, ids[:, :-1])
+        logits = exact_logits(variant, weights, ids[:, :-1])
         expected = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item()
         assert [rank[name] for rank in losses] == pytest.approx([expected] * len(losses), abs=SAME_LOSS), name
         back = tmp_path / "back" / folder_of(name)
@@ -133,7 +139,7 @@ def test_every_variant_to_hugging_face_and_back(root: Path, name: str, tmp_path:
     done = convert_checkpoint(source, tmp_path / "hf", to="hf", padded_vocab_size=variant.rows)
     assert done.checks is not None and all(check["passed"] for check in done.checks.values())
     logits = FANformerForCausalLM.from_pretrained(tmp_path / "hf")(ids).logits
-    assert (logits.double() - plain_logits(variant, weights, ids)).abs().max() < SAME_LOGITS
+    assert (logits.double() - exact_logits(variant, weights, ids)).abs().max() < SAME_LOGITS
     convert_checkpoint(
         tmp_path / "hf", tmp_path / "back", to="reference", padded_vocab_size=variant.rows, verified=False
     )

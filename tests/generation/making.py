@@ -17,6 +17,7 @@ from megatron_fanformer.generation.models import TrainedModel, build_model, find
 from megatron_fanformer.generation.sampling import SamplingConfig
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
+from tests.tiny import tiny_model
 from tests.training.layouts import reference_tensors
 from tests.whole_models import export_huggingface
 
@@ -54,16 +55,7 @@ def write_tokenizer(folder: Path, vocab_size: int = 250) -> Path:
 
 def grouped_queries() -> tuple[FANformerConfig, dict[str, torch.Tensor]]:
     """A random model whose heads share keys and values, which no reference case has."""
-    config = FANformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        ffn_hidden_size=48,
-        num_attention_heads=4,
-        num_query_groups=2,
-        vocab_size=250,
-        seq_length=64,
-        fan=FANConfig(activation="gelu"),
-    )
+    config = tiny_model(num_query_groups=2, vocab_size=250, seq_length=64, fan=FANConfig(activation="gelu"))
     generator = torch.Generator().manual_seed(0)
     shapes = expected_shapes(config, "megatron")
     return config, {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}

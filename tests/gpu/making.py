@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from megatron_fanformer.training.metrics import read_metrics
 from tests.small_runs import small_run, start_command, start_program, write_config
+from tests.token_pairs import write_token_pair
 
 VOCAB_SIZE = 512
 SEQ_LENGTH = 128
@@ -34,19 +34,16 @@ SAME_LOSS = 0.04
 
 def write_learnable_tokens(prefix: Path, documents: int = 200) -> str:
     """Token files whose next token follows from the present one, nine times of ten; returns the prefix."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
     generator = np.random.default_rng(0)
     follower = generator.permutation(VOCAB_SIZE)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    written = []
     for _ in range(documents):
         tokens = [int(generator.integers(VOCAB_SIZE))]
         for _ in range(2 * SEQ_LENGTH):
             is_noise = generator.random() < 0.1
             tokens.append(int(generator.integers(VOCAB_SIZE)) if is_noise else int(follower[tokens[-1]]))
-        builder.add_document(torch.tensor(tokens), [len(tokens)])
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
+        written.append([tokens])
+    return write_token_pair(prefix, written)
 
 
 def gpu_run(tokens: str, run_dir: Path, *, steps: int = STEPS, **sections: dict[str, Any]) -> dict[str, Any]:

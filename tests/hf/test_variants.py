@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_fanformer.hf import FANformerConfig, FANformerForCausalLM
-from tests.hf import equations
 from tests.hf.models import OWN_VALUES, PLACEMENTS, SIZES, VARIANTS, build, some_ids
+from tests.plain_model import from_transformers, plain_logits
 
 FLOAT32_LOGITS = 2e-5  # logits of float32 against float64, 3 layers, logits of order 1
 
@@ -25,7 +25,8 @@ def narrow(**fields):
 def test_logits_are_those_of_the_equations(fields):
     model, ids = narrow(**fields), some_ids(2, 24)
     gelu = model.config.fan_activation == "gelu"
-    expected = equations.logits(model.state_dict(), ids, heads=4, gelu=gelu)
+    exact = {name: weight.double() for name, weight in from_transformers(model.state_dict()).items()}
+    expected = plain_logits(exact, ids, heads=4, gelu=gelu)
     assert (model(ids).logits - expected).abs().max() < FLOAT32_LOGITS
 
 

@@ -21,6 +21,7 @@ from megatron_fanformer.data.manifest import (
     manifest_path,
 )
 from megatron_fanformer.durable_files import sha256_of
+from tests.token_pairs import write_token_pair
 
 LEDGER_SCHEMA = pa.schema(
     [
@@ -44,14 +45,8 @@ def random_documents(vocab_size: int, *, count: int = 60, seed: int = 0) -> list
 
 
 def write_pair(prefix: Path, documents: Documents) -> str:
-    """A .bin and .idx pair, by megatron-core's own writer; returns the prefix."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for document in documents:
-        builder.add_document(np.array(document), [len(document)])
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
+    """A .bin and .idx pair; returns the prefix."""
+    return write_token_pair(prefix, [[document] for document in documents])
 
 
 def write_npy(prefix: Path, documents: Documents) -> str:

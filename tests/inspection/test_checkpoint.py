@@ -15,23 +15,16 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
 from megatron_fanformer.checkpoint.tensor_table import read_table, stored_parts
 from megatron_fanformer.formats.name_table import expected_shapes
-from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.config import FANConfig
 from tests.formats.test_hostile import Bomb
 from tests.inspection.conftest import TOKENIZER, Said
 from tests.inspection.test_dataset import flip, refused
 from tests.small_runs import small_run, write_tokens
+from tests.tiny import tiny_model
 from tests.training.test_trainer import train
 
 Inspect = Callable[..., Said]
-QK_AND_V = FANformerConfig(
-    num_layers=2,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=100,
-    fan=FANConfig(placement="qk_and_v", v_p_ratio=0.125),
-)
+QK_AND_V = tiny_model(num_query_groups=2, fan=FANConfig(placement="qk_and_v", v_p_ratio=0.125))
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
 from megatron_fanformer.training.optimizer import OptimizerConfig
 from megatron_fanformer.training.step import wrap_stages
+from tests.tiny import tiny_model
 from tests.training.layouts import layout
 
 RunOnRanks = Callable[..., list[Any]]
@@ -28,9 +29,7 @@ SAME_TRAINING = 2e-5  # of a tensor's norm, after layers, clipping and Adam
 AS_GOOD_IN_BF16 = 1.3  # times the plain head's own distance from float64: as many roundings, others
 SAME_LOSS_IN_BF16 = 2e-6  # nats: losses come from the same bf16 logits, in float32
 
-CONFIG = FANformerConfig(
-    num_layers=1, hidden_size=32, ffn_hidden_size=48, num_attention_heads=2, vocab_size=250, seq_length=24
-)  # 256 rows with padding
+CONFIG = tiny_model(num_layers=1, vocab_size=250, seq_length=24)  # 256 rows with padding
 UNTIED = dataclasses.replace(CONFIG, untie_embeddings_and_output_weights=True)
 MICRO_BATCH = 3
 TOKENS = MICRO_BATCH * CONFIG.seq_length
@@ -131,8 +130,15 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("config", [CONFIG, UNTIED], ids=["tied", "untied"])
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 36, None])
+@pytest.mark.parametrize(
+    ("chunk_tokens", "config"),
+    [
+        pytest.param(chunk, config, id=f"{chunk}-{name}", marks=() if is_default else pytest.mark.full)
+        for name, config, default in (("tied", CONFIG, (7, None)), ("untied", UNTIED, (1, 36)))
+        for chunk in (1, 7, 36, None)
+        for is_default in [chunk in default]
+    ],
+)
 def test_losses_and_gradients_are_the_plain_heads(
     run_on_ranks: RunOnRanks, chunk_tokens: int | None, config: FANformerConfig
 ) -> None:
@@ -324,9 +330,7 @@ def test_a_scale_of_the_whole_sum_is_taken_over(run_on_ranks: RunOnRanks, mask: 
 
 # -- the head in a model that trains
 
-SMALL = FANformerConfig(
-    num_layers=4, hidden_size=32, ffn_hidden_size=48, num_attention_heads=2, vocab_size=250, seq_length=24
-)
+SMALL = dataclasses.replace(CONFIG, num_layers=4)
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 3000}
 PP = {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -345,11 +349,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 UNTIED = dataclasses.replace(SMALL, untie_embeddings_and_output_weights=True)
 
 
+# One of each way in which ranks share the head's work; the golden losses hold the head in the others.
+ALWAYS = {"tied": ("one rank", "sp", "pp", "dp, overlap"), "untied": ("tp", "pp")}
+
+
 @pytest.mark.parametrize(
     ("name", "config"),
-    [(name, SMALL) for name in LAYOUTS]
-    # Those in which the stages of a tied weight differ most from an untied one's; the others in the full run.
-    + [pytest.param(name, UNTIED, marks=() if name in ("tp", "pp") else pytest.mark.full) for name in LAYOUTS],
+    [
+        pytest.param(name, config, id=f"{name}-{kind}", marks=() if name in ALWAYS[kind] else pytest.mark.full)
+        for kind, config in (("tied", SMALL), ("untied", UNTIED))
+        for name in LAYOUTS
+    ],
 )
 def test_training_is_the_plain_heads(run_on_ranks: RunOnRanks, name: str, config: FANformerConfig) -> None:
     """Two steps of micro batches with masked tokens: losses, gradients as the buffers have them, and weights."""

@@ -16,6 +16,7 @@ from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 
 from megatron_fanformer.checkpoint import megatron_versions
+from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.model.build import build_stages, transformer_config
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.local_layers import RMSNorm
@@ -32,11 +33,10 @@ from tests.stock_megatron import (
     parsed_arguments,
     stock_model,
 )
+from tests.tiny import tiny_model
 from tests.whole_models import save_state
 
-MODEL = FANformerConfig(
-    num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, vocab_size=256, seq_length=32
-)
+MODEL = tiny_model(hidden_size=64, ffn_hidden_size=128, vocab_size=256, seq_length=32)
 MY_SPEC = ["tests.model.my_fanformer", "my_layer_spec"]
 MY_MODEL = dataclasses.replace(MODEL, fan=FANConfig(p_ratio=0.125))
 DOCUMENTATION = Path(__file__).parents[2] / "docs" / "parallelism.md"
@@ -179,7 +179,7 @@ def losses_of_loaded(folder: str, kind: str) -> tuple[torch.Tensor, set[str]]:
         else:
             (model,) = build_stages(MODEL, parallel, grid, dtype=torch.float32, seed=None)
         sharded = {"model": model.sharded_state_dict(metadata=stock_metadata())}
-        model.load_state_dict(megatron_versions.load(sharded, Path(folder))["model"])
+        model.load_state_dict(megatron_versions.load(sharded, Path(folder), read_table(Path(folder)))["model"])
         from megatron.core.dist_checkpointing import load_tensors_metadata
 
         with torch.no_grad():

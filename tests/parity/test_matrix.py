@@ -14,6 +14,8 @@ FIRST_LOSS = 1e-6
 GRADIENTS = 1e-5  # norm of the difference over the norm
 LOSSES = 1e-5
 
+# Combinations that neither the planted faults' layouts nor the golden losses have; four ranks each.
+COMBINED = ("tp=2,cp=2", "tp=2,pp=2,sp=true", "pp=2,dp=2,recompute=selective")
 LAYOUTS = (
     "tp=2",
     "tp=4",
@@ -48,7 +50,7 @@ PLACEMENTS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.fixture(params=["qkv", *(pytest.param(name, marks=pytest.mark.full) for name in ("qk_and_v", "none"))])
+@pytest.fixture(params=list(PLACEMENTS))
 def config_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return write_config(tmp_path, model={"preset": "fanformer-1b", "fan": PLACEMENTS[request.param]})
 
@@ -62,6 +64,11 @@ def assert_close(result: ParityResult) -> None:
         assert max(found.losses) <= LOSSES, layout.name
 
 
+def test_combined_layouts_for_two_steps(rank_pool: RankPool, tmp_path: Path) -> None:
+    assert_close(compare(rank_pool, write_config(tmp_path), *COMBINED, steps=2))
+
+
+@pytest.mark.full
 def test_every_layout_for_two_steps(rank_pool: RankPool, config_file: Path) -> None:
     assert_close(compare(rank_pool, config_file, *LAYOUTS, steps=2))
 

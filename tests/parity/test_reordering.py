@@ -5,29 +5,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.parity.comparison import baseline_of, differences
 from megatron_fanformer.parity.trial import TrialConfig, run_trial
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.optimizer import OptimizerConfig
+from tests.tiny import tiny_model
 
 ROUNDING = 1e-5  # relative; float32 sums of some hundred terms, through four layers and backward
 SINGLE = ParallelConfig(use_distributed_optimizer=False)
 
 
 def trial_of(**fields: Any) -> TrialConfig:
-    model = FANformerConfig(
-        **{
-            "num_layers": 2,
-            "hidden_size": 64,
-            "ffn_hidden_size": 96,
-            "num_attention_heads": 4,
-            "vocab_size": 61,
-            "make_vocab_size_divisible_by": 8,
-            "seq_length": 32,
-            **fields,
-        }
-    )
+    model = tiny_model(vocab_size=61, make_vocab_size_divisible_by=8, seq_length=32, **fields)
     return TrialConfig(
         model=model,
         optimizer=OptimizerConfig(lr=1e-3),

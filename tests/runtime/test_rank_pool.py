@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron_fanformer.runtime import rank_pool
 from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
 
 END_SECONDS = 20.0
@@ -47,7 +48,8 @@ def test_a_failed_job_names_its_rank_and_the_pool_goes_on() -> None:
             pool.run(2, die_on, 0)
 
 
-def test_a_job_that_does_not_end_is_ended() -> None:
+def test_a_job_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_pool, "END_SECONDS", 0.1)  # it never ends by itself
     with RankPool(job_seconds=1) as pool, pytest.raises(JobFailed, match="took longer than 1 s on 1 ranks"):
         pool.run(1, wait_for_ever)
 

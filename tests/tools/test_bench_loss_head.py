@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).parents[2] / "tools" / "bench_loss_head.py"
 SIZE = {"tokens": 64, "hidden_size": 16, "vocab_size": 1024, "threads": 1, "repeats": 1}
 
@@ -26,5 +28,6 @@ def test_an_object_a_case() -> None:
         assert {name: case[name] for name in SIZE} == SIZE
 
 
+@pytest.mark.full
 def test_a_table() -> None:
     assert [line.split()[0] for line in bench().splitlines()[1:]] == ["head", "plain", "chunked"]

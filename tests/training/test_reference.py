@@ -35,6 +35,8 @@ CHAOTIC_LOSS = 0.2  # absolute; float64 alone leaves the reference by up to 0.15
 COMPARABLE_STEPS = {"fanformer-tied": 7, "fanformer-untied-p0125": 3, "atl": 3, "transformer-tied": 40}
 
 SEQUENCE = {"sequence_parallel": True, "fan_form": "sequence"}
+FULL = pytest.mark.full
+FOUR_LAYERS = "fanformer-untied-p0125"
 STABLE_CASES = ("fanformer-tied", "fanformer-untied-p0125")
 STABLE_LR = 1e-4  # float32 rounding grows to 3e-6 of the loss and 7e-5 of the gradient norm in 40 steps
 PLAIN_LOSS = 2e-5  # absolute
@@ -79,11 +81,22 @@ def rounding_of_reference(case: str) -> float:
     return float((expected["logits"] - exact).abs().max())
 
 
-@pytest.mark.parametrize("case", CASES)
+FORMS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp1": (1, {}),
+    "tp2": (2, {}),
+    "tp4": (4, {}),
+    "tp2-sp": (2, {"sequence_parallel": True}),
+    "tp2-sp-fan-sequence": (2, SEQUENCE),
+}
+
+
 @pytest.mark.parametrize(
-    ("tensor", "degrees"),
-    [(1, {}), (2, {}), (4, {}), (2, {"sequence_parallel": True}), (2, {**SEQUENCE})],
-    ids=["tp1", "tp2", "tp4", "tp2-sp", "tp2-sp-fan-sequence"],
+    ("tensor", "degrees", "case"),
+    [
+        pytest.param(*of, case, id=f"{name}-{case}", marks=() if name == "tp1" or case == FOUR_LAYERS else FULL)
+        for case in CASES
+        for name, of in FORMS.items()
+    ],
 )
 def test_logits_losses_and_gradients(run_on_ranks: Any, case: str, tensor: int, degrees: dict[str, Any]) -> None:
     parallel = layout(tensor_model_parallel_size=tensor, **degrees)
@@ -165,17 +178,19 @@ def comparable_steps(case: str) -> int:
 def pairs_of(cases: tuple[str, ...], always: Callable[[str, str], bool]) -> list[Any]:
     """Every layout of every case; those that are not to run always are marked."""
     return [
-        pytest.param(name, case, marks=[] if always(name, case) else pytest.mark.full)
+        pytest.param(name, case, marks=[] if always(name, case) else FULL)
         for case in cases
         for name in training_layouts(case)
     ]
 
 
-SIMPLEST = ("tp1", "tp2")
-FOUR_LAYERS = "fanformer-untied-p0125"
+# One of each kind of parallelism, with what makes it hardest; the golden losses hold the others.
+KINDS = ("tp1", "tp2-sp-fan-sequence", "tp2-pp2", "pp2-vpp2", "cp2", "dp2-overlap")
 
 
-@pytest.mark.parametrize(("name", "case"), pairs_of(CASES, lambda name, _: name in SIMPLEST))
+@pytest.mark.parametrize(
+    ("name", "case"), pairs_of(CASES, lambda name, case: name == "tp1" or (name, case) == ("tp2", FOUR_LAYERS))
+)
 def test_training_follows_the_reference(run_on_ranks: Any, case: str, name: str) -> None:
     parallel = training_layouts(case)[name]
     world = parallel.model_parallel_size * (parallel.data_parallel_size or 1)
@@ -193,7 +208,9 @@ def test_training_follows_the_reference(run_on_ranks: Any, case: str, name: str)
         assert total == pytest.approx(expected["final_params_sum"], abs=FINAL_WEIGHTS_SUM)
 
 
-@pytest.mark.parametrize(("name", "case"), pairs_of(STABLE_CASES, lambda _, case: case == FOUR_LAYERS))
+@pytest.mark.parametrize(
+    ("name", "case"), pairs_of(STABLE_CASES, lambda name, case: case == FOUR_LAYERS and name in KINDS)
+)
 def test_forty_steps_follow_the_plain_model(run_on_ranks: Any, case: str, name: str) -> None:
     """At a rate where rounding does not grow, all 40 steps and the final weights are held against float64."""
     parallel = training_layouts(case)[name]

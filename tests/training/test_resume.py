@@ -1,6 +1,7 @@
 """A run that stops after any step and goes on ends as if it had not stopped."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ STEPS = 20
 LAST = store.checkpoint_name(STEPS)
 
 
-def resumed_after_each_step(values: dict[str, Any], straight: Path, folder: Path) -> list[str]:
-    """Go on from each checkpoint of a run, to its end; what differs from the run itself, in words."""
+def resumed_after(steps: Sequence[int], values: dict[str, Any], straight: Path, folder: Path) -> list[str]:
+    """Go on from checkpoints of a run, to its end; what differs from the run itself, in words."""
     expected = stored_tensors(straight / store.CHECKPOINTS / LAST)
     found = []
-    for step in range(1, STEPS + 1):
+    for step in steps:
         run = folder / f"from-{step}"
         shutil.copytree(straight, run, ignore=lambda _folder, names: [name for name in names if name == LAST])
         if step == STEPS:  # nothing is left to do, and nothing may change
@@ -38,8 +39,18 @@ def resumed_after_each_step(values: dict[str, Any], straight: Path, folder: Path
     return found
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.full)])
-def test_a_stop_after_any_step_leaves_no_trace(run_on_ranks: Any, tmp_path: Path, workers: int) -> None:
+ANY = range(1, STEPS + 1)
+SOME = (1, 5, 12, 19, 20)  # the first, the end of the warm-up, one amid, the last but one, and the last
+
+
+@pytest.mark.parametrize(
+    ("workers", "steps"),
+    [(0, SOME), *(pytest.param(workers, ANY, marks=pytest.mark.full) for workers in (0, 2))],
+    ids=["some", "any", "any, workers"],
+)
+def test_a_stop_after_any_step_leaves_no_trace(
+    run_on_ranks: Any, tmp_path: Path, workers: int, steps: Sequence[int]
+) -> None:
     tokens = write_tokens(tmp_path / "tokens")
     values = small_run(
         tokens,
@@ -51,4 +62,4 @@ def test_a_stop_after_any_step_leaves_no_trace(run_on_ranks: Any, tmp_path: Path
     run_on_ranks(1, train, values)
     assert len(read_metrics(tmp_path / "straight")) == STEPS
     resuming = {**values, "checkpoint": {}}
-    assert run_on_ranks(1, resumed_after_each_step, resuming, tmp_path / "straight", tmp_path) == [[]]
+    assert run_on_ranks(1, resumed_after, steps, resuming, tmp_path / "straight", tmp_path) == [[]]

@@ -12,7 +12,7 @@ import pytest
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.runtime.device import NOTICES, quieten_libraries
-from megatron_fanformer.training.metrics import LoggingConfig
+from megatron_fanformer.training.logging_config import LoggingConfig
 from megatron_fanformer.training.run_log import log_file, run_log
 from tests.small_runs import small_run, write_config, write_tokens
 from tests.training.test_start import start_here

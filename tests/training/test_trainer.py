@@ -30,6 +30,8 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "tp2-bf16": {"parallel": {"tensor_model_parallel_size": 2}, "precision": {"dtype": "bf16"}},
 }
 
+SOME_LAYOUTS = [pytest.param(name, marks=pytest.mark.full if name == "tp1-plain" else ()) for name in LAYOUTS]
+
 RunOnRanks = Callable[..., list[Any]]
 
 
@@ -106,7 +108,7 @@ def make_runs(run_on_ranks: RunOnRanks, folder: Path, tokens: str, layout: dict[
     return Runs(stopping, folder / "straight", folder / "half", folder / "resumed", weights)
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp1-plain"])
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp1-plain", marks=pytest.mark.full)])
 def test_a_resume_takes_the_present_learning_rate(
     run_on_ranks: RunOnRanks, runs_in: Callable[[str], Runs], tmp_path: Path, layout: str
 ) -> None:
@@ -126,7 +128,7 @@ def numbers(run: Path) -> list[tuple[int, float, float, float]]:
     return [(m["step"], m["loss"], m["grad_norm"], m["learning_rate"]) for m in read_metrics(run)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_a_resumed_run_logs_what_an_uninterrupted_one_does(runs_in: Callable[[str], Runs], layout: str) -> None:
     runs = runs_in(layout)
     assert [step for step, *_ in numbers(runs.half)] == list(range(1, 11))
@@ -134,7 +136,7 @@ def test_a_resumed_run_logs_what_an_uninterrupted_one_does(runs_in: Callable[[st
     assert numbers(runs.resumed) == numbers(runs.straight)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_a_resumed_run_ends_with_the_same_weights_and_optimizer_bit_for_bit(
     run_on_ranks: RunOnRanks, runs_in: Callable[[str], Runs], layout: str
 ) -> None:
@@ -149,7 +151,11 @@ def test_a_resumed_run_ends_with_the_same_weights_and_optimizer_bit_for_bit(
 
 @pytest.mark.parametrize(
     "degrees",
-    [{"pipeline_model_parallel_size": 2}, {"data_parallel_size": 2}, {}],
+    [
+        {"pipeline_model_parallel_size": 2},
+        pytest.param({"data_parallel_size": 2}, marks=pytest.mark.full),
+        pytest.param({}, marks=pytest.mark.full),
+    ],
     ids=["pp2", "dp2", "tp1"],
 )
 def test_a_checkpoint_of_tp2_goes_on_in_another_layout(
@@ -165,36 +171,6 @@ def test_a_checkpoint_of_tp2_goes_on_in_another_layout(
     losses = [metrics["loss"] for metrics in read_metrics(tmp_path / "run")]
     expected = [metrics["loss"] for metrics in read_metrics(runs.straight)]
     assert losses == pytest.approx(expected[:14], rel=SAME_LOSS, abs=0)
-
-
-# -- initial weights
-
-
-def initial_weights(values: dict[str, Any], seed: int) -> Any:
-    config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid:
-        seed_everything(seed)
-        (stage,) = build_stages(config.model, config.parallel, grid, dtype=torch.float32, seed=seed)
-        return shards_of([stage], grid)
-
-
-@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
-def test_the_seed_alone_decides_the_initial_weights(
-    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, untied: bool
-) -> None:
-    def weights(seed: int, **degrees: int) -> dict[str, torch.Tensor]:
-        model = {"untie_embeddings_and_output_weights": untied}
-        values = small_run(tokens, tmp_path, model=model, parallel=degrees)
-        return gather(run_on_ranks(world_size(values), initial_weights, values, seed))
-
-    first = weights(1)
-    for degrees in ({"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}):
-        other = weights(1, **degrees)
-        assert first.keys() == other.keys()
-        assert [name for name in first if not torch.equal(first[name], other[name])] == []
-    reseeded = weights(2)
-    matrices = {name for name, weight in first.items() if weight.ndim == 2}
-    assert {name for name in first if not torch.equal(first[name], reseeded[name])} == matrices
 
 
 # -- the model that is trained
@@ -255,16 +231,21 @@ def update_without_gradient(config: RunConfig, wrapped: Any) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("untied", [False, True], ids=["tied", "untied"])
+DECAYED: dict[str, dict[str, Any]] = {
+    "tp1-plain": {"use_distributed_optimizer": False},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "dp2": {"data_parallel_size": 2},
+}
+
+
 @pytest.mark.parametrize(
-    "degrees",
+    ("degrees", "untied"),
     [
-        {"use_distributed_optimizer": False},
-        {"tensor_model_parallel_size": 2},
-        {"pipeline_model_parallel_size": 2},
-        {"data_parallel_size": 2},
+        pytest.param(degrees, untied, id=f"{name}-{kind}", marks=() if name in always else pytest.mark.full)
+        for kind, untied, always in (("tied", False, ("tp1-plain", "dp2")), ("untied", True, ("tp1-plain", "pp2")))
+        for name, degrees in DECAYED.items()
     ],
-    ids=["tp1-plain", "tp2", "pp2", "dp2"],
 )
 def test_weight_decay_falls_on_linear_weights_alone(
     run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, degrees: dict[str, Any], untied: bool
@@ -300,7 +281,7 @@ def stop_when_one_rank_is_asked(values: dict[str, Any], asked_rank: int, step: i
         return trainer.step
 
 
-@pytest.mark.parametrize("layout", ["tp2", "dp2", "pp2"])
+@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.full), "dp2", "pp2"])
 def test_a_stop_asked_of_one_rank_stops_all_after_that_step(
     run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, layout: str
 ) -> None:
@@ -337,9 +318,16 @@ def spoil_gradient(stage: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "what"), [(spoil_loss, "the loss is nan"), (spoil_gradient, "the gradient norm is nan")]
+    ("degrees", "spoil", "what"),
+    [
+        pytest.param({name: 2}, spoil, what, marks=() if name == always else pytest.mark.full)
+        for spoil, what, always in (
+            (spoil_loss, "the loss is nan", "tensor_model_parallel_size"),
+            (spoil_gradient, "the gradient norm is nan", "data_parallel_size"),
+        )
+        for name in ("data_parallel_size", "tensor_model_parallel_size")
+    ],
 )
-@pytest.mark.parametrize("degrees", [{"data_parallel_size": 2}, {"tensor_model_parallel_size": 2}], ids=["dp2", "tp2"])
 def test_a_number_that_is_not_finite_ends_the_run_and_changes_no_weight(
     run_on_ranks: RunOnRanks,
     tmp_path: Path,
