@@ -27,7 +27,7 @@ def random_ids(count: int, *, seed: int = 0) -> np.ndarray:
 def write_pair(prefix: Path, documents: Sequence[Sequence[int]], *, dtype: type = np.uint16, seed: int = 0) -> str:
     """A pair of documents by the lengths of their sequences; returns the prefix."""
     drawn = [
-        np.split(random_ids(sum(lengths), seed=seed + number), np.cumsum(lengths)[:-1])
+        np.split(random_ids(sum(lengths), seed=seed + number), np.cumsum(lengths)[:-1]) if lengths else []
         for number, lengths in enumerate(documents)
     ]
     return write_token_pair(prefix, drawn, dtype=dtype)
