@@ -19,7 +19,7 @@ PRESET = FieldDescription(
     name=PRESET_KEY,
     type="text or null",
     default="null",
-    text="One of the paper's sizes to start from, as the README lists them; the other keys of `model`, and of "
+    text="One of the paper's sizes to start from (docs/configuration.md#presets); the other keys of `model`, and of "
     "`model.fan` one by one, replace its values. A run records the fields below in its place.",
 )
 
