@@ -76,9 +76,9 @@ def test_a_command_line_that_is_no_command(refused: Refused, arguments: list[str
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["--nonsense"], "'--nonsense' is no override; write --section.field VALUE"),
+        (["--nonsense"], "'--nonsense' is not an override; write --section.field VALUE"),
         (["--training.seed"], "--training.seed has no value; write --section.field VALUE"),
-        (["--training.seed", "["], "--training.seed '[' is no YAML value; quote it"),
+        (["--training.seed", "["], "--training.seed '[' is not a valid YAML value; quote it"),
     ],
 )
 def test_an_override_that_is_none(refused: Refused, config: str, overrides: list[str], said: str) -> None:
@@ -144,7 +144,7 @@ def test_missing_values_are_named(refused: Refused, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("text", "said"), [("- a\n- b\n", "holds no configuration"), ("a: [", "is no YAML")])
+@pytest.mark.parametrize(("text", "said"), [("- a\n- b\n", "holds no configuration"), ("a: [", "is not valid YAML")])
 def test_a_file_that_is_no_configuration(refused: Refused, tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     one_line(refused("train", "--config", "config.yaml"), said)
@@ -370,5 +370,5 @@ def test_a_line_that_is_no_document_is_counted_otherwise(
     assert "3 lines read: 2 documents" in (told := capsys.readouterr().out)
     assert "1 lines refused: not JSON" in told
     one_line(
-        refused(*prepare(documents, "--eod-id", "0")), "output prefix out exists already with eod_id 50279 and not 0"
+        refused(*prepare(documents, "--eod-id", "0")), "output prefix out already exists with eod_id 50279 and not 0"
     )

@@ -311,7 +311,7 @@ def test_a_tokenizer_that_came_out_different_is_not_let_out(sentencepiece_model,
 
 
 def test_an_existing_destination_is_refused(tmp_path):
-    with pytest.raises(InputError, match="exists already"):
+    with pytest.raises(InputError, match="already exists"):
         export_huggingface(SMALL, random_model(), tmp_path, dtype=torch.float32)
 
 

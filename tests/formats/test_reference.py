@@ -145,7 +145,7 @@ def test_a_written_folder_reads_back_as_it_was(config, tmp_path):
 
 def test_an_existing_destination_is_refused(tmp_path):
     config, tensors = read_reference(TIED)
-    with pytest.raises(InputError, match="exists already"):
+    with pytest.raises(InputError, match="already exists"):
         write_reference(tmp_path, config, tensors)
 
 

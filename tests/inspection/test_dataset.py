@@ -228,7 +228,7 @@ def test_damaged_files(inspect: Inspect, pair: Prepared, ending: str) -> None:
 def test_a_manifest_that_is_damaged_or_missing(inspect: Inspect, pair: Prepared) -> None:
     path = manifest_path(str(pair.prefix))
     path.write_bytes(path.read_bytes()[:-10])
-    refused(inspect(pair.prefix, "--verify"), path, "is no manifest")
+    refused(inspect(pair.prefix, "--verify"), path, "is not a manifest")
     path.unlink()
     said = inspect(pair.prefix, "--verify")
     assert (said.code, said.out) == (2, "")
