@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Scores an exported model with lm-eval on the task in lm-eval/, offline; the task is the pattern for your own.
+# Scores an exported model with lm-eval on the task in lm-eval/, offline; the task is a template for your own.
 #
 #   pip install 'lm-eval[hf]'
 #   examples/lm-eval.sh runs/demo-hf runs/demo-eval
 #
-# What follows the export and the folder for the results goes to lm-eval: --tasks, --device, --batch_size, ...
+# Arguments after the export and the folder for the results go to lm-eval: --tasks, --device, --batch_size, ...
 #
 # Variables, with their defaults:
 #   PYTHON (python3)   the interpreter that has lm-eval; it need not have megatron_fanformer

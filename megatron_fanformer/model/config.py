@@ -60,8 +60,8 @@ class FANConfig:
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
         found = [
-            f"model.fan.{name} is {value}, outside [0, 0.5] (cos and sin of the periodic rows both enter X_F); the "
-            f"paper uses {PAPER_P_RATIO}"
+            f"model.fan.{name} is {value}; it must lie in [0, 0.5], since cos and sin of the periodic rows both enter "
+            f"X_F (the paper uses {PAPER_P_RATIO})"
             for name in ("p_ratio", "v_p_ratio")
             if (value := getattr(self, name)) is not None and not 0.0 <= value <= 0.5
         ]
@@ -289,8 +289,8 @@ class PrecisionConfig:
     where the device has bf16 matrix units (every GPU; AMX or AVX512-BF16 on a CPU), else `fp32`."""
     fp8: Literal["e4m3", "hybrid"] | None = None
     """Matrix products of the layers in FP8, from bf16 weights (on a GPU, by Transformer Engine): `e4m3` throughout,
-    or `hybrid`, with e5m2 gradients; null: none (docs/gpu.md#fp8). Embedding, output head, norms and core attention stay
-    bf16."""
+    or `hybrid`, with e5m2 gradients; null: none (docs/gpu.md#fp8). Embedding, output head, norms and core attention
+    stay bf16."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
     """Where FP8's scales come from: `tensorwise`, the current tensor; `delayed`, its past steps; `blockwise`, blocks of
     128; `mxfp8`, blocks of 32, in hardware (Blackwell)."""

@@ -27,8 +27,8 @@ class KernelsConfig:
     """Transformer Engine's core attention: cuDNN's (`fused`), flash-attn's, or plain products; `auto` leaves the
     choice to the Engine."""
     chunked_loss_head: bool = True
-    """Compute logits, loss and their gradients for one chunk of tokens at a time, in forward; false: Megatron's own loss
-    head, which keeps the logits of a whole micro batch."""
+    """Compute logits, loss and their gradients for one chunk of tokens at a time, in forward; false: Megatron's own
+    loss head, which keeps the logits of a whole micro batch."""
     loss_head_chunk_tokens: int | None = None
     """Tokens per chunk of the chunked loss head; null: as many as fill 100 MiB of logits on a CPU, 400 MiB on a GPU."""
     cuda_graph_impl: Literal["none", "local"] = "none"

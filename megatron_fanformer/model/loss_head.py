@@ -197,8 +197,8 @@ class _Gradients:
 def _stand_in(weight_vh: Any) -> Tensor | None:
     """What to return where the gradient is in `main_grad` already, so that the weight is marked as ready for reduction.
 
-    By Megatron's own protocol of fused accumulation it is a tensor of any content, which a flag keeps from being read. A
-    weight that is also this stage's embedding has a gradient from there, which must be read: it gets none from here.
+    By Megatron's own protocol of fused accumulation it is a tensor of any content, which a flag keeps from being read.
+    A weight that is also this stage's embedding has a gradient from there, which must be read: it gets none from here.
     """
     if getattr(weight_vh, "zero_out_wgrad", False):
         return None

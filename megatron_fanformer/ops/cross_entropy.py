@@ -25,7 +25,7 @@ def to_gradient(
 ) -> Tensor:
     """Write the losses, and turn the logits into their gradient up to a factor per token, which is returned.
 
-    The factors are not applied here because they are cheaper to multiply into matrices that are narrower than the vocabulary.
+    The factors are not applied here because they are cheaper to multiply into matrices narrower than the vocabulary.
 
     Args:
         logits_cv: contiguous, this rank's part; without `is_differentiated` their content is lost.
@@ -53,7 +53,7 @@ def to_gradient(
 def _over_vocabulary(
     greatest_c: Tensor, sum_c: Tensor, label_c: Tensor, is_own: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Over the whole vocabulary, [sum of exponentials, label's logit], both less the largest; and this rank's factor."""
+    """For the whole vocabulary, [sum of exponentials, label's logit], less the largest logit; and this rank's factor."""
     if group.size() == 1:
         return torch.stack([sum_c, label_c - greatest_c]), torch.ones_like(sum_c)
     whole_c = greatest_c.clone()

@@ -1,7 +1,7 @@
 """Turns logits into exponentials in one Triton kernel, one program per row: memory is read once, and written once.
 
-The first pass over a row keeps the largest logit so far and the sum of exponentials relative to it, the second writes; a
-row (100 KB of bfloat16 at a vocabulary of 50304) is then still in the GPU's L2 cache.
+The first pass over a row keeps the largest logit so far and the sum of exponentials relative to it, the second writes;
+a row (100 KB of bfloat16 at a vocabulary of 50304) is then still in the GPU's L2 cache.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False

@@ -56,8 +56,8 @@ def _print_communication(counted: LayoutCommunication, result: ParityResult, con
     sent = {model: sum(groups.values()) for model, groups in counted.sent_bytes.items()}
     shown = ", ".join(f"{model} {size / 2**20:,.1f} MiB" for model, size in sent.items())
     console.print(
-        f"The formula {'equals the count exactly' if counted.agrees else 'does NOT equal the count'}. At the configuration's own "
-        f"size, in {result.dtype}, a rank of the busiest stage sends in a step, by the formula: {shown}.",
+        f"The formula {'equals the count exactly' if counted.agrees else 'does NOT equal the count'}. At the "
+        f"configuration's own size, in {result.dtype}, a rank of the busiest stage sends in a step, by the formula: {shown}.",
         highlight=False,
         soft_wrap=True,
     )

@@ -1,7 +1,7 @@
 """What the communication of a training step depends on, and the terms that it is made of.
 
-Shapes, here and in `layer_traffic`: s tokens per sample, b samples per micro batch, T, C and P tensor, context and pipeline
-parallel ranks, D replicas, h hidden size, k rows of the FAN map ((1 - p_ratio) h), v width of all values;
+Shapes, here and in `layer_traffic`: s tokens per sample, b samples per micro batch, T, C and P tensor, context and
+pipeline parallel ranks, D replicas, h hidden size, k rows of the FAN map ((1 - p_ratio) h), v width of all values;
 c = s / C tokens of a sample on one context parallel rank.
 """
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from megatron_fanformer.errors import FanformerError
 
 MAIN_RANK = 0
-# How often the main rank says that it is still at work. Anything that takes longer than the process group's time limit (a
-# terabyte of tokens read from end to end) would otherwise end the ranks that wait for it.
+# How often the main rank says that it is still at work. Anything that takes longer than the process group's time limit
+# (a terabyte of tokens read from end to end) would otherwise end the ranks that wait for it.
 BEAT_SECONDS = 1.0
 
 Result = TypeVar("Result")

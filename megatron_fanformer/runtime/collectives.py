@@ -76,7 +76,7 @@ class CollectiveCount:
     """Ranks of the group."""
     calls: int
     message_bytes: int
-    """Bytes of the whole tensors: reduced, gathered (the output), scattered or exchanged (the input), broadcast or sent."""
+    """Of the whole tensors: reduced, gathered (the output), scattered or exchanged (the input), broadcast or sent."""
 
     @property
     def moved_bytes(self) -> float:

@@ -11,8 +11,8 @@ class RuntimeConfig:
     """What the ranks run on."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`auto` uses a GPU where torch can, else the CPU; it refuses if an NVIDIA driver is loaded that torch cannot use. `cpu`
-    on a machine with a usable GPU is refused: hide the GPU with an empty `CUDA_VISIBLE_DEVICES`."""
+    """`auto` uses a GPU where torch can, else the CPU; it refuses if an NVIDIA driver is loaded that torch cannot use.
+    `cpu` on a machine with a usable GPU is refused: hide the GPU with an empty `CUDA_VISIBLE_DEVICES`."""
     threads_per_rank: int | None = None
     """CPU threads per rank; null: the machine's usable cores, shared evenly by its ranks."""
     deterministic_mode: bool = False

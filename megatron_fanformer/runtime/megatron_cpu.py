@@ -141,7 +141,7 @@ def _import_megatron_without_compiling() -> None:
 
 
 def _adapt_random_state() -> None:
-    """The tracker's setter queues its work for CUDA's lazy initialisation, which never comes on a torch without CUDA."""
+    """The tracker's setter queues its work for CUDA's lazy initialisation, which never comes without CUDA."""
     from megatron.core.tensor_parallel import random
 
     def get_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:

@@ -108,9 +108,9 @@ def _sequence_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
     unit = math.lcm(2 * context if context > 1 else 1, context * tensor)
     if model.seq_length % unit:
         yield (
-            f"model.seq_length {model.seq_length} is not a multiple of {unit}, into which context parallel size {context} "
-            f"(two chunks per rank, above 1) and sequence parallelism over {tensor} ranks (1: none) split it; the nearest "
-            f"is {max(unit, round(model.seq_length / unit) * unit)}"
+            f"model.seq_length {model.seq_length} is not a multiple of {unit}, into which context parallel size "
+            f"{context} (two chunks per rank, above 1) and sequence parallelism over {tensor} ranks (1: none) split it; "
+            f"the nearest is {max(unit, round(model.seq_length / unit) * unit)}"
         )
 
 

@@ -1,8 +1,9 @@
 """Where a run's log goes: the standard `logging` module, set up once per process.
 
-Modules log what they do with `logging.getLogger(__name__)`. INFO is for the user: rank 0 prints it, above the live line.
-DEBUG is for whoever looks into a run afterwards. Both are in the log file, if one is asked for: one file per
-rank, with Python's warnings, and the traceback of the error that ended the rank. What other ranks log is nowhere else.
+Modules log what they do with `logging.getLogger(__name__)`. INFO is for the user: rank 0 prints it, above the live
+line. DEBUG is for whoever looks into a run afterwards. Both are in the log file, if one is asked for: one file per rank,
+with Python's warnings, and the traceback of the error that ended the rank. What other ranks log is nowhere
+else.
 """
 
 import logging
@@ -29,8 +30,8 @@ def log_file(config: LoggingConfig, stated: Path | None, *, rank: int, world_siz
     """The log file of a rank; None if none is asked for.
 
     Args:
-        stated: what the command line says; with several ranks each puts its number before the suffix. It takes precedence
-            over `logging.folder`.
+        stated: what the command line says; with several ranks each puts its number before the suffix. It takes
+            precedence over `logging.folder`.
     """
     if stated is not None:
         return stated if world_size == 1 else stated.with_name(f"{stated.stem}.rank-{rank:05d}{stated.suffix}")

@@ -38,8 +38,8 @@ def test_a_precision_that_contradicts_itself(fields: dict[str, Any], part: str) 
     [
         ({}, {}, {}, None),
         ({}, {"tensor_model_parallel_size": 8, "sequence_parallel": True}, {"fp8_fan": True}, None),
-        ({"ffn_hidden_size": 8200}, {}, {}, "multiples of 16 (recipe tensorwise), but model.ffn_hidden_size is 8200"),
-        ({"ffn_hidden_size": 8208}, {}, {"fp8_recipe": "mxfp8"}, "multiples of 32 (recipe mxfp8)"),
+        ({"ffn_hidden_size": 8200}, {}, {}, "model.ffn_hidden_size is 8200, but precision.fp8 needs multiples of 16"),
+        ({"ffn_hidden_size": 8208}, {}, {"fp8_recipe": "mxfp8"}, "multiples of 32 on a rank (recipe mxfp8)"),
         ({"seq_length": 24}, {}, {}, "but a micro batch's number of tokens is 24"),
         (
             {"ffn_hidden_size": 8192 + 128},
@@ -82,7 +82,7 @@ def test_without_fp8_any_size_goes() -> None:
 
 def test_a_cpu_has_none() -> None:
     (problem,) = fp8_machine_problems(fp8(), "cpu")
-    assert "FP8 products are a GPU's, and this run is on the CPU; set it to null" in problem
+    assert "FP8 products need a GPU, and this run is on the CPU; set it to null" in problem
 
 
 @pytest.mark.parametrize(
