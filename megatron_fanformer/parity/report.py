@@ -57,7 +57,8 @@ def _print_communication(counted: LayoutCommunication, result: ParityResult, con
     shown = ", ".join(f"{model} {size / 2**20:,.1f} MiB" for model, size in sent.items())
     console.print(
         f"The formula {'equals the count exactly' if counted.agrees else 'does NOT equal the count'}. At the "
-        f"configuration's own size, in {result.dtype}, a rank of the busiest stage sends in a step, by the formula: {shown}.",
+        f"configuration's own size, in {result.dtype}, a rank of the busiest stage sends in a step, "
+        f"by the formula: {shown}.",
         highlight=False,
         soft_wrap=True,
     )

@@ -100,11 +100,11 @@ def fp8_problem(recipe: str) -> str | None:
     chip = torch.cuda.get_device_capability()
     name = f"{torch.cuda.get_device_name()} has compute capability {chip[0]}.{chip[1]}"
     if chip < (8, 9):
-        return f"{name}, and FP8 begins at 8.9"
+        return f"{name}, and FP8 needs 8.9 or higher"
     if recipe == "blockwise" and (chip < (9, 0) or _cuda_version() < (12, 9)):
-        return f"{name} and torch is built for CUDA {torch.version.cuda}; it begins at 9.0 and CUDA 12.9"
+        return f"{name} and torch is built for CUDA {torch.version.cuda}, and it needs 9.0 and CUDA 12.9"
     if recipe == "mxfp8" and not (10, 0) <= chip < (12, 0):
-        return f"{name}; it is for 10.x"
+        return f"{name}, and it needs 10.x"
     return None
 
 
@@ -151,7 +151,7 @@ def _slurm_address(env: "os._Environ[str]") -> RankAddress:
             "before srun, as examples/slurm.sh does"
         )
     tasks = int(env["SLURM_STEP_NUM_TASKS"])
-    tasks_per_node = env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks))  # such as "8(x4)": uneven steps are not supported
+    tasks_per_node = env.get("SLURM_STEP_TASKS_PER_NODE", str(tasks))  # such as "8(x4)": uneven steps are not used
     return RankAddress(
         rank=int(env["SLURM_PROCID"]),
         world_size=tasks,
@@ -241,9 +241,7 @@ def _make_deterministic() -> None:
             raise InputError(
                 f"runtime.deterministic_mode is true, but {name} is {os.environ[name]} in the environment; unset it"
             )
-    os.environ.setdefault(
-        "NCCL_ALGO", "Ring"
-    )  # else NCCL decides by what it measures at startup; any fixed one will do
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # else NCCL decides by measuring at startup; any fixed one will do
     torch.use_deterministic_algorithms(True)
     # Nothing here reads what it did not write.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -109,8 +109,8 @@ def _sequence_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
     if model.seq_length % unit:
         yield (
             f"model.seq_length {model.seq_length} is not a multiple of {unit}, into which context parallel size "
-            f"{context} (two chunks per rank, above 1) and sequence parallelism over {tensor} ranks (1: none) split it; "
-            f"the nearest is {max(unit, round(model.seq_length / unit) * unit)}"
+            f"{context} (two chunks per rank, above 1) and sequence parallelism over {tensor} ranks (1: none) "
+            f"split it; the nearest is {max(unit, round(model.seq_length / unit) * unit)}"
         )
 
 

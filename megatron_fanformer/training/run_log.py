@@ -1,9 +1,8 @@
 """Where a run's log goes: the standard `logging` module, set up once per process.
 
 Modules log what they do with `logging.getLogger(__name__)`. INFO is for the user: rank 0 prints it, above the live
-line. DEBUG is for whoever looks into a run afterwards. Both are in the log file, if one is asked for: one file per rank,
-with Python's warnings, and the traceback of the error that ended the rank. What other ranks log is nowhere
-else.
+line. DEBUG is for whoever looks into a run afterwards. Both are in the log file, if one is asked for: one file per
+rank, with Python's warnings and the traceback of the error that ended the rank. What other ranks log is nowhere else.
 """
 
 import logging
