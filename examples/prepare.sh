@@ -10,7 +10,7 @@
 #
 #   printf '%s\n' data/dolma-*.manifest.json | sed 's|.*/||; s|\.manifest\.json$||' > data/dolma.blend
 #
-# makes the list that data.train_data takes as "@data/dolma.blend".
+# writes the list that data.train_data accepts as "@data/dolma.blend".
 #
 #SBATCH --job-name=prepare
 #SBATCH --nodes=1

@@ -226,11 +226,11 @@ def test_a_global_batch_that_does_not_divide(refused: Refused, config: str) -> N
     ("layout", "said"),
     [
         ("tp=3", "parallel.tensor_model_parallel_size 3 does not divide model.num_attention_heads 4; choose one of"),
-        ("tp", "'tp' has no value; write such as tp=2,sp=true"),
+        ("tp", "'tp' has no value; write it as in tp=2,sp=true"),
         ("tp=x", 'tensor_model_parallel_size is "x"; it must be an integer'),
         ("stages=2", "unknown configuration key stages; did you mean"),
         ("tp=2,fan=sequence", "fan_form is sequence without sequence parallelism"),
-        ("dp=3", "training.global_batch_size 4 is no multiple of"),
+        ("dp=3", "training.global_batch_size 4 is not a multiple of"),
         ("overlap=true", "overlap_param_gather is true without use_distributed_optimizer"),
         ("recompute=some", 'recompute_granularity is "some"; it must be one of full, selective, or null'),
     ],

@@ -25,7 +25,7 @@ PRESET = FieldDescription(
 
 
 def run_sections() -> Iterator[tuple[str, str, list[FieldDescription]]]:
-    """Name, docstring and fields of each section; `model.preset` stands first in its own."""
+    """Name, docstring and fields of each section; `model.preset` comes first in its own."""
     texts = field_texts(RunConfig)
     for name, owner in get_type_hints(RunConfig).items():
         fields = list(described_fields(owner, f"{name}."))
@@ -71,7 +71,7 @@ def schema_text() -> str:
 
 
 def resolved_text(file: Path, overrides: Sequence[str]) -> str:
-    """The whole configuration as YAML, after presets and overrides; what is left to the machine is left open.
+    """The whole configuration as YAML, after presets and overrides; fields left to the machine stay open.
 
     Raises:
         InputError: the file cannot be read, a key is unknown, or a value has the wrong type.

@@ -207,7 +207,7 @@ def test_all_problems_are_told_at_once(tmp_path):
         ({"embedding_size": 240}, "embedding_size is 240"),
         ({"n_kv_heads": 2, "multi_query_attention": True}, "contradicts"),
         ({"rope_theta": 10000.5}, "must be whole"),
-        ({"n_heads": 5}, "no multiple of"),
+        ({"n_heads": 5}, "not a multiple of"),
     ],
 )
 def test_impossible_sizes_are_refused(fields, message, tmp_path):

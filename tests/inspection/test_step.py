@@ -261,7 +261,7 @@ def test_the_manifest_names_the_tokenizer(inspect: Callable[..., Said], tmp_path
         (["{docs}", "--step", "1"], "asks for the configuration that trains on them: --config FILE"),
         (["{other}", "--step", "1", "--config", "{config}"], "is none of the configuration's data.train_data"),
         (["{config}", "--step", "1", "--verify"], "use one at a time"),
-        (["{config}", "--step", "1", "--training.micro_batch_size", "3"], "is no multiple of micro batch size"),
+        (["{config}", "--step", "1", "--training.micro_batch_size", "3"], "is not a multiple of micro batch size"),
         (["{config}", "--step", "1", "--data.speed", "3"], "unknown configuration key data.speed"),
         (["{docs}", "--config", "{config}"], "--config has no effect without --step"),
         (["{docs}", "--speed", "3"], "--speed has no effect without --step"),
