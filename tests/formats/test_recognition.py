@@ -18,13 +18,13 @@ from megatron_fanformer.formats.recognition import (
     MODEL_TYPE,
     MODELS,
     OURS,
+    RUNNABLE,
     Kind,
     checkpoint_of,
     checkpoint_to_resume,
     find_checkpoint,
     recognise,
 )
-from megatron_fanformer.generation.models import KINDS as GENERATED_FROM
 from megatron_fanformer.hf import FANformerConfig
 from tests.conftest import REFERENCE
 from tests.small_runs import small_run, write_config, write_tokens
@@ -99,7 +99,7 @@ def train_from(path: Path, tmp_path: Path) -> list[str]:
 
 ASKING: list[tuple[Ask, tuple[Kind, ...], str]] = [
     (lambda path, tmp_path: ["convert", str(path), str(tmp_path / "out"), "--to", "hf"], MODELS, ""),
-    (lambda path, _: ["generate", str(path), "--prompt", "a"], GENERATED_FROM, ""),
+    (lambda path, _: ["generate", str(path), "--prompt", "a"], RUNNABLE, ""),
     (lambda path, _: ["inspect", str(path)], KINDS, ""),
     (train_from, OURS, "checkpoint.load: "),
 ]
