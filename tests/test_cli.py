@@ -267,7 +267,7 @@ def test_a_gpu_that_is_not_there(refused: Refused, config: str) -> None:
         (("data.tokenizer", "none.model"), "data.tokenizer: none.model does not exist"),
         (
             ("checkpoint.load", "none"),
-            "checkpoint.load: none is not there; name a run's folder or one checkpoint",
+            "checkpoint.load: none does not exist; name a run's folder or one checkpoint",
         ),
         (("training.run_dir", "config.yaml"), "training.run_dir config.yaml is a file; name a folder"),
         (("model.vocab_size", "50"), "holds token id 99, outside the vocabulary of 50"),
@@ -318,7 +318,7 @@ def test_a_runs_folder_whose_run_is_another(
 
 @pytest.mark.parametrize("verb", [["convert", "none", "out", "--to", "hf"], ["generate", "none", "--prompt", "a"]])
 def test_a_checkpoint_that_is_none(refused: Refused, verb: list[str]) -> None:
-    one_line(refused(*verb), "none is not there; name a run's folder, one checkpoint of a run")
+    one_line(refused(*verb), "none does not exist; name a run's folder, one checkpoint of a run")
 
 
 def test_a_conversion_into_a_folder_that_exists(refused: Refused, tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def test_without_ledger_and_tokenizer_the_tokens_are_told(
     config = write_config(tmp_path / "run.yaml", small_run(sources["pair"][0], tmp_path / "run", training=BATCH))
     said = inspect(config, "--step", 1)
     prefix = sources["pair"][0]
-    assert f"no ledger ({prefix}.ledger.parquet): these tokens' documents cannot be told" in said.out
+    assert f"no ledger ({prefix}.ledger.parquet): these tokens' documents are unknown" in said.out
     assert f"    {prefix} [" in said.out
     assert "      ids " in said.out
 
