@@ -258,8 +258,8 @@ def test_the_manifest_names_the_tokenizer(inspect: Callable[..., Said], tmp_path
     [
         (["{config}", "--step", "0"], "--step is 0; the run has steps 1 to 3 (training.train_iters)"),
         (["{config}", "--step", "4"], "--step is 4; the run has steps 1 to 3"),
-        (["{docs}", "--step", "1"], "asks for the configuration that trains on them: --config FILE"),
-        (["{other}", "--step", "1", "--config", "{config}"], "is none of the configuration's data.train_data"),
+        (["{docs}", "--step", "1"], "--step needs the configuration that trains on them; add --config FILE"),
+        (["{other}", "--step", "1", "--config", "{config}"], "is not in the configuration's data.train_data"),
         (["{config}", "--step", "1", "--verify"], "use one at a time"),
         (["{config}", "--step", "1", "--training.micro_batch_size", "3"], "is not a multiple of micro batch size"),
         (["{config}", "--step", "1", "--data.speed", "3"], "unknown configuration key data.speed"),
