@@ -15,6 +15,7 @@ def write_token_pair(prefix: Path, documents: Iterable[Sequences], *, dtype: typ
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for sequences in documents:
-        builder.add_document(np.concatenate(sequences), [len(sequence) for sequence in sequences])
+        ids = [token for sequence in sequences for token in sequence]
+        builder.add_document(np.array(ids, dtype), [len(sequence) for sequence in sequences])
     builder.finalize(f"{prefix}.idx")
     return str(prefix)
