@@ -41,7 +41,7 @@ lint: $(INSTALLED) ## check format, lint and types
 
 check: lint test ## lint, then test
 
-format: $(INSTALLED) ## rewrite the sources to the format, and mend what lint can mend
+format: $(INSTALLED) ## rewrite the sources to the format, and fix what lint can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -49,7 +49,7 @@ clean: ## remove .venv, builds and caches; runs/ stays
 	rm -rf $(VENV) .venv-3.12 build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp carries the interpreter's series, so that another PYTHON makes the environment anew; a changed
+# The stamp carries the interpreter's series, so that another PYTHON rebuilds the environment; a changed
 # requirement only updates it.
 ifneq ($(filter py3%,$(SERIES)),)
 $(INSTALLED): pyproject.toml setup.py $(CONSTRAINTS)
@@ -60,7 +60,7 @@ $(INSTALLED): pyproject.toml setup.py $(CONSTRAINTS)
 else
 .PHONY: $(INSTALLED)
 $(INSTALLED):
-	@echo "$(PYTHON) is no Python 3.10 or later ($$($(PYTHON) -V 2>&1 | head -n 1)):" \
+	@echo "$(PYTHON) is not Python 3.10 or later ($$($(PYTHON) -V 2>&1 | head -n 1));" \
 		"name one, such as make PYTHON=python3.11" >&2
 	@exit 1
 endif

@@ -58,18 +58,9 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=parallel.virtual_stages if parallel.virtual_stages > 1 else None,
-        num_layers_in_first_pipeline_stage=parallel.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=parallel.num_layers_in_last_pipeline_stage,
+        **_pipeline_fields(parallel, grid),
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
-        # Two ways in which the interleaved schedule gives wrong numbers without an error, both seen over gloo at two
-        # stages: outputs are freed while they are still being sent (NCCL holds on to what it sends, gloo does not), and
-        # a batched exchange mispairs the messages that wrap around from the last stage to the first.
-        deallocate_pipeline_outputs=parallel.virtual_stages == 1 or grid.device != "cpu",
-        overlap_p2p_comm=parallel.virtual_stages > 1,
-        batch_p2p_comm=parallel.virtual_stages == 1,
         recompute_granularity=parallel.recompute_granularity,
         recompute_method=parallel.recompute_method,
         recompute_num_layers=parallel.recompute_num_layers,
@@ -89,6 +80,22 @@ def transformer_config(
         embedding_init_method=_leave_as_it_is,
         use_cpu_initialization=grid.device == "cpu",
     )
+
+
+def _pipeline_fields(parallel: ParallelConfig, grid: RankGrid) -> dict[str, Any]:
+    is_interleaved = parallel.virtual_stages > 1
+    return {
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_stages if is_interleaved else None,
+        "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
+        # Two ways in which the interleaved schedule gives wrong numbers without an error, both seen over gloo at two
+        # stages: outputs are freed while they are still being sent (NCCL holds on to what it sends, gloo does not), and
+        # a batched exchange mispairs the messages that wrap around from the last stage to the first.
+        "deallocate_pipeline_outputs": not is_interleaved or grid.device != "cpu",
+        "overlap_p2p_comm": is_interleaved,
+        "batch_p2p_comm": not is_interleaved,
+    }
 
 
 def _fp8_fields(precision: PrecisionConfig) -> dict[str, Any]:

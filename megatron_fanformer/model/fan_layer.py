@@ -224,6 +224,7 @@ def _canonical_factory(sharded: ShardedTensor, shard: FANShard, names: list[str]
 
     @torch.no_grad()
     def build(key: str, rows: Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
+        """One rank's rows, as the ranges of the canonical maps that they are."""
         prefix = key.removesuffix(names[0])  # by now with the layer's global number, or an optimizer state's name
         ranges = []
         for output, start, end, canonical_start in shard.row_ranges():

@@ -82,6 +82,7 @@ class _LossHeadFunction(torch.autograd.Function):
         head: LossHead,
         is_differentiated: bool,
     ) -> Tensor:
+        """[s, b, h], [v, h] -> the losses [s, b] of the labels, in float32; takes their gradient along."""
         gradients = _Gradients(x_sbh, weight_vh, head) if is_differentiated else None
         x_nh = _whole_sequence(x_sbh, head).flatten(0, 1)
         losses_n = torch.empty(labels_sb.numel(), dtype=torch.float32, device=x_nh.device)
@@ -100,6 +101,7 @@ class _LossHeadFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_sb: Tensor) -> Any:
+        """The gradients that forward took, scaled; they are given once."""
         (mask_sb,) = ctx.saved_tensors
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
