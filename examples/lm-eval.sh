@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Scores an exported model with lm-eval on the task in lm-eval/, offline; the task is the pattern for your own.
+# Scores an exported model with lm-eval on the task in lm-eval/, offline; the task is a template for your own.
 #
 #   pip install 'lm-eval[hf]'
 #   examples/lm-eval.sh runs/demo-hf runs/demo-eval
 #
-# What follows the export and the folder for the results goes to lm-eval: --tasks, --device, --batch_size, ...
+# Arguments after the export and the folder for the results are passed to lm-eval: --tasks, --device, --batch_size, ...
 #
 # Variables, with their defaults:
 #   PYTHON (python3)   the interpreter that has lm-eval; it need not have megatron_fanformer
 set -euo pipefail
 
-model=$(realpath -- "${1:?names no export}")
-results=$(realpath -m -- "${2:?names no folder for the results}")
-cd -- "$(dirname -- "${BASH_SOURCE[0]}")/lm-eval"  # the task names its data from there
+model=$(realpath -- "${1:?name an export}")
+results=$(realpath -m -- "${2:?name a folder for the results}")
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/lm-eval"  # the task's data path is relative to it
 
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 exec "${PYTHON:-python3}" -m lm_eval --model hf --model_args "pretrained=$model,trust_remote_code=True" \

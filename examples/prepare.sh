@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Prepares many document files under Slurm, one job of an array a list of them. Cut the list of all files into lists,
-# then run one task for each:
+# Prepares many document files under Slurm, with one task of a job array per list of files. Split the list of all files
+# into lists, then run one task for each:
 #
 #   mkdir lists && find "$PWD/dolma" -name '*.json.gz' | sort | split --number=r/100 --numeric-suffixes --suffix-length=3 - lists/
 #   sbatch --array=0-99 examples/prepare.sh lists data/dolma tokenizer.json
 #
 # Task 7 reads lists/007 and writes data/dolma-007.bin, .idx, .ledger.parquet and .manifest.json. Further arguments are
-# options of `prepare`. A task that is killed goes on where it was when it is started again. When all are done,
+# options of `prepare`. A task that was killed resumes when it is started again. When all are done,
 #
 #   printf '%s\n' data/dolma-*.manifest.json | sed 's|.*/||; s|\.manifest\.json$||' > data/dolma.blend
 #
-# makes the list that data.train_data takes as "@data/dolma.blend".
+# writes the list that data.train_data accepts as "@data/dolma.blend".
 #
 #SBATCH --job-name=prepare
 #SBATCH --nodes=1

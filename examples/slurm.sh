@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on several nodes under Slurm: `srun` starts one rank a GPU, and the ranks join by Slurm's own variables.
+# Trains on several nodes under Slurm: `srun` starts one rank per GPU, and the ranks join by Slurm's own variables.
 # The arguments are those of `train`:
 #
 #   sbatch --nodes=8 examples/slurm.sh --config examples/fanformer-1b.yaml
@@ -16,7 +16,7 @@
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 #
-# The ranks are told three minutes before the time limit: they save a checkpoint, and end with exit code 5.
+# Three minutes before the time limit the ranks get a signal: they save a checkpoint, and end with exit code 5.
 #SBATCH --signal=USR1@180
 #SBATCH --requeue
 set -euo pipefail
@@ -26,11 +26,11 @@ MASTER_ADDR=${nodes[0]}
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 export MASTER_ADDR MASTER_PORT
 
-# Ranks that stop after saving end seconds apart: --wait lets them. After a failure it ends those that are left.
+# Ranks that stop after saving end seconds apart, which --wait allows. After a failure it ends the remaining ones.
 code=0
 srun --kill-on-bad-exit=0 --wait=30 "${PYTHON:-python3}" -m megatron_fanformer train "$@" || code=$?
 
-# Stopped after saving: the same job goes on from there in its next turn. Without this line, submit it again by hand.
+# Stopped after saving: the requeued job resumes from there. Without this line, submit it again by hand.
 if [[ $code -eq 5 ]]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains under torchrun, one rank a GPU, on one node or on several. The arguments are those of `train`.
+# Trains under torchrun, one rank per GPU, on one node or on several. The arguments are those of `train`.
 #
 #   examples/torchrun.sh --config examples/fanformer-300m.yaml
 #
@@ -10,13 +10,13 @@
 # Variables, with their defaults:
 #   NNODES (1), NODE_RANK (0)                  how many nodes, and which of them this is
 #   MASTER_ADDR (localhost), MASTER_PORT (29500)  where the nodes meet: node 0, and a free port there
-#   GPUS_PER_NODE (8)                          ranks of a node; NPROC_PER_NODE is another name for it
+#   GPUS_PER_NODE (8)                          ranks per node; NPROC_PER_NODE is another name for it
 #   PYTHON (python3)                           the interpreter that has megatron_fanformer
 #
-# A signal to stop (SIGTERM, SIGINT, SIGUSR1) saves a checkpoint first; the same command then goes on from there.
+# A signal to stop (SIGTERM, SIGINT, SIGUSR1) saves a checkpoint first; the same command then resumes from there.
 set -euo pipefail
 
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600  # seconds for that checkpoint; a torch that does not know this gives 30
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600  # seconds for that checkpoint; an older torch ignores this and gives 30
 
 exec "${PYTHON:-python3}" -m torch.distributed.run \
     --nnodes "${NNODES:-1}" \

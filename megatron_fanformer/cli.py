@@ -1,10 +1,10 @@
 """The command `megatron-fanformer VERB`: parses, then calls one function.
 
-Exit codes: 0 done, 2 the user's input is wrong, 3 data or a checkpoint is corrupt, 4 the numbers went bad, 5 stopped on
-a signal after saving, 1 anything else. Errors are one line each, without a traceback unless --debug.
+Exit codes: 0 done, 2 the user's input is wrong, 3 data or a checkpoint is corrupt, 4 the numbers went bad, 5 stopped
+on a signal after saving, 1 anything else. Errors are one line each, without a traceback unless --debug.
 
 Each verb imports what it needs when it runs: torch and megatron-core take seconds, and so would every worker process
-that imports `__main__` again. What is wrong with a configuration is told before they are imported.
+that imports `__main__` again. Errors in a configuration are reported before they are imported.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def entry_point() -> None:
 
 
 def _tell(message: str, exit_code: int) -> int:
-    """Print an error, unless this rank's launcher will: then it is told there, once."""
+    """Print an error, unless this rank's launcher will: then it is printed there, once."""
     if not _launcher_tells():
         for line in message.splitlines() or [""]:
             print(f"{PROGRAM}: {line}", file=sys.stderr)
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", default="runs/demo", help="folder of everything that it makes")
+    parser.add_argument("--output", default="runs/demo", help="folder for everything that it makes")
 
 
 def _demo(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
@@ -117,15 +117,15 @@ def _prepare_options(parser: argparse.ArgumentParser) -> None:
     add("--text-field", default="text", help="the field (the column) that is a document's text (text)")
     add("--eod-id", type=int, help="the id that ends a document (the tokenizer's end of text)")
     add("--format", default="megatron", help="megatron: .bin and .idx; npy: headerless .npy (megatron)")
-    add("--part-size", type=_size, metavar="SIZE", help="parts of about SIZE bytes of tokens, as 500M, 10G (one)")
-    add("--min-length", type=int, default=0, metavar="N", help="leave out documents of fewer characters")
-    add("--max-length", type=int, metavar="N", help="leave out documents of more characters")
-    add("--source", action="append", metavar="NAME", help="let in this value of the field source; may be repeated")
+    add("--part-size", type=_size, metavar="SIZE", help="parts of about SIZE bytes of tokens, e.g. 500M, 10G (one)")
+    add("--min-length", type=int, default=0, metavar="N", help="leave out documents with fewer characters")
+    add("--max-length", type=int, metavar="N", help="leave out documents with more characters")
+    add("--source", action="append", metavar="NAME", help="keep only this value of the field source; may be repeated")
     add("--no-ledger", action="store_true", help="do not write PREFIX.ledger.parquet")
     add("--backend", default="auto", help="auto, gigatoken, tokenizers, sentencepiece: the ids are the same (auto)")
     add("--from-npy", action="store_true", help="the inputs are headerless .npy token files")
     add("--npy-dtype", default="uint16", help="with --from-npy: the type of the tokens in them (uint16)")
-    add("--strict", action="store_true", help="stop at the first line that is no document")
+    add("--strict", action="store_true", help="stop at the first line that is not a document")
 
 
 def _size(text: str) -> int:
@@ -133,7 +133,7 @@ def _size(text: str) -> int:
     factors = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
     digits = text[:-1] if text[-1:].upper() in factors else text
     if not digits.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write bytes, as 500M or 10G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, such as 500M or 10G")
     return int(digits) * factors.get(text[-1:].upper(), 1)
 
 
@@ -176,7 +176,7 @@ def _config_option(parser: argparse.ArgumentParser) -> None:
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
     _config_option(parser)
-    parser.add_argument("--log-file", type=Path, metavar="PATH", help="log file; of several ranks, PATH with the rank")
+    parser.add_argument("--log-file", type=Path, metavar="PATH", help="log file; for several ranks, PATH and the rank")
 
 
 def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> None:
@@ -213,9 +213,9 @@ def _config(options: argparse.Namespace, rest: list[str], _arguments: list[str])
 
     stray = [*rest, *(["--config"] if options.config else [])]
     if stray and not options.resolved:
-        raise InputError(f"{stray[0]} says nothing without --resolved; {PROGRAM} config --help lists the options")
+        raise InputError(f"{stray[0]} has no effect without --resolved; {PROGRAM} config --help lists the options")
     if options.resolved and not options.config:
-        raise InputError("--resolved asks for --config FILE; name a configuration file")
+        raise InputError("--resolved needs --config FILE; name a configuration file")
     if options.resolved:
         print(resolved_text(Path(options.config), rest))
     else:
@@ -241,7 +241,7 @@ def _parity_options(parser: argparse.ArgumentParser) -> None:
         "--transformer-impl",
         choices=("auto", "local", "transformer_engine"),
         default="auto",
-        help="layers of megatron-core and torch, or Transformer Engine's (auto: these where they import)",
+        help="layers of megatron-core and torch, or Transformer Engine's (auto: the latter if they import)",
     )
     parser.add_argument("--communication", action="store_true", help="count the bytes that a step's collectives move")
     parser.add_argument("--report", metavar="FILE", help="write everything as JSON")
@@ -271,9 +271,11 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="a run's folder, one checkpoint, or an exported Hugging Face folder")
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="at most this many (64)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
-    parser.add_argument("--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0: all (0)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of that mass (1)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (0)")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all (0)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the most likely tokens with this total probability (1)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (0)")
     parser.add_argument("--tokenizer", help="instead of the checkpoint's own")
 
@@ -281,7 +283,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 def _generate(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
     from megatron_fanformer.formats.recognition import RUNNABLE, recognise
 
-    recognise(options.checkpoint, RUNNABLE)  # what is none of them is told before torch is imported
+    recognise(options.checkpoint, RUNNABLE)  # anything else is reported before torch is imported
     _ready()
     from megatron_fanformer.generation.generate import GenerateConfig, generate
 
@@ -322,7 +324,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
 def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
     from megatron_fanformer.formats.recognition import MODELS, recognise
 
-    recognise(options.source, MODELS)  # what is none of them is told before torch is imported
+    recognise(options.source, MODELS)  # anything else is reported before torch is imported
     _ready(on_cpu=True)
     from megatron_fanformer.formats.convert import convert_checkpoint
 
@@ -350,7 +352,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="token files (a prefix, one of them, a blend file, a folder), a run, a checkpoint, an exported folder",
     )
-    parser.add_argument("--verify", action="store_true", help="check that all of it is there, and undamaged")
+    parser.add_argument("--verify", action="store_true", help="check that all of it is present and undamaged")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--step", type=int, help="show the samples of this training step, of a run or of --config")
     parser.add_argument("--config", metavar="FILE", help="with --step: the configuration that trains on PATH")
@@ -364,11 +366,11 @@ def _inspect(options: argparse.Namespace, rest: list[str], _arguments: list[str]
     if options.step is None:
         stray = [*rest, *(f"--{name}" for name in ("config", "full") if getattr(options, name))]
         if stray:
-            raise InputError(f"{stray[0]} says nothing without --step; {PROGRAM} inspect --help lists the options")
+            raise InputError(f"{stray[0]} has no effect without --step; {PROGRAM} inspect --help lists the options")
         inspect_path(options.path, verify=options.verify, json=options.json)
         return
     if options.verify:
-        raise InputError("--verify checks files and --step shows samples: ask for one at a time")
+        raise InputError("--verify checks files and --step shows samples; use one at a time")
     _prepare_environment(on_cpu=True)
     config = Path(options.config) if options.config else None
     inspect_step(options.path, options.step, config, rest, full=options.full, json=options.json)
@@ -377,7 +379,7 @@ def _inspect(options: argparse.Namespace, rest: list[str], _arguments: list[str]
 def _ready(*, on_cpu: bool = False) -> None:
     """Before the first import of megatron-core: quiet it, and adapt it to a machine without CUDA.
 
-    `on_cpu` is for what runs on the CPU wherever it is.
+    `on_cpu` is for what runs on the CPU on every machine.
     """
     _prepare_environment(on_cpu=on_cpu)
     from megatron_fanformer.runtime import megatron_cpu
@@ -386,7 +388,7 @@ def _ready(*, on_cpu: bool = False) -> None:
 
 
 def _prepare_environment(*, on_cpu: bool = False) -> None:
-    """What libraries read when they are imported; imports none of them itself."""
+    """Set what libraries read when they are imported; imports none of them itself."""
     from megatron_fanformer.runtime.device import hide_gpus, quieten_libraries, use_huge_pages
 
     if on_cpu:
@@ -401,8 +403,12 @@ _Run = Callable[[argparse.Namespace, list[str], list[str]], None]
 VERBS: dict[str, tuple[_Describe, _Run, str]] = {
     "demo": (_demo_options, _demo, "From text to a trained FANformer, on this machine, in minutes."),
     "prepare": (_prepare_options, _prepare, "Turn documents into token files."),
-    "train": (_train_options, _train, "Train, or go on with a run."),
-    "config": (_config_verb_options, _config, "List the configuration's fields; its JSON schema; a whole one."),
+    "train": (_train_options, _train, "Train, or continue a run."),
+    "config": (
+        _config_verb_options,
+        _config,
+        "List the configuration's fields; print its JSON schema or a resolved configuration.",
+    ),
     "parity": (_parity_options, _parity, "Show that parallel layouts train the same model as one process."),
     "generate": (_generate_options, _generate, "Continue a prompt."),
     "inspect": (

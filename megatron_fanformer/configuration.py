@@ -1,9 +1,9 @@
 """Configurations as plain values: checked against dataclasses, overridden field by field, described.
 
 A configuration is a frozen, keyword-only dataclass whose fields are values or such dataclasses again (its sections).
-pydantic decides whether a value fits a field's type, strictly: "1" is no integer, true is no number, and a number is
-finite. Here is what it does not know: our words for what is wrong, all of it at once, and the docstring that stands
-below each field, which is read from the source.
+pydantic decides whether a value fits a field's type, strictly: "1" is not an integer, true is not a number, and a
+number is finite. This module adds what it lacks: our wording of errors, all of them at once, and the docstring below
+each field, which is read from the source.
 """
 
 import ast
@@ -27,7 +27,7 @@ from megatron_fanformer.errors import InputError
 
 Config = TypeVar("Config")
 
-# What a value of a type is, for the descriptions; and with its article and an example, for the errors.
+# What a value of each type is called in the descriptions; and in the errors, with its article and an example.
 IN_WORDS: dict[Any, tuple[str, str]] = {
     int: ("integer", "an integer"),
     float: ("number", "a finite number"),
@@ -47,10 +47,10 @@ def build(values: Mapping[str, Any], owner: type[Config], prefix: str = "") -> C
     """The dataclass that nested plain values describe.
 
     Args:
-        prefix: what stands before the names in messages, such as `model.`.
+        prefix: what precedes the names in messages, such as `model.`.
 
     Raises:
-        InputError: keys are unknown or missing, or values have a wrong type; a line each, with the dotted name.
+        InputError: keys are unknown or missing, or values have a wrong type; one line each, with the dotted name.
     """
     if found := value_problems(values, owner, prefix):
         raise InputError("\n".join(found))
@@ -58,7 +58,7 @@ def build(values: Mapping[str, Any], owner: type[Config], prefix: str = "") -> C
 
 
 def value_problems(values: Mapping[str, Any], owner: type, prefix: str = "") -> list[str]:
-    """A line for each key that the dataclass does not have, each missing one, and each value of a wrong type."""
+    """One line for each key that the dataclass does not have, each missing one, and each value of a wrong type."""
     return list(_value_problems(values, owner, prefix))
 
 
@@ -100,7 +100,7 @@ def _unknown_keys(values: Mapping[str, Any], known: Mapping[str, Any], prefix: s
 
 @functools.cache
 def _adapter(hint: Any) -> Any:
-    """What checks a value of a field, and gives it as the field has it (an integer as a float, say)."""
+    """What checks a value of a field, and converts it to the field's type (an integer to a float, say)."""
     return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python
 
 
@@ -134,7 +134,7 @@ def _demand(hint: Any) -> str:
 def _shown(value: Any) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
-    except (ValueError, RecursionError):  # YAML has values that hold themselves
+    except (ValueError, RecursionError):  # YAML allows values that contain themselves
         text = repr(value)
     return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "…"
 
@@ -147,7 +147,7 @@ def _first_key(owner: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's plain values, and 4e-4 as the number that YAML 1.2 has it for; YAML 1.1 reads it as text."""
+    """YAML's plain values, with 4e-4 as a number, as in YAML 1.2; YAML 1.1 reads it as text."""
 
 
 _Loader.add_implicit_resolver(
@@ -171,24 +171,24 @@ def read_values(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"{file} cannot be read ({error.strerror}); name a configuration file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is no YAML ({' '.join(str(error).split())}); mend it") from None
+        raise InputError(f"{file} is not valid YAML ({' '.join(str(error).split())}); fix it") from None
     if not isinstance(values, dict):
         raise InputError(f"{file} holds no configuration; it must have sections such as model and training")
     return values
 
 
 def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """The nested values that `--section.field VALUE` and `--section.field=VALUE` set; of one field the last counts.
+    """The nested values that `--section.field VALUE` and `--section.field=VALUE` set; for one field the last counts.
 
     Raises:
-        InputError: an argument is none of these, or a value is no YAML.
+        InputError: an argument is neither, or a value is not valid YAML.
     """
     values: dict[str, Any] = {}
     left = list(arguments)
     while left:
         key = left.pop(0)
         if not key.startswith("--") or "." not in key:
-            raise InputError(f"{key!r} is no override; write --section.field VALUE")
+            raise InputError(f"{key!r} is not an override; write --section.field VALUE")
         key, has_value, text = key[2:].partition("=")
         if not has_value:
             if not left:
@@ -199,7 +199,7 @@ def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def overlaid(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with the overrides in their places."""
+    """The values with the overrides applied."""
     merged = dict(values)
     for key, value in overrides.items():
         below = merged.get(key)
@@ -209,7 +209,7 @@ def overlaid(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
 
 
 class _Section(dict[str, Any]):
-    """Values that dotted names were taken apart into; a mapping that was given as one value is a plain dict."""
+    """Values that dotted names were split into; a mapping that was given as one value is a plain dict."""
 
 
 def _set_nested(values: dict[str, Any], path: Sequence[str], value: Any) -> None:
@@ -224,17 +224,17 @@ def _parsed(key: str, text: str) -> Any:
     try:
         return yaml_value(text)
     except yaml.YAMLError:
-        raise InputError(f"--{key} {text!r} is no YAML value; quote it") from None
+        raise InputError(f"--{key} {text!r} is not a valid YAML value; quote it") from None
 
 
 def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """The values with fields under the names that they have now, and the earlier names that were found.
+    """The values with fields under their current names, and the earlier names that were found.
 
     Args:
-        moves: from a field's earlier name, `section.field`, to its present one.
+        moves: from a field's earlier name, `section.field`, to its current one.
 
     Raises:
-        InputError: a field is given under both names; a line each.
+        InputError: a field is given under both names; one line each.
     """
     moved = {name: type(part)(part) if isinstance(part, dict) else part for name, part in values.items()}
     found, twice = [], []
@@ -259,12 +259,12 @@ def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[di
 
 @dataclass(frozen=True, kw_only=True)
 class FieldDescription:
-    """One field of a configuration, as its documentation has it."""
+    """One field of a configuration, as it is documented."""
 
     name: str
     """Dotted."""
     type: str
-    """In words; choices stand in backticks."""
+    """In words; choices are in backticks."""
     default: str | None
     """As YAML writes it; None for a field that must be given."""
     text: str
@@ -272,7 +272,7 @@ class FieldDescription:
 
 
 def described_fields(owner: type, prefix: str = "") -> Iterator[FieldDescription]:
-    """Every field of a dataclass that is no section, in its order; those of its sections by dotted names."""
+    """Every field of a dataclass that is not a section, in order; those of its sections by dotted names."""
     hints, texts = get_type_hints(owner), field_texts(owner)
     for field in dataclasses.fields(owner):
         name, hint = prefix + field.name, hints[field.name]
@@ -313,7 +313,7 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
 
 
 def _written(value: Any) -> str:
-    """A value as YAML takes it, on one line."""
+    """A value as YAML writes it, on one line."""
     if isinstance(value, list | dict):
         return str(yaml.safe_dump(value, default_flow_style=True)).strip()
     return value if isinstance(value, str) else json.dumps(value).replace("e-0", "e-")
@@ -322,7 +322,7 @@ def _written(value: Any) -> str:
 def json_schema(owner: type) -> dict[str, Any]:
     """The JSON schema of a configuration: types and choices are pydantic's, descriptions the docstrings.
 
-    No key may stand in it that is no field; a section that has defaults may be null.
+    Keys that are not fields are not allowed; a section that has defaults may be null.
     """
     schema = TypeAdapter(owner).json_schema()
     sections = {section.__name__: section for section in _sections(owner)}
@@ -332,7 +332,7 @@ def json_schema(owner: type) -> dict[str, Any]:
 
 
 def _sections(owner: Any) -> Iterator[Any]:
-    """A dataclass and all that are its sections."""
+    """A dataclass and all its sections."""
     yield owner
     for hint in get_type_hints(owner).values():
         if _is_section(hint):

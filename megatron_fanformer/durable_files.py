@@ -1,7 +1,7 @@
-"""Files and folders that are there whole or not at all, also after a power cut; their hashes, and locks.
+"""Files and folders that exist completely or not at all, even after a power failure; their hashes, and locks.
 
-What is written gets its name when it is on the disk: the file is flushed, renamed, and the folder that now names it
-flushed too. A process that is killed leaves a hidden file or folder (`.NAME.….tmp`) at the most.
+What is written gets its name once it is on the disk: the file is flushed, renamed, and the folder that now names it
+flushed too. A process that is killed leaves at most a hidden file or folder (`.NAME.….tmp`).
 """
 
 import errno
@@ -17,11 +17,11 @@ from megatron_fanformer.errors import InputError
 
 READ_BYTES = 1 << 20
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What a file system without locks answers; it is left to one process at a time."""
+"""The errors of a file system without locks; there, locking is skipped."""
 
 
 def write_atomically(path: Path, content: str | bytes, *, aside: Path | None = None) -> None:
-    """Replace a small file as a whole.
+    """Replace a small file atomically.
 
     Args:
         aside: the folder, on the same disk, in which it is written; None: its own.
@@ -43,7 +43,7 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """A hidden name beside a path, this process's own."""
+    """A hidden name beside a path, unique to this process."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
@@ -52,10 +52,10 @@ def new_folder(destination: Path) -> Iterator[Path]:
     """A folder to fill, which takes the name `destination` when the block ends, and is removed if it fails.
 
     Raises:
-        InputError: `destination` exists already.
+        InputError: `destination` already exists.
     """
     if destination.exists():
-        raise InputError(f"{destination} exists already; name another destination, or remove it")
+        raise InputError(f"{destination} already exists; name another destination, or remove it")
     destination.parent.mkdir(parents=True, exist_ok=True)
     partial = temporary_name(destination)
     partial.mkdir()
@@ -96,9 +96,9 @@ def sha256_of(path: Path) -> str:
 
 
 def take_lock(path: Path, *, wait: bool) -> int | None:
-    """A descriptor that holds the lock of a file until it is closed; the file is made where there is none.
+    """A descriptor that holds the lock of a file until it is closed; the file is created if missing.
 
-    Returns None where another process holds it and `wait` is false.
+    Returns None if another process holds it and `wait` is false.
 
     Raises:
         OSError: the file cannot be opened.
@@ -114,7 +114,7 @@ def take_lock(path: Path, *, wait: bool) -> int | None:
             if isinstance(error, BlockingIOError):
                 return None
             raise
-        # Whoever held it before may have removed the very file that was opened here.
+        # Whoever held it before may have removed the file that was opened here.
         if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
             return descriptor
         os.close(descriptor)

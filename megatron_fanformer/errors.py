@@ -1,15 +1,15 @@
-"""What can go wrong, as exit codes; every room may raise these, and `cli` alone turns them into an exit.
+"""The errors with their exit codes; every package may raise them, and only `cli` turns them into an exit.
 
-A message names the value, the rule that it breaks and the remedy, on one line.
+A message is one line of the form `VALUE, RULE; REMEDY`: what was found, the rule that it breaks, what to do.
 """
 
 
 class FanformerError(Exception):
-    """A failure that the user is told about in one line, without a traceback."""
+    """A failure that is reported to the user in one line, without a traceback."""
 
     exit_code = 1
     is_told_elsewhere = False
-    """Whether it is another rank's error, raised here too so that this one ends alike: not to be printed again."""
+    """Whether it is another rank's error, raised here too so that this one ends the same way: not printed again."""
 
 
 class InputError(FanformerError, ValueError):
@@ -31,6 +31,6 @@ class DivergenceError(FanformerError):
 
 
 class Interrupted(FanformerError):
-    """Stopped on a signal after saving; the same command goes on from there."""
+    """Stopped on a signal after saving; the same command continues from there."""
 
     exit_code = 5

@@ -1,4 +1,4 @@
-"""Processes of this program's own: which signals stop them, and that none outlives the one that started it."""
+"""This program's own processes: which signals stop them, and how none outlives the one that started it."""
 
 import ctypes
 import multiprocessing
@@ -7,7 +7,7 @@ import signal
 import sys
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""What asks a run to save and to end."""
+"""The signals that ask a run to save and stop."""
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -21,7 +21,7 @@ def end_with_parent() -> None:
 
 
 def end_with_owner() -> None:
-    """`end_with_parent` for a process that `multiprocessing` spawned; it ends, too, if its owner has ended already."""
+    """`end_with_parent` for a process that `multiprocessing` spawned; it also ends if its owner has already ended."""
     end_with_parent()
     owner = multiprocessing.parent_process()
     if owner is None or owner.pid != os.getppid():

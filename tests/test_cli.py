@@ -76,9 +76,9 @@ def test_a_command_line_that_is_no_command(refused: Refused, arguments: list[str
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["--nonsense"], "'--nonsense' is no override; write --section.field VALUE"),
+        (["--nonsense"], "'--nonsense' is not an override; write --section.field VALUE"),
         (["--training.seed"], "--training.seed has no value; write --section.field VALUE"),
-        (["--training.seed", "["], "--training.seed '[' is no YAML value; quote it"),
+        (["--training.seed", "["], "--training.seed '[' is not a valid YAML value; quote it"),
     ],
 )
 def test_an_override_that_is_none(refused: Refused, config: str, overrides: list[str], said: str) -> None:
@@ -144,7 +144,7 @@ def test_missing_values_are_named(refused: Refused, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("text", "said"), [("- a\n- b\n", "holds no configuration"), ("a: [", "is no YAML")])
+@pytest.mark.parametrize(("text", "said"), [("- a\n- b\n", "holds no configuration"), ("a: [", "is not valid YAML")])
 def test_a_file_that_is_no_configuration(refused: Refused, tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     one_line(refused("train", "--config", "config.yaml"), said)
@@ -226,11 +226,11 @@ def test_a_global_batch_that_does_not_divide(refused: Refused, config: str) -> N
     ("layout", "said"),
     [
         ("tp=3", "parallel.tensor_model_parallel_size 3 does not divide model.num_attention_heads 4; choose one of"),
-        ("tp", "'tp' has no value; write such as tp=2,sp=true"),
+        ("tp", "'tp' has no value; write it as in tp=2,sp=true"),
         ("tp=x", 'tensor_model_parallel_size is "x"; it must be an integer'),
         ("stages=2", "unknown configuration key stages; did you mean"),
         ("tp=2,fan=sequence", "fan_form is sequence without sequence parallelism"),
-        ("dp=3", "training.global_batch_size 4 is no multiple of"),
+        ("dp=3", "training.global_batch_size 4 is not a multiple of"),
         ("overlap=true", "overlap_param_gather is true without use_distributed_optimizer"),
         ("recompute=some", 'recompute_granularity is "some"; it must be one of full, selective, or null'),
     ],
@@ -267,7 +267,7 @@ def test_a_gpu_that_is_not_there(refused: Refused, config: str) -> None:
         (("data.tokenizer", "none.model"), "data.tokenizer: none.model does not exist"),
         (
             ("checkpoint.load", "none"),
-            "checkpoint.load: none is not there; name a run's folder or one checkpoint",
+            "checkpoint.load: none does not exist; name a run's folder or one checkpoint",
         ),
         (("training.run_dir", "config.yaml"), "training.run_dir config.yaml is a file; name a folder"),
         (("model.vocab_size", "50"), "holds token id 99, outside the vocabulary of 50"),
@@ -318,7 +318,7 @@ def test_a_runs_folder_whose_run_is_another(
 
 @pytest.mark.parametrize("verb", [["convert", "none", "out", "--to", "hf"], ["generate", "none", "--prompt", "a"]])
 def test_a_checkpoint_that_is_none(refused: Refused, verb: list[str]) -> None:
-    one_line(refused(*verb), "none is not there; name a run's folder, one checkpoint of a run")
+    one_line(refused(*verb), "none does not exist; name a run's folder, one checkpoint of a run")
 
 
 def test_a_conversion_into_a_folder_that_exists(refused: Refused, tmp_path: Path) -> None:
@@ -370,5 +370,5 @@ def test_a_line_that_is_no_document_is_counted_otherwise(
     assert "3 lines read: 2 documents" in (told := capsys.readouterr().out)
     assert "1 lines refused: not JSON" in told
     one_line(
-        refused(*prepare(documents, "--eod-id", "0")), "output prefix out exists already with eod_id 50279 and not 0"
+        refused(*prepare(documents, "--eod-id", "0")), "output prefix out already exists with eod_id 50279 and not 0"
     )

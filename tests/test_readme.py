@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fanformer import cli
+from megatron_fanformer.model.config import PRESETS
 from megatron_fanformer.training.config import config_from_dict, load_config
 
 ROOT = Path(__file__).parent.parent
@@ -52,3 +53,13 @@ def test_the_configuration_page_names_every_field() -> None:
     )
     fields = [name for section in config.as_dict().values() for name in section]
     assert [name for name in fields if f"`{name}`" not in page and f".{name}`" not in page] == []
+
+
+def test_the_configuration_page_has_every_preset() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    for name in (name for name in PRESETS if not name.endswith(("-transformer", "-same-params"))):
+        size, transformer, same = PRESETS[name], PRESETS[f"{name}-transformer"], PRESETS[f"{name}-same-params"]
+        head = "untied" if size.untie_embeddings_and_output_weights else "tied"
+        shape = [f"`{name}`", size.num_layers, size.hidden_size, size.num_attention_heads, head]
+        parameters = [f"{config.num_parameters:,}" for config in (size, transformer, same)]
+        assert "| " + " | ".join(map(str, [*shape, *parameters, same.ffn_hidden_size])) + " |\n" in page

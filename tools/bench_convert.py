@@ -4,7 +4,7 @@
         [--directions reference:megatron megatron:hf …]
 
 Each direction runs in a process of its own, without and with verification. Peak memory is the most that was resident,
-mapped files included; it is held against 1.25 times the largest file of source and destination plus 1 GB. FOLDER needs
+mapped files included; it is compared with 1.25 times the largest file of source and destination plus 1 GB. FOLDER needs
 room for four copies of the weights, which stay until it is removed.
 """
 
@@ -32,7 +32,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".distcp")
 
 
 def main() -> int:
-    """Print a line a direction; 1 where one took more memory than is allowed."""
+    """Print one line per direction; returns 1 if one took more memory than is allowed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--preset", default="fanformer-1b")
@@ -55,9 +55,9 @@ def main() -> int:
 
 
 def measure(source: Path, destination: Path, verified: bool, max_shard_size: str) -> bool:
-    """Convert in a process of its own and print what it took; whether that was too much memory."""
+    """Convert in a process of its own and print what it took; returns whether that was too much memory."""
     shutil.rmtree(destination, ignore_errors=True)
-    os.sync()  # not to wait for what earlier work wrote
+    os.sync()  # so as not to wait for what earlier work wrote
     kind = destination.name.split("-")[0]
     arguments = ["convert", str(source), str(destination), "--to", kind, "--max-shard-size", max_shard_size]
     arguments += [] if verified else ["--no-verify"]

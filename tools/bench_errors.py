@@ -1,10 +1,10 @@
-"""Measures how soon the command says what is wrong: whole processes, from start to exit.
+"""Measures how soon the command reports an error: whole processes, from start to exit.
 
     python tools/bench_errors.py                # medians of 9 rounds
     python tools/bench_errors.py --rounds 21
 
 The cases take turns with `python -c pass`, so that a busy machine slows all alike; its median is what Python itself
-takes. Beside it stands the processor time, which is what is left of it on a quiet machine.
+takes. The processor time is printed beside it: what remains of it on a quiet machine.
 """
 
 import argparse
@@ -26,7 +26,7 @@ COMMAND = [sys.executable, "-m", "megatron_fanformer"]
 def main() -> None:
     """Time every case in turns, and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns that each case has")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns per case")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         cases = _cases(Path(folder))
@@ -67,7 +67,7 @@ def _cases(folder: Path) -> dict[str, tuple[list[str], int]]:
 
 
 def _timed(command: list[str], exit_code: int) -> tuple[float, float]:
-    """Seconds from start to exit, and those in which it had a processor."""
+    """Seconds from start to exit, and seconds of a processor."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -1,12 +1,13 @@
-"""Measures the FAN activation: bytes/s of forward and backward over what a copy reaches in the same run.
+"""Measures the FAN activation: bytes/s of forward and backward relative to a copy in the same run.
 
     python tools/bench_fan.py                                      # PyTorch on this machine's CPU
     python tools/bench_fan.py --device cuda --presets fanformer-1b fanformer-7b --p-ratios 0.125 0.25 0.5 --json
 
-On a GPU the kernel stands beside PyTorch. All of a case, and a copy of as many bytes as its forward moves, take turns,
-so that what else the machine does meets them alike; a time is the median of its turns, each of them with cold caches on
-a GPU. The bytes are those that have to move: forward reads p | g and writes X_F, backward reads cos p, sin p and X_F's
-gradient and writes the gradient of p | g; the share can thus be over 1 where a cache serves a form better than a copy.
+On a GPU the kernel is measured beside PyTorch. All forms of a case, and a copy of as many bytes as its forward moves,
+take turns, so that other load on the machine affects all alike; a time is the median of its turns, each of them with
+cold caches on a GPU. The bytes are those that have to move: forward reads p | g and writes X_F, backward reads cos p,
+sin p and X_F's gradient and writes the gradient of p | g; so the share can be over 1 where a cache serves a form better
+than a copy.
 """
 
 import argparse
@@ -75,7 +76,7 @@ class FANResult:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a table, or an object a line."""
+    """Print a table, or one object per line."""
     options = _parser().parse_args(arguments)
     try:
         cases = _cases(options)
@@ -102,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=list(DTYPES), help="(all)")
     parser.add_argument("--repeats", type=int, help="turns that are timed (cpu 11, cuda 51)")
     parser.add_argument("--threads", type=int, help="on a CPU (as torch chooses)")
-    parser.add_argument("--json", action="store_true", help="one object a line")
+    parser.add_argument("--json", action="store_true", help="one object per line")
     return parser
 
 
@@ -110,7 +111,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device is cuda, but torch finds no usable GPU; check nvidia-smi, or set it to cpu")
     if unknown := [name for name in options.presets if name not in PRESETS]:
-        raise InputError(f"--presets {unknown[0]} is none of them; they are {', '.join(PRESETS)}")
+        raise InputError(f"--presets {unknown[0]} is not a preset; choose one of {', '.join(PRESETS)}")
     if wrong := [p for p in options.p_ratios if not 0 <= p <= 0.5]:
         raise InputError(f"--p-ratios {wrong[0]} does not lie in [0, 0.5]; the paper uses 0.25")
     counts = [("--hidden-sizes", options.hidden_sizes), ("--tokens", options.tokens)]

@@ -2,9 +2,9 @@
 
     python tools/bench_loss_head.py [--dtype fp32] [--tokens 2048] [--chunk-tokens 128 1024] [--device cpu] [--json]
 
-Heads take turns, so that what else the machine does meets them alike; a time is the median of its turns, and on a CPU
-seconds of the processor stand beside it, which other processes take less from. Peak memory is what was held at most
-during a turn over what was held before: resident on a CPU, allocated on a GPU.
+Heads take turns, so that other load on the machine affects all alike; a time is the median of its turns, and on a CPU
+seconds of the processor are printed beside it, which depend less on other processes. Peak memory is the most that was
+held during a turn, less what was held before: resident on a CPU, allocated on a GPU.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any, Literal
 
 PLAIN = "plain"
-RESET_PEAK = "5"  # what /proc/self/clear_refs takes for it
+RESET_PEAK = "5"  # what /proc/self/clear_refs expects for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +52,11 @@ class HeadResult:
 
 
 def main() -> int:
-    """Print a table, or an object a case."""
+    """Print a table, or one object per case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, value in asdict(HeadSize()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    parser.add_argument("--chunk-tokens", type=int, nargs="*", default=[], help="others than the default")
+    parser.add_argument("--chunk-tokens", type=int, nargs="*", default=[], help="besides the default")
     parser.add_argument("--json", action="store_true")
     options = vars(parser.parse_args())
     chunk_tokens, as_json = options.pop("chunk_tokens"), options.pop("json")
@@ -119,7 +119,7 @@ def _started(size: HeadSize) -> Any:
 
 
 def _turn(size: HeadSize, grid: Any, chunk_tokens: int | None) -> tuple[Callable[[], None], int]:
-    """A head's forward and backward, and the tokens a chunk: 0 for the default; None for the plain head, which has all.
+    """A head's forward and backward, and its tokens per chunk (0: the default; None: the plain head, which has all).
 
     It is that of a model of one layer in megatron-core's data parallelism, whose float32 buffers it adds to.
     """

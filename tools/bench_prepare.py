@@ -3,8 +3,8 @@
     python tools/bench_prepare.py --text FOLDER… --work FOLDER --tokenizer tokenizer.json --tokenizer other.model
 
 Text files below the folders become shards in Dolma's form in the work folder, which are kept; `--corpus FILE…` takes
-shards that there are. Rates are MB (10^6 bytes) of JSON a second: of CPU time (user and system, of all processes), for
-shared machines steal time, and of time on the clock.
+existing shards. Rates are MB (10^6 bytes) of JSON per second: of CPU time (user and system, of all processes), since
+shared machines steal time, and of wall time.
 """
 
 import argparse
@@ -54,7 +54,7 @@ VERIFIED_AT_ONCE = 64
 
 
 def collect(folders: Sequence[Path], megabytes: float, work: Path) -> list[Path]:
-    """Shards of the text files below some folders, no text twice; up to so many MB of JSON."""
+    """Shards of the text files below some folders, no text twice; up to that many MB of JSON."""
     texts: dict[bytes, bytes] = {}
     left = megabytes * MB
     for path, folder in _text_files(folders):
@@ -84,7 +84,7 @@ def _text_files(folders: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
 
 
 def _utf8(path: Path) -> bytes:
-    """What a text file holds; nothing where it is large, unreadable or no UTF-8."""
+    """What a text file holds; nothing if it is large, unreadable or not UTF-8."""
     with suppress(OSError, UnicodeDecodeError):
         if path.stat().st_size <= LARGEST_FILE_BYTES:
             data = path.read_bytes()
@@ -120,14 +120,14 @@ def json_bytes(path: Path) -> int:
 
 
 class Clock:
-    """CPU seconds of this process, by stage; what runs within a stage and has one of its own counts there alone."""
+    """CPU seconds of this process, by stage; what runs within a stage but has one of its own counts only there."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def stage(self, name: str, within: str | None = None) -> Iterator[None]:
-        """Time what runs in the block, and take it off the stage around it."""
+        """Time what runs in the block, and subtract it from the stage around it."""
         began = time.process_time()
         yield
         spent = time.process_time() - began
@@ -265,7 +265,7 @@ def _children_seconds() -> float:
 
 
 def _watch(process: "subprocess.Popen[bytes]", peaks: dict[int, int]) -> None:
-    """Note the peak resident bytes, as the kernel keeps them, of all processes of a session."""
+    """Record the peak resident bytes, as the kernel keeps them, of all processes of a session."""
     while process.poll() is None:
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError, ValueError):
@@ -280,7 +280,7 @@ def _watch(process: "subprocess.Popen[bytes]", peaks: dict[int, int]) -> None:
 
 
 def verify_file(task: tuple[str, Path]) -> tuple[int, int, str | None]:
-    """(documents, tokens, where the first difference is) of one shard, by gigatoken's way and by the exact library."""
+    """(documents, tokens, where the first difference is) of one shard, with gigatoken and with the exact library."""
     tokenizer_path, path = task
     plan = choose_encoder(load_tokenizer(tokenizer_path), "gigatoken", SMALL_INPUT_BYTES)
     encoder, exact = plan.make(), plan.exact()
@@ -302,7 +302,7 @@ def verify_file(task: tuple[str, Path]) -> tuple[int, int, str | None]:
 
 
 def verify(files: Sequence[Path], tokenizer: str, processes: int) -> dict[str, Any]:
-    """Hold the ids of all documents against the exact library's."""
+    """Compare the ids of all documents with the exact library's."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         results = []
@@ -318,13 +318,13 @@ def verify(files: Sequence[Path], tokenizer: str, processes: int) -> dict[str, A
 
 
 def in_own_process(call: Callable[..., Any], *arguments: Any) -> Any:
-    """A call that begins with nothing loaded."""
+    """A call that starts with nothing loaded."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(call, *arguments).result()
 
 
 def print_stages(title: str, size: int, seconds: dict[str, float]) -> None:
-    """MB of JSON a CPU second, stage by stage."""
+    """MB of JSON per CPU second, stage by stage."""
     print(f"\n{title}: one core, {size / MB:.0f} MB of JSON\n{'CPU s':>8}  {'MB/CPU s':>9}  stage")
     for name, spent in seconds.items():
         rate = "" if name.startswith("start") else f"{size / MB / max(spent, 1e-9):9.1f}"
@@ -349,7 +349,7 @@ def print_verified(entry: dict[str, Any]) -> None:
 
 
 def ratios(results: Sequence[EndToEnd]) -> dict[str, float]:
-    """Of gigatoken's rate to the exact library's, end to end with one worker, by tokenizer and library."""
+    """Ratios of gigatoken's rate to the exact library's, end to end with one worker, by tokenizer and library."""
     rates = {(r.tokenizer, r.backend): r.json_bytes / r.cpu_seconds for r in results if r.workers == 1}
     return {
         f"{backend} ({tokenizer})": rates[tokenizer, "gigatoken"] / rate
@@ -359,17 +359,17 @@ def ratios(results: Sequence[EndToEnd]) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is asked, print it; 1 where an id differs."""
+    """Measure what is asked for, and print it; returns 1 if an id differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     corpus = parser.add_mutually_exclusive_group(required=True)
     corpus.add_argument("--text", nargs="+", type=Path, metavar="FOLDER", help="collect text files below these")
-    corpus.add_argument("--corpus", nargs="+", type=Path, metavar="FILE", help="document files that there are")
+    corpus.add_argument("--corpus", nargs="+", type=Path, metavar="FILE", help="existing document files")
     parser.add_argument("--megabytes", type=float, default=300.0, help="of JSON to collect (300)")
     parser.add_argument("--work", type=Path, required=True, help="folder for the shards and the outputs")
     parser.add_argument("--tokenizer", action="append", required=True, help="may be repeated")
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 2], help="(1 2)")
     parser.add_argument("--exact-files", type=int, default=1, help="files that the slow, exact libraries get (1)")
-    parser.add_argument("--verify", action="store_true", help="hold every id against the exact library")
+    parser.add_argument("--verify", action="store_true", help="compare every id with the exact library's")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     options = parser.parse_args(arguments)
     files = options.corpus or collect(options.text, options.megabytes, options.work)

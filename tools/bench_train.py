@@ -6,12 +6,12 @@
 
 Every case is a whole Trainer on random tokens, in processes of its own. Cases of one number format take turns, a few
 steps at a time, with the model's own matrix products between them: a machine that is busy with something else slows all
-alike, and ratios hold. What is compared:
+alike, and ratios hold. Compared are:
 
 - fanformer: the FANformer of the preset or configuration;
 - transformer: the same without FAN, of equal width;
 - same-params: the FANformer with as many parameters as that Transformer (less d_ff);
-- p=0.125 and such: the FANformer with another p_ratio.
+- p=0.125 and the like: the FANformer with another p_ratio.
 """
 
 import argparse
@@ -48,7 +48,7 @@ SINGLE = "tp=1"
 
 @dataclass
 class Case:
-    """A model in a number format and a layout, and what was seen of it."""
+    """A model in a number format and a layout, and what was measured of it."""
 
     model_name: str
     model: FANformerConfig
@@ -98,18 +98,18 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", choices=PRESETS, metavar="NAME", help=f"one of {', '.join(PRESETS)}")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="take the model of a run's configuration")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="use the model of a run's configuration")
     parser.add_argument("--models", nargs="+", default=["fanformer", "transformer", "same-params"], metavar="MODEL")
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=("fp32", "bf16", "fp8"))
     parser.add_argument("--layouts", nargs="+", default=[SINGLE], metavar="LAYOUT", help="such as tp=2,sp=true")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens a sample; the model's own by default")
+    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens per sample; the model's own by default")
     parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N")
-    parser.add_argument("--global-batch-size", type=int, metavar="N", help="one micro batch a replica by default")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns that each case has")
-    parser.add_argument("--steps", type=int, default=2, metavar="N", help="of a turn")
+    parser.add_argument("--global-batch-size", type=int, metavar="N", help="one micro batch per replica by default")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns per case")
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="steps per turn")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("SECTION.FIELD", "VALUE"))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write an object a case there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write one object per case there")
     return parser.parse_args()
 
 
@@ -143,7 +143,9 @@ def _model(name: str, base: FANformerConfig) -> FANformerConfig:
     try:
         p_ratio = float(name.removeprefix("p="))
     except ValueError:
-        raise InputError(f"model {name!r} is not known; name fanformer, transformer, same-params or p=RATIO") from None
+        raise InputError(
+            f"model {name!r} is not known; choose fanformer, transformer, same-params or p=RATIO"
+        ) from None
     return dataclasses.replace(base, fan=dataclasses.replace(base.fan, p_ratio=p_ratio))
 
 
@@ -153,7 +155,7 @@ def _run(group: list[Case], options: argparse.Namespace, device: devices.DeviceK
     tokens = write_tokens(folder / f"tokens-{group[0].dtype}", model.vocab_size, 100 * model.seq_length)
     if device == "cpu":
         torch.set_num_threads(devices.threads_per_rank(1))
-    dtype = DTYPES.get(group[0].dtype, torch.bfloat16)  # fp8 is held against bf16's rate
+    dtype = DTYPES.get(group[0].dtype, torch.bfloat16)  # fp8 is compared with bf16's rate
     micro_batch = options.micro_batch_size * model.seq_length
     clock = MatrixClock(model, micro_batch, dtype, torch.device(device))
     ranks, rates = [], []
@@ -208,7 +210,7 @@ def _samples_a_step(case: Case, options: argparse.Namespace) -> int:
 
 
 def _line(case: Case, first: Case, rates: list[float], options: argparse.Namespace) -> dict[str, Any]:
-    """What is written of a case."""
+    """What is written about a case."""
     tokens = _samples_a_step(case, options) * case.model.seq_length
     flops_a_step = tokens * training_flops_per_token(case.model)
     model_flops = flops_a_step / case.step_seconds
@@ -254,7 +256,7 @@ def _print(group: list[Case], lines: list[dict[str, Any]]) -> None:
 
 def _breakdown_rows(group: list[Case]) -> Iterator[str]:
     names = list(dict.fromkeys(name for case in group for name in case.breakdown))
-    yield f"{'seconds a step, profiled':32} " + " ".join(f"{case.name[:20]:>20}" for case in group)
+    yield f"{'seconds per step, profiled':32} " + " ".join(f"{case.name[:20]:>20}" for case in group)
     for name in names:
         cells = [case.breakdown.get(name, 0.0) for case in group]
         shares = [cell / sum(case.breakdown.values()) for cell, case in zip(cells, group, strict=True)]

@@ -20,8 +20,8 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=8, metavar="SAMPLES")
     parser.add_argument("--seq-length", type=int, metavar="TOKENS", help="the preset's own by default")
     parser.add_argument("--element-bytes", type=int, default=2, choices=(2, 4), help="of weights and activations")
-    parser.add_argument("--tflops", type=float, required=True, help="of matrix products, in 10^12 a second")
-    parser.add_argument("--gigabytes-per-second", type=float, required=True, help="of memory, in 10^9 a second")
+    parser.add_argument("--tflops", type=float, required=True, help="of matrix products, in 10^12 per second")
+    parser.add_argument("--gigabytes-per-second", type=float, required=True, help="of memory, in 10^9 per second")
     options = parser.parse_args()
     preset = PRESETS[options.preset]
     model = dataclasses.replace(preset, seq_length=options.seq_length or preset.seq_length)
@@ -29,7 +29,7 @@ def main() -> None:
     parts = step_parts(model, tokens=tokens, element_bytes=options.element_bytes)
     rates = (options.tflops * 1e12, options.gigabytes_per_second * 1e9)
     total = sum(part.seconds(*rates) for part in parts)
-    print("| part | TFLOP | GB | FLOP a byte | ms, at least | share |")
+    print("| part | TFLOP | GB | FLOP per byte | ms, at least | share |")
     print("|---|--:|--:|--:|--:|--:|")
     for part in parts:
         seconds = part.seconds(*rates)

@@ -1,10 +1,10 @@
-"""Writes what is made of the configuration's dataclasses: the tables of docs/configuration.md, and the JSON schema.
+"""Renders the configuration's dataclasses: the tables of docs/configuration.md, and the JSON schema.
 
     python tools/update_configuration_page.py            # rewrite docs/configuration.md and examples/config.schema.json
-    python tools/update_configuration_page.py --check    # exit 1 where one of them is not what it would write
+    python tools/update_configuration_page.py --check    # exit 1 if one of them is out of date
 
-A table stands between `<!-- fields of SECTION -->` and `<!-- end of fields -->`; everything else of the page is written
-by hand.
+A table is between `<!-- fields of SECTION -->` and `<!-- end of fields -->`; everything else on the page is written by
+hand.
 """
 
 import argparse
@@ -23,14 +23,14 @@ LINK = re.compile(r"docs/([\w-]+\.md)(#[\w-]+)?")
 
 
 def main() -> int:
-    """Rewrite both files, or say which of them is not what it should be; returns the exit code."""
+    """Rewrite both files, or report which of them is out of date; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a file would change")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file would change")
     options = parser.parse_args()
     changed = [file for file, text in rendered().items() if not file.exists() or file.read_text() != text]
     for file in changed:
         if options.check:
-            print(f"{file.relative_to(ROOT)} is not what the dataclasses say; run {Path(__file__).name}")
+            print(f"{file.relative_to(ROOT)} does not match the dataclasses; run {Path(__file__).name}")
         else:
             file.write_text(rendered()[file])
             print(f"wrote {file.relative_to(ROOT)}")
@@ -43,7 +43,7 @@ def rendered() -> dict[Path, str]:
 
 
 def page(text: str) -> str:
-    """The page with its tables made anew; raises KeyError for a section that there is not."""
+    """The page with its tables rebuilt; raises KeyError for a section that does not exist."""
     tables = _tables()
     return TABLE.sub(lambda found: found[1] + tables[found[2]] + found[3], text)
 

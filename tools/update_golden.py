@@ -1,6 +1,6 @@
-"""Record the golden losses anew for this kind of machine, and print what changed: `python tools/update_golden.py`.
+"""Record the golden losses again for this kind of machine, and print what changed: `python tools/update_golden.py`.
 
-For a change that is meant to move them; say in its message why it does. `--check` prints the differences alone.
+For a change that is meant to move them; say in its message why it does. `--check` only prints the differences.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from tests.golden.measuring import CASES, Losses, machine_kind, measure, record,
 
 
 def main() -> int:
-    """Measure every case, print the differences, and record; returns 1 where --check found some."""
+    """Measure every case, print the differences, and record; returns 1 if --check found some."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="record nothing; exit 1 where a loss differs")
+    parser.add_argument("--check", action="store_true", help="record nothing; exit 1 if a loss differs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, RankPool() as pool:
         measured = {case: measure(pool, Path(folder) / str(number), case) for number, case in enumerate(CASES)}

@@ -12,12 +12,12 @@ class CheckpointConfig:
     keep: int | None = None
     """How many of the newest checkpoints to keep; null: all."""
     async_save: bool = False
-    """Train on while a checkpoint is being written: the run waits only for its state to be captured."""
+    """Continue training while a checkpoint is being written: the run waits only until its state is captured."""
     fully_parallel_save: bool = True
-    """Replicas write, and read, a part of a checkpoint each, instead of all of it."""
+    """Each replica writes and reads a part of a checkpoint, instead of all of it."""
     load: str | None = None
-    """A run's folder or a checkpoint whose weights a new run starts from (step 0, fresh optimizer); without effect
-    where `run_dir` already has a checkpoint."""
+    """A run's folder or a checkpoint whose weights a new run starts from (step 0, fresh optimizer); has no effect
+    if `run_dir` already has a checkpoint."""
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""

@@ -1,7 +1,7 @@
 """The files of a checkpoint, and of other folders of weights, read as data: tensors and plain values, nothing else.
 
-A torch archive is a pickle, which executes what it names where it is loaded as one. It is loaded here in torch's own
-way for weights, which refuses all that is no data. (The table of a checkpoint's tensors is read in tensor_table.py.)
+A torch archive is a pickle, which executes what it names when it is loaded as one. It is loaded here the way torch
+loads weights, which refuses all that is not data. (The table of a checkpoint's tensors is read in tensor_table.py.)
 """
 
 import io
@@ -29,8 +29,8 @@ _UNREADABLE: tuple[type[BaseException], ...] = (
     TypeError,
 )
 _NOT_ITS_FAULT = (FanformerError, torch.OutOfMemoryError, dist.DistError)
-TRUSTED = "take a checkpoint from somebody whom you trust"
-EARLIER = "take an earlier checkpoint"
+TRUSTED = "use a checkpoint from a trusted source"
+EARLIER = "use an earlier checkpoint"
 
 
 def load_data(file: Any, device: str = "cpu", *, mapped: bool = False) -> Any:
@@ -40,7 +40,7 @@ def load_data(file: Any, device: str = "cpu", *, mapped: bool = False) -> Any:
         pickle.UnpicklingError: it holds something else.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected pickle protocol")  # of a file that is refused, or is not
+        warnings.filterwarnings("ignore", "Detected pickle protocol")  # the file is refused, or it is fine
         return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
 
 
@@ -54,8 +54,7 @@ def read_entry(path: Path, offset: int, length: int) -> Any:
         size = path.stat().st_size
         if offset + length > size:
             raise CorruptError(f"{path} ends too early; {EARLIER}")
-        # A file of one entry, as `write_full_tensors` makes them, is mapped: a copy takes longer than most that is done
-        # with it.
+        # A file of one entry, as `write_full_tensors` makes them, is mapped: copying takes longer than most uses.
         return load_data(path, mapped=True) if length == size else load_data(Section(stream, offset, length))
 
 
@@ -67,13 +66,13 @@ def damage_told(
     whole: str = EARLIER,
     also: tuple[type[BaseException], ...] = (),
 ) -> Iterator[None]:
-    """Around reading: what damage, or more than data, leads to becomes a CorruptError.
+    """Wrap reading: what damage, or more than data, raises becomes a CorruptError.
 
     Args:
-        what: the file, or what else is read.
+        what: the file, or whatever else is read.
         trusted: the remedy where it holds more than data.
         whole: the remedy where it is damaged.
-        also: what else damage raises.
+        also: further exceptions that damage raises.
     """
     try:
         yield
@@ -81,21 +80,20 @@ def damage_told(
         raise
     except pickle.UnpicklingError as error:
         raise CorruptError(
-            f"{what} holds more than data, which loading might execute: it is refused ({what_was_refused(error)}); "
-            f"{trusted}"
+            f"{what} holds more than data ({what_was_refused(error)}), which loading might execute; {trusted}"
         ) from error
     except (*_UNREADABLE, *also) as error:
         raise CorruptError(f"{what} cannot be read: {first_line(error)}; {whole}") from error
 
 
 def what_was_refused(error: pickle.UnpicklingError) -> str:
-    """What a pickle has that torch's loading of weights does not know; its message is a page long."""
+    """What a pickle has that torch does not load as weights; torch's own message is a page long."""
     found = re.search(r"GLOBAL ([\w.]+)|(Unsupported [\w ]+)", str(error))
     return next(part for part in found.groups() if part) if found else first_line(error)
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; its name where it says nothing."""
+    """The first line of an error's message; the error's name if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -106,25 +104,25 @@ class Section(io.RawIOBase):
         self._stream, self._offset, self._length, self._position = stream, offset, length, 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     def tell(self) -> int:
-        """Where the next byte comes from."""
+        """The position of the next byte."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place in the range; returns it."""
+        """Move to a position in the range; returns it."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer as far as the range goes."""
+        """Fill a buffer as far as the range reaches."""
         wanted = max(0, min(len(buffer), self._length - self._position))
         read = os.preadv(self._stream.fileno(), [memoryview(buffer)[:wanted]], self._offset + self._position)
         self._position += read

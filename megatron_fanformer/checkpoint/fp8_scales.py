@@ -1,9 +1,9 @@
-"""The scales of FP8's `delayed` recipe, as plain tensors: they come from past steps, and a run goes on with them.
+"""The scales of FP8's `delayed` recipe, as plain tensors: they come from past steps, and a resumed run needs them.
 
-(Other recipes take their scales from the tensor at hand. Transformer Engine's own form of this state is a pickle, which
-it refuses to load unless told that the file is trusted.) They are the same on all ranks but of a pipeline, since their
-largest values are reduced over tensor, context and data parallel ranks; no other layer or recipe asks for them, so that
-checkpoints of FP8 and other runs load each other.
+(Other recipes take their scales from the current tensor. Transformer Engine's own form of this state is a pickle, which
+it refuses to load unless told that the file is trusted.) They differ only between pipeline stages, since their largest
+values are reduced over tensor, context and data parallel ranks. No other layer or recipe reads them, so FP8 and other
+runs can load each other's checkpoints.
 """
 
 from collections.abc import Iterator
@@ -33,14 +33,14 @@ def scales_to_save(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, Sha
 
 
 def scales_to_load(stages: list[Any], grid: RankGrid, table: Table) -> dict[str, dict[str, ShardedObject]]:
-    """That part of a state dict, of the scales that a checkpoint with this table has; empty if it has none."""
+    """The same part of a state dict, for the scales that a checkpoint with this table has; empty if it has none."""
     wanted = {shard.unique_key: shard for shard, _ in _layers(stages, grid)}
     scales = {name: shard for name, shard in wanted.items() if name in table.state_dict_metadata}
     return {FP8_SCALES: scales} if scales else {}
 
 
 def set_scales(stages: list[Any], grid: RankGrid, loaded: dict[str, Any]) -> None:
-    """Give the layers what a state dict was loaded with."""
+    """Give the layers the scales in a loaded state dict."""
     scales = loaded.get(FP8_SCALES, {})
     for shard, layer in _layers(stages, grid):
         if shard.unique_key in scales:
@@ -73,10 +73,10 @@ def _set(layer: Any, scales: dict[str, torch.Tensor]) -> None:
 
     recipe = get_fp8_recipe(layer.config)
     layer.fp8_meta.update(recipe=recipe, num_gemms=1)
-    layer.init_fp8_meta_tensors(recipe)  # the first forward would make them, and keeps them where they are
+    layer.init_fp8_meta_tensors(recipe)  # the first forward would make them, and keeps existing ones
     for direction in DIRECTIONS:
         state = layer.fp8_meta[direction]
         state.scale.copy_(scales[f"{direction}.scale"])
         history = scales[f"{direction}.amax_history"]
-        kept = min(len(history), len(state.amax_history))  # the run may have another length by now
+        kept = min(len(history), len(state.amax_history))  # the run may use another length by now
         state.amax_history[:kept].copy_(history[:kept])

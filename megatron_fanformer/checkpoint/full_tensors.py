@@ -2,7 +2,7 @@
 
 The files are those of torch's distributed checkpoints: a table, `.metadata`, and the parts of tensors as torch archives
 in `.distcp` files. They are read here by the table itself, and written by torch's own writer; no ranks are needed. What
-is written, a file a tensor, loads in both versions of megatron-core.
+is written, one file per tensor, loads in both versions of megatron-core.
 """
 
 import io
@@ -35,11 +35,11 @@ LAYOUT = {
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name, each read or made when it is asked for, and kept by the caller alone.
+    """Tensors by name, each read or made on request, and kept by the caller alone.
 
     Args:
         meta: each tensor's shape and type, on the meta device.
-        load: gives the tensor of a name.
+        load: returns the tensor of a name.
     """
 
     def __init__(self, meta: Mapping[str, Tensor], load: Callable[[str], Tensor]) -> None:
@@ -61,21 +61,21 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def meta_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Tensors to ask for shapes and types, without loading any."""
+    """Tensors that give shapes and types without loading any."""
     return tensors.meta if isinstance(tensors, LazyTensors) else tensors
 
 
 def open_full_tensors(checkpoint: Path) -> LazyTensors:
     """The weights of a checkpoint of any layout, whole, read one by one; the optimizer's state is left out.
 
-    Nothing of a checkpoint is executed: its table is read as data alone, its tensors as weights only.
+    Nothing in a checkpoint is executed: its table is read as data alone, its tensors as weights only.
 
     Raises:
         CorruptError: the table cannot be read, holds more than a table, or names files elsewhere; a tensor that cannot
             be read raises it later.
     """
     table = read_table(checkpoint)
-    check_plain_values(checkpoint, table)  # whoever loads the checkpoint after us reads them, too
+    check_plain_values(checkpoint, table)  # whoever loads the checkpoint later reads them, too
     weights = {name: stored for name, stored in tensors_of(table).items() if not name.startswith(OPTIMIZER_PREFIX)}
     meta = {
         name: torch.empty(stored.size, dtype=stored.properties.dtype, device="meta") for name, stored in weights.items()
@@ -89,7 +89,7 @@ def write_full_tensors(
 ) -> Path:
     """Publish whole tensors as the checkpoint of step 0 of a run's folder, for any layout to load.
 
-    Lazy tensors are asked for one at a time.
+    Lazy tensors are requested one at a time.
     """
     checkpoints = run / store.CHECKPOINTS
     folder = store.temporary_folder(checkpoints, 0)
@@ -104,7 +104,7 @@ def write_full_tensors(
 
 
 class _OneByOne(DefaultSavePlanner):
-    """Plans by shapes and types alone, and gives the writer each tensor when it comes to it."""
+    """Plans by shapes and types alone, and gives the writer each tensor when it is due."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -120,10 +120,12 @@ def _read_tensor(checkpoint: Path, stored: TensorStorageMetadata, places: Mappin
     for chunk in stored.chunks:
         place = places.get((name, tuple(chunk.offsets))) or places.get((name, ()))
         if place is None:
-            raise CorruptError(f"{checkpoint / METADATA} has not all of {name}; take another checkpoint")
+            raise CorruptError(f"{checkpoint / METADATA} does not hold all of {name}; use another checkpoint")
         part = read_entry(checkpoint / place.relative_path, place.offset, place.length)
         if not isinstance(part, Tensor) or part.shape != chunk.sizes or part.dtype != stored.properties.dtype:
-            raise CorruptError(f"{checkpoint / place.relative_path} holds no {name} as its table says; copy it anew")
+            raise CorruptError(
+                f"{checkpoint / place.relative_path} does not hold {name} as its table says; copy it again"
+            )
         part = part.detach()
         covered += part.numel()
         if part.shape == stored.size:
@@ -132,5 +134,5 @@ def _read_tensor(checkpoint: Path, stored: TensorStorageMetadata, places: Mappin
             whole = torch.empty(stored.size, dtype=stored.properties.dtype)
         whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))] = part
     if whole is None or covered != whole.numel():
-        raise CorruptError(f"{checkpoint / METADATA} has not all of {name}; take another checkpoint")
+        raise CorruptError(f"{checkpoint / METADATA} does not hold all of {name}; use another checkpoint")
     return whole

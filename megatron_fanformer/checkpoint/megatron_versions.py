@@ -1,9 +1,9 @@
-"""The one place that knows how megatron-core 0.16 and 0.19 differ in saving, and what of its inside is used.
+"""The one place that knows how megatron-core 0.16 and 0.19 differ in saving, and which of its internals are used.
 
-Reading: both, and torch under them, take a checkpoint's files for pickles that may be executed: its table
+Reading: both, and torch under them, treat a checkpoint's files as pickles that may be executed: its table
 (`FileSystemReader.read_metadata`), `common.pt` (0.16's `TorchCommonLoadStrategy.load_common`, 0.19's `load_common`) and
 the objects among the tensors (`DefaultLoadPlanner.load_bytes`, which reads 0.19's `common_state`, too). `load` hands
-them the table as it was read as data, and lets `torch.load` load nothing else than data.
+them the table as it was read as data, and lets `torch.load` load nothing but data.
 """
 
 import dataclasses
@@ -36,14 +36,14 @@ from megatron_fanformer.errors import CorruptError, FanformerError
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-# 0.19's default writer is nvidia-resiliency-ext's, which need not be there; 0.16 knows no other than its own.
+# 0.19's default writer is nvidia-resiliency-ext's, which may not be installed; 0.16 has only its own.
 _WRITER = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
 
 
 def prepare_save(sharded_state: dict[str, Any], folder: Path, strategy: Any, *, validate: bool) -> "AsyncRequest":
-    """Plan the writing of a sharded state dict into an empty folder, for an AsyncCallsQueue to do; every rank calls it.
+    """Plan the writing of a sharded state dict into an empty folder, for an AsyncCallsQueue; every rank calls it.
 
     Args:
         strategy: of `save_strategy`.
@@ -91,8 +91,8 @@ def load(
 def _reading_data_alone(table: Table) -> Iterator[None]:
     """While the block runs, every checkpoint has this table, and `torch.load` loads data alone.
 
-    The methods themselves are replaced, not the objects: megatron-core makes its readers and planners where nobody can
-    reach them. Storage other than files, whose readers go another way, is off: a checkpoint is a folder here.
+    The methods themselves are replaced, not the objects: megatron-core makes its readers and planners out of
+    reach. Storage other than files, which has other readers, is disabled: a checkpoint is a folder here.
     """
     read_metadata, read_data, load_archive = FileSystemReader.read_metadata, FileSystemReader.read_data, torch.load
     uses_other_storage = MultiStorageClientFeature.is_enabled()
@@ -102,7 +102,7 @@ def _reading_data_alone(table: Table) -> Iterator[None]:
         return table
 
     def data_of_files(reader: FileSystemReader, plan: Any, planner: Any) -> "Future[None]":
-        """File by file, as the method goes through them itself, so that a refusal can name the file."""
+        """Read file by file, as the method itself does, so that a refusal can name the file."""
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
             by_file.setdefault(reader.storage_data[item.storage_index].relative_path, []).append(item)
@@ -136,7 +136,7 @@ def _reading_data_alone(table: Table) -> Iterator[None]:
 
 @contextmanager
 def _cause_told(folder: Path) -> Iterator[None]:
-    """What torch wraps into an exception of its own, which every rank gets when one fails, is told for what it is."""
+    """Raise the cause of torch's own exception, which every rank gets when one fails, in its place."""
     try:
         yield
     except CheckpointException as error:

@@ -1,13 +1,13 @@
-"""The optimizer's state in a checkpoint: one form, whichever optimizer wrote it and whichever is to take it.
+"""The optimizer's state in a checkpoint: one form, whichever optimizer wrote it and whichever loads it.
 
     optimizer.state.exp_avg.NAME, optimizer.state.exp_avg_sq.NAME    Adam's moments of the weight NAME
     optimizer.state.param.NAME                                       its float32 main weight, unless NAME itself is that
-    optimizer/param_groups                                           hyperparameters and the step, a group of weights
+    optimizer/param_groups                                           hyperparameters and the step, per group of weights
 
-Each is whole there, in the shape of its weight. A rank saves and loads what it has of it in place: all of its own
+Each is stored whole, in the shape of its weight. A rank saves and loads what it has of it in place: all of its own
 weights' state, or, with the distributed optimizer, a range of the elements of some, which is cut into rectangles.
-Nothing is gathered, as megatron-core's own form for all layouts (`fully_reshardable`) would on every rank; that one
-moreover saves wrong values behind a padded bucket (Megatron-LM pull request 5077; seen in 0.16.1 and 0.19.2).
+Nothing is gathered; megatron-core's own form for all layouts (`fully_reshardable`) gathers on every rank, and also
+saves wrong values after a padded bucket (Megatron-LM pull request 5077; seen in 0.16.1 and 0.19.2).
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ EARLIER_MAIN_WEIGHT = f"{PREFIX}fp32_param."
 
 
 class _Part(NamedTuple):
-    """What an optimizer on this rank knows of a weight, from one of its elements on."""
+    """What an optimizer on this rank has of a weight, starting at one of its elements."""
 
     weight: torch.nn.Parameter
     start: int
     tensors: dict[str, Tensor]
-    """By name, of as many elements each: MOMENTS, and `param`, the main weight, where that is not the weight itself."""
+    """By name, of the same length each: MOMENTS, and `param`, the main weight, where that is not the weight itself."""
     is_shared_out: bool
     """Whether the other data parallel replicas have the rest of it, rather than the same."""
 
@@ -51,7 +51,7 @@ def stored_state(optimizer: Any, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def requested_tensors(optimizer: Any, weights: dict[str, Any], stored: Collection[str]) -> dict[int, ShardedTensor]:
-    """The optimizer's own tensors, to be filled, under the names that a checkpoint has them by.
+    """The optimizer's own tensors, to be filled, under the names that a checkpoint has for them.
 
     Args:
         weights: as for `stored_state`.
@@ -63,7 +63,7 @@ def requested_tensors(optimizer: Any, weights: dict[str, Any], stored: Collectio
 
 
 def requested_weights(weights: dict[str, Any], stored: Collection[str]) -> dict[str, Any]:
-    """The weights under the names that a checkpoint has them by: those in float32 are the main ones of a run in bf16.
+    """The weights under the names that a checkpoint has for them: those in float32 are the main ones of a bf16 run.
 
     Args:
         weights: by chunk, as `model_state` has them.
@@ -78,7 +78,7 @@ def requested_weights(weights: dict[str, Any], stored: Collection[str]) -> dict[
 
 
 def set_tensors(own: dict[int, Tensor], loaded: dict[int, Tensor]) -> None:
-    """Take over tensors that were not loaded in place: what another replica read."""
+    """Copy tensors that were not loaded in place: what another replica read."""
     for number, tensor in own.items():
         if loaded[number].data_ptr() != tensor.data_ptr():
             tensor.copy_(loaded[number])
@@ -92,13 +92,13 @@ def stored_groups(stored: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    """Take over hyperparameters and the step. Groups stand in one order, in all layouts, on all ranks."""
+    """Set hyperparameters and the step. Groups are in the same order in all layouts, on all ranks."""
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         own.update({name: value for name, value in group.items() if name != "params"})
 
 
 def _stored_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Every group with the one step, which an optimizer does not count where this rank has no weights of a group."""
+    """Every group with the common step, which an optimizer does not count where this rank has no weights of a group."""
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     step = max(group.get("step", 0) for group in groups)
     return [{**group, "step": step} for group in groups]
@@ -152,7 +152,7 @@ def _single(optimizer: Any) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-# -- where they stand in the whole
+# -- their place in whole tensors
 
 
 def _shards(optimizer: Any, weights: dict[str, Any]) -> Iterator[ShardedTensor]:
@@ -183,7 +183,7 @@ def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) ->
             dtype=data.dtype,
             local_shape=shape,
             global_offset=tuple(map(sum, zip(piece.global_offset, offset, strict=True))),
-            axis_fragmentations=None,  # no regular grid
+            axis_fragmentations=None,  # not a regular grid
             replica_id=_replica_id(piece, part),
         )
 
@@ -196,7 +196,7 @@ def _replica_id(piece: ShardedTensor, part: _Part) -> Any:
 
 
 def rectangles(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(first element, offset, shape) of the fewest rectangles that a range of a tensor's elements makes.
+    """(first element, offset, shape) of the fewest rectangles that cover a range of a tensor's elements.
 
     Args:
         shape: of the tensor, of one or two dimensions.

@@ -1,7 +1,7 @@
-"""What a checkpoint holds beside its tensors, read as data alone: a run's progress, and each rank's random states.
+"""What a checkpoint holds besides its tensors, read as data alone: a run's progress, and each rank's random states.
 
 megatron-core 0.16 puts the values that are the same on all ranks into `common.pt`, later ones among the tensors, where
-each rank's own stand in any case. torch is all that it takes to read them.
+each rank's own always are. Reading them needs only torch.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ COMMON_STATE = "common_state/"
 
 
 class SavedProgress(NamedTuple):
-    """What a run goes on from."""
+    """What a run resumes from."""
 
     step: int
     consumed_samples: int
@@ -26,7 +26,7 @@ def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
     """Step and samples of a checkpoint with its `table`; None for converted weights.
 
     Raises:
-        CorruptError: it cannot be read as data alone, or is no progress.
+        CorruptError: it cannot be read as data alone, or is not progress.
     """
     file, common = _common_values(checkpoint, table)
     progress = common.get("progress") if isinstance(common, dict) else common
@@ -35,16 +35,16 @@ def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
     found = progress if isinstance(progress, dict) else {}
     step, samples = found.get("step"), found.get("consumed_samples")
     if not isinstance(step, int) or not isinstance(samples, int):
-        raise CorruptError(f"{checkpoint / file} holds no step and samples ({progress!r}); take another checkpoint")
+        raise CorruptError(f"{checkpoint / file} holds no step and samples ({progress!r}); use another checkpoint")
     return SavedProgress(step, samples)
 
 
 def _common_values(checkpoint: Path, table: Table) -> tuple[str, Any]:
-    """The file that they are in, and they."""
+    """The file that they are in, and the values."""
     place = common_state(table)
     if place is None:
         if not (checkpoint / COMMON).is_file():
-            raise CorruptError(f"{checkpoint / COMMON} is missing; take another checkpoint")
+            raise CorruptError(f"{checkpoint / COMMON} is missing; use another checkpoint")
         return COMMON, _read_common(checkpoint)
     with damage_told(checkpoint / place.file):
         (common,) = read_entry(checkpoint / place.file, place.offset, place.length)
@@ -62,10 +62,10 @@ def common_state(table: Table) -> Stored | None:
 
 
 def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares: int = 1) -> None:
-    """Refuse a checkpoint that holds more than data beside its tensors, whether or not anything here asks for it.
+    """Refuse a checkpoint that holds more than data besides its tensors, whether or not anything here reads it.
 
     Args:
-        share, shares: every rank checks one of as many shares of what stands among the tensors.
+        share, shares: every rank checks one of this many shares of what is stored among the tensors.
 
     Raises:
         CorruptError: it does, or cannot be read; names the file.

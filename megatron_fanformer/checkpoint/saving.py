@@ -3,7 +3,7 @@
     save          the state is captured, and a forked process of each rank begins to write it
     finish_due    once all ranks' writers are done, the main rank gives the checkpoint its name (see store.py)
 
-A synchronous save waits for the second inside the first; an asynchronous one trains on in between.
+A synchronous save waits for the second inside the first; with an asynchronous one, training continues in between.
 """
 
 import logging
@@ -27,7 +27,7 @@ from megatron_fanformer.runtime.parallel import RankGrid
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02
-REMEDY = "free space or memory and start again: the run goes on from its last checkpoint"
+REMEDY = "free space or memory, and start again to resume from the last checkpoint"
 
 Result = TypeVar("Result")
 
@@ -48,8 +48,8 @@ class CheckpointSaver:
     Args:
         run: the run's folder.
         keep: how many checkpoints to keep; None for all.
-        async_save: come back from `save` when the state is captured, before it is written.
-        fully_parallel: replicas write a part each, instead of the first one all.
+        async_save: return from `save` when the state is captured, before it is written.
+        fully_parallel: each replica writes a part, instead of the first one writing all.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CheckpointSaver:
         self._checkpoints = run / store.CHECKPOINTS
         self._grid, self._keep, self._async_save = grid, keep, async_save
         self._strategy = megatron_versions.save_strategy(grid.groups.dp_cp if fully_parallel else None)
-        self._calls = AsyncCallsQueue(persistent=False)  # a persistent one's writer asks for CUDA
+        self._calls = AsyncCallsQueue(persistent=False)  # a persistent one's writer needs CUDA
         self._unpublished: _Unpublished | None = None
         self._is_validated = False
 
@@ -78,7 +78,7 @@ class CheckpointSaver:
 
         Args:
             stages: this rank's pipeline stage, as its chunks.
-            progress: plain values that the run goes on from.
+            progress: plain values that the run resumes from.
             config: the run's resolved configuration, written into the checkpoint.
             attachments: small files (a tokenizer) to copy into the checkpoint.
 
@@ -110,7 +110,7 @@ class CheckpointSaver:
         return _on_main(due.step, lambda: store.publish_checkpoint(*arguments))
 
     def close(self) -> None:
-        """End a writer that is still at work, after an error; its checkpoint is never published."""
+        """End a writer that is still running, after an error; its checkpoint is never published."""
         for call in self._calls.async_calls:
             call.async_caller.close(abort=True)
         self._calls.async_calls.clear()
@@ -124,8 +124,8 @@ class CheckpointSaver:
 
     def _is_written(self, step: int, *, blocking: bool) -> bool:
         try:
-            # Not by its own waiting, which ends in a collective call: a slow rank would let the others run into its
-            # time limit.
+            # Not by its own waiting, which ends in a collective call: the others would hit its timeout waiting for a
+            # slow rank.
             while not self._calls.maybe_finalize_async_calls(blocking=False):
                 if not blocking:
                     return False
@@ -138,7 +138,7 @@ class CheckpointSaver:
 
 
 def _on_main(step: int, function: Callable[[], Result]) -> Result:
-    """What a function returns on the main rank; where the disk fails it there, every rank says so."""
+    """What a function returns on the main rank; if the disk fails there, every rank raises."""
 
     def told() -> Result:
         try:

@@ -1,4 +1,4 @@
-"""A run's folder: the names in it, the publication of its checkpoints, and what they say in small files.
+"""A run's folder: the names in it, the publication of its checkpoints, and what their small files say.
 
     config.yaml                  the run's configuration
     metrics.jsonl, tensorboard/  what was logged
@@ -6,7 +6,7 @@
     checkpoints/latest           the name of the newest complete one
 
 A checkpoint is written under a temporary name and renamed when it is complete; `latest` is replaced atomically. So
-whatever bears a checkpoint's name is whole. torch is not imported for names: it takes seconds (`saved_model` does).
+whatever has a checkpoint's name is complete. torch is not imported for names: it takes seconds (`saved_model` does).
 """
 
 import json
@@ -46,7 +46,7 @@ def checkpoint_name(step: int) -> str:
 def temporary_folder(checkpoints: Path, step: int) -> Path:
     """An empty folder to write a step's checkpoint into; what an interrupted save left there is removed.
 
-    Its name is its own: a writer of a run that was killed may outlive it, and must not write into the next one's.
+    Its name is unique: the writer of a killed run may outlive it, and must not write into the next run's folder.
     """
     for left in checkpoints.glob(".step-*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
@@ -74,7 +74,7 @@ def publish_checkpoint(
     publish(temporary, final)
     write_atomically(checkpoints / LATEST, final.name + "\n")
     if keep is not None:
-        # later steps are of a run that was rewound: not this run's to count or remove
+        # later steps belong to a run that was rewound: this run neither counts nor removes them
         earlier = [folder for folder in _steps(checkpoints) if folder.name < final.name]
         for old in earlier[: max(0, len(earlier) + 1 - keep)]:
             remove(old)
@@ -82,19 +82,19 @@ def publish_checkpoint(
 
 
 def remove_in_background(checkpoint: Path) -> None:
-    """Take its name from a checkpoint at once, and remove it in a thread: gigabytes take seconds to free."""
+    """Rename a checkpoint at once, and remove it in a thread: gigabytes take seconds to free."""
     aside = _aside(checkpoint.parent, checkpoint.name)
     os.rename(checkpoint, aside)
     threading.Thread(target=shutil.rmtree, args=(aside,), kwargs={"ignore_errors": True}).start()
 
 
 def _aside(checkpoints: Path, name: str) -> Path:
-    """A path that bears no checkpoint's name, and nobody else's; what is left there goes with the next save."""
+    """A unique path that is not a checkpoint's; what is left there is removed by the next save."""
     return checkpoints / f".{name}.{uuid.uuid4().hex}.tmp"
 
 
 def attachment_name(file: Path) -> str:
-    """What a tokenizer's file is called in a checkpoint: by its kind, which its ending tells."""
+    """What a tokenizer's file is called in a checkpoint: by its kind, which its suffix says."""
     return f"tokenizer{file.suffix}"
 
 
@@ -116,7 +116,7 @@ def latest_checkpoint(run: Path) -> Path | None:
     """The newest checkpoint of a run's folder; None if it has none.
 
     Raises:
-        CorruptError: `latest` names a checkpoint that is not there or not complete.
+        CorruptError: `latest` names a checkpoint that is missing or incomplete.
     """
     pointer = run / CHECKPOINTS / LATEST
     if not pointer.exists():
@@ -124,7 +124,7 @@ def latest_checkpoint(run: Path) -> Path | None:
     folder = run / CHECKPOINTS / pointer.read_text().strip()
     if not is_checkpoint(folder):
         raise CorruptError(
-            f"{pointer} names {folder.name}, which is no complete checkpoint; write the name of a complete one into it"
+            f"{pointer} names {folder.name}, which is not a complete checkpoint; write the name of one into it"
         )
     return folder
 
@@ -143,11 +143,11 @@ def saved_config(checkpoint: Path) -> dict[str, Any]:
     try:
         return moved_names(read_mapping(checkpoint / CONFIG), MOVED_FIELDS)[0]
     except InputError as error:
-        raise CorruptError(f"{checkpoint / CONFIG}: {_on_one_line(error)}; take another checkpoint") from None
+        raise CorruptError(f"{checkpoint / CONFIG}: {_on_one_line(error)}; use another checkpoint") from None
 
 
 def read_mapping(file: Path) -> dict[str, Any]:
-    """The mapping in a small YAML or JSON file of somebody's, as plain values.
+    """The mapping in a small, untrusted YAML or JSON file, as plain values.
 
     Raises:
         CorruptError: it cannot be read, or holds something else.
@@ -157,9 +157,9 @@ def read_mapping(file: Path) -> dict[str, Any]:
         values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise CorruptError(f"{file} cannot be read: {reason}; copy it anew, or take another checkpoint") from error
+        raise CorruptError(f"{file} cannot be read: {reason}; copy it again, or use another checkpoint") from error
     if not isinstance(values, dict):
-        raise CorruptError(f"{file} holds no configuration: it must be a mapping of fields to values")
+        raise CorruptError(f"{file} is not a configuration, which must be a mapping of fields to values")
     return values
 
 
@@ -167,16 +167,16 @@ def saved_model(checkpoint: Path) -> FANformerConfig:
     """The shape of a checkpoint's model.
 
     Raises:
-        CorruptError: it is not stated, cannot be read, or is none that can be built.
+        CorruptError: it is not stated, cannot be read, or cannot be built.
     """
     values = saved_config(checkpoint).get("model")
     if not isinstance(values, dict):
-        raise CorruptError(f"{checkpoint / CONFIG} states no model; take another checkpoint")
+        raise CorruptError(f"{checkpoint / CONFIG} states no model; use another checkpoint")
     try:
         return FANformerConfig.from_dict(values)
     except InputError as error:
         reasons = _on_one_line(error)
-        raise CorruptError(f"{checkpoint / CONFIG} states no model ({reasons}); take another checkpoint") from None
+        raise CorruptError(f"{checkpoint / CONFIG} states no model ({reasons}); use another checkpoint") from None
 
 
 def _on_one_line(error: InputError) -> str:

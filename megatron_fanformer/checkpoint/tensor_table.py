@@ -44,7 +44,7 @@ VALUES = {
 
 
 class _DataUnpickler(pickle.Unpickler):
-    """Knows the records of a table, and nothing that does anything."""
+    """Knows the records of a table, and nothing that executes anything."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in VALUES:
@@ -72,19 +72,19 @@ def read_table(checkpoint: Path) -> Table:
             table = _DataUnpickler(stream).load()
     except pickle.UnpicklingError as error:
         raise CorruptError(
-            f"{path} holds more than a table of tensors, or is damaged: it is refused ({error}); take another "
-            "checkpoint, from somebody whom you trust"
+            f"{path} holds more than a table of tensors, or is damaged ({error}); use another checkpoint, "
+            "from a trusted source"
         ) from error
     except Exception as error:  # a damaged pickle raises anything
-        raise CorruptError(f"{path} cannot be read ({type(error).__name__}: {error}); take another one") from error
+        raise CorruptError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); use another checkpoint"
+        ) from error
     if not _is_table(table):
-        raise CorruptError(f"{path} holds no table of tensors; take an earlier checkpoint")
+        raise CorruptError(f"{path} holds no table of tensors; use an earlier checkpoint")
     for info in table.storage_data.values():
         file = info.relative_path
         if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
-            raise CorruptError(
-                f"{path} names {file!r}, which is no file of its folder: it is refused; take another one"
-            )
+            raise CorruptError(f"{path} names {file!r}, which is not a file in its folder; use another checkpoint")
     return table
 
 
@@ -125,7 +125,7 @@ def _is_described(name: Any, value: Any) -> bool:
 
 
 class Stored(NamedTuple):
-    """Where one part of a tensor, or an object, stands."""
+    """Where one part of a tensor, or an object, is stored."""
 
     name: str
     file: str

@@ -1,7 +1,7 @@
-"""All that a run is, as a sharded state dict, and its way back: weights, optimizer, progress and random states.
+"""A run's state as a sharded state dict, to save and to load: weights, optimizer, progress and random states.
 
-The weights and the optimizer's state stand under global names, so that any layout loads any other's; random states
-belong to a rank and come back where the layout is the same.
+The weights and the optimizer's state have global names, so any layout loads any other's; random states belong to a
+rank and are restored where the layout is the same.
 """
 
 import random
@@ -35,7 +35,7 @@ def training_state(stages: list[Any], optimizer: Any, progress: dict[str, Any], 
 
     Args:
         stages: this rank's pipeline stage, as its chunks.
-        progress: plain values that the run goes on from, the same on all ranks.
+        progress: plain values that the run resumes from, the same on all ranks.
     """
     weights = model_state(stages, grid)
     return {
@@ -62,8 +62,8 @@ def load_training_state(
     Args:
         stages: this rank's pipeline stage, as its chunks.
         config: the run's resolved configuration.
-        amend_parameter_groups: changes the loaded parameter groups before they are taken over.
-        fully_parallel: replicas read a part each, and exchange what they read.
+        amend_parameter_groups: changes the loaded parameter groups before they are set.
+        fully_parallel: each replica reads a part, and they exchange what they read.
 
     Raises:
         CorruptError: the checkpoint is damaged, or holds more than data.
@@ -73,7 +73,7 @@ def load_training_state(
     table = _read_checked(checkpoint, grid)
     stored = tensors_of(table)
     weights = model_state(stages, grid)
-    # Found by the weights while these are still the parameters themselves: loading detaches them.
+    # Looked up by the weights while these are still the parameters themselves: loading detaches them.
     tensors = optimizer_state.requested_tensors(optimizer, weights, stored)
     wanted = optimizer_state.requested_weights(weights, stored)
     if same_layout := _is_same_layout(saved, config):
@@ -96,7 +96,7 @@ def _load_optimizer(
     group: "dist.ProcessGroup | None",
     amend: Callable[[list[dict[str, Any]]], None],
 ) -> None:
-    """Apart from the weights, of which it may want some in float32: one load returns a name in one type."""
+    """Load separately from the weights, some of which it may need in float32: one load returns a name in one type."""
     own = {number: shard.data for number, shard in tensors.items()}
     loaded = megatron_versions.load({"optimizer_tensors": tensors}, checkpoint, table, group)
     optimizer_state.set_tensors(own, loaded["optimizer_tensors"])
@@ -119,7 +119,7 @@ def load_weights(checkpoint: Path, stages: list[Any], grid: RankGrid) -> None:
 def model_state(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, Any]]:
     """The parameters of a stage's chunks as sharded tensors, by chunk: {"model0": {name: tensor}, ...}.
 
-    Their global names are those of the layers, whatever chunk they stand in. Layers' extra state (None here;
+    Their global names are those of the layers, whichever chunk they are in. Layers' extra state (None here;
     Transformer Engine's FP8 scales, see fp8_scales.py) is left out: local and Transformer Engine layers load each
     other's checkpoints.
     """
@@ -137,9 +137,9 @@ def _set_weights(stages: list[Any], loaded: dict[str, Any]) -> None:
 
 
 def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
-    """The table of a checkpoint that holds nothing but data, of which each rank looks through a share.
+    """The table of a checkpoint that holds nothing but data; each rank checks a share of it.
 
-    What one rank refuses, all do: none is left waiting in the loading, which is collective.
+    What one rank refuses, all do: none is left waiting in the load, which is collective.
     """
     table = None
     refused: list[CorruptError | None] = [None] * grid.world_size
@@ -180,7 +180,7 @@ def _capture_random_state() -> dict[str, Any]:
 
 
 def _plain_states(states: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Without those that CUDA graphs hold, which are no values; nothing in training draws from them."""
+    """Without those that CUDA graphs hold, which are not values; nothing in training draws from them."""
     return {name: state for name, state in states.items() if isinstance(state, torch.Tensor)}
 
 

@@ -1,7 +1,7 @@
 """The process that writes a rank's part of a checkpoint while training goes on: its results, and its end.
 
 It is forked, and so sees the rank's memory as it was then: on a CPU the fork is the copy that the optimizer, which
-updates in place, cannot reach. (From a GPU megatron-core copies to host memory before.)
+updates in place, cannot reach. (From a GPU megatron-core copies to host memory first.)
 """
 
 import functools
@@ -23,11 +23,11 @@ LOGGER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 class ResultsFile:
     """What a writer did, for the rank to read after the writer's end; has the two methods of a queue that are used.
 
-    It is a nameless file, which a fork inherits. megatron-core's own is a queue in a server process, which takes
-    seconds to start, imports `__main__` again, and dies of a signal that is sent to a run's whole process group:
-    the last checkpoint, which that signal asked for, would be lost.
+    It is an unnamed file, which a fork inherits. megatron-core's own is a queue in a server process, which takes
+    seconds to start, imports `__main__` again, and is killed by a signal sent to a run's whole process group:
+    the last checkpoint, which that signal requested, would be lost.
 
-    Its pickle is no file of a checkpoint: this process's own fork writes it, and nobody else can.
+    Its pickle is not part of a checkpoint: this process's own fork writes it, and nobody else can.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class ResultsFile:
         self._file.flush()
 
     def get_nowait(self) -> Any:
-        """The results that were put; an exception where there are none, which megatron-core takes for a failure."""
+        """The results that were put; an exception if there are none, which megatron-core treats as a failure."""
         self._file.seek(0)
         try:
             return pickle.load(self._file)
@@ -53,8 +53,8 @@ class ResultsFile:
 def watched(write: Callable[[int, Any, Any], None]) -> Callable[[int, Any, Any], None]:
     """megatron-core's writer, to be called in a process of its own: it always ends, and says why it failed.
 
-    As it is, it waits for ever where a process that it starts (in 0.16) is killed, tells a log, not the rank, what went
-    wrong (in 0.19), and outlives a rank that is killed, whose port it keeps.
+    By itself it waits forever if a process that it starts (in 0.16) is killed, reports what went wrong to a log, not to
+    the rank (in 0.19), and outlives a rank that is killed, whose port it keeps.
     """
 
     @functools.wraps(write)
@@ -75,7 +75,7 @@ def watched(write: Callable[[int, Any, Any], None]) -> Callable[[int, Any, Any],
 
 
 class _Log(logging.Handler):
-    """The errors that megatron-core's writer logs in this process, which nobody else is told then."""
+    """The errors that megatron-core's writer logs in this process, which are then logged nowhere else."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -89,7 +89,7 @@ class _Log(logging.Handler):
 
 
 def _end_if_one_was_killed(*_: Any) -> None:
-    children = list(vars(process)["_children"])  # active_children() leaves out those that ended
+    children = list(vars(process)["_children"])  # active_children() omits those that ended
     if any(child.exitcode for child in children):
         for child in children:
             child.kill()

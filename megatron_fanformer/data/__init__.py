@@ -1,1 +1,1 @@
-"""Token files, and the samples and micro batches that a training reads from them."""
+"""Token files, and the samples and micro batches that a training run reads from them."""

@@ -1,4 +1,4 @@
-"""Micro batches out of a dataset of samples, in an order that no layout and no process count changes."""
+"""Micro batches from a dataset of samples, in an order that depends on neither the layout nor the process count."""
 
 import os
 import signal
@@ -24,9 +24,9 @@ def micro_batches(
 ) -> Iterator[dict[str, Tensor]]:
     """This data-parallel rank's micro batches, one after the other, without end.
 
-    The k-th micro batch from here on is samples consumed_samples + (k * dp + r) * b up to b more, r being the
+    The k-th micro batch from here on is the b samples from consumed_samples + (k * dp + r) * b on, where r is the
     rank and dp the number of ranks. So a step of m micro batches takes the next m * dp * b samples in order,
-    on whatever ranks, and a resumed run passes what it has consumed. Past its end the dataset begins anew.
+    on whatever ranks, and a resumed run skips what it has consumed. Past its end the dataset starts over.
 
     Yields `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [b, s], on the CPU.
     """
@@ -41,12 +41,12 @@ def micro_batches(
         dataset,
         batch_sampler=numbers,
         num_workers=num_workers,
-        # Forked, workers begin at once; a worker that is spawned imports megatron-core first, for seconds.
+        # Forked workers start at once; a spawned worker first imports megatron-core, which takes seconds.
         multiprocessing_context="fork" if num_workers else None,
         collate_fn=_stack,
-        pin_memory=torch.cuda.is_available(),  # so that copies to the GPU go on beside its work
-        # The loader draws a seed when it starts: not from the generator of the training, whose state is
-        # part of what a resumed run must find unchanged.
+        pin_memory=torch.cuda.is_available(),  # so that copies to the GPU overlap with its work
+        # The loader draws a seed when it starts: not from the training's own generator, whose state a
+        # resumed run must find unchanged.
         generator=torch.Generator(),
         worker_init_fn=_leave_signals_to_the_rank,
     )
@@ -61,7 +61,7 @@ def sample_numbers(
     data_parallel_rank: int,
     data_parallel_size: int,
 ) -> Iterator[list[int]]:
-    """Which samples of a dataset of `samples` make `micro_batches`' micro batches: a list for each, without end."""
+    """Which samples of a dataset of `samples` make `micro_batches`' micro batches: one list for each, without end."""
     stride = data_parallel_size * micro_batch_size
     for first in count(consumed_samples + data_parallel_rank * micro_batch_size, stride):
         yield [sample % samples for sample in range(first, first + micro_batch_size)]
@@ -69,11 +69,11 @@ def sample_numbers(
 
 def _leave_signals_to_the_rank(_worker: int) -> None:
     """A signal to stop reaches whole process groups; the rank needs its batches until it has saved."""
-    os.setpgrp()  # SIGTERM itself keeps its effect: torch ends a worker by it
+    os.setpgrp()  # SIGTERM keeps its effect: torch ends a worker with it
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _stack(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """One batch of samples; what a blend says of its source is left out."""
+    """One batch of samples; what a blend adds about their source is left out."""
     return {name: torch.stack([sample[name] for sample in samples]) for name in BATCH_FIELDS}

@@ -1,7 +1,7 @@
-"""Blends of token files, in Megatron's form: sources, each with a weight or none with one.
+"""Blends of token files, in Megatron's form: sources, all with a weight or all without.
 
-A source is a .bin and .idx pair, by its prefix, or .npy files, by a file, a glob or a folder. `@FILE` stands for the
-words of a file.
+A source is a .bin and .idx pair, named by its prefix, or .npy files, named by a file, a glob or a folder. `@FILE`
+stands for the words of a file.
 """
 
 import glob
@@ -57,7 +57,7 @@ class Blend:
 
 
 def parse_blend(items: Sequence[str]) -> Blend:
-    """Read "source source …" or "weight source weight source …", one list entry a word.
+    """Read "source source …" or "weight source weight source …", one list entry per word.
 
     With weights, each goes with one source. Without, all .npy files together are one source, in their order.
 
@@ -66,19 +66,19 @@ def parse_blend(items: Sequence[str]) -> Blend:
     """
     words = [word for item in items for word in _words(item)]
     if not words:
-        raise InputError("the list is empty: name at least one prefix of a .bin and .idx pair, or a .npy file")
+        raise InputError("the list is empty; name at least one prefix of a .bin and .idx pair, or a .npy file")
     numbers = [_number(word) for word in words]
     if numbers[0] is None:
         stray = next((word for word, number in zip(words, numbers, strict=True) if number is not None), None)
         if stray is not None and not idx_path(stray).exists():
-            raise InputError(f"{stray!r} stands alone as a weight: give every prefix a weight, or none")
+            raise InputError(f"{stray!r} is a weight where others are missing; give every prefix a weight, or none")
         return Blend(_npy_as_one(map(_source, words)), None)
     weights, names = numbers[0::2], words[1::2]
     if len(weights) != len(names) or any(weight is None for weight in weights):
-        raise InputError(f"{_shown(words)} does not alternate: write weight prefix weight prefix …")
+        raise InputError(f"{_shown(words)} does not alternate; write weight prefix weight prefix …")
     positive = [weight for weight in weights if weight is not None and weight > 0]
     if len(positive) < len(weights):
-        raise InputError(f"a weight of {_shown(words)} is not positive: leave such a prefix out")
+        raise InputError(f"a weight of {_shown(words)} is not positive; leave such a prefix out")
     return Blend([_source(name) for name in names], positive)
 
 
@@ -102,10 +102,10 @@ def _words(item: str) -> list[str]:
     try:
         words = [word for line in file.read_text().splitlines() for word in COMMENT.sub("", line).split()]
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise InputError(f"blend file {file} cannot be read ({reason}): name a text file of prefixes") from None
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise InputError(f"blend file {file} cannot be read ({reason}); name a text file of prefixes") from None
     if any(word.startswith("@") for word in words):
-        raise InputError(f"blend file {file} names another by @: list both where the first is named")
+        raise InputError(f"blend file {file} names another by @; list both where the first is named")
     step = 1 if not words or _number(words[0]) is None else 2
     for position in range(step - 1, len(words), step):
         words[position] = str(file.parent / words[position])
@@ -122,12 +122,12 @@ def _source(word: str) -> Source:
 
 def _some(word: str, files: list[str]) -> tuple[str, ...]:
     if not files:
-        raise InputError(f"{word} holds no .npy file: name files of token ids, or the prefix of a .bin and .idx pair")
+        raise InputError(f"{word} holds no .npy file; name files of token ids, or the prefix of a .bin and .idx pair")
     return tuple(files)
 
 
 def _npy_as_one(sources: Iterable[Source]) -> list[Source]:
-    """All .npy files as one source, where the first of them stands."""
+    """All .npy files as one source, in the place of the first of them."""
     found = list(sources)
     files = tuple(path for source in found if source.is_npy for path in source.paths)
     first = next((number for number, source in enumerate(found) if source.is_npy), None)
@@ -139,13 +139,13 @@ def _npy_as_one(sources: Iterable[Source]) -> list[Source]:
 
 
 def blend_problems(name: str, items: Sequence[str]) -> list[str]:
-    """What is wrong with a blend, `name` being the setting that holds it; only looks at names of files."""
+    """What is wrong with a blend; `name` is the setting that holds it. No file is opened except a blend file."""
     try:
         blend = parse_blend(items)
     except InputError as error:
         return [f"{name}: {error}"]
     return [
-        f"{name}: {path} does not exist: {_remedy(source)}"
+        f"{name}: {path} does not exist; {_remedy(source)}"
         for source in blend.sources
         for path in source.files
         if not path.is_file()
@@ -160,22 +160,22 @@ def _remedy(source: Source) -> str:
     for name, path in zip((near[0], "@" + near[1]), near, strict=True):
         if Path(path).is_file():
             return f"name {name}"
-    return "give the prefix of a .bin and .idx pair, as prepare writes it"
+    return "name the prefix of a .bin and .idx pair, as prepare writes it"
 
 
 def split_problems(split: str) -> list[str]:
     """What is wrong with a split such as "99,1,0" (training, validation, test)."""
     parts = [float(part) for part in split.split(",")] if SPLIT_PATTERN.fullmatch(split) else []
     if not parts or parts[0] <= 0 or parts[1] <= 0:
-        return [f"data.split: {split!r} cuts off no validation part: write it as '99,1,0', training first"]
+        return [f"data.split: {split!r} cuts off no validation part; write it as '99,1,0', training first"]
     return []
 
 
 def split_bounds(split: str) -> list[Bounds | None]:
-    """Between which fractions of the documents each of the parts lies; None for a part that a split leaves out.
+    """The fractions of the documents between which each part lies; None for a part that a split leaves out.
 
-    To the bit as megatron-core's parse_and_normalize_split and convert_split_vector_to_split_matrix have it, which
-    cannot be asked before torch is imported.
+    Bit for bit what megatron-core's parse_and_normalize_split and convert_split_vector_to_split_matrix compute, which
+    cannot be called before torch is imported.
     """
     stated = [float(part) for part in split.split(",")]
     sizes = np.array(stated + [0.0] * (len(PART_NAMES) - len(stated)), dtype=np.float64)

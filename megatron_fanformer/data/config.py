@@ -14,7 +14,7 @@ class DataConfig:
 
     train_data: list[str] = field(default_factory=list)
     """Prefixes of token files, `.npy` files (also as a glob or a folder), `@FILE` for the words of a file, or
-    Megatron's blend form: weight prefix weight prefix … (docs/data.md); empty is refused."""
+    Megatron's blend form: weight prefix weight prefix … (docs/data.md); must not be empty."""
     valid_data: dict[str, list[str]] = field(default_factory=dict)
     """Validation sets by name, each in the form of `train_data`."""
     split: str | None = None
@@ -32,21 +32,21 @@ class DataConfig:
     """Loader processes per rank; 0 loads in the rank's own process."""
 
     def problems(self) -> list[str]:
-        """Everything that is wrong with it, a line each; no token file is opened."""
+        """Everything that is wrong with it, one line each; no token file is opened."""
         problems = blend_problems("data.train_data", self.train_data)
         for name, items in self.valid_data.items():
             problems += blend_problems(f"data.valid_data.{name}", items)
         if self.split is not None:
             if self.valid_data:
-                problems.append("data.split: cannot stand beside data.valid_data; remove one of the two")
+                problems.append("data.split: cannot be combined with data.valid_data; remove one of the two")
             elif not problems and any(source.is_npy for source in self.sources()):
                 problems.append(
-                    "data.split: cuts by documents, and .npy files do not tell them apart; name files of their own as"
+                    "data.split: cuts by documents, and .npy files do not mark them; name separate files as"
                     " data.valid_data"
                 )
             problems += split_problems(self.split)
         if self.tokenizer is not None and not Path(self.tokenizer).exists():
-            problems.append(f"data.tokenizer: {self.tokenizer} does not exist; give a .model or tokenizer.json")
+            problems.append(f"data.tokenizer: {self.tokenizer} does not exist; name a .model or tokenizer.json")
         if self.num_workers < 0:
             problems.append(f"data.num_workers: {self.num_workers} is negative; 0 loads in the rank's own process")
         return problems
@@ -57,11 +57,11 @@ class DataConfig:
             yield from parse_blend(items).sources
 
     def prefixes(self) -> list[str]:
-        """The prefix of every pair and .npy file named, likewise."""
+        """The prefix of every pair and .npy file named. Raises InputError as `sources`."""
         return [prefix for source in self.sources() for prefix in source.prefixes]
 
     def index_cache(self) -> Path:
-        """The folder for sample indices. Raises InputError likewise."""
+        """The folder for sample indices. Raises InputError as `sources`."""
         if self.cache_path:
             return Path(self.cache_path)
         return next(self.sources()).files[0].absolute().parent / ".index_cache"

@@ -1,10 +1,9 @@
 """The datasets of training and validation samples of a run.
 
-A blend is made a dataset by megatron-core's builder where all its sources are .bin and .idx pairs.
+A blend is built by megatron-core's builder if all its sources are .bin and .idx pairs.
 
-.npy files alone are a dataset of their own, without any index on disk. In a blend with others, megatron-core's
-BlendedDataset draws from them and from its own datasets alike. It is imported where it is used: the configuration here
-is read by processes that never build a dataset.
+.npy files alone are a dataset of their own, without any index on disk. In a blend of both, megatron-core's
+BlendedDataset draws from them as from its own datasets. megatron-core is imported where it is used: it takes seconds.
 """
 
 import functools
@@ -26,7 +25,7 @@ SPLIT_VALIDATION = "validation"  # the name of the validation set that a split c
 
 @dataclass(frozen=True)
 class Datasets:
-    """What there is to train and to validate on: map-style datasets of samples."""
+    """What to train and to validate on: map-style datasets of samples."""
 
     train: Any
     valid: dict[str, Any]
@@ -45,15 +44,15 @@ def build_datasets(
 ) -> Datasets:
     """Build the datasets; a collective call where torch.distributed is initialised.
 
-    `survey` is what was found of the token files before the run; None: rank 0 looks at them now.
+    `survey` is what was found in the token files before the run; None: rank 0 surveys them now.
     `valid_samples` is the number of samples of each validation set, None for one epoch of it. A set is
-    repeated, newly shuffled, as often as its number of samples asks for. With more than one epoch of .bin and
-    .idx pairs, megatron-core's shuffle depends on that number: a run that is to be resumed keeps its
-    `train_samples`. The order of .npy files does not.
+    repeated, reshuffled each time, until it has that many samples. With more than one epoch of .bin and
+    .idx pairs, megatron-core's shuffle depends on that number: a resumed run must keep its
+    `train_samples`. The order of samples from .npy files does not depend on it.
 
     Raises:
         InputError: a blend that cannot be read, missing files, a set with no whole sample, a split that
-            leaves a part no document, an index cache that cannot be written or is not shared by all nodes.
+            leaves a part without documents, an index cache that cannot be written or is not shared by all nodes.
         CorruptError: token files that disagree with their index or their manifest.
     """
     if survey is None:
@@ -75,7 +74,7 @@ def build_datasets(
 
 @dataclass(frozen=True)
 class _TokenIds:
-    """All that GPTDataset asks of a tokenizer; `unique_identifiers` goes into the names of cached indices."""
+    """All that GPTDataset needs from a tokenizer; `unique_identifiers` goes into the names of cached indices."""
 
     eod: int
     vocab_size: int
@@ -84,7 +83,7 @@ class _TokenIds:
 
 @dataclass(frozen=True)
 class OneOfBlend:
-    """A source of a mixed blend, in the one form that BlendedDataset asks of all of them."""
+    """A source of a mixed blend, in the form that BlendedDataset expects of all its datasets."""
 
     samples: Any
     index_split: Any
@@ -103,7 +102,7 @@ class OneOfBlend:
 
 
 class _DatasetBuilder:
-    """Builds datasets in one cache, of one sequence length and seed, after what megatron-core takes for granted."""
+    """Builds datasets in one cache, with one sequence length and seed, after checking what megatron-core assumes."""
 
     def __init__(self, *, survey: DataSurvey, seq_length: int, seed: int, vocab_size: int, eod_id: int) -> None:
         self._survey = survey

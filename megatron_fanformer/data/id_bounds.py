@@ -1,8 +1,8 @@
-"""The smallest and the largest id of a token file, held against the vocabulary.
+"""The smallest and the largest id of a token file, checked against the vocabulary.
 
-A manifest says the largest one. Where there is none, a file is read from end to end; since that may take an hour for
-the tokens of a large run, what was found in a large file is remembered in the index cache, for as long as its size and
-time of modification stay.
+A manifest records the largest one. Without a manifest, a file is read from end to end; since that may take an hour
+for the tokens of a large run, what was found in a large file is remembered in the index cache, as long as its size and
+modification time stay the same.
 """
 
 import hashlib
@@ -19,16 +19,16 @@ from megatron_fanformer.errors import InputError
 logger = logging.getLogger(__name__)
 
 SCAN_TOKENS = 1 << 24
-# Files below it are read in a fraction of a second: not worth a note.
+# Smaller files are read in a fraction of a second: not worth a note.
 REMEMBERED_BYTES = 1 << 28
 
 
 def refuse_ids_outside(
     vocab_size: int, name: str, file: Path, dtype: np.dtype[Any], *, largest: int | None, cache: Path | None
 ) -> None:
-    """Raise InputError, speaking of `name`, where a file of token ids holds one outside [0, vocab_size).
+    """Raise InputError, naming `name`, if a file of token ids holds one outside [0, vocab_size).
 
-    `largest` is what a manifest says; where it is None, the file is read, unless its type can hold no such id.
+    `largest` is what a manifest says; if it is None, the file is read, unless its type can hold no such id.
     """
     smallest = 0
     if largest is None:
@@ -39,7 +39,7 @@ def refuse_ids_outside(
     wrong = smallest if smallest < 0 else largest
     if not 0 <= wrong < vocab_size:
         raise InputError(
-            f"{name} holds token id {wrong}, outside the vocabulary of {vocab_size}:"
+            f"{name} holds token id {wrong}, outside the vocabulary of {vocab_size};"
             " train with the tokenizer that made the tokens, or raise model.vocab_size"
         )
 
@@ -79,4 +79,4 @@ def _write_note(note: Path, found: dict[str, Any]) -> None:
         note.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(note, json.dumps(found))
     except OSError as error:  # read again next time
-        logger.warning("%s cannot be written (%s): the next start reads the token file again", note, error.strerror)
+        logger.warning("%s cannot be written (%s); the next start reads the token file again", note, error.strerror)

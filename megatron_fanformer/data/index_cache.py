@@ -1,10 +1,11 @@
 """The folder in which megatron-core keeps a dataset's sample indices, made safe.
 
-megatron-core builds the indices on rank 0, writes them file by file under their final names, takes them for whole as
-soon as all names exist, and loads whatever is in them, pickled objects included; the names do not depend on the data.
-So each dataset has a folder of its own here, named after all that its indices depend on, the documents' lengths among
-them. When the indices are whole, their sizes and checksums are written down; before they are used again, they are held
-against that. What a job that died left half-written, what was cut off or overwritten since, is built anew.
+megatron-core builds the indices on rank 0, writes them file by file under their final names, assumes that they are
+complete as soon as all names exist, and loads whatever is in them, including pickled objects; the names do not depend
+on the data. So each dataset has its own folder here, named after everything that its indices depend on, including the
+documents' lengths. When the indices are complete, their sizes and checksums are recorded; before they are used again,
+they are checked against that record. What a dead job left half-written, or what was truncated or overwritten since, is
+rebuilt.
 """
 
 import hashlib
@@ -34,15 +35,15 @@ Contents = dict[str, list[int]]
 
 @contextmanager
 def indices_in(cache: Path, identity: Any) -> Iterator[Path]:
-    """The folder for the indices of a dataset, around its building; to be entered by every rank.
+    """The folder for the indices of a dataset, while it is being built; to be entered by every rank.
 
-    `identity` is all that they depend on, as JSON can write it. Rank 0, which alone writes, holds the cache's lock
-    meanwhile. Raises InputError on every rank where the cache cannot be written, and on one that does not see what
-    rank 0 wrote.
+    `identity` is all that they depend on, as plain JSON values. Rank 0, the only one that writes, holds the cache's
+    lock meanwhile. Raises InputError on every rank if the cache cannot be written, and on a rank that does not see
+    what rank 0 wrote.
     """
     folder = cache / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
     is_main = not dist.is_initialized() or dist.get_rank() == MAIN_RANK
-    locks: list[int] = []  # of rank 0: the cache's
+    locks: list[int] = []  # on rank 0: the cache's
     try:
         is_whole = on_main(lambda: _made_ready(cache, folder, locks))
         with _process_group() if is_main else _same_folder_on_all_nodes(cache):
@@ -55,16 +56,16 @@ def indices_in(cache: Path, identity: Any) -> Iterator[Path]:
 
 
 def _made_ready(cache: Path, folder: Path, locks: list[int]) -> bool:
-    """Take the cache's lock, and leave a folder as it was when it was whole, or an empty one; returns which."""
+    """Take the cache's lock, and keep a complete folder or leave an empty one; returns whether it is complete."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = take_lock(cache / ".lock", wait=False)
         if lock is None:
-            logger.info("index cache %s: waiting for another job, which builds in it", cache)
+            logger.info("index cache %s: waiting for another job that builds in it", cache)
             lock = take_lock(cache / ".lock", wait=True)
     except OSError as error:
         raise InputError(
-            f"index cache {cache} cannot be written ({error.strerror}): set data.cache_path to another"
+            f"index cache {cache} cannot be written ({error.strerror}); set data.cache_path to another"
         ) from error
     assert lock is not None
     locks.append(lock)
@@ -73,12 +74,12 @@ def _made_ready(cache: Path, folder: Path, locks: list[int]) -> bool:
     if folder.exists() and not is_whole:
         shutil.rmtree(folder)
     folder.mkdir(exist_ok=True)
-    logger.debug("sample indices in %s: %s", folder, "whole, used again" if is_whole else "to be built")
+    logger.debug("sample indices in %s: %s", folder, "complete, reused" if is_whole else "to be built")
     return is_whole
 
 
 def _recorded(folder: Path) -> Contents | None:
-    """What the folder held when it was whole; None where it never was."""
+    """What the folder held when it was complete; None if it never was."""
     try:
         contents: Contents = json.loads((folder / COMPLETE).read_bytes())
     except (OSError, ValueError):
@@ -119,6 +120,6 @@ def _same_folder_on_all_nodes(folder: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise InputError(
-            f"{error.filename} was written by rank 0 and is not to be seen by rank {dist.get_rank()}:"
+            f"{error.filename} was written by rank 0 and is not visible to rank {dist.get_rank()};"
             f" set data.cache_path to a folder that all nodes share (now {folder})"
         ) from error

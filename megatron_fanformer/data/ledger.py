@@ -1,9 +1,9 @@
-"""`PREFIX.ledger.parquet`: from which line of which file each document of a token file comes; written and read.
+"""`PREFIX.ledger.parquet`: which line of which file each document of a token file comes from; written and read.
 
-One row a document, in the token file's order, in row groups whose statistics tell which tokens they speak of: a
+One row per document, in the token file's order, in row groups whose statistics say which tokens they cover: a
 document is found by its tokens without reading more than a row group.
 
-pyarrow is imported where it is used: it takes a fifth of a second, which not every command needs to pay.
+pyarrow is imported where it is used: it takes a fifth of a second, which not every command needs to spend.
 """
 
 import bisect
@@ -21,7 +21,7 @@ from megatron_fanformer.errors import CorruptError
 LEDGER_SUFFIX = ".ledger.parquet"
 COLUMNS = ("id", "source", "shard", "line", "first_token", "length")
 GROUP_ROWS = 100_000
-CACHED_GROUPS = 8  # a group of 100,000 rows takes some ten megabytes
+CACHED_GROUPS = 8  # a group of 100,000 rows takes about 10 MB
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class LedgerRow:
     first_token: int
     """Its position in the token file, in tokens."""
     length: int
-    """Tokens, the end of text included."""
+    """Tokens, including the end of text."""
 
 
 def ledger_path(prefix: str) -> Path:
-    """Where the ledger of a prefix stands."""
+    """The path of a prefix's ledger."""
     return Path(prefix + LEDGER_SUFFIX)
 
 
@@ -55,7 +55,7 @@ def schema() -> Any:
 
 
 class LedgerWriter:
-    """Which document stands where: a row each, in groups of a fixed size, so that the file's bytes are fixed too."""
+    """Writes one row per document, in groups of a fixed size, so that the file's bytes are fixed too."""
 
     def __init__(self, file: Any) -> None:
         """Writes into an open binary `file`, which the caller closes."""
@@ -74,7 +74,7 @@ class LedgerWriter:
 
         Args:
             rows: an Arrow record batch with columns id, source, line and length.
-            shard: the input file that they are of.
+            shard: the input file that they come from.
             first_token: where the first of them begins in the token file, in tokens.
         """
         import pyarrow
@@ -120,7 +120,7 @@ class Ledger:
             self._file: Any = parquet.ParquetFile(path)
             missing = [name for name in COLUMNS if name not in self._file.schema_arrow.names]
             if missing:
-                raise CorruptError(f"{path} has no column {', '.join(missing)}: it is no ledger; prepare again")
+                raise CorruptError(f"{path} has no column {', '.join(missing)}, it is not a ledger; prepare again")
             self.rows: int = self._file.metadata.num_rows
             metadata = self._file.metadata
             self._groups = [group for group in range(metadata.num_row_groups) if metadata.row_group(group).num_rows]
@@ -128,10 +128,10 @@ class Ledger:
         self._group = lru_cache(CACHED_GROUPS)(self._read_group)
 
     def documents(self, first_token: int, length: int) -> list[LedgerRow]:
-        """The documents that have one of these tokens, in order.
+        """The documents that contain any of these tokens, in order.
 
         Raises:
-            CorruptError: the ledger leaves out some of them.
+            CorruptError: the ledger does not cover all of them.
         """
         end = first_token + length
         found: list[LedgerRow] = []
@@ -142,8 +142,8 @@ class Ledger:
         covered = sum(min(end, d.first_token + d.length) - max(first_token, d.first_token) for d in found)
         if covered != length:
             raise CorruptError(
-                f"{self.path} speaks of {covered} of the {length} tokens from {first_token} on:"
-                " it is not of these token files; prepare again"
+                f"{self.path} covers {covered} of the {length} tokens from {first_token} on,"
+                " it does not belong to these token files; prepare again"
             )
         return found
 
@@ -157,7 +157,7 @@ class Ledger:
         position = self._file.schema_arrow.names.index("first_token")
         statistics = self._file.metadata.row_group(group).column(position).statistics
         if statistics is None or not statistics.has_min_max:
-            raise CorruptError(f"{self.path} has no statistics of first_token to find documents by: prepare again")
+            raise CorruptError(f"{self.path} has no statistics of first_token to find documents by; prepare again")
         return int(statistics.min)
 
     def _read_group(self, group: int) -> tuple[np.ndarray, np.ndarray, Any]:
@@ -180,4 +180,4 @@ def _damage_told(path: Path) -> Iterator[None]:
         yield
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
-        raise CorruptError(f"{path} cannot be read as a ledger ({reason}): prepare again") from error
+        raise CorruptError(f"{path} cannot be read as a ledger ({reason}); prepare again") from error

@@ -1,7 +1,7 @@
-"""`PREFIX.manifest.json`: what token files were made of, by which settings, and what they hold.
+"""`PREFIX.manifest.json`: what token files were made from, with which settings, and what they hold.
 
 It is written last, so that a prefix with a manifest is complete. A preparation in several parts has a manifest
-for each part's prefix, which speaks of that part alone, and one for the whole.
+for each part's prefix, which describes that part alone, and one for the whole.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class FileRecord(_Part, frozen=True, kw_only=True):
-    """One file as it was when the manifest was written; a path of its own means the manifest's folder."""
+    """One file as it was when the manifest was written; a path without a folder is relative to the manifest's."""
 
     path: str
     bytes: int
@@ -27,7 +27,7 @@ class FileRecord(_Part, frozen=True, kw_only=True):
 
 
 class InputRecord(FileRecord, frozen=True, kw_only=True):
-    """One input file; the modification time spares hashing it again."""
+    """One input file; the modification time avoids hashing it again."""
 
     modified_ns: int
 
@@ -42,7 +42,7 @@ class TokenizerRecord(_Part, frozen=True, kw_only=True):
 
 
 class Settings(_Part, frozen=True, kw_only=True):
-    """What, besides inputs and tokenizer, decides the token files' bytes."""
+    """What, besides inputs and tokenizer, determines the token files' bytes."""
 
     text_field: str
     dtype: str
@@ -54,7 +54,7 @@ class Settings(_Part, frozen=True, kw_only=True):
     max_length: int | None = None
     """Characters above which a document is left out."""
     sources: list[str] | None = None
-    """The values of the `source` field that are let in; None: all."""
+    """The values of the `source` field that are kept; None: all."""
     ledger: bool = True
     """Whether there is a ledger of the documents."""
     npy_dtype: str | None = None
@@ -62,7 +62,7 @@ class Settings(_Part, frozen=True, kw_only=True):
 
 
 class RefusedLine(_Part, frozen=True, kw_only=True):
-    """A line that is no document. `line` counts from 1."""
+    """A line that is not a document. `line` counts from 1."""
 
     file: str
     line: int
@@ -73,12 +73,12 @@ class RefusedLine(_Part, frozen=True, kw_only=True):
 
 
 class Encoding(_Part, frozen=True, kw_only=True):
-    """By what the ids were computed. They are the same whatever it was."""
+    """What computed the ids. They are the same for every backend."""
 
     backend: str
     """gigatoken, tokenizers or sentencepiece."""
     reason: str | None = None
-    """Why it is not the fastest one; None where it is, or where it was asked for."""
+    """Why it is not the fastest one; None if it is, or if it was requested."""
 
 
 class TokenFiles(_Part, frozen=True, kw_only=True):
@@ -90,18 +90,18 @@ class TokenFiles(_Part, frozen=True, kw_only=True):
     tokens: int
     max_token_id: int
     files: dict[str, FileRecord]
-    """By what follows the prefix: .bin and .idx, or .npy; .ledger.parquet where there is a ledger."""
+    """By suffix: .bin and .idx, or .npy; .ledger.parquet where there is a ledger."""
 
 
 class PartManifest(_Part, frozen=True, kw_only=True, tag_field="kind", tag="part"):
-    """What stands beside one part of several."""
+    """The manifest of one part of several."""
 
     part: int
     """From 0."""
     whole: str
-    """The name of the whole preparation's manifest, in the same folder, there when it is complete."""
+    """The name of the whole preparation's manifest, in the same folder; it exists once that is complete."""
     first_input: int
-    """The input that the part begins in, its number in the whole's list, from 0."""
+    """The input that the part begins in, by its number in the whole's list, from 0."""
     end_input: int
     """The input that the next part begins in."""
     end_document: int
@@ -112,7 +112,7 @@ class PartManifest(_Part, frozen=True, kw_only=True, tag_field="kind", tag="part
 
 
 class Manifest(_Part, frozen=True, kw_only=True, tag_field="kind", tag="preparation"):
-    """The whole of it: lines_read == documents + the sum of refused."""
+    """The manifest of a whole preparation: lines_read == documents + the sum of refused."""
 
     lines_read: int
     documents: int
@@ -130,7 +130,7 @@ class Manifest(_Part, frozen=True, kw_only=True, tag_field="kind", tag="preparat
 
 
 def manifest_path(prefix: str) -> Path:
-    """Where the manifest of a prefix stands."""
+    """The path of a prefix's manifest."""
     return Path(prefix + ".manifest.json")
 
 
@@ -142,11 +142,11 @@ def read_any_manifest(prefix: str) -> Manifest | PartManifest | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CorruptError(f"{path} is no manifest ({error}): remove the prefix's files, prepare again") from error
+        raise CorruptError(f"{path} is not a manifest ({error}); remove its prefix's files, prepare again") from error
 
 
 def token_files_record(prefix: str) -> TokenFiles | None:
-    """What a manifest says of the files of this very prefix; None where there is no manifest of them.
+    """What a manifest says of the files of exactly this prefix; None where there is no manifest of them.
 
     Raises CorruptError for an unreadable manifest.
     """

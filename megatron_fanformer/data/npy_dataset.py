@@ -1,7 +1,8 @@
 """Samples of the paper's .npy files, in the order in which the authors' own loader takes them.
 
-A sample is a run of seq_length tokens of one file, cut from its beginning on; a file's tail that fills no sample is not
-used. Each epoch takes all samples of all files once, their numbers shuffled by NumPy's PCG64 of seed + epoch.
+A sample is a run of seq_length tokens of one file, cut from its beginning on; a file's tail that is shorter than a
+sample is not used. Each epoch takes all samples of all files once, their numbers shuffled by NumPy's PCG64 seeded with
+seed + epoch.
 """
 
 from typing import Any
@@ -24,13 +25,13 @@ class NpyDataset:
     """Samples of .npy files in their order, epoch after epoch: a map-style dataset for a DataLoader.
 
     Sample n depends on the files, their order, seq_length and the seed alone. An epoch's order is held in memory, 4
-    bytes a sample; loader processes that are forked share the first epoch's.
+    bytes per sample; forked loader processes share the first epoch's.
     """
 
     def __init__(self, files: list[NpyFile], *, seq_length: int, seed: int, samples: int | None = None) -> None:
         """`samples` is the length, over as many epochs as it takes; None: one epoch.
 
-        Raises InputError where the files hold no whole sample, or 2^32 of them.
+        Raises InputError if the files hold no whole sample, or 2^32 of them or more.
         """
         self.files = files
         self.seq_length = seq_length
@@ -61,7 +62,7 @@ class NpyDataset:
         return {**self.__dict__, "_order": None}
 
     def place(self, index: int) -> tuple[NpyFile, int]:
-        """The file that a sample is of, and the number of its first token there."""
+        """The file that a sample is from, and the number of its first token there."""
         if not 0 <= index < self._length:
             raise IndexError(index)
         epoch, position = divmod(int(index), self.epoch_samples)
@@ -72,6 +73,6 @@ class NpyDataset:
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:
-            self._order = None  # before the next is made: one at a time in memory
+            self._order = None  # before the next is computed: one at a time in memory
             self._order = (epoch, epoch_order(self.epoch_samples, seed=self._seed, epoch=epoch))
         return self._order[1]

@@ -1,6 +1,6 @@
 """The paper's token files: `.npy` without NumPy's header, token ids in little-endian order and nothing else.
 
-They are read where they lie, without a copy.
+They are read in place, without a copy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,14 +18,14 @@ NpyType = Literal["uint16", "uint32"]
 
 SUFFIX = ".npy"
 NUMPY_MAGIC = b"\x93NUMPY"
-# Of files with a manifest; what `prepare` writes.
+# The types of files with a manifest; what `prepare` writes.
 MANIFEST_TYPES = ("uint16", "uint32", "int32")
 # Samples of one epoch: their numbers are shuffled as uint32, which the order depends on.
 MOST_SAMPLES = 1 << 32
 
 
 def npy_prefix(path: str) -> str:
-    """The prefix of a .npy file, which its manifest and ledger stand under."""
+    """The prefix of a .npy file, under which its manifest and ledger are stored."""
     return path.removesuffix(SUFFIX)
 
 
@@ -40,34 +40,34 @@ class NpyFile:
     """By its manifest; None where it has none."""
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """[count] tokens from the one numbered `first` on.
+        """[count] tokens from number `first` on.
 
-        Raises CorruptError where the file has become shorter than it was when it was opened.
+        Raises CorruptError if the file has become shorter since it was opened.
         """
-        # Not a map: it would hold a file open for each of thousands, and the process would not survive a file cut off.
+        # Not a memory map: it would keep thousands of files open, and the process would not survive a truncated file.
         tokens = np.fromfile(self.path, dtype=self.dtype, count=count, offset=first * self.dtype.itemsize)
         if len(tokens) < count:
-            raise CorruptError(f"{self.path} became shorter since the run began: copy it again, and resume")
+            raise CorruptError(f"{self.path} has become shorter since the run began; copy it again and resume")
         return tokens
 
 
 def open_npy_files(paths: Iterable[str], dtype: NpyType) -> list[NpyFile]:
-    """Look at each file: `dtype` is the type of those that have no manifest beside them.
+    """Check each file; `dtype` is the type of those that have no manifest beside them.
 
     Raises:
         InputError: a file that is missing, or that has NumPy's own header.
-        CorruptError: a file of half a token, or of another size than its manifest says.
+        CorruptError: a file that ends within a token, or of another size than its manifest says.
     """
     return [_open(path, dtype) for path in paths]
 
 
 def _open(path: str, stated: NpyType) -> NpyFile:
     if not Path(path).is_file():
-        raise InputError(f"{path} does not exist: name .npy files of token ids")
+        raise InputError(f"{path} does not exist; name .npy files of token ids")
     with open(path, "rb") as stream:
         if stream.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC:
             raise InputError(
-                f"{path} has NumPy's own header; token files are ids alone: write it anew by"
+                f"{path} has NumPy's own header, token files are ids alone; write it again with"
                 " numpy.load(FILE).astype('<u2').tofile(FILE)"
             )
     size = Path(path).stat().st_size
@@ -75,7 +75,7 @@ def _open(path: str, stated: NpyType) -> NpyFile:
     kind = np.dtype(dtype).newbyteorder("<")
     if size % kind.itemsize:
         raise CorruptError(
-            f"{path}: its size of {size} bytes is no multiple of {kind.itemsize}, a token of {dtype}; copy it again, or"
+            f"{path} holds {size} bytes, not a multiple of {kind.itemsize}, a token of {dtype}; copy it again, or"
             " set data.npy_dtype to its type"
         )
     return NpyFile(path, kind, size // kind.itemsize, largest)
@@ -89,11 +89,12 @@ def _by_manifest(path: str, size: int) -> tuple[str, int] | None:
         return None
     dtype, said = manifest.settings.dtype, record.files[SUFFIX].bytes
     if dtype not in MANIFEST_TYPES:
-        raise CorruptError(f"{manifest_path(prefix)}: dtype is {dtype}, not one of {', '.join(MANIFEST_TYPES)}")
+        known = ", ".join(MANIFEST_TYPES)
+        raise CorruptError(f"{manifest_path(prefix)}: dtype is {dtype}, not one of {known}; prepare again")
     if size != said:
         raise CorruptError(
-            f"{path}: it holds {size} bytes where {manifest_path(prefix)} says {said}; copy or prepare it again, or"
-            " remove the manifest of another file"
+            f"{path} holds {size} bytes, but {manifest_path(prefix)} says {said}; copy or prepare it again, or"
+            " remove the manifest if it is another file's"
         )
     return dtype, record.max_token_id
 
@@ -101,18 +102,18 @@ def _by_manifest(path: str, size: int) -> tuple[str, int] | None:
 def check_npy_ids(files: Iterable[NpyFile], vocab_size: int, *, cache: Path | None = None) -> None:
     """Raise InputError for a file that holds an id outside [0, vocab_size).
 
-    One without a manifest is read whole, and what is found in a large one is remembered in the folder `cache`.
+    One without a manifest is read completely, and what is found in a large one is remembered in the folder `cache`.
     """
     for file in files:
         refuse_ids_outside(vocab_size, file.path, Path(file.path), file.dtype, largest=file.max_token_id, cache=cache)
 
 
 def whole_samples(files: Sequence[NpyFile], seq_length: int) -> int:
-    """The samples of one epoch, each a run of tokens of one file. Raises InputError where there is none, or 2^32."""
+    """The samples of one epoch, each a run of tokens of one file. Raises InputError if there is none, or 2^32."""
     samples = sum(file.tokens // seq_length for file in files)
     if not 0 < samples < MOST_SAMPLES:
         raise InputError(
-            f"{len(files)} .npy files hold {samples} whole samples of {seq_length} tokens; there must be"
-            " at least 1, and fewer than 2^32: change the files, or model.seq_length"
+            f"{len(files)} .npy files hold {samples} whole samples of {seq_length} tokens, there must be"
+            " at least 1 and fewer than 2^32; change the files or model.seq_length"
         )
     return samples

@@ -1,4 +1,4 @@
-"""Where a sample's tokens stand: the runs of tokens, in the token files, that a dataset makes it of."""
+"""Where a sample's tokens are stored: the runs of tokens, in the token files, that a dataset makes it from."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class Span:
 
 
 def sample_spans(dataset: Any, index: int) -> list[Span]:
-    """The runs that sample `index` of a training or validation set is made of, in order.
+    """The runs that sample `index` of a training or validation set is made from, in order.
 
     Together they are seq_length tokens for a .npy source; for .bin and .idx pairs one more, the last label.
     """
-    # What is drawn from stands in `datasets` of a blend, and in `samples` of a source of a mixed one.
+    # A blend keeps what it draws from in `datasets`, a source of a mixed one in `samples`.
     while hasattr(dataset, "datasets"):
         number, index = int(dataset.dataset_index[index]), int(dataset.dataset_sample_index[index])
         dataset = dataset.datasets[number]
@@ -48,7 +48,7 @@ def _runs(dataset: Any, index: int) -> Iterator[Span]:
 
 
 def _merged(spans: Iterable[Span]) -> Iterator[Span]:
-    """The same tokens, with runs that follow each other in a file made one; empty ones are left out."""
+    """The same tokens, with adjacent runs of a file merged and empty ones left out."""
     last: Span | None = None
     for span in spans:
         if not span.length:

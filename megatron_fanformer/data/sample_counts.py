@@ -1,6 +1,6 @@
-"""How many samples a run draws of each of its sources, by what a survey says of them.
+"""How many samples a run draws from each of its sources, given a survey of them.
 
-Everything here is arithmetic: what data cannot give is told before a rank starts, and all ranks ask for the same.
+Everything here is arithmetic: missing data are reported before a rank starts, and all ranks request the same.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Sizes = dict[int, int | None]
 
 @dataclass(frozen=True)
 class PairsPlan:
-    """What megatron-core's builder is asked for."""
+    """What is requested from megatron-core's builder."""
 
     weights: list[float] | None
     requested: list[int | None]
@@ -30,12 +30,12 @@ class PairsPlan:
 
 @dataclass(frozen=True)
 class MixedPlan:
-    """What each source of a blend of pairs and .npy files gives."""
+    """What each source of a blend of pairs and .npy files contributes."""
 
     weights: list[float]
     total: int
     shares: list[int]
-    """Samples of each source that the blend can come to ask for."""
+    """The most samples that the blend can request from each source."""
 
 
 class SampleCounts:
@@ -45,10 +45,10 @@ class SampleCounts:
         self._survey, self._seq_length = survey, seq_length
 
     def check(self, config: DataConfig, *, train_samples: int, valid_samples: int | None) -> None:
-        """Hold what a run asks for against what there is.
+        """Check what a run requests against what there is.
 
         Raises:
-            InputError: a set with no whole sample, a split that leaves a part no document, or one of .npy files.
+            InputError: a set with no whole sample, a split that leaves a part without documents, or one of .npy files.
         """
         if config.split is not None and not config.valid_data:
             refuse_npy(self._survey.train)
@@ -69,24 +69,24 @@ class SampleCounts:
             whole_samples(self._survey.files(blend.sources[0]), self._seq_length)
 
     def epoch_of(self, source: Source) -> float:
-        """The samples of an epoch; of a source too short for one, which is repeated, the part that it fills."""
+        """The samples of an epoch; for a source too short for one, which is repeated, the fraction that it fills."""
         if source.is_npy:
             return sum(file.tokens // self._seq_length for file in self._survey.files(source))
         tokens = self._survey.pair(source).tokens
         return (tokens - 1) // self._seq_length or tokens / self._seq_length
 
     def of_mixed(self, blend: Blend, size: int | None) -> MixedPlan:
-        """Of pairs and .npy files together. Without weights, sources count by their samples."""
+        """The plan for pairs and .npy files together. Without weights, sources count by their samples."""
         epochs = [self.epoch_of(source) for source in blend.sources]
         total = int(sum(epochs)) if size is None else size
         weights = np.array(blend.weights or epochs) / sum(blend.weights or epochs)
-        # The blend takes next the source that is furthest behind its share, so never more than one beyond it.
+        # The blend always draws from the source furthest behind its share, so never more than one sample beyond it.
         return MixedPlan(weights.tolist(), total, [int(weight * total) + 1 for weight in weights])
 
     def of_pairs(self, blend: Blend, sizes: Sizes, *, is_split: bool) -> PairsPlan:
-        """Of pairs, `sizes` of each part. Without a split, the one part of `sizes` is made of all documents.
+        """The plan for pairs, `sizes` of each part. Without a split, the one part of `sizes` is made of all documents.
 
-        Raises InputError for a part that is left no document, or no whole sample.
+        Raises InputError for a part without documents, or without a whole sample.
         """
         parts = range(len(PART_NAMES)) if is_split else sizes
         tokens = {part: self._tokens_of(blend, part, is_split) for part in parts if self._has(blend, part, is_split)}
@@ -94,7 +94,7 @@ class SampleCounts:
         requested: list[int | None] = [0] * len(PART_NAMES)
         for part, size in sizes.items():
             epoch = self._samples(tokens[part]) if size is None else size
-            # Where there are weights, megatron-core wants a number.
+            # With weights, megatron-core requires a number.
             requested[part] = epoch if weights is not None else size
         return PairsPlan(weights, requested)
 
@@ -109,8 +109,8 @@ class SampleCounts:
             tokens.append(facts.part_tokens[part] if is_split else facts.tokens)
             if not tokens[-1]:
                 raise InputError(
-                    f"{source.paths[0]} has {facts.sequences} documents, of which none is left for {PART_NAMES[part]}:"
-                    " give more data, another data.split, or validation files of their own"
+                    f"{source.paths[0]} has {facts.sequences} documents, none is left for {PART_NAMES[part]};"
+                    " use more data, another data.split, or separate validation files"
                 )
         return tokens
 
@@ -119,16 +119,16 @@ class SampleCounts:
         samples = sum((count - 1) // self._seq_length for count in tokens)
         if not samples:
             raise InputError(
-                f"{sum(tokens)} tokens are no whole sample of {self._seq_length} and its last label:"
-                " give more data, or lower model.seq_length"
+                f"{sum(tokens)} tokens do not make a whole sample of {self._seq_length} and its last label;"
+                " use more data, or lower model.seq_length"
             )
         return samples
 
     def _weights(self, blend: Blend, parts: list[tuple[list[int], int | None]]) -> list[float] | None:
         """The weights for megatron-core.
 
-        Of several files without weights it makes one epoch and ends. Where that does not suffice, or where a
-        file is too short for a sample of its own, the files' sizes are the weights, which lets them repeat.
+        For several files without weights it builds one epoch and stops. If that is not enough, or if a file is
+        too short for a sample of its own, the files' sizes are the weights, which lets them repeat.
         """
         if len(blend.sources) == 1 or blend.weights is not None:
             return blend.weights if len(blend.sources) > 1 else None
@@ -139,6 +139,6 @@ class SampleCounts:
 
 
 def refuse_npy(blend: Blend) -> None:
-    """Raise InputError where a blend that is to be split has .npy files."""
+    """Raise InputError if a blend that is to be split has .npy files."""
     if any(source.is_npy for source in blend.sources):
-        raise InputError("data.split cuts by documents, and .npy files do not tell them apart: use data.valid_data")
+        raise InputError("data.split cuts by documents, and .npy files do not mark them; use data.valid_data")

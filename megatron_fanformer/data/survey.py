@@ -1,7 +1,7 @@
-"""What a run must know of its token files, read once, by one process, before the run starts.
+"""What a run must know about its token files, read once, by one process, before the run starts.
 
 A run of many ranks would otherwise read every index on every rank: gigabytes each for a billion documents. What is
-found here is small, and is handed to all of them; beyond it they only map the files. torch is not imported.
+found here is small, and is sent to all of them; beyond it they only map the files. torch is not imported.
 """
 
 import logging
@@ -19,19 +19,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PairFacts:
-    """What the index of one .bin and .idx pair says, its every entry having been checked."""
+    """What the index of one .bin and .idx pair says, once every entry has been checked."""
 
     sequences: int
     tokens: int
     identity: str
     """Changes when a length does."""
     part_tokens: dict[int, int]
-    """Of training data that are split: the tokens of each part, by its position in PART_NAMES."""
+    """If training data is split: the tokens of each part, by its position in PART_NAMES."""
 
 
 @dataclass(frozen=True)
 class DataSurvey:
-    """The token files of a run, as they were when they were looked at."""
+    """The token files of a run, as they were when they were read."""
 
     cache: Path
     """The folder for sample indices."""
@@ -43,19 +43,19 @@ class DataSurvey:
     """By path."""
 
     def pair(self, source: Source) -> PairFacts:
-        """Of a source that is a pair."""
+        """The facts about a source that is a pair."""
         return self.pairs[source.paths[0]]
 
     def files(self, source: Source) -> list[NpyFile]:
-        """Of a source that is .npy files, in their order."""
+        """The files of a source of .npy files, in their order."""
         return [self.npy_files[path] for path in source.paths]
 
 
 def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey:
-    """Look at every token file of a run: each index is read once, from end to end.
+    """Check every token file of a run: each index is read once, from end to end.
 
     Args:
-        vocab_size: hold all ids against it; a large file without a manifest is read whole for that. None: do not.
+        vocab_size: check all ids against it; a file without a manifest may be read completely for that. None: do not.
 
     Raises:
         InputError: a blend that cannot be read, missing files, a .npy file with NumPy's own header, or an id outside

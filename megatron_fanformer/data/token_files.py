@@ -21,9 +21,9 @@ from megatron_fanformer.errors import CorruptError, InputError
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 INDEX_VERSION = 1
-# The two that megatron-core's DType.optimal_dtype takes for token ids, by their code in the header.
+# The two that megatron-core's DType.optimal_dtype picks for token ids, by their code in the header.
 DTYPES: dict[int, np.dtype[Any]] = {4: np.dtype(np.int32), 8: np.dtype(np.uint16)}
-# From here on megatron-core's DType.optimal_dtype takes int32.
+# From this vocabulary size on megatron-core's DType.optimal_dtype picks int32.
 UINT16_VOCABULARY = 65_500
 # Entries of an index that are checked at a time: some 30 MB of memory.
 CHECKED_ENTRIES = 1 << 20
@@ -31,12 +31,12 @@ REMEDY = "copy both files of the pair again, or prepare them again"
 
 
 def bin_path(prefix: str) -> Path:
-    """Where the tokens of a prefix stand."""
+    """The path of a prefix's tokens."""
     return Path(prefix + ".bin")
 
 
 def idx_path(prefix: str) -> Path:
-    """Where the index of a prefix stands."""
+    """The path of a prefix's index."""
     return Path(prefix + ".idx")
 
 
@@ -60,12 +60,12 @@ class TokenIndex:
     identity: str
     """Changes when a length does: all that sample indices depend on."""
     part_tokens: tuple[int, ...] = ()
-    """Of the parts that were asked for: the tokens of each."""
+    """The tokens of each part that was requested."""
 
 
 @dataclass(frozen=True)
 class _Array:
-    """One of an index file's arrays. What is read by blocks, unlike what is mapped, leaves no memory taken."""
+    """One of an index file's arrays. Blocks that are read, unlike a memory map, leave no memory occupied."""
 
     path: Path
     dtype: type
@@ -96,11 +96,11 @@ def read_index(prefix: str, parts: Sequence[tuple[float, float]] = ()) -> TokenI
 
     The whole index is read once, in blocks; on the way, the tokens of `parts` are counted, each between two fractions
     of the sequences, which are rounded as megatron-core does. Raises InputError for missing files, and CorruptError,
-    which names the file and the field, for an index of another format, of disagreeing entries, or of another .bin file.
+    which names the file and the field, for an index of another format, with wrong entries, or of another .bin file.
     """
     for path in (bin_path(prefix), idx_path(prefix)):
         if not path.is_file():
-            raise InputError(f"{path} does not exist: give the prefix of a .bin and .idx pair")
+            raise InputError(f"{path} does not exist; name the prefix of a .bin and .idx pair")
     dtype, lengths, pointers, bounds = _read_header(idx_path(prefix))
     bin_bytes = bin_path(prefix).stat().st_size
     sums = _Sums([(round(begin * lengths.count), round(end * lengths.count)) for begin, end in parts])
@@ -112,7 +112,7 @@ def read_index(prefix: str, parts: Sequence[tuple[float, float]] = ()) -> TokenI
 
 
 class _Sums:
-    """What is made of all lengths, block by block: a checksum, and the tokens of parts (first sequence, end)."""
+    """What is computed from all lengths, block by block: a checksum, and the tokens of parts (first sequence, end)."""
 
     def __init__(self, parts: Sequence[tuple[int, int]]) -> None:
         self.checksum = 0
@@ -120,7 +120,7 @@ class _Sums:
         self._parts = parts
 
     def add(self, first: int, block: np.ndarray) -> None:
-        """The lengths of the sequences from `first` on."""
+        """Add the lengths of the sequences from `first` on."""
         self.checksum = zlib.crc32(block.tobytes(), self.checksum)
         for number, (begin, end) in enumerate(self._parts):
             own = block[max(0, begin - first) : max(0, end - first)]
@@ -128,7 +128,7 @@ class _Sums:
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], _Array, _Array, _Array]:
-    """Token type, lengths, pointers and document bounds of an index whose header and size are sound."""
+    """Token type, lengths, pointers and document bounds of an index whose header and size are valid."""
     size = path.stat().st_size
     with path.open("rb") as stream:
         header = stream.read(INDEX_HEADER.size)
@@ -136,7 +136,7 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], _Array, _Array, _Array]:
         raise _corrupt(path, f"the header is truncated to {len(header)} of {INDEX_HEADER.size} bytes")
     magic, version, code, sequences, documents = INDEX_HEADER.unpack(header)
     if magic != INDEX_MAGIC:
-        raise _corrupt(path, f"the magic is {magic!r}, not {INDEX_MAGIC!r}: this is no Megatron index")
+        raise _corrupt(path, f"the magic is {magic!r}, not {INDEX_MAGIC!r}, this is not a Megatron index")
     if version != INDEX_VERSION:
         raise _corrupt(path, f"the version is {version}, not {INDEX_VERSION}")
     if code not in DTYPES:
@@ -148,7 +148,7 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], _Array, _Array, _Array]:
         raise _corrupt(
             path,
             f"it is {'truncated' if size < bounds.end_byte else 'extended'}: sequence count {sequences} and document"
-            f" count {documents} make {bounds.end_byte} bytes, and it holds {size}",
+            f" count {documents} make {bounds.end_byte} bytes, but it holds {size}",
         )
     return DTYPES[code], lengths, pointers, bounds
 
@@ -160,7 +160,7 @@ def _corrupt(path: Path, what: str) -> CorruptError:
 def _check_sequences(
     prefix: str, dtype: np.dtype[Any], lengths: _Array, pointers: _Array, bin_bytes: int, sums: _Sums
 ) -> None:
-    """Hold each pointer against the length before it, and the end of the last sequence against the .bin file.
+    """Check each pointer against the length before it, and the end of the last sequence against the .bin file.
 
     `sums` gets all lengths.
     """
@@ -168,7 +168,7 @@ def _check_sequences(
     if pointers.count and pointers[0]:
         raise _corrupt(path, f"sequence pointer 0 is {pointers[0]}, not 0")
     if not pointers.count and bin_bytes:
-        raise _corrupt(bin_path(prefix), f"it holds {bin_bytes} bytes, and its index has a sequence count of 0")
+        raise _corrupt(bin_path(prefix), f"it holds {bin_bytes} bytes, but its index has a sequence count of 0")
     for begin in range(0, lengths.count, CHECKED_ENTRIES):
         block = lengths.read(begin, CHECKED_ENTRIES)
         if block.min() < 0:
@@ -197,7 +197,7 @@ def _disagreement(
         return _corrupt(
             bin_path(prefix),
             f"it is {'truncated' if bin_bytes < end(number) else 'extended'}, or not of this index: it holds"
-            f" {bin_bytes} bytes, and by sequence length {number} ({lengths[number]}) of {path} ends at {end(number)}",
+            f" {bin_bytes} bytes, but by sequence length {number} ({lengths[number]}) of {path} ends at {end(number)}",
         )
     after_next = bin_bytes if number + 2 == lengths.count else pointers[number + 2]
     if end(number + 1) == after_next:  # the pointers agree among themselves
@@ -232,15 +232,15 @@ def _check_documents(bounds: _Array, sequences: int) -> None:
 def check_token_ids(prefixes: Iterable[str], vocab_size: int, *, cache: Path | None = None) -> None:
     """Raise InputError for a prefix that holds an id outside [0, vocab_size), CorruptError as `read_index`.
 
-    The manifest's word is taken where it speaks of this .bin file's size; otherwise all tokens are read, and what is
-    found in a large file is remembered in the folder `cache`.
+    The manifest is trusted if it records this .bin file's size; otherwise all tokens are read, and what is found in a
+    large file is remembered in the folder `cache`.
     """
     for prefix in prefixes:
         check_index_ids(prefix, read_index(prefix), vocab_size, cache=cache)
 
 
 def check_index_ids(prefix: str, index: TokenIndex, vocab_size: int, *, cache: Path | None = None) -> None:
-    """The same of a prefix whose index has been read. Raises InputError."""
+    """The same for a prefix whose index has been read. Raises InputError."""
     record = token_files_record(prefix)
     said = record.files.get(".bin") if record is not None else None
     is_of_this = said is not None and said.bytes == index.tokens * index.dtype.itemsize

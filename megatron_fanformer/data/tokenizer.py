@@ -9,17 +9,17 @@ from megatron_fanformer.errors import InputError
 
 TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"  # their usual names in a folder
 END_OF_TEXT = "<|endoftext|>"
-# Names of the piece that ends a document, the likeliest first.
+# Names of the piece that ends a document, the most likely first.
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 # sentencepiece's own mark for a space. A literal one in the text would come back as a space.
 SPACE_MARK = "\u2581"
 
-# Text handed to the sentencepiece trainer at most: it holds all of it in memory, several times over.
+# The most text that is given to the sentencepiece trainer: it holds all of it in memory, several times over.
 TRAINING_TEXT_BYTES = 100_000_000
 
 
 class Tokenizer(Protocol):
-    """What the project asks of a tokenizer."""
+    """What the project needs from a tokenizer."""
 
     @property
     def path(self) -> Path:
@@ -35,10 +35,10 @@ class Tokenizer(Protocol):
 
     @property
     def special_pieces(self) -> list[str]:
-        """Pieces that stand apart from the others; some tokenizers find them written out in a text."""
+        """Special pieces; some tokenizers recognise them where a text contains them literally."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, with no special one added."""
+        """The ids of `text`, without special tokens added."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on the calling thread alone."""
@@ -50,8 +50,8 @@ class Tokenizer(Protocol):
 def load_tokenizer(path: str | Path, *, eod_id: int | None = None) -> Tokenizer:
     """Read a sentencepiece `.model`, a Hugging Face `tokenizer.json` (by any name), or a folder.
 
-    Of a folder, `tokenizer.json` is taken, else `tokenizer.model`, else its only `.model` file. `eod_id` sets
-    the id that ends a document; by default it is that of `<|endoftext|>`, or of `</s>` and its like.
+    In a folder, `tokenizer.json` is taken, else `tokenizer.model`, else its only `.model` file. `eod_id` sets
+    the id that ends a document; by default it is that of `<|endoftext|>`, or of `</s>` and similar names.
 
     Raises:
         InputError: no such file, another format, no end-of-text piece, or an `eod_id` outside the vocabulary.
@@ -73,18 +73,18 @@ def tokenizer_file(path: Path) -> Path:
     """The file that `load_tokenizer` reads for a path.
 
     Raises:
-        InputError: there is none, or it is of no known kind.
+        InputError: there is none, or it is of an unknown kind.
     """
     if path.is_dir():
         models = sorted(path.glob("*.model"))
         named = [path / TOKENIZER_JSON, path / TOKENIZER_MODEL, *(models if len(models) == 1 else [])]
         path = next((candidate for candidate in named if candidate.is_file()), path)
         if path.is_dir():
-            raise InputError(f"folder {path} holds no tokenizer: it needs a tokenizer.json or one .model file")
+            raise InputError(f"folder {path} holds no tokenizer; it needs a tokenizer.json or one .model file")
     if not path.is_file():
-        raise InputError(f"tokenizer {path} does not exist: give a .model file, a tokenizer.json or their folder")
+        raise InputError(f"tokenizer {path} does not exist; name a .model file, a tokenizer.json or their folder")
     if path.suffix not in (".json", ".model"):
-        raise InputError(f"tokenizer {path} is of no known kind: its name must end in .model or .json")
+        raise InputError(f"tokenizer {path} is of an unknown kind; its name must end in .model or .json")
     return path
 
 
@@ -109,7 +109,7 @@ class SentencePieceTokenizer:
         return [model.id_to_piece(id) for id in range(self.vocab_size) if any(is_kind(id) for is_kind in kinds)]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`; a literal U+2581 goes by its bytes, since the model's piece means a space."""
+        """The ids of `text`; a literal U+2581 is encoded as its bytes, since the model's piece means a space."""
         if SPACE_MARK not in text or not self._has_byte_fallback:
             return list(self._processor.encode(text))
         first, *others = text.split(SPACE_MARK)
@@ -124,7 +124,7 @@ class SentencePieceTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; control pieces, the end of text among them, have none."""
+        """The text of `ids`; control pieces, including the end of text, have none."""
         return str(self._processor.decode(list(ids)))
 
     def _find_end_of_text(self) -> int | None:
@@ -137,7 +137,7 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`. Special pieces written out in a text are recognised, as the library does."""
+    """A `tokenizer.json`. Special pieces that a text contains literally are recognised, as the library does."""
 
     def __init__(self, path: Path, *, eod_id: int | None = None) -> None:
         import tokenizers
@@ -158,7 +158,7 @@ class HuggingFaceTokenizer:
         return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, with no special one added."""
+        """The ids of `text`, without special tokens added."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -173,11 +173,11 @@ class HuggingFaceTokenizer:
 def _end_of_text_id(path: Path, stated: int | None, vocab_size: int, found: int | None) -> int:
     if stated is not None:
         if not 0 <= stated < vocab_size:
-            raise InputError(f"eod_id {stated} is outside the vocabulary of {path}: it must be in [0, {vocab_size})")
+            raise InputError(f"eod_id {stated} is outside the vocabulary of {path}; it must be in [0, {vocab_size})")
         return stated
     if found is None:
         names = ", ".join(END_OF_TEXT_NAMES)
-        raise InputError(f"tokenizer {path} has no end-of-text piece ({names}): state its id as eod_id")
+        raise InputError(f"tokenizer {path} has no end-of-text piece ({names}); set eod_id to its id")
     return found
 
 
@@ -190,7 +190,7 @@ def train_sentencepiece(
     characters that have no piece. Runs of white space and line ends may become pieces, for the sake of code.
     The end-of-text piece, `<|endoftext|>`, is never matched inside a text. At most 100 MB of text is used.
 
-    Raises InputError where the texts are too few for `vocab_size` pieces.
+    Raises InputError if the texts are too few for `vocab_size` pieces.
     """
     import sentencepiece
 
@@ -211,7 +211,7 @@ def train_sentencepiece(
                 remove_extra_whitespaces=False,
                 add_dummy_prefix=False,
                 allow_whitespace_only_pieces=True,
-                max_sentence_length=TRAINING_TEXT_BYTES,  # longer ones would be left out in silence
+                max_sentence_length=TRAINING_TEXT_BYTES,  # longer ones would be skipped silently
                 unk_id=0,
                 eos_id=1,
                 eos_piece=END_OF_TEXT,

@@ -1,1 +1,1 @@
-"""Whole experiments out of the package's parts; the demo is the first."""
+"""Whole experiments built from the package's parts; the demo is the first."""

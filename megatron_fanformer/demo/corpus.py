@@ -1,7 +1,7 @@
 """A corpus that every machine has: the Python standard library's own source files, as Dolma documents.
 
-Serves the demo and the tests, which may not need a network or a data set. The same library gives the same
-bytes: documents are sorted by path, the part held out is chosen by a hash of the path, and the dates are
+For the demo and the tests, which must not need a network or a data set. The same library gives the same
+bytes: documents are sorted by path, the held-out part is chosen by a hash of the path, and the dates are
 those of the source files.
 """
 
@@ -19,7 +19,7 @@ import msgspec
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 
-# Test suites are left out for their generated tables and deliberately broken files.
+# Test suites are left out because of their generated tables and deliberately broken files.
 EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 HELD_OUT_PERCENT = 5
 COMPRESSION_LEVEL = 6
@@ -50,14 +50,14 @@ def pack_standard_library(folder: Path, *, shards: int = 4, root: Path | None = 
     """Write the library's sources to `folder` as `train-0000N.jsonl.gz` shards and `held-out.jsonl.gz`.
 
     About 5% of the files are held out. `root` is the library's folder, by default this interpreter's.
-    Raises InputError where the library has no source files, or too few for the shards.
+    Raises InputError if the library has no source files, or too few for the shards.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     sources = list(_read_sources(root))
     train = [source for source in sources if not _is_held_out(source.name)]
     held_out = [source for source in sources if _is_held_out(source.name)]
     if len(train) < shards or not held_out:
-        raise InputError(f"{root} holds {len(sources)} Python files: too few for {shards} shards and a held-out part")
+        raise InputError(f"{root} holds {len(sources)} Python files, too few for {shards} shards and a held-out part")
     added = max(source.modified for source in sources)
     folder.mkdir(parents=True, exist_ok=True)
     train_paths = tuple(folder / f"train-{shard:05d}.jsonl.gz" for shard in range(shards))

@@ -36,7 +36,7 @@ from megatron_fanformer.training.start import start_run
 
 VOCAB_SIZE = 8192
 STEPS = 240
-MARK = ".fanformer-demo"  # a folder that bears it is the demo's own, and may be made anew
+MARK = ".fanformer-demo"  # a folder that contains it is the demo's own, and may be replaced
 VALIDATION = "held-out"
 LOGITS_TOLERANCE = 1e-4  # the trainer's own against transformers', absolute; both in float32
 PROMPT = "def read_lines(path):\n"
@@ -47,7 +47,7 @@ MODEL = FANformerConfig(
 
 @dataclass(frozen=True)
 class Places:
-    """Where everything of the demo is."""
+    """Where the demo keeps everything."""
 
     root: Path
 
@@ -87,7 +87,7 @@ class Places:
 
 
 def run_demo(output: Path) -> None:
-    """Run all of it into the folder `output`, and print what came out.
+    """Run the whole demo in the folder `output`, and print the results.
 
     Raises:
         InputError: the folder exists and is not an earlier demo's.
@@ -136,7 +136,7 @@ def run_demo(output: Path) -> None:
 def _claim(root: Path) -> None:
     if root.exists():
         if not (root / MARK).exists():
-            raise InputError(f"{root} exists and is no earlier demo's folder; name another with --output")
+            raise InputError(f"{root} exists and is not an earlier demo's folder; name another with --output")
         shutil.rmtree(root)
     root.mkdir(parents=True)
     (root / MARK).touch()
@@ -189,7 +189,7 @@ def training_config(places: Places) -> dict[str, Any]:
 
 
 def _train(places: Places, console: Console) -> None:
-    """Two starts of one command: the first ends half-way (`exit_interval`), the second goes on from its checkpoint."""
+    """Start one command twice: the first ends half-way (`exit_interval`), the second continues from its checkpoint."""
     values = training_config(places)
     config_from_dict(values)  # a mistake here is ours: let it show at once
     places.config.write_text(yaml.safe_dump(values, sort_keys=False))
@@ -254,15 +254,15 @@ def _summary(
 ) -> Table:
     validation = steps[-1][f"{VALIDATION_LOSS}/{VALIDATION}"]
     speeds = [entry["tokens_per_second"] for entry in steps]
-    table = Table(title="The demo, summed up", show_header=False)
+    table = Table(title="Demo summary", show_header=False)
     for name, value in {
         "documents": f"{corpus.train_documents} to train on, {corpus.held_out_documents} held out",
         "tokens": f"{tokens['train']:,} to train on, {tokens[VALIDATION]:,} held out",
         "parameters": f"{MODEL.num_parameters:,}",
         "training": f"{STEPS} steps, {steps[-1]['tokens']:,} tokens, tensor parallel 2",
-        "loss, first and last step": f"{steps[0]['loss']:.3f}, {steps[-1]['loss']:.3f} nats a token",
-        "unigram entropy of held-out tokens": f"{entropy:.3f} nats a token",
-        "validation loss": f"{validation:.3f} nats a token (perplexity {math.exp(validation):.1f})",
+        "loss, first and last step": f"{steps[0]['loss']:.3f}, {steps[-1]['loss']:.3f} nats per token",
+        "unigram entropy of held-out tokens": f"{entropy:.3f} nats per token",
+        "validation loss": f"{validation:.3f} nats per token (perplexity {math.exp(validation):.1f})",
         "speed": f"{sorted(speeds)[len(speeds) // 2]:,.0f} tokens/s (median step)",
         "export against trainer, logits": f"{difference:.1e}",
         "time": f"{seconds:.0f} s",

@@ -1,4 +1,4 @@
-"""A run's losses as a picture."""
+"""A run's losses as a plot."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ def draw_loss_curve(metrics: list[dict[str, Any]], path: Path, *, entropy: float
     """
     import matplotlib
 
-    matplotlib.use("Agg")  # no display is asked for
+    matplotlib.use("Agg")  # needs no display
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), dpi=150)
@@ -29,7 +29,7 @@ def draw_loss_curve(metrics: list[dict[str, Any]], path: Path, *, entropy: float
         axes.plot(*zip(*points, strict=True), "o-", label=f"validation: {name.removeprefix(VALIDATION_PREFIX)}")
     if entropy is not None:
         axes.axhline(entropy, linestyle="--", color="gray", label="unigram entropy of the tokens")
-    axes.set(xlabel="step", ylabel="loss, nats a token", title="FANformer")
+    axes.set(xlabel="step", ylabel="loss, nats per token", title="FANformer")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.tight_layout()

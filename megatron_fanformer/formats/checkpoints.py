@@ -1,4 +1,4 @@
-"""A checkpoint of any format: recognised and opened, no weights read, and written from tensors of its format."""
+"""A checkpoint of any format: recognised, opened without reading weights, and written from tensors of its format."""
 
 import dataclasses
 from pathlib import Path
@@ -27,7 +27,7 @@ from megatron_fanformer.model.dtypes import DTYPES
 
 
 class Checkpoint(NamedTuple):
-    """A model in a folder; its tensors are read when they are asked for."""
+    """A model in a folder; its tensors are read on request."""
 
     format: Format
     path: Path
@@ -38,7 +38,7 @@ class Checkpoint(NamedTuple):
     tokenizer: Path | None
     """The tokenizer's file, if there is one."""
     not_converted: tuple[str, ...] = ()
-    """Files of an optimizer's state beside the weights."""
+    """Files of an optimizer's state next to the weights."""
 
     def weight_files(self) -> list[Path]:
         """The files that hold the tensors."""
@@ -46,7 +46,7 @@ class Checkpoint(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """What is written beside the tensors."""
+    """What is written next to the tensors."""
 
     name: str
     """What a model card calls the model."""
@@ -55,7 +55,7 @@ class Extras(NamedTuple):
     """The id that ends a document; None: the tokenizer's own."""
     max_shard_size: str = MAX_SHARD_SIZE
     training: str = ""
-    """What a model card says of how the model was trained."""
+    """What a model card says about how the model was trained."""
 
     @property
     def end_of_text_id(self) -> int | None:
@@ -67,7 +67,7 @@ def open_checkpoint(source: Path) -> Checkpoint:
     """Recognise a checkpoint, and read everything about it but its tensors.
 
     Raises:
-        InputError: it is of none of the kinds that hold a model, or its model cannot be built here.
+        InputError: it is not of a kind that holds a model, or its model cannot be built here.
         CorruptError: it is damaged, or holds what might be executed.
     """
     target = recognise(source, MODELS)
@@ -86,10 +86,10 @@ def open_checkpoint(source: Path) -> Checkpoint:
 def write_checkpoint(
     format: Format, folder: Path, config: FANformerConfig, tensors: LazyTensors, extras: Extras
 ) -> None:
-    """Fill an empty folder with a model; each tensor is asked for once, in its turn.
+    """Fill an empty folder with a model; each tensor is requested once, in turn.
 
     Raises:
-        InputError: the tokenizer does not fit, or the shard size is none.
+        InputError: the tokenizer does not fit, or the shard size is invalid.
     """
     if format == "megatron":
         dtype = next(iter(meta_of(tensors).values())).dtype
@@ -103,6 +103,6 @@ def write_checkpoint(
 
 
 def _precision(dtype: torch.dtype) -> dict[str, dict[str, str]]:
-    """What the configuration of a run says of its weights' type; nothing, of a type that no run has."""
+    """What a run's configuration says about its weights' type; nothing for a type that no run has."""
     name = next((name for name, known in DTYPES.items() if known == dtype), None)
     return {} if name is None else {"precision": {"dtype": name}}

@@ -1,4 +1,4 @@
-"""`convert`: from any kind of checkpoint to any other, a tensor at a time, with a receipt."""
+"""`convert`: from any kind of checkpoint to any other, one tensor at a time, with a receipt."""
 
 import dataclasses
 import json
@@ -27,9 +27,9 @@ class Conversion(NamedTuple):
     """What a conversion did."""
 
     checks: Json | None
-    """By their names; None where it was told not to verify."""
+    """By name; None where verification was off."""
     notes: list[str]
-    """What was left out, a line each."""
+    """What was left out, one line each."""
 
 
 def convert_checkpoint(
@@ -45,24 +45,25 @@ def convert_checkpoint(
     verified: bool = True,
     receipt: Path | None = None,
 ) -> Conversion:
-    """Convert `source`, whose kind is recognised, into a new folder `destination`, which appears when it is verified.
+    """Convert `source`, whose kind is recognised, into a new folder `destination`, which appears once it is verified.
 
     Args:
-        tokenizer: a file to put beside the weights; None: the source's own, if it has one.
+        tokenizer: a file to put next to the weights; None: the source's own, if it has one.
         eod_id: the id that ends a document; None: the tokenizer's own.
         dtype: `fp32` or `bf16`; None: the source's own.
-        padded_vocab_size: rows of the embedding and the head at the destination; None: the source's own, and none but
-            the vocabulary's for Hugging Face, which has no padding.
+        padded_vocab_size: rows of the embedding and the head at the destination; None: the source's own, or
+            the vocabulary's alone for Hugging Face, which has no padding.
         max_shard_size: of a Hugging Face folder's weights.
         verified: whether to verify before the destination gets its name.
-        receipt: a JSON file to write the receipt into, whether it is passed or not.
+        receipt: a JSON file to write the receipt into, whether the checks pass or not.
 
     Raises:
-        InputError: the source is no checkpoint, the destination exists, the tokenizer is missing, or a size is none.
+        InputError: the source is not a checkpoint, the destination exists, the tokenizer is missing, or a size is
+            invalid.
         CorruptError: the source is damaged, or a check failed; there is no destination then.
     """
     if destination.exists():
-        raise InputError(f"{destination} exists; name a folder that does not, or remove it")
+        raise InputError(f"{destination} already exists; name a folder that does not, or remove it")
     opened = open_checkpoint(source)
     extras = Extras(
         name=destination.name,
@@ -98,7 +99,7 @@ def _write(
 
 
 def _verified(source: Checkpoint, used: set[str], written: Checkpoint) -> Json:
-    # megatron-core's model asks for process groups
+    # megatron-core's model needs process groups
     with distributed(ParallelConfig(), runtime=RuntimeConfig(device="cpu")) as grid:
         return verify(source, used, written, grid)
 
@@ -106,20 +107,20 @@ def _verified(source: Checkpoint, used: set[str], written: Checkpoint) -> Json:
 def _refuse_failed(source: Path, checks: Json | None) -> None:
     if checks and (failed := failures(checks)):
         raise CorruptError(
-            f"the conversion of {source} failed its checks, and is not published: {failed}; keep the source, and "
+            f"the conversion of {source} failed its checks and is not published: {failed}; keep the source, and "
             "report this"
         )
 
 
 def _add_receipt(folder: Path, content: Json | None) -> None:
-    """The receipt, and a word of it in the model card, for whom the folder is passed on to; None: there is none."""
+    """Add the receipt, and a section on it in the model card, for later users of the folder; None: there is none."""
     with (folder / MODEL_CARD).open("a", encoding="utf-8") as card:
         card.write(receipt_section(content))
     if content is not None:
         sides = {
             side: {**content[side], "path": Path(content[side]["path"]).name} for side in ("source", "destination")
         }
-        _write_json(folder / RECEIPT, {**content, **sides})  # the rest of the paths is nobody else's business
+        _write_json(folder / RECEIPT, {**content, **sides})  # the rest of the paths is private
 
 
 def _write_json(path: Path, content: Json) -> None:
@@ -135,13 +136,13 @@ def _recorded(tensors: LazyTensors, used: set[str]) -> LazyTensors:
 
 
 def _with_vocabulary(config: FANformerConfig, to: Format, rows: int | None) -> FANformerConfig:
-    """The model with so many rows of its embedding: padding, or token ids where the format has no padding."""
+    """The model with that many rows in its embedding: padding, or token ids where the format has no padding."""
     if rows is None:
         return config
     if rows < config.vocab_size:
         raise InputError(
-            f"the padded vocabulary size is stated as {rows}, and the model has {config.vocab_size} token ids: state "
-            "that many or more"
+            f"the padded vocabulary size is {rows}, but the model has {config.vocab_size} token ids; state that many "
+            "or more"
         )
     vocab_size = rows if to == "hf" else config.vocab_size
     usual = FANformerConfig.make_vocab_size_divisible_by
@@ -153,8 +154,8 @@ def _notes(source: Checkpoint, rows: Json) -> list[str]:
     notes = []
     if source.not_converted:
         notes.append(
-            f"not converted: {', '.join(source.not_converted)} (the optimizer's state; training starts afresh on the "
-            "converted weights)"
+            f"not converted: {', '.join(source.not_converted)} (the optimizer's state; training on the converted "
+            "weights starts with a fresh one)"
         )
     if rows["dropped_rows"] and "not zero" in rows["dropped_rows_were"].values():
         notes.append(

@@ -46,14 +46,14 @@ def write_huggingface(
     max_shard_size: str = MAX_SHARD_SIZE,
     training: str = "Not known.",
 ) -> None:
-    """Fill an empty folder; `tensors` are transformers', and asked for one at a time.
+    """Fill an empty folder; `tensors` are transformers', and are requested one at a time.
 
     Args:
         name: what the model card calls it.
-        training: what the card says of how it was trained, in Markdown.
+        training: what the card says about how it was trained, in Markdown.
 
     Raises:
-        InputError: the tokenizer cannot be written or does not fit the model, or the shard size is none.
+        InputError: the tokenizer cannot be written or does not fit the model, or the shard size is invalid.
     """
     if tokenizer_path is not None:
         _write_tokenizer(folder, tokenizer_path, config, end_of_text_id)
@@ -73,7 +73,7 @@ def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
     The vocabulary is padded to Megatron's usual multiple, whatever it was padded to before the export.
 
     Raises:
-        InputError: not a FANformer of transformers, or an impossible configuration.
+        InputError: not a FANformer for transformers, or an impossible configuration.
         CorruptError: the configuration or the weights cannot be read, or the stated p_ratio disagrees with them.
     """
     stated = _stated_config(folder)
@@ -82,7 +82,7 @@ def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
 
 
 class StatedModel(NamedTuple):
-    """What the configuration of a Hugging Face folder says; no weights are held against it."""
+    """What the configuration of a Hugging Face folder says; it is not checked against any weights."""
 
     config: FANformerConfig
     dtype: torch.dtype
@@ -91,10 +91,10 @@ class StatedModel(NamedTuple):
 
 
 def stated_model(folder: Path) -> StatedModel:
-    """The model that a folder's configuration states; its weights need not be there.
+    """The model that a folder's configuration states; its weights need not exist.
 
     Raises:
-        InputError: not a FANformer of transformers, or an impossible configuration.
+        InputError: not a FANformer for transformers, or an impossible configuration.
         CorruptError: the configuration cannot be read.
     """
     stated = _stated_config(folder)
@@ -104,7 +104,7 @@ def stated_model(folder: Path) -> StatedModel:
 
 
 def huggingface_config(folder: Path, tensors: Mapping[str, Tensor]) -> FANformerConfig:
-    """The configuration alone; of `tensors` only names and shapes count, so that they may be on the meta device.
+    """The configuration alone; only names and shapes of `tensors` are used, so they may be on the meta device.
 
     Raises:
         InputError, CorruptError: as `open_huggingface`.
@@ -116,7 +116,7 @@ def _stated_config(folder: Path) -> HuggingFaceConfig:
     recognise(folder, ("hf",))
     try:
         return HuggingFaceConfig.from_pretrained(folder)
-    except Exception as error:  # transformers' own checks raise anything
+    except Exception as error:  # transformers' own checks may raise anything
         raise InputError(f"the model in {folder} cannot be built: {' '.join(str(error).split())}") from error
 
 
@@ -129,7 +129,7 @@ def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[st
         rows = known[V_FAN_WEIGHT].shape[0]
         inferred_p_ratio(rows, groups * stated.head_dim, _v_p_ratio(stated), "v_p_ratio")
     if not isinstance(stated.rope_theta, int | float) or stated.rope_theta % 1:
-        raise InputError(f"the model in {folder} has rope_theta {stated.rope_theta}, which must be whole here")
+        raise InputError(f"the model in {folder} has rope_theta {stated.rope_theta}, which must be a whole number")
     config = from_huggingface_config(stated)
     if found := config.stated_problems():
         raise InputError(f"the model in {folder} cannot be built: {'; '.join(found)}")
@@ -167,7 +167,7 @@ def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
         p_ratio=stated.p_ratio,
         activation="gelu" if stated.fan_activation == "gelu" else "none",
         bias=stated.fan_bias,
-        placement=cast(Placement, stated.fan_placement),  # its own rules say that it is one
+        placement=cast(Placement, stated.fan_placement),  # checked by its own rules
         v_p_ratio=None if v_p_ratio == stated.p_ratio else v_p_ratio,
     )
     return FANformerConfig(
@@ -192,11 +192,11 @@ def _v_p_ratio(stated: HuggingFaceConfig) -> float:
 
 def _write_tokenizer(folder: Path, source: Path, config: FANformerConfig, end_of_text_id: int | None) -> None:
     if not source.is_file():
-        raise InputError(f"tokenizer {source} does not exist: name a .model file or a tokenizer.json")
+        raise InputError(f"tokenizer {source} does not exist; name a .model file or a tokenizer.json")
     size = write_tokenizer(folder, source, end_of_text_id=end_of_text_id, model_max_length=config.seq_length)
     if size > config.vocab_size:
         raise InputError(
-            f"tokenizer {source} has {size} ids, the model's vocabulary {config.vocab_size}: name the "
+            f"tokenizer {source} has {size} ids, the model's vocabulary {config.vocab_size}; name the "
             "tokenizer that the model was trained with"
         )
 

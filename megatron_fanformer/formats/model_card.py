@@ -12,19 +12,19 @@ TOLD_VERSIONS = ("megatron-fanformer", "megatron-core", "torch", "transformers")
 
 
 class Card(NamedTuple):
-    """What a card tells that the model's configuration does not."""
+    """What a card says that the model's configuration does not."""
 
     name: str
     """What the model is called: its folder's name."""
     training: str
-    """Markdown, of how it was trained."""
+    """Markdown, about how it was trained."""
     has_tokenizer: bool = False
     has_padding: bool = False
     """Whether the tokenizer has a piece to pad with."""
 
 
 def model_card(config: FANformerConfig, card: Card) -> str:
-    """The card as Markdown; `receipt_section` goes behind it."""
+    """The card as Markdown; `receipt_section` follows it."""
     fan = f"FAN with p_ratio {config.fan.p_ratio:g}, placement {config.fan.placement}" if config.has_fan else "no FAN"
     kind = "FANformer" if config.has_fan else "Transformer"
     return f"""---
@@ -86,7 +86,7 @@ lm_eval --model hf --model_args pretrained={card.name},trust_remote_code=True --
 
 
 def receipt_section(content: dict[str, Any] | None) -> str:
-    """How the weights were converted, and what the receipt, which lies beside the card, says; None: there is none."""
+    """How the weights were converted, and what the receipt, which is next to the card, says; None: there is none."""
     known = versions()
     made_with = ", ".join(f"{name} {known[name]}" for name in TOLD_VERSIONS)
     if content is None:
@@ -95,8 +95,8 @@ def receipt_section(content: dict[str, Any] | None) -> str:
         rounded = content["checks"]["round_trip"]["rounded_to"]
         same = f"the same when rounded to {rounded.removeprefix('torch.')}" if rounded else "the same bit for bit"
         said = (
-            f"The weights were converted from a {content['source']['format']} checkpoint and held against it: {same}, "
-            f"and their logits in float32 differ by {content['checks']['logits']['max_abs_error']:.1e} at most. The "
-            f"receipt, [{RECEIPT}]({RECEIPT}), lies beside this card."
+            f"The weights were converted from a {content['source']['format']} checkpoint and compared with it: {same}, "
+            f"and their logits in float32 differ by at most {content['checks']['logits']['max_abs_error']:.1e}. The "
+            f"receipt, [{RECEIPT}]({RECEIPT}), is in this folder."
         )
     return f"\n## Conversion\n\n{said} Converted with {made_with}.\n"

@@ -2,7 +2,7 @@
 
 Each row names a tensor as Megatron, the reference and transformers have it. Megatron's form is the hub: a `Naming`
 holds a row's names in another format, and an invertible transform from Megatron's tensor to those of these names.
-No converter has names of its own. docs/conversion.md holds the table as `table_text` renders it.
+No converter has names of its own. docs/conversion.md holds the table as `name_table_markdown` renders it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,10 +56,10 @@ class Naming:
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor, or one a layer, in the three formats."""
+    """One tensor, or one per layer, in the three formats."""
 
     megatron: Naming
-    """Has one name. Its transform is the identity, but for the vocabulary's padding."""
+    """Has one name. Its transform is the identity, except for the vocabulary's padding."""
     shape: tuple[str, ...]
     """Of Megatron's tensor; keys of `SIZES`."""
     reference: Naming
@@ -77,7 +77,7 @@ class Row:
 
     @property
     def is_vocabulary(self) -> bool:
-        """Whether the tensor has a row a token id, and rows of padding."""
+        """Whether the tensor has one row per token id, and rows of padding."""
         return self.shape[0] == "V"
 
 
@@ -181,14 +181,14 @@ def convert(
     target_config: FANformerConfig | None = None,
     dtype: torch.dtype | None = None,
 ) -> LazyTensors:
-    """The tensors of `source` as those of `target`, in the order of `expected_shapes`, each made when it is asked for.
+    """The tensors of `source` as those of `target`, in the order of `expected_shapes`, each made on request.
 
-    They may share the source's memory. A row's tensors are made together: asked for in turn, each is made once.
+    They may share the source's memory. A row's tensors are made together: requested in turn, each is made once.
 
     Args:
-        tensors: all of a model; lazy ones are loaded a row at a time.
+        tensors: all of a model; lazy ones are loaded one row at a time.
         config: of the source.
-        target_config: where it differs, in the vocabulary's padding; rows are cut off, or zeros added.
+        target_config: if it differs, in the vocabulary's padding; rows are cut off, or zeros added.
         dtype: to round to; None: as they are.
 
     Raises:
@@ -234,9 +234,9 @@ def names_in(row: Row, layer: int | None, config: FANformerConfig, format: Forma
 
 
 def _check(known: Mapping[str, Tensor], config: FANformerConfig, source: Format) -> None:
-    if config.num_layers > len(known):  # said before a hostile number of names is made up
+    if config.num_layers > len(known):  # checked before a hostile number of names is generated
         raise CorruptError(
-            f"the {source} weights are not those of their configuration; it states {config.num_layers} layers, and "
+            f"the {source} weights do not match their configuration; it states {config.num_layers} layers, and "
             f"there are {len(known)} tensors"
         )
     expected = expected_shapes(config, source)
@@ -252,10 +252,10 @@ def _check(known: Mapping[str, Tensor], config: FANformerConfig, source: Format)
     }
     found = "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names)
     if found:
-        raise CorruptError(f"the {source} weights are not those of their configuration; {found}")
+        raise CorruptError(f"the {source} weights do not match their configuration; {found}")
 
 
 def listed(names: Sequence[str]) -> str:
-    """Some names, and how many more there are."""
+    """Some of the names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMES_SHOWN} more" if len(names) > MOST_NAMES_SHOWN else ""
     return ", ".join(names[:MOST_NAMES_SHOWN]) + more

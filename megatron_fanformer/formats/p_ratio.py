@@ -12,14 +12,14 @@ def inferred_p_ratio(fan_rows: int, width: int, stated: float | None, name: str 
     Returns `stated` where it gives that many rows, else P / w where nothing was stated.
 
     Raises:
-        CorruptError: no p_ratio gives `fan_rows` rows; or the stated one gives another number of rows. It is the
-            checkpoint that contradicts itself then, since no option states a p_ratio.
+        CorruptError: no p_ratio gives `fan_rows` rows; or the stated one gives another number of rows. Then the
+            checkpoint contradicts itself, since no option states a p_ratio.
     """
     periodic = width - fan_rows
     if not 0 <= periodic <= width // 2:
         raise CorruptError(
-            f"the FAN map has {fan_rows} rows; at hidden size {width} it must have "
-            f"{-(-width // 2)} to {width}: the weights are of another model"
+            f"the FAN map has {fan_rows} rows, but at hidden size {width} it must have "
+            f"{-(-width // 2)} to {width}; use the weights of this model"
         )
     actual = p_ratio_of(periodic, width)
     if stated is None:
@@ -27,7 +27,7 @@ def inferred_p_ratio(fan_rows: int, width: int, stated: float | None, name: str 
     if not _gives(stated, periodic, width):
         raise CorruptError(
             f"{name} is stated as {stated}, but the FAN map's {fan_rows} rows at hidden size {width} "
-            f"are those of p_ratio {actual:g}: correct the checkpoint's configuration, or leave {name} out of it"
+            f"are those of p_ratio {actual:g}; correct {name} in the checkpoint's configuration, or remove it"
         )
     return stated
 

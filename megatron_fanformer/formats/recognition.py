@@ -1,8 +1,8 @@
-"""What a path holds: the one answer for every command, told by names and small files alone.
+"""What a path holds: the one answer for every command, decided from names and small files alone.
 
     convert       a run, a checkpoint, a Hugging Face folder, a checkpoint of the authors
     generate      the first three of these
-    train         a run or a checkpoint, to start or to go on from
+    train         a run or a checkpoint, to start from or to resume
     inspect       all of these, and token files
 
 Nothing here imports torch, or reads weights or tokens.
@@ -39,7 +39,7 @@ ENDINGS = (".manifest.json", ".ledger.parquet", ".bin", ".idx", ".npy")
 CONFIG_JSON = "config.json"  # a Hugging Face folder's
 MODEL_TYPE = "fanformer"  # what it calls a FANformer
 REFERENCE_FIELD = "d_model"  # which the authors' configurations have, and no other
-LARGEST_BLEND_BYTES = 1 << 26  # weights by mistake are larger; a blend of a hundred thousand shards is not
+LARGEST_BLEND_BYTES = 1 << 26  # weights named by mistake are larger; a blend of a hundred thousand shards is smaller
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ def recognise(path: str | Path, wanted: Sequence[Kind] = KINDS) -> Target:
     """What `path` is: a prefix of token files or one of its files, a blend file, or a folder of any known kind.
 
     Args:
-        wanted: the kinds that will do; others are refused, by their names.
+        wanted: the accepted kinds; others are refused, by their names.
 
     Raises:
-        InputError: it is none of them; says what it is, if anything, and names all kinds that will do.
-        CorruptError: its configuration, which alone would tell, cannot be read.
+        InputError: it is none of them; says what it is, if known, and names all accepted kinds.
+        CorruptError: its configuration, the only way to tell, cannot be read.
     """
     try:
-        target = _recognise(str(path))
+        target = _recognise(str(path), wanted)
     except InputError as error:
         raise InputError(f"{error}; name {_choice(wanted)}") from None
     if target.kind not in wanted:
@@ -78,7 +78,7 @@ def recognise(path: str | Path, wanted: Sequence[Kind] = KINDS) -> Target:
 
 
 def checkpoint_of(target: Target) -> Path:
-    """The folder of the checkpoint that a run's folder (its latest), or a checkpoint, stands for.
+    """The folder of the checkpoint that a target means: itself, or the latest of a run's folder.
 
     Raises:
         InputError: the run has none yet.
@@ -87,26 +87,26 @@ def checkpoint_of(target: Target) -> Path:
     found = target.path if target.kind == "checkpoint" else store.latest_checkpoint(target.path)
     if found is None:
         raise InputError(
-            f"{target.path} is a run's folder without a checkpoint yet; train it to its first one, or name another"
+            f"{target.path} is a run's folder without a checkpoint yet; train it to its first one, or name another run"
         )
     return found
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The folder of our checkpoint that a path stands for: itself, or the latest of a run's folder.
+    """The folder of our checkpoint that a path means: itself, or the latest of a run's folder.
 
     Raises:
-        InputError: it is of no such kind, or a run without one.
+        InputError: it is of another kind, or a run without one.
         CorruptError: the run's pointer to its latest names none.
     """
     return checkpoint_of(recognise(path, OURS))
 
 
 def checkpoint_to_resume(run: Path) -> Path | None:
-    """The checkpoint that a run goes on from: the latest in its folder; None: it starts there.
+    """The checkpoint that a run resumes from: the latest in its folder; None: the run starts there.
 
     Raises:
-        InputError: the folder is somebody else's: a run would write over its configuration.
+        InputError: the folder is not a run's: a run would overwrite its configuration.
         CorruptError: the run's pointer to its latest names none.
     """
     if (latest := store.latest_checkpoint(run)) is not None or not run.is_dir():
@@ -114,7 +114,7 @@ def checkpoint_to_resume(run: Path) -> Path | None:
     kind: Kind | None = "checkpoint" if store.is_checkpoint(run) else _kind_of_model(run, [])
     if kind is not None and kind != "run":
         raise InputError(
-            f"{run} is {DESCRIPTIONS[kind]}, whose configuration a run would write over; name a run's folder, or a new "
+            f"{run} is {DESCRIPTIONS[kind]}, whose configuration a run would overwrite; name a run's folder, or a new "
             "one"
         )
     return None
@@ -130,8 +130,8 @@ def _choice(kinds: Sequence[Kind]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _recognise(path: str) -> Target:
-    """`recognise`, for whatever is wanted; an InputError of it says what the path is not."""
+def _recognise(path: str, wanted: Sequence[Kind]) -> Target:
+    """Any kind; an InputError says what the path is not, as far as it matters for the wanted kinds."""
     if path.startswith("@"):  # as configurations name blend files
         return _recognise_blend(Path(path[1:]))
     place = Path(path)
@@ -141,25 +141,35 @@ def _recognise(path: str) -> Target:
     if _has_files(prefix):
         return Target("token files", Path(prefix), (prefix,))
     if place.is_file():
-        return _recognise_blend(place)
-    raise InputError(f"{path} is not there")
+        return _recognise_file(place, wanted)
+    raise InputError(f"{path} does not exist")
 
 
 def _has_files(prefix: str) -> bool:
     return any(Path(prefix + ending).is_file() for ending in ENDINGS)
 
 
+def _recognise_file(file: Path, wanted: Sequence[Kind]) -> Target:
+    """A blend file; what is wrong with it as one is reported only where one is wanted: all other kinds are folders."""
+    try:
+        return _recognise_blend(file)
+    except InputError:
+        if "blend" in wanted:
+            raise
+        raise InputError(f"{file} is a file, not a folder") from None
+
+
 def _recognise_blend(file: Path) -> Target:
     """A text file that names token files, as `@FILE` in a configuration."""
     if file.is_file() and file.stat().st_size > LARGEST_BLEND_BYTES:
-        raise InputError(f"{file} is of no known kind: it is no token file, and too large for a blend file")
+        raise InputError(f"{file} is not a token file, and is too large for a blend file")
     try:
         blend = parse_blend([f"@{file}"])
     except InputError as error:
-        raise InputError(f"{file} is no token file, and no blend file either: {error}") from None
+        raise InputError(f"{file} is neither a token file nor a blend file: {error}") from None
     prefixes = tuple(prefix for source in blend.sources for prefix in source.prefixes)
     if not all(map(_has_files, prefixes)):
-        raise InputError(f"{file} is of no known kind: it is no token file, and names files that are not there")
+        raise InputError(f"{file} is not a token file, and as a blend file it names files that do not exist")
     return Target("blend", file, prefixes)
 
 
@@ -178,11 +188,11 @@ def _recognise_folder(folder: Path) -> Target:
         return Target("folder of token files", folder, prefixes)
     if damage:
         raise damage[0]
-    raise InputError(f"{folder} is a folder of no known kind{_other_model(folder)}")
+    raise InputError(f"{folder} is a folder of unknown kind{_other_model(folder)}")
 
 
 def _kind_of_model(folder: Path, damage: list[CorruptError]) -> Kind | None:
-    """By its configuration: an export to transformers, one of the authors' checkpoints, a run yet without any."""
+    """By its configuration: an export to transformers, a checkpoint of the authors, a run without a checkpoint yet."""
     stated, sections = (_mapping(folder / name, damage) for name in (CONFIG_JSON, store.CONFIG))
     if stated.get("model_type") == MODEL_TYPE:
         return "hf"
@@ -193,7 +203,7 @@ def _kind_of_model(folder: Path, damage: list[CorruptError]) -> Kind | None:
 
 
 def _mapping(file: Path, damage: list[CorruptError]) -> dict[str, Any]:
-    """A configuration file's; empty where there is none, and where it cannot be read, which is noted."""
+    """A configuration file's; empty where there is none, or where it cannot be read, which is added to `damage`."""
     try:
         return store.read_mapping(file) if file.is_file() else {}
     except CorruptError as error:
@@ -202,6 +212,6 @@ def _mapping(file: Path, damage: list[CorruptError]) -> dict[str, Any]:
 
 
 def _other_model(folder: Path) -> str:
-    """A word on a Hugging Face folder of another model."""
+    """What to add about a Hugging Face folder of another model."""
     stated = _mapping(folder / CONFIG_JSON, []).get("model_type")
-    return f": its {CONFIG_JSON} is of model_type {stated!r}, not {MODEL_TYPE!r}" if stated else ""
+    return f": its {CONFIG_JSON} has model_type {stated!r}, not {MODEL_TYPE!r}" if stated else ""

@@ -1,4 +1,4 @@
-"""The authors' checkpoints: `config.yaml` with `model.safetensors` or `model.pt`, or their Hugging Face wrap.
+"""The authors' checkpoints: `config.yaml` with `model.safetensors` or `model.pt`, or their Hugging Face wrapper.
 
 Field names and defaults are those of the reference's model configuration. Dropout and initialisation settings
 are not read: they leave no trace in the weights.
@@ -34,10 +34,10 @@ _NUMBERS = ("mlp_ratio", "rope_theta", "layer_norm_eps")
 
 
 class _Rule(NamedTuple):
-    """A field that has to have one value, since a FANformer here is built that way."""
+    """A field that must have one value, since every FANformer here is built that way."""
 
     default: Any
-    """The reference's, where a configuration file leaves the field out."""
+    """The reference's, used where a configuration file omits the field."""
     required: Any
     reason: str
 
@@ -49,11 +49,11 @@ _RULES = {
     "layer_norm_type": _Rule("default", "rms", "norms are RMSNorm"),
     "layer_norm_with_affine": _Rule(True, True, "norms have weights"),
     "bias_for_layer_norm": _Rule(False, False, "norms have no bias"),
-    "attention_layer_norm": _Rule(False, False, "queries and keys are not normed"),
-    "embedding_layer_norm": _Rule(False, False, "embeddings are not normed"),
+    "attention_layer_norm": _Rule(False, False, "queries and keys are not normalized"),
+    "embedding_layer_norm": _Rule(False, False, "embeddings are not normalized"),
     "norm_after": _Rule(False, False, "norms come before attention and MLP"),
     "activation_type": _Rule("swiglu", "swiglu", "the MLP is SwiGLU"),
-    "include_bias": _Rule(True, False, "FAN alone has a bias"),
+    "include_bias": _Rule(True, False, "only FAN has a bias"),
     "clip_qkv": _Rule(None, None, "queries, keys and values are not clipped"),
     "scale_logits": _Rule(False, False, "logits are not scaled"),
 }
@@ -67,7 +67,7 @@ def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
     Raises:
         InputError: not such a folder, or a model that FANformerConfig cannot express (all reasons at once).
         CorruptError: the weights cannot be read, have no FAN map where the configuration says they do, or disagree
-            with the p_ratio that it states.
+            with its p_ratio.
     """
     fields = _convertible_fields(folder)
     tensors = _unwrapped(open_weights(folder))
@@ -75,12 +75,12 @@ def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
 
 
 def optimizer_files(folder: Path) -> list[str]:
-    """The files of the reference's trainer beside the weights; they are not converted."""
+    """The reference trainer's files next to the weights; they are not converted."""
     return [name for name in OPTIMIZER_FILES if (folder / name).exists()]
 
 
 def reference_config(folder: Path, tensors: Mapping[str, Tensor]) -> FANformerConfig:
-    """The configuration alone; of `tensors` only names and shapes count, so that they may be on the meta device.
+    """The configuration alone; only names and shapes of `tensors` are used, so they may be on the meta device.
 
     Raises:
         InputError, CorruptError: as `open_reference`.
@@ -107,7 +107,7 @@ def _checked_config(folder: Path, fields: Mapping[str, Any], tensors: Mapping[st
 def write_reference(
     folder: Path, config: FANformerConfig, tensors: Mapping[str, Tensor], end_of_text_id: int | None = None
 ) -> None:
-    """Fill an empty folder, which `open_reference` reads; `tensors` are the reference's, asked for one at a time.
+    """Fill an empty folder for `open_reference`; `tensors` are the reference's, and are requested one at a time.
 
     The authors' own code reads it too, unless the FAN map has no bias: theirs always has one.
     """
@@ -119,18 +119,18 @@ def write_reference(
 def _read_config(folder: Path) -> dict[str, Any]:
     path = next((folder / name for name in (store.CONFIG, CONFIG_JSON) if (folder / name).is_file()), None)
     if path is None:
-        raise InputError(f"{folder} is no reference checkpoint: it must hold {store.CONFIG} or {CONFIG_JSON}")
+        raise InputError(f"{folder} is not a reference checkpoint, which must hold {store.CONFIG} or {CONFIG_JSON}")
     return store.read_mapping(path)
 
 
 def _model_section(config: dict[str, Any]) -> dict[str, Any]:
-    """The model's fields: a whole training configuration has them in a section, the wrap at the top."""
+    """The model's fields: a full training configuration has them in a section, the wrapper at the top level."""
     section = config.get("model")
     return section if isinstance(section, dict) else config
 
 
 def _problems(fields: Mapping[str, Any]) -> list[str]:
-    found = [f"it states no {name}" for name in _REQUIRED if name not in fields] + _type_problems(fields)
+    found = [f"it does not state {name}" for name in _REQUIRED if name not in fields] + _type_problems(fields)
     for name, rule in _RULES.items():
         value = fields.get(name, rule.default)
         if value is None and name == "bias_for_layer_norm":
@@ -138,7 +138,9 @@ def _problems(fields: Mapping[str, Any]) -> list[str]:
         if value != rule.required:
             found.append(f"{name} is {value!r} and must be {rule.required!r}, since {rule.reason}")
     if (block := fields.get("block_type", SEQUENTIAL)) not in (SEQUENTIAL, FANFORMER):
-        found.append(f"block_type is {block!r} and must be {SEQUENTIAL!r} or {FANFORMER!r}: no other is supported")
+        found.append(
+            f"block_type is {block!r} and must be {SEQUENTIAL!r} or {FANFORMER!r}, since no other is supported"
+        )
     if fields.get("attention_activation") not in (None, "none", "gelu"):
         found.append(f"attention_activation is {fields['attention_activation']!r} and must be gelu or null")
     return found + ([] if found else _size_problems(fields))
@@ -148,12 +150,14 @@ def _type_problems(fields: Mapping[str, Any]) -> list[str]:
     whole = [name for name in _WHOLE if name in fields and type(fields[name]) is not int]
     found = [name for name in whole if name in _REQUIRED or fields[name] is not None]
     found += [name for name in _NUMBERS if name in fields and not _is_number(fields[name])]
-    return [f"{name} is {fields[name]!r}, which is no {'size' if name in _WHOLE else 'number'}" for name in found]
+    return [
+        f"{name} is {fields[name]!r}, which is not {'an integer' if name in _WHOLE else 'a number'}" for name in found
+    ]
 
 
 def _is_number(value: Any) -> bool:
     try:
-        return math.isfinite(float(value))  # of a string, too: YAML 1.1 reads 1e-5 as one
+        return math.isfinite(float(value))  # strings are accepted: YAML 1.1 reads 1e-5 as one
     except (TypeError, ValueError):
         return False
 
@@ -162,13 +166,13 @@ def _size_problems(fields: Mapping[str, Any]) -> list[str]:
     found = []
     heads, multi_query = fields.get("n_kv_heads"), fields.get("multi_query_attention")
     if None not in (heads, multi_query) and heads != (1 if multi_query else fields["n_heads"]):
-        found.append(f"n_kv_heads is {heads}, which multi_query_attention {multi_query} contradicts")
+        found.append(f"n_kv_heads is {heads}, which contradicts multi_query_attention {multi_query}")
     if _mlp_size(fields) % 2:
-        found.append(f"mlp_hidden_size is {_mlp_size(fields)} and must be even: it counts both halves of SwiGLU")
+        found.append(f"mlp_hidden_size is {_mlp_size(fields)} and must be even, since it counts both halves of SwiGLU")
     if _embedding_size(fields) < fields["vocab_size"]:
         found.append(f"embedding_size is {_embedding_size(fields)}, less than vocab_size {fields['vocab_size']}")
     if float(fields.get("rope_theta", 10_000)) % 1:
-        found.append(f"rope_theta is {fields['rope_theta']} and must be whole")
+        found.append(f"rope_theta is {fields['rope_theta']} and must be a whole number")
     return found
 
 
@@ -195,7 +199,7 @@ def _fan(fields: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> FANConfig:
         return FANConfig(placement="none")
     for name in (FAN_WEIGHT, V_FAN_WEIGHT)[: 1 + own_values]:
         if name not in shapes:
-            raise CorruptError(f"the configuration says that there is FAN, but the weights have no {name}")
+            raise CorruptError(f"the configuration says that the model has FAN, but the weights have no {name}")
     p_ratio = inferred_p_ratio(shapes[FAN_WEIGHT].shape[0], fields["d_model"], fields.get("p_ratio"))
     return FANConfig(
         p_ratio=p_ratio,
@@ -207,7 +211,7 @@ def _fan(fields: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> FANConfig:
 
 
 def _v_p_ratio(fields: Mapping[str, Any], shapes: Mapping[str, Tensor], p_ratio: float) -> float | None:
-    """Of the values' FAN layer, where it is another; the reference has no field for it."""
+    """p_ratio of the values' FAN layer, None where it is the same; the reference has no field for it."""
     groups = 1 if fields.get("multi_query_attention") else fields.get("n_kv_heads") or fields["n_heads"]
     width = groups * (fields["d_model"] // fields["n_heads"])
     actual = inferred_p_ratio(shapes[V_FAN_WEIGHT].shape[0], width, None)
@@ -216,7 +220,7 @@ def _v_p_ratio(fields: Mapping[str, Any], shapes: Mapping[str, Tensor], p_ratio:
 
 def _config(fields: Mapping[str, Any], fan: FANConfig) -> FANformerConfig:
     vocab_size, embedding_size = fields["vocab_size"], _embedding_size(fields)
-    # Megatron pads to a multiple; where its usual one gives another size, the size itself is one.
+    # Megatron pads to a multiple; where its usual one gives another size, the size itself is the multiple.
     usual = FANformerConfig.make_vocab_size_divisible_by
     multiple = usual if -(-vocab_size // usual) * usual == embedding_size else embedding_size
     return FANformerConfig(

@@ -2,13 +2,13 @@
 
 A Hugging Face `tokenizer.json` is copied. A sentencepiece byte-pair model is rewritten as one, exactly:
 
-- its pieces keep their ids, and every way to make a piece out of two others becomes a merge, ranked by the
-  piece's score, since sentencepiece merges whichever neighbours make the best-scored piece;
+- its pieces keep their ids, and every way to make a piece from two others becomes a merge, ranked by the
+  piece's score, since sentencepiece merges the neighbours that make the highest-scoring piece;
 - sentencepiece writes a space as U+2581 inside its pieces. Here the pieces hold the space itself, so that no
-  normaliser is needed, and a literal U+2581 in a text goes by its bytes, as in this project's own encoding;
+  normaliser is needed, and a literal U+2581 in a text is encoded by its bytes, as in this project's own encoding;
 - control pieces are never matched inside a text.
 
-What was written is read back and compared with the original on sample texts before it is let out.
+What was written is read back and compared with the original on sample texts before it is published.
 """
 
 import json
@@ -45,7 +45,7 @@ def write_tokenizer(folder: Path, source: Path, *, end_of_text_id: int | None, m
     Returns one more than its largest id.
 
     Raises:
-        InputError: `source` is of neither kind, or a sentencepiece model that has no exact equal.
+        InputError: `source` is of neither kind, or a sentencepiece model that has no exact equivalent.
     """
     if source.suffix == ".model":
         original, special_in_text = _write_sentencepiece(folder, source), False
@@ -53,7 +53,7 @@ def write_tokenizer(folder: Path, source: Path, *, end_of_text_id: int | None, m
         shutil.copyfile(source, folder / TOKENIZER_JSON)
         original, special_in_text = _huggingface_encode(source), True
     else:
-        raise InputError(f"tokenizer {source} is of no known kind: its name must end in .model or .json")
+        raise InputError(f"tokenizer {source} is of unknown kind; its name must end in .model or .json")
     vocabulary = _vocabulary(folder)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -117,9 +117,9 @@ def _write_sentencepiece(folder: Path, source: Path) -> Callable[[str], list[int
 
 def _check_model(model: Any, source: Path) -> None:
     rules = (
-        (model.trainer_spec.model_type == model.trainer_spec.BPE, "is no byte-pair model"),
+        (model.trainer_spec.model_type == model.trainer_spec.BPE, "is not a byte-pair model"),
         (model.trainer_spec.byte_fallback, "has no byte fallback"),
-        (not model.trainer_spec.treat_whitespace_as_suffix, "puts the space behind the word"),
+        (not model.trainer_spec.treat_whitespace_as_suffix, "puts the space after the word"),
         (not model.normalizer_spec.precompiled_charsmap, "normalises the text"),
         (not model.normalizer_spec.remove_extra_whitespaces, "removes spaces"),
         (not model.normalizer_spec.add_dummy_prefix, "puts a space in front"),
@@ -131,7 +131,7 @@ def _check_model(model: Any, source: Path) -> None:
     found = [problem for kept, problem in rules if not kept]
     if found:
         raise InputError(
-            f"sentencepiece model {source} {', '.join(found)}, and so has no exact equal in Hugging Face's "
+            f"sentencepiece model {source} {', '.join(found)}, and so has no exact equivalent in Hugging Face's "
             "format; export with a tokenizer.json instead, or without a tokenizer"
         )
 
@@ -179,7 +179,7 @@ def _tokenizer_json(model: Any) -> dict[str, Any]:
 
 
 def _merges(scores: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Every pair of pieces that makes a piece, the best-scored piece first."""
+    """Every pair of pieces that makes a piece, the highest-scoring piece first."""
     for piece in sorted(scores, key=lambda piece: -scores[piece]):
         for cut in range(1, len(piece)):
             if piece[:cut] in scores and piece[cut:] in scores:
@@ -195,6 +195,6 @@ def _verify(folder: Path, source: Path, original: Callable[[str], list[int]]) ->
         ids = written.encode(text, add_special_tokens=False, verbose=False)
         if ids != original(text):
             raise InputError(
-                f"tokenizer {source} has no exact equal in Hugging Face's format: {text!r} gives {ids} "
+                f"tokenizer {source} has no exact equivalent in Hugging Face's format: {text!r} gives {ids} "
                 f"instead of {original(text)}; export without a tokenizer"
             )

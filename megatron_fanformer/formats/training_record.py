@@ -1,7 +1,7 @@
-"""What is known of the training that weights come from, for the model card of an export.
+"""What is known about the training that weights come from, for the model card of an export.
 
-It is read off a run's checkpoint, its saved configuration and the metrics of its run's folder, where these are at hand.
-What none of them says is left out, or said to be unknown: nothing is inferred. Of paths the last part alone is told.
+It is read from a run's checkpoint, its saved configuration and the metrics in its run's folder, where available. What
+none of them says is left out or reported as unknown: nothing is inferred. Only the last part of a path is reported.
 """
 
 import json
@@ -32,7 +32,7 @@ Saved = dict[str, Any]
 
 
 def training_record(format: Format, checkpoint: Path) -> str:
-    """Markdown: a table of a run's training, or that nothing is known of it.
+    """Markdown: a table of a run's training, or that nothing is known about it.
 
     Raises:
         CorruptError: a checkpoint of ours cannot be read.
@@ -47,7 +47,7 @@ def training_record(format: Format, checkpoint: Path) -> str:
 
 
 def training_rows(checkpoint: Path) -> Rows:
-    """Name and text of all that a checkpoint of ours says of its run; none where it holds converted weights."""
+    """Name and text of all that a checkpoint of ours says about its run; empty for converted weights."""
     progress = saved_progress(checkpoint, read_table(checkpoint))
     if progress is None:
         return []
@@ -93,12 +93,12 @@ def _loss_rows(checkpoint: Path, step: int) -> Rows:
     is_of_a_run = checkpoint.parent.name == store.CHECKPOINTS
     losses = _losses(checkpoint.parent.parent / store.METRICS, step) if is_of_a_run else {}
     if not losses:
-        return [("losses", f"not known: the run's {store.METRICS} was not at hand, or has no step {step}")]
-    return [(name, f"{loss:.4f} nats a token, at step {at:,}") for name, (at, loss) in losses.items()]
+        return [("losses", f"not known: the run's {store.METRICS} was not available, or has no step {step}")]
+    return [(name, f"{loss:.4f} nats per token, at step {at:,}") for name, (at, loss) in losses.items()]
 
 
 def _losses(metrics: Path, step: int) -> dict[str, tuple[int, float]]:
-    """By what they are of: the training loss of a step, and each validation set's last one up to it."""
+    """By name: the training loss of a step, and each validation set's last loss up to it."""
     found: dict[str, tuple[int, float]] = {}
     for entry in _entries(metrics):
         at = entry.get("step")
@@ -115,7 +115,7 @@ def _losses(metrics: Path, step: int) -> dict[str, tuple[int, float]]:
 
 
 def _entries(metrics: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of metrics; a line that is torn, or is none, is left out."""
+    """The objects in a metrics file; lines that are incomplete or not JSON are left out."""
     try:
         with metrics.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -166,7 +166,7 @@ def _data_rows(data: Saved) -> Rows:
 
 
 def _names(words: Any) -> str:
-    """The names of a blend's files, each behind its weight, if it has one."""
+    """The names of a blend's files, each after its weight, if it has one."""
     if not isinstance(words, list):
         return ""
     return listed(_with_weights([part for word in words for part in str(word).split()]))
@@ -186,6 +186,6 @@ def _is_number(word: str) -> bool:
 
 
 def _cell(text: str) -> str:
-    """Text of somebody else's, as a cell of a Markdown table that it cannot leave."""
+    """Untrusted text as a cell of a Markdown table, which it cannot break out of."""
     plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return plain.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "'")

@@ -1,4 +1,4 @@
-"""What happens to a tensor between the formats: named, invertible moves of rows.
+"""What happens to a tensor between the formats: named, invertible rearrangements of rows.
 
 A transform goes from Megatron's tensor (the hub) to another format's tensors, and back. None changes a value, so that a
 round trip is exact, and gradients convert as weights do. Each is stated once, and both directions of every pair of
@@ -22,9 +22,9 @@ class Transform:
 
     name: str
     split: Callable[[Tensor, FANformerConfig], tuple[Tensor, ...]]
-    """The configuration is that of the model which the parts are for."""
+    """The configuration is that of the model that the parts are for."""
     join: Callable[[Sequence[Tensor], FANformerConfig], Tensor]
-    """The configuration is that of the model which the parts are of."""
+    """The configuration is that of the model that the parts come from."""
 
 
 def _as_it_is(hub: Tensor, _config: FANformerConfig) -> tuple[Tensor, ...]:
@@ -44,7 +44,7 @@ def _group_heads(tensor: Tensor, config: FANformerConfig) -> Tensor:
 
 
 def _split_heads(hub: Tensor, config: FANformerConfig) -> tuple[Tensor, ...]:
-    """Each group's queries, key and (but for values of a FAN layer of their own) value -> all queries, keys, values."""
+    """Each group's queries, key and (without a FAN layer for values) value -> all queries, keys, values."""
     grouped = _group_heads(hub, config)
     queries = config.num_attention_heads // config.query_groups
     singles = [1] * (grouped.shape[1] - queries)
@@ -85,7 +85,7 @@ def _swap_halves(tensor: Tensor) -> Tensor:
 
 
 def resize_vocabulary(tensor: Tensor, rows: int) -> Tensor:
-    """Rows of the vocabulary [v, h] cut off, or zeros added, so that there are `rows`."""
+    """Cut off rows of the vocabulary [v, h], or add zeros, so that there are `rows`."""
     missing = rows - tensor.shape[0]
     if missing <= 0:
         return tensor[:rows]

@@ -10,11 +10,11 @@ PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """By name: Python's, ours, and those of the packages that have a hand in it."""
+    """By name: Python's, ours, and those of the packages involved."""
     ours = {"python": platform.python_version(), "megatron-fanformer": __version__}
     return {**ours, **{package: _installed(package) for package in PACKAGES}}
 
 
-@functools.cache  # asking takes ten milliseconds
+@functools.cache  # a query takes ten milliseconds
 def _installed(package: str) -> str:
     return metadata.version(package)

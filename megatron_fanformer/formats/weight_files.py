@@ -1,7 +1,7 @@
-"""Weight files on disk, read and written a tensor at a time.
+"""Weight files on disk, read and written one tensor at a time.
 
-Nothing that is read is executed, and no file outside the folder that was named is opened because of what is written in
-it. (A link in the folder is followed: the Hugging Face cache is made of links.)
+Nothing that is read is executed, and nothing written in a file can have a file outside the folder opened. (Links in the
+folder are followed: the Hugging Face cache consists of links.)
 """
 
 import base64
@@ -27,7 +27,7 @@ SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.j
 PICKLED = ("model.pt", "pytorch_model.bin")
 SAFETENSORS_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_TYPES.items()}
-PICKLE_PROTOCOLS = range(2, 6)  # of those that begin with a mark
+PICKLE_PROTOCOLS = range(2, 6)  # those that begin with a marker byte
 HEADER_MULTIPLE = 8
 
 
@@ -42,7 +42,7 @@ def open_weights(folder: Path) -> LazyTensors:
     Raises:
         InputError: the folder has none of them.
         CorruptError: a file cannot be read, holds more than tensors, or is named by a path; damage in a tensor's own
-            bytes, which safetensors cannot tell, stays unseen.
+            bytes, which safetensors cannot detect, goes unnoticed.
     """
     with _damage_told(folder):
         files = weight_files(folder)
@@ -56,7 +56,7 @@ def read_shapes(folder: Path) -> dict[str, Tensor]:
     """The tensors of a folder as `open_weights` gives them, but on the meta device: no weights are read.
 
     Raises:
-        InputError, CorruptError: as `open_weights`; so for a safetensors file that is longer or shorter than it says.
+        InputError, CorruptError: as `open_weights`; also for a safetensors file longer or shorter than its header says.
     """
     with _damage_told(folder):
         shapes: dict[str, Tensor] = {}
@@ -66,11 +66,11 @@ def read_shapes(folder: Path) -> dict[str, Tensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a folder's weights; those that the index of shards names need not be there.
+    """The files that hold a folder's weights; those that the index of shards names need not exist.
 
     Raises:
         InputError: the folder has none.
-        CorruptError: the index names something else than files of the folder.
+        CorruptError: the index names something other than files of the folder.
     """
     if (folder / SAFETENSORS).is_file():
         return [folder / SAFETENSORS]
@@ -87,13 +87,13 @@ def _shards_named(index: Path) -> list[str]:
     content = json.loads(index.read_text(encoding="utf-8"))
     shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not shards:
-        raise CorruptError(f"{index} names no shards; copy it anew")
+        raise CorruptError(f"{index} names no shards; copy it again")
     for shard in shards.values():
         plain = isinstance(shard, str) and Path(shard).name == shard and "\\" not in shard
         if not plain or not shard.endswith(".safetensors"):
             raise CorruptError(
-                f"{index} names {shard!r}, which is no safetensors file of its folder: it is refused; put the shards "
-                "beside the index, and name them alone"
+                f"{index} names {shard!r}, which is not a safetensors file in its folder; put the shards next to "
+                "the index, and list them by file name"
             )
     return sorted(set(shards.values()))
 
@@ -109,11 +109,11 @@ def _in_safetensors(folder: Path, files: list[Path]) -> LazyTensors:
     for file in files:
         for name, shape in _shapes_in(file):
             if name in meta:
-                raise CorruptError(f"{file} holds {name}, which another shard holds too; copy the folder anew")
+                raise CorruptError(f"{file} holds {name}, which another shard holds too; copy the folder again")
             meta[name], places[name] = shape, file
 
     def load(name: str) -> Tensor:
-        # Opened anew each time: a file that stays open keeps what was read of it in memory.
+        # Reopened each time: an open file keeps what was read from it in memory.
         with _damage_told(folder), safetensors.safe_open(places[name], framework="pt") as stream:
             return stream.get_tensor(name)
 
@@ -122,11 +122,11 @@ def _in_safetensors(folder: Path, files: list[Path]) -> LazyTensors:
 
 def _shapes_in(file: Path) -> Iterator[tuple[str, Tensor]]:
     with safetensors.safe_open(file, framework="pt") as stream:
-        for name in stream.keys():  # noqa: SIM118 (it is no mapping)
+        for name in stream.keys():  # noqa: SIM118 (it is not a mapping)
             if _is_pickle(name):
                 raise CorruptError(
-                    f"{file} has pickles for the names of its tensors, which loading would execute: it is refused; "
-                    "take model.pt instead, or have it saved anew by safetensors.torch.save_file under plain names"
+                    f"{file} has pickles as tensor names, which loading would execute; "
+                    "use model.pt instead, or save it again with safetensors.torch.save_file under plain names"
                 )
             part = stream.get_slice(name)
             dtype = SAFETENSORS_TYPES[part.get_dtype()]
@@ -143,16 +143,16 @@ def _is_pickle(name: str) -> bool:
 
 
 def _load_pickled(file: Path, device: str) -> dict[str, Tensor]:
-    with damage_told(file, trusted=f"save the tensors alone, as {SAFETENSORS}", whole="copy it anew"):
-        # Older pickles are no archives, and cannot be mapped.
+    with damage_told(file, trusted=f"save only the tensors, as {SAFETENSORS}", whole="copy it again"):
+        # Older pickles are not archives, and cannot be mapped.
         loaded = load_data(file, device, mapped=zipfile.is_zipfile(file))
     if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
-        raise CorruptError(f"{file} holds something else than tensors by name; save the model's state dict alone")
+        raise CorruptError(f"{file} holds something other than tensors by name; save only the model's state dict")
     return loaded
 
 
 def _damage_told(folder: Path) -> AbstractContextManager[None]:
-    return damage_told(f"the weights in {folder}", whole="copy them anew", also=(safetensors.SafetensorError,))
+    return damage_told(f"the weights in {folder}", whole="copy them again", also=(safetensors.SafetensorError,))
 
 
 # -- writing
@@ -161,16 +161,16 @@ def _damage_told(folder: Path) -> AbstractContextManager[None]:
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_size: str) -> None:
     """Write safetensors as transformers reads them: one file, or shards of `max_shard_size` and an index.
 
-    Lazy tensors are asked for in their order, and one at a time.
+    Lazy tensors are requested in order, one at a time.
 
     Raises:
-        InputError: `max_shard_size` is no size.
+        InputError: `max_shard_size` is not a size.
     """
     layout = dict(meta_of(tensors))
     try:
         plan = split_torch_state_dict_into_shards(layout, max_shard_size=max_shard_size)
     except ValueError as error:
-        raise InputError(f"shard size {max_shard_size!r} is no size; write 5GB or 500MB") from error
+        raise InputError(f"shard size {max_shard_size!r} is not a size; write one such as 5GB or 500MB") from error
     for file, names in plan.filename_to_tensors.items():
         write_safetensors(folder / file, tensors, names)
     if plan.is_sharded:
@@ -181,7 +181,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_size:
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], names: list[str] | None = None) -> None:
     """Write tensors into one file, each as it comes.
 
-    (safetensors' own writer wants all of a file's tensors at once.)
+    (safetensors' own writer needs all of a file's tensors at once.)
 
     Args:
         names: which of them; None: all.
@@ -207,7 +207,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], names: list[str
 
 
 def _write_all(stream: Any, data: Any) -> None:
-    """The whole of it: one call of the system writes 2 GiB at most."""
+    """Write all of it: one system call writes at most 2 GiB."""
     rest = memoryview(data)
     while rest:
         rest = rest[stream.write(rest) :]

@@ -24,7 +24,7 @@ class GenerateConfig(SamplingConfig):
     prompt: str
     """Text to continue; empty: a new document."""
     max_new_tokens: int = 64
-    """At most this many; the end of a document comes earlier."""
+    """At most this many; fewer if the document ends earlier."""
     tokenizer: str | None = None
     """A .model, a tokenizer.json or a folder that holds one; None: the checkpoint's own."""
 
@@ -43,7 +43,7 @@ class Generation:
     text: str
     """What follows the prompt, without the end of text."""
     ids: list[int]
-    """Its token ids; the end of text is the last of them where it came."""
+    """Its token ids; the last one is the end of text if that was reached."""
     prompt_ids: list[int]
     """The prompt's token ids; the end of text alone for an empty prompt."""
 
@@ -80,7 +80,7 @@ def continuation(
     sampling: SamplingConfig,
     end_of_text_id: int | None,
 ) -> Iterator[int]:
-    """New token ids as they come, up to and with the end of text."""
+    """New token ids as they come, up to and including the end of text."""
     decoder = model.decoder(1, len(prompt_ids) + max_new_tokens)
     sampler = Sampler(sampling)
     ids = list(prompt_ids)
@@ -93,7 +93,7 @@ def continuation(
 
 
 def _find(config: GenerateConfig) -> tuple[ModelSource, Tokenizer]:
-    """The model and its tokenizer; every problem of the settings and of the two is told together."""
+    """The model and its tokenizer; all problems of the settings and of both are reported together."""
     problems = config.problems()
     source = _noting(problems, lambda: find_model(Path(config.checkpoint)))
     tokenizer = None
@@ -131,7 +131,7 @@ def _check_length(prompt_tokens: int, new_tokens: int, seq_length: int) -> None:
     if prompt_tokens + new_tokens <= seq_length:
         return
     room = seq_length - prompt_tokens
-    remedy = f"set max_new_tokens to {room} or less" if room > 0 else f"shorten it to {seq_length - 1} tokens or less"
+    remedy = f"set max_new_tokens to {room} or less" if room > 0 else f"shorten it to {seq_length - 1} or less"
     raise InputError(
         f"the prompt's {prompt_tokens} tokens and max_new_tokens {new_tokens} make {prompt_tokens + new_tokens}, over "
         f"the {seq_length} that the model was trained on; {remedy}"
@@ -139,9 +139,9 @@ def _check_length(prompt_tokens: int, new_tokens: int, seq_length: int) -> None:
 
 
 def _new_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
-    """The text of `new_ids`, decoded behind the prompt: a tokenizer may write a first token in another way.
+    """The text of `new_ids`, decoded after the prompt: a tokenizer may decode a first token differently.
 
-    Ids that the model's vocabulary has and the tokenizer has not, like the end of text, stand for no text.
+    Ids that the model's vocabulary has and the tokenizer does not, like the end of text, have no text.
     """
     known = [
         [token for token in ids if token != tokenizer.eod_id and token < tokenizer.vocab_size]

@@ -1,4 +1,4 @@
-"""Trained models as one process runs them: found without reading weights, loaded, and asked for logits.
+"""Trained models as one process runs them: found without reading weights, loaded, and run for logits.
 
 A checkpoint of any layout and an exported Hugging Face folder both become the same thing: the whole model as a single
 stage of megatron-core, at tensor and pipeline parallel size 1.
@@ -40,9 +40,9 @@ class ModelSource:
     dtype: torch.dtype
     """Of the saved weights."""
     tokenizer: Path | None
-    """The tokenizer beside the weights, if there is one."""
+    """The tokenizer next to the weights, if there is one."""
     end_of_text_id: int | None
-    """Ends a document, where that is stated beside the weights."""
+    """Ends a document, if it is stated next to the weights."""
     fill: Callable[[list[Any], RankGrid], None]
     """Reads the weights into a stage's chunks."""
 
@@ -126,10 +126,10 @@ class Decoder:
         self._model, self._cache = model, cache
 
     def next_logits(self, ids_bs: Tensor) -> Tensor:
-        """Logits [b, v] of the token after `ids_bs`: the prompts [b, s] at first, then one token [b, 1] a call."""
+        """Logits [b, v] of the token after `ids_bs`: the prompts [b, s] at first, then one token [b, 1] per call."""
         length = self._cache.sequence_len_offset
         # A filled cache turns megatron-core's causal mask off: several queries would see each other's future.
-        assert length == 0 or ids_bs.shape[1] == 1, "after the prompt, one token a call"
+        assert length == 0 or ids_bs.shape[1] == 1, "after the prompt, one token per call"
         logits = self._model._forward(ids_bs, first_position=length, cache=self._cache)
         self._cache.increment_sequence_len_offset(ids_bs.shape[1])
         self._cache.enable_decode_mode()
@@ -137,7 +137,7 @@ class Decoder:
 
 
 def build_model(source: ModelSource, grid: RankGrid) -> TrainedModel:
-    """Build a model and read its weights: in bf16 if they were saved so and a GPU is there, else in float32.
+    """Build a model and read its weights: in bf16 if they were saved so and there is a GPU, else in float32.
 
     Raises:
         InputError, CorruptError: the weights are damaged, or of another model.
@@ -159,5 +159,5 @@ def load_model(checkpoint: Path) -> Iterator[TrainedModel]:
     """
     source = find_model(checkpoint)
     with distributed(ParallelConfig()) as grid:
-        seed_everything(0)  # megatron-core builds layers on a GPU from random states that must be there
+        seed_everything(0)  # megatron-core builds layers on a GPU from random states that must exist
         yield build_model(source, grid)

@@ -19,11 +19,11 @@ class SamplingConfig:
     """How the next token is chosen."""
 
     temperature: float = 0.0
-    """Divides the logits; 0 takes the likeliest token and leaves the fields below without effect."""
+    """Divides the logits; 0 takes the most likely token, and the fields below have no effect."""
     top_k: int = 0
-    """Only the k likeliest tokens; 0 for all."""
+    """Only the k most likely tokens; 0 for all."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together have this probability, in (0, 1]; at least one."""
+    """Only the most likely tokens that together have this probability, in (0, 1]; at least one."""
     seed: int = 0
     """Of the draws: equal seeds and settings give equal text."""
 
@@ -32,12 +32,12 @@ class SamplingConfig:
         found = []
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             found.append(
-                f"temperature is {self.temperature}; it must be finite and not negative: 0 takes the likeliest token"
+                f"temperature is {self.temperature}; it must be finite and not negative (0 takes the most likely token)"
             )
         if self.top_k < 0:
-            found.append(f"top_k is {self.top_k}; it must not be negative: 0 samples from all tokens")
+            found.append(f"top_k is {self.top_k}; it must not be negative (0 samples from all tokens)")
         if not 0 < self.top_p <= 1:
-            found.append(f"top_p is {self.top_p}; it must lie in (0, 1]: 1 samples from all tokens")
+            found.append(f"top_p is {self.top_p}; it must lie in (0, 1] (1 samples from all tokens)")
         if not 0 <= self.seed < SEED_LIMIT:
             found.append(f"seed is {self.seed}; it must lie in [0, 2**63)")
         return found
@@ -48,7 +48,7 @@ def token_probabilities(logits_v: Tensor, config: SamplingConfig) -> Tensor:
 
     Temperature comes first, then top-k, then top-p on what that leaves. Of equal logits the lower id ranks first.
     """
-    # Shifted to a maximum of 0, so that no temperature, however low, makes an infinity of the likeliest token.
+    # Shifted to a maximum of 0, so that no temperature, however low, makes the most likely token's logit infinite.
     scaled_v = (logits_v.double() - logits_v.max()) / config.temperature
     ranked, ids = scaled_v.sort(descending=True, stable=True)
     if config.top_k:
@@ -67,7 +67,7 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(config.seed)
 
     def __call__(self, logits_v: Tensor) -> int:
-        """The next token's id by logits [v] of any device; drawn on the CPU, so that devices draw alike.
+        """The next token's id from logits [v] on any device; drawn on the CPU, so that all devices draw the same.
 
         Raises:
             DivergenceError: a logit is not finite.
@@ -75,7 +75,7 @@ class Sampler:
         logits_v = logits_v.float().cpu()
         if not logits_v.isfinite().all():
             raise DivergenceError(
-                "the model's logits are not all finite; its weights have diverged: take an earlier checkpoint"
+                "the model's logits are not all finite, so its weights have diverged; use an earlier checkpoint"
             )
         if self._config.temperature == 0:
             return int(logits_v.argmax())

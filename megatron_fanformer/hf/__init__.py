@@ -26,7 +26,7 @@ __all__ = [
 def register_auto_classes() -> None:
     """Make the model type `fanformer` known to AutoConfig, AutoModel and AutoModelForCausalLM; repeatable.
 
-    It also marks the classes for `save_pretrained`, which then copies their code beside the weights: a
+    It also marks the classes for `save_pretrained`, which then copies their code next to the weights: a
     fine-tuned model opens with `trust_remote_code=True` where this package is not installed.
     """
     AutoConfig.register(FANformerConfig.model_type, FANformerConfig, exist_ok=True)

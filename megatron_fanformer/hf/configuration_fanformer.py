@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig
 
 FAN_ACTIVATIONS = ("none", "gelu")
 FAN_PLACEMENTS = ("qkv", "qk_and_v", "none")
-# Of attention and SwiGLU alone: FAN's rows are [p | g], of which a plain split would give one rank p and another g, so
-# every rank keeps the whole map.
+# For attention and SwiGLU only: FAN's rows are [p | g], and a plain split would give one rank p and another g, so every
+# rank keeps the whole map.
 TP_PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",
@@ -21,7 +21,7 @@ TP_PLAN = {
     "layers.*.mlp.up_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
-# Values straight out of FAN are whole on every rank, and so the attention's heads are: its matrices are split alone.
+# Values straight out of FAN are whole on every rank, so all attention heads are too: only the matrices are split.
 OWN_VALUES_TP_PLAN = {
     **{name: style for name, style in TP_PLAN.items() if not name.endswith("v_proj")},
     "layers.*.self_attn.q_proj": "colwise_gather_output",
@@ -54,7 +54,7 @@ class FANformerConfig(PreTrainedConfig):
     hidden_size: int = 2048
     """Width of the residual stream."""
     intermediate_size: int = 8192
-    """Width of the SwiGLU's inside."""
+    """Inner width of SwiGLU."""
     num_hidden_layers: int = 16
     """Decoder layers."""
     num_attention_heads: int = 16
@@ -62,7 +62,7 @@ class FANformerConfig(PreTrainedConfig):
     num_key_value_heads: int | None = None
     """Key and value heads; None for as many as query heads."""
     max_position_embeddings: int = 2048
-    """Sequence length of the training, in tokens; rotary positions go on beyond it."""
+    """Sequence length of the training, in tokens; rotary positions continue beyond it."""
     rms_norm_eps: float = 1e-6
     """Epsilon of every RMSNorm."""
     rope_theta: float = 10_000.0
@@ -111,7 +111,7 @@ class FANformerConfig(PreTrainedConfig):
         if self.hidden_size % (2 * self.num_attention_heads):
             found.append(
                 f"hidden_size {self.hidden_size} must be a multiple of twice num_attention_heads "
-                f"{self.num_attention_heads}, since rotary positions turn pairs"
+                f"{self.num_attention_heads}, since rotary positions rotate pairs"
             )
         if self.num_attention_heads % (self.num_key_value_heads or self.num_attention_heads):
             found.append(
@@ -127,9 +127,11 @@ class FANformerConfig(PreTrainedConfig):
         if self.fan_placement not in FAN_PLACEMENTS:
             found.append(f"fan_placement {self.fan_placement!r} must be one of {FAN_PLACEMENTS}")
         if self.v_p_ratio is not None and self.fan_placement != "qk_and_v":
-            found.append(f"v_p_ratio {self.v_p_ratio} is of fan_placement 'qk_and_v' alone, not {self.fan_placement!r}")
+            found.append(
+                f"v_p_ratio {self.v_p_ratio} applies only to fan_placement 'qk_and_v', not {self.fan_placement!r}"
+            )
         if getattr(self, "rope_parameters", None):
             found.append(
-                f"rope_parameters {self.rope_parameters} are not known: positions are not scaled; set rope_theta"
+                f"rope_parameters {self.rope_parameters} are not supported: positions are not scaled; set rope_theta"
             )
         return found

@@ -3,7 +3,7 @@
 Source: "Reasoning is Periodicity?" (NeurIPS 2025). This file and `configuration_fanformer.py` are copied
 verbatim into every exported folder, so they import torch and transformers alone.
 
-Shapes: b batch, s tokens, t tokens with those of the cache, h hidden size, n query heads, k key and value
+Shapes: b batch, s tokens, t tokens including those in the cache, h hidden size, n query heads, k key and value
 heads, d head size, v vocabulary.
 """
 
@@ -62,7 +62,7 @@ class FANProjection(nn.Module):
 class FANformerRotaryEmbedding(nn.Module):
     """cos and sin of the rotary positions.
 
-    The frequencies are no buffer: they are as cheap to compute as to keep, and so stay in float32 when the
+    The frequencies are not a buffer: they are as cheap to compute as to keep, and so stay in float32 when the
     model is cast.
     """
 
@@ -96,7 +96,7 @@ def eager_attention_forward(
     scaling: float,
     **_: Unpack[TransformersKwargs],
 ) -> tuple[Tensor, Tensor]:
-    """Attention that keeps its weights: [b, n, s, d], [b, k, t, d] twice -> [b, s, n, d] and [b, n, s, t]."""
+    """Attention that returns its weights: [b, n, s, d], [b, k, t, d] twice -> [b, s, n, d] and [b, n, s, t]."""
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
     scores = query @ key.transpose(2, 3) * scaling
@@ -140,7 +140,7 @@ class FANformerAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[Tensor, Tensor | None]:
-        """[b, s, h] -> [b, s, h] and, where the implementation keeps them, the weights [b, n, s, t]."""
+        """[b, s, h] -> [b, s, h] and, if the implementation returns them, the weights [b, n, s, t]."""
         shape = hidden_states.shape[:-1]
         placement = self.config.fan_placement
         x = hidden_states if placement == "none" else self.fan(hidden_states)
@@ -181,7 +181,7 @@ class FANformerMLP(nn.Module):
 
 
 class FANformerDecoderLayer(GradientCheckpointingLayer):
-    """Attention and SwiGLU, each behind its norm and added to the residual stream."""
+    """Attention and SwiGLU, each after its norm and added to the residual stream."""
 
     def __init__(self, config: FANformerConfig, layer_idx: int) -> None:
         super().__init__()
@@ -256,13 +256,13 @@ class FANformerModel(FANformerPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """Ids [b, s], or their embeddings [b, s, h] -> hidden states [b, s, h] behind the last norm.
+        """Ids [b, s], or their embeddings [b, s, h] -> hidden states [b, s, h] after the last norm.
 
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds` were given.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds, and not both")
+            raise ValueError("both or neither of input_ids and inputs_embeds were given; pass one, and not both")
         hidden_states: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
@@ -321,7 +321,7 @@ class FANformerForCausalLM(FANformerPreTrainedModel, GenerationMixin):
 
         Args:
             labels: the ids again (they are shifted here), -100 for tokens that do not count.
-            logits_to_keep: logits of the last so many tokens alone (0: all), or of the token positions in it.
+            logits_to_keep: logits of only the last that many tokens (0: all), or of the token positions in it.
         """
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,

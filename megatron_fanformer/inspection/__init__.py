@@ -1,1 +1,1 @@
-"""What a path holds, whether it is whole, and which documents a training step reads: the verb `inspect`."""
+"""What a path holds, whether it is intact, and which documents a training step reads: the verb `inspect`."""

@@ -1,4 +1,4 @@
-"""Describes a run and its checkpoints; no weights are read. torch alone is needed, and no process group."""
+"""Describes a run and its checkpoints; no weights are read. It needs only torch, and no process group."""
 
 import dataclasses
 import json
@@ -82,14 +82,14 @@ def _progress_rows(progress: SavedProgress | None, seq_length: int) -> Rows:
 
 
 def last_metrics(run: Path) -> dict[str, Any] | None:
-    """The last whole line of a run's metrics.jsonl."""
+    """The last complete line of a run's metrics.jsonl."""
     try:
         with (run / store.METRICS).open("rb") as stream:
             stream.seek(max(0, (run / store.METRICS).stat().st_size - METRICS_TAIL_BYTES))
             lines = stream.read().split(b"\n")
     except FileNotFoundError:
         return None
-    return json.loads(lines[-2]) if len(lines) > 1 else None  # what follows the last line's end is torn, or nothing
+    return json.loads(lines[-2]) if len(lines) > 1 else None  # after the last line end: a partial line, or nothing
 
 
 # -- what is in it

@@ -1,7 +1,7 @@
-"""Verifies a checkpoint: that all of it is there, and undamaged.
+"""Verifies a checkpoint: that it is complete and undamaged.
 
 A checkpoint has no hashes of its own. But each tensor in it is a torch archive, and so carries the CRC-32 of its
-bytes: with the table of tensors this tells damage, and what is missing. torch alone is needed.
+bytes: with the table of tensors this shows damage, and what is missing. Only torch is needed.
 """
 
 import io
@@ -20,12 +20,12 @@ READ_BYTES = 1 << 20
 
 
 def bytes_to_check(checkpoint: Path) -> int:
-    """Bytes that `check_checkpoint` is going to read."""
+    """Bytes that `check_checkpoint` will read."""
     return sum(part.length for part in stored_parts(read_table(checkpoint)))
 
 
 def check_checkpoint(checkpoint: Path, advance: Advance) -> str:
-    """Check that every tensor is there whole, and the CRC-32 of all that is stored; says what was checked.
+    """Check that every tensor is complete, and the CRC-32 of all that is stored; returns what was checked.
 
     Raises:
         CorruptError: something is missing or damaged; names the file, and what.
@@ -40,27 +40,27 @@ def check_checkpoint(checkpoint: Path, advance: Advance) -> str:
         _check_part(checkpoint, part)
         advance(part.length)
     total = sum(part.length for part in parts)
-    return f"CRC-32 of {plural(len(parts), 'stored part')}, {size(total)}; every tensor is there whole"
+    return f"CRC-32 of {plural(len(parts), 'stored part')}, {size(total)}; every tensor is complete"
 
 
 def _check_shapes(checkpoint: Path, table: Table) -> None:
-    """The model's weights are all named, and the stored parts of each tensor make it whole."""
+    """Check that the model's weights are all listed, and that the stored parts of each tensor are all of it."""
     tensors, config = tensors_of(table), store.saved_model(checkpoint)
     for name, shape in expected_shapes(config, "megatron").items():
         found = tuple(tensors[name].size) if name in tensors else None
         if found != shape:
             raise CorruptError(
                 f"{checkpoint / METADATA} has {name} of shape {found or 'none'}, where the model in {store.CONFIG} has "
-                f"{shape}; take another checkpoint"
+                f"{shape}; use another checkpoint"
             )
     for name, tensor in tensors.items():
         if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
-            raise CorruptError(f"{checkpoint / METADATA} has not all of {name}; take another checkpoint")
+            raise CorruptError(f"{checkpoint / METADATA} does not hold all of {name}; use another checkpoint")
 
 
 def _check_part(checkpoint: Path, part: Stored) -> None:
     path = checkpoint / part.file
     with damage_told(path), path.open("rb") as stream:
         if part.offset + part.length > path.stat().st_size:
-            raise CorruptError(f"{path} ends before {part.name}; take another checkpoint")
+            raise CorruptError(f"{path} ends before {part.name}; use another checkpoint")
         check_archive(path, part.name, io.BufferedReader(Section(stream, part.offset, part.length), READ_BYTES))

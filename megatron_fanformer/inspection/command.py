@@ -14,7 +14,7 @@ from megatron_fanformer.inspection.report import Advance, Report, as_json
 
 
 def inspect_path(path: str, *, verify: bool, json: bool) -> None:
-    """Print what a dataset, a checkpoint or an export is; with `verify`, whether it is whole.
+    """Print what a dataset, a checkpoint or an export is; with `verify`, whether it is intact.
 
     Raises:
         InputError: it is none of these, or there is nothing to verify it against.
@@ -80,7 +80,7 @@ def _verify(target: Target, kind: _Kind) -> str:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Advance]:
-    """A bar while the block reads `total` bytes; nothing where the output is no terminal."""
+    """A bar while the block reads `total` bytes; nothing where the output is not a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
@@ -92,20 +92,20 @@ def _progress(total: int) -> Iterator[Advance]:
 
 
 def _print(lines: Iterable[str]) -> None:
-    """Print lines as they come; a reader who has seen enough, such as `head`, ends it."""
+    """Print lines as they come; a reader that stops reading, such as `head`, ends it."""
     try:
         for line in lines:
             print(line)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes once more at its end, and would complain then.
+        # Python flushes once more at exit, and would complain then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def inspect_step(
     path: str, step: int, config: Path | None, overrides: Sequence[str], *, full: bool, json: bool
 ) -> None:
-    """Print the samples of a training step, and the documents that they are of.
+    """Print the samples of a training step, and the documents that they come from.
 
     Args:
         path: a run's folder, a checkpoint or a configuration file; or, with `config`, token files that it trains on:
@@ -120,7 +120,7 @@ def inspect_step(
 
     file, only = _configuration_of(path, config)
     run = load_config(file, overrides)
-    from megatron_fanformer.runtime import megatron_cpu  # torch, after what is wrong was told
+    from megatron_fanformer.runtime import megatron_cpu  # imports torch: after errors in the input were reported
 
     megatron_cpu.install()
     from megatron_fanformer.inspection import step_report
@@ -134,16 +134,16 @@ def inspect_step(
 
 
 def _configuration_of(path: str, config: Path | None) -> tuple[Path, Target | None]:
-    """The configuration file, and the token files to which the samples are narrowed down."""
+    """The configuration file, and the token files that the samples are restricted to."""
     if Path(path).suffix in (".yaml", ".yml") and Path(path).is_file():
         return config or Path(path), None
     target = recognise(path)
     if target.kind in OURS:
         return config or target.path / store.CONFIG, None
     if not target.is_data:
-        raise InputError(f"{path} is an export, of which nothing says what it was trained on: name a run's folder")
+        raise InputError(f"{path} is an export, which does not say what it was trained on; name a run's folder")
     if config is None:
         raise InputError(
-            f"--step of token files asks for the configuration that trains on them: --config FILE ({path})"
+            f"{path} is token files, and --step needs the configuration that trains on them; add --config FILE"
         )
     return config, target

@@ -1,4 +1,4 @@
-"""Describes token files: by their manifest where there is one, and by themselves; torch is not imported."""
+"""Describes token files: from their manifest if there is one, and from the files themselves; torch is not imported."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import Target
 from megatron_fanformer.inspection.report import Report, plural, size, some
 
-NPY_DTYPE: NpyType = "uint16"  # of the paper's files, which say nothing about it
+NPY_DTYPE: NpyType = "uint16"  # of the paper's files, which do not state it
 TITLES = {
     "megatron": "Megatron token files",
     "npy": "token file without a header",
@@ -120,7 +120,9 @@ def _of_files(prefix: str) -> tuple[str, dict[str, Any], Rows]:
     elif Path(prefix + SUFFIX).exists():
         form, facts, lengths = "npy", *_of_npy(prefix)
     else:
-        raise InputError(f"{prefix} has no token files, only what stands beside them: copy its .bin and .idx, or .npy")
+        raise InputError(
+            f"{prefix} has no token files, only the files that go with them; copy its .bin and .idx, or .npy"
+        )
     if stated is not None:
         facts = {**facts, "documents": stated.documents}
     rows = [("documents", f"{facts['documents']:,}{lengths}")] if facts["documents"] is not None else []
@@ -156,7 +158,7 @@ def _of_npy(prefix: str) -> tuple[dict[str, Any], str]:
 def _of_ledger(prefix: str) -> tuple[dict[str, Any], Rows]:
     path = ledger_path(prefix)
     if not path.exists():
-        return {"ledger": None}, [("ledger", "none: a token's document cannot be told")]
+        return {"ledger": None}, [("ledger", "none: a token's document is unknown")]
     ledger = Ledger(path)
     return {"ledger": {"path": str(path), "rows": ledger.rows}}, [("ledger", plural(ledger.rows, "row"))]
 
@@ -197,7 +199,7 @@ def _inputs(inputs: list[InputRecord]) -> str:
 
 
 def _settings(settings: Settings) -> str:
-    """The text field, and what is not as it would be by itself."""
+    """The text field, and what differs from the defaults."""
     default = Settings(text_field=settings.text_field, dtype=settings.dtype)
     changed = [
         f"{name.replace('_', ' ')} {getattr(settings, name)}"

@@ -1,4 +1,4 @@
-"""Holds token files against their manifest: bytes, index, ledger and counts."""
+"""Checks token files against their manifest: bytes, index, ledger and counts."""
 
 import hashlib
 import os
@@ -24,17 +24,17 @@ from megatron_fanformer.inspection.report import Advance, plural, size
 
 TOKEN_ENDINGS = (".bin", ".npy")
 BLOCK_BYTES = 1 << 22
-THREADS = 8  # more only make a disk seek
+THREADS = 8  # more only make the disk seek
 
 
 def bytes_to_check(target: Target) -> int:
-    """Bytes that `check_data` is going to read through SHA-256."""
+    """Bytes that `check_data` will hash with SHA-256."""
     manifests = [_manifest(prefix) for prefix in target.prefixes]
     return sum(file.bytes for manifest in manifests for output in _outputs(manifest) for file in output.files.values())
 
 
 def check_data(target: Target, advance: Advance) -> str:
-    """Hold every token file of `target` against its manifest; says what agrees.
+    """Check every token file of `target` against its manifest; returns what agrees.
 
     Raises:
         InputError: there is no manifest.
@@ -65,7 +65,7 @@ def _manifest(prefix: str) -> Manifest | PartManifest:
     manifest = read_any_manifest(prefix)
     if manifest is None:
         raise InputError(
-            f"{manifest_path(prefix)} does not exist: without a manifest there is nothing to verify {prefix} against"
+            f"{manifest_path(prefix)} does not exist, and without it there is nothing to verify {prefix} against"
         )
     return manifest
 
@@ -75,7 +75,7 @@ def _outputs(manifest: Manifest | PartManifest) -> list[TokenFiles]:
 
 
 def _check_counts(prefix: str, manifest: Manifest | PartManifest) -> None:
-    """What a whole preparation's manifest says of itself, and the parts' manifests of it."""
+    """Check a whole preparation's manifest against itself and its parts' manifests."""
     if isinstance(manifest, PartManifest):
         return
     path = manifest_path(prefix)
@@ -87,7 +87,7 @@ def _check_counts(prefix: str, manifest: Manifest | PartManifest) -> None:
         part = str(path.parent / output.prefix)
         record = read_any_manifest(part)
         if isinstance(record, PartManifest) and record.output != output:
-            raise CorruptError(f"{manifest_path(part)} and {path} say different things of its files: prepare again")
+            raise CorruptError(f"{manifest_path(part)} and {path} describe its files differently; prepare it again")
 
 
 def _sum(manifest: Manifest, name: str) -> int:
@@ -95,7 +95,7 @@ def _sum(manifest: Manifest, name: str) -> int:
 
 
 def _check_files(files: "list[_File]", advance: Advance) -> dict[Path, int]:
-    """The largest token id of each token file, all files read through; several at a time, as hashing allows."""
+    """The largest token id of each token file; all files are read and hashed, several at a time."""
     with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
         largest = pool.map(lambda file: _check_file(file, advance), files)
         return {file.path: value for file, value in zip(files, largest, strict=True) if file.dtype}
@@ -121,14 +121,14 @@ def _check_file(file: _File, advance: Advance) -> int:
         found = path.stat().st_size
         if found != record.bytes:
             raise CorruptError(
-                f"{path} holds {found} bytes where its manifest says {record.bytes}: copy or prepare it again"
+                f"{path} holds {found} bytes where its manifest says {record.bytes}; copy or prepare it again"
             )
         sha256, largest = _read_through(path, file.dtype, advance)
     except OSError as error:
-        raise CorruptError(f"{path}, of which its manifest speaks, cannot be read ({error.strerror})") from error
+        raise CorruptError(f"{path}, which its manifest lists, cannot be read ({error.strerror})") from error
     if sha256 != record.sha256:
         raise CorruptError(
-            f"{path} has SHA-256 {sha256} where its manifest says {record.sha256}: copy or prepare it again"
+            f"{path} has SHA-256 {sha256} where its manifest says {record.sha256}; copy or prepare it again"
         )
     return largest
 
@@ -145,7 +145,7 @@ def _read_through(path: Path, dtype: str | None, advance: Advance) -> tuple[str,
 
 
 def _check_output(folder: Path, output: TokenFiles, dtype: str, largest: dict[Path, int]) -> None:
-    """Hold what a manifest says of one prefix against its index, its ledger and its largest id."""
+    """Check what a manifest says about one prefix against its index, its ledger and its largest id."""
     prefix = str(folder / output.prefix)
     path, lengths = manifest_path(prefix), None
     if ".idx" in output.files:
@@ -164,7 +164,7 @@ def _check_output(folder: Path, output: TokenFiles, dtype: str, largest: dict[Pa
 
 
 def check_ledger(prefix: str, output: TokenFiles, lengths: np.ndarray | None) -> None:
-    """Hold a ledger against the lengths of the index, or, of a .npy file, against its number of tokens.
+    """Check a ledger against the lengths in the index or, for a .npy file, against its number of tokens.
 
     Raises:
         CorruptError: a row differs.
@@ -187,8 +187,8 @@ def _compare_rows(path: Path, row: int, name: str, found: np.ndarray, expected: 
     if len(wrong):
         at = int(wrong[0])
         raise CorruptError(
-            f"{path} has {name} {found[at]} in row {row + at} (from 0) where the token files have {expected[at]}:"
-            " it is not of these files; copy or prepare it again"
+            f"{path} has {name} {found[at]} in row {row + at} (from 0) where the token files have {expected[at]},"
+            " so it belongs to other files; copy or prepare it again"
         )
 
 

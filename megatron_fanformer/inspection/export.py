@@ -32,7 +32,7 @@ def describe_export(folder: Path, format: Format) -> Report:
     """The model, its type and its files.
 
     Raises:
-        InputError: the model is none that can be built here.
+        InputError: the model cannot be built here.
         CorruptError: a file is missing or cannot be read.
     """
     shapes = read_shapes(folder)
@@ -70,12 +70,12 @@ def _types(shapes: Mapping[str, Tensor]) -> str:
 
 
 def bytes_to_check(folder: Path) -> int:
-    """Bytes that `check_export` is going to read."""
+    """Bytes that `check_export` will read."""
     return sum(file.stat().st_size for file in weight_files(folder) if file.suffix in PICKLE_SUFFIXES)
 
 
 def check_export(folder: Path, format: Format, advance: Advance) -> str:
-    """Check that exactly the model's tensors are there, whole and in their shapes; says what was checked.
+    """Check that exactly the model's tensors are there, complete and in their shapes; returns what was checked.
 
     Raises:
         CorruptError: something is missing or damaged; names it.
@@ -89,12 +89,12 @@ def check_export(folder: Path, format: Format, advance: Advance) -> str:
         if found.get(name) != expected.get(name):
             raise CorruptError(
                 f"{folder} has {name} of shape {found.get(name) or 'none'} where its model has"
-                f" {expected.get(name) or 'none'}: copy it anew"
+                f" {expected.get(name) or 'none'}; copy it again"
             )
     archives = [file for file in weight_files(folder) if file.suffix in PICKLE_SUFFIXES]
     for file in archives:
         with file.open("rb") as stream:
             check_archive(file, "its weights", stream)
         advance(file.stat().st_size)
-    bytes_said = "the CRC-32 of their bytes" if archives else "safetensors hold no sum of their bytes"
+    bytes_said = "the CRC-32 of their bytes" if archives else "safetensors have no checksum of their bytes"
     return f"{plural(len(expected), 'tensor')} by name, shape and place; {bytes_said}"

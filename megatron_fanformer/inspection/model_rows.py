@@ -1,4 +1,4 @@
-"""The rows that describe a model's shape, whatever it is stored as."""
+"""The rows that describe a model's shape, whatever its format."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is told of a path: rows for people and one object for programs, made side by side."""
+"""What is reported about a path: rows for people and one object for programs, made side by side."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +9,7 @@ UNITS = ("bytes", "kB", "MB", "GB", "TB")
 SHOWN_NAMES = 4  # of a long list: the first ones, and the last
 
 Advance = Callable[[int], None]
-"""Told of every number of bytes that a verification has read."""
+"""Called with each number of bytes that a verification has read."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Report:
     facts: dict[str, Any]
     """As `--json` prints them."""
     rows: list[tuple[str, str]] = field(default_factory=list)
-    """A label and what is to be said, in the order of reading."""
+    """A label and its text, in reading order."""
     parts: "list[Report]" = field(default_factory=list)
 
     def as_object(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def some(names: Iterable[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text of unknown origin as a terminal may show it: control characters written out, line ends and tabs kept."""
+    """Untrusted text, safe for a terminal: control characters are escaped, line ends and tabs kept."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -1,7 +1,7 @@
-"""The very samples of a training step, and the documents that they are made of.
+"""The exact samples of a training step, and the documents that they are made of.
 
-Datasets and order are the trainer's own (`training.samples`); where a sample's tokens stand is told by `data.origins`,
-and whose they are by the ledger of their token files.
+Datasets and order are the trainer's own (`training.samples`); `data.origins` says where a sample's tokens are stored,
+and the ledger of their token files which document they belong to.
 """
 
 import os.path
@@ -23,7 +23,7 @@ from megatron_fanformer.training.samples import MicroBatch, consumed_before, run
 
 @dataclass(frozen=True)
 class Passage:
-    """Tokens of a sample that follow one another in a token file, of one document where a ledger tells which."""
+    """Consecutive tokens of a sample in a token file, of one document where a ledger says which."""
 
     prefix: str
     first_token: int
@@ -40,12 +40,12 @@ class Sample:
     number: int
     """In the run's order, from 0."""
     ids: list[int]
-    """All tokens that it reads: those that go in, and the last label."""
+    """All tokens that it reads: the inputs, and the last label."""
     passages: list[Passage]
 
 
 class StepSamples:
-    """What a step of a run takes: `micro_batches` goes through it.
+    """The samples of a run's step: `micro_batches` iterates over them.
 
     Raises:
         InputError: the configuration or the step is wrong, or `only` names no training data of it.
@@ -72,7 +72,7 @@ class StepSamples:
                 yield batch, shown
 
     def without_ledger(self) -> list[str]:
-        """The prefixes met so far that have none."""
+        """The prefixes seen so far that have no ledger."""
         return [prefix for prefix, ledger in self._ledgers.items() if ledger is None]
 
     def text_of(self, passage: Passage) -> str | None:
@@ -86,8 +86,8 @@ class StepSamples:
             return None
         if passage.ids and max(passage.ids) >= tokenizer.vocab_size:
             raise InputError(
-                f"{passage.prefix} holds token id {max(passage.ids)}, but {tokenizer.path} has {tokenizer.vocab_size}:"
-                " set data.tokenizer to the one that made the tokens"
+                f"{passage.prefix} holds token id {max(passage.ids)}, but {tokenizer.path} has {tokenizer.vocab_size}"
+                " ids; set data.tokenizer to the one that made the tokens"
             )
         return tokenizer.decode(passage.ids)
 
@@ -126,7 +126,7 @@ class StepSamples:
         return self._ledgers[prefix]
 
     def _tokenizer(self, prefix: str) -> Tokenizer | None:
-        """The configuration's, else the one that the manifest names, if it is still there."""
+        """The configuration's, else the one that the manifest names, if it still exists."""
         path = self.config.data.tokenizer
         if path is None:
             manifest = read_any_manifest(prefix)
@@ -134,12 +134,12 @@ class StepSamples:
         if path is None:
             return None
         if path not in self._tokenizers:
-            self._tokenizers[path] = load_tokenizer(path, eod_id=0)  # whichever: nothing is encoded
+            self._tokenizers[path] = load_tokenizer(path, eod_id=0)  # any id: nothing is encoded
         return self._tokenizers[path]
 
 
 def _check(config: RunConfig, step: int, data_parallel_size: int) -> None:
-    """What decides the samples; the layout is not held against this machine, which need not train."""
+    """Check what decides the samples; the layout is not checked against this machine, which need not train."""
     training = config.training
     found = [*config.model.problems(), *config.data.problems(), *training.problems()]
     if not found:
@@ -158,7 +158,7 @@ def _checked_prefixes(config: RunConfig, only: Target) -> Collection[str]:
     training = {os.path.abspath(prefix): prefix for source in sources for prefix in source.prefixes}
     if not wanted & training.keys():
         raise InputError(
-            f"{only.path} is none of the configuration's data.train_data ({', '.join(training.values())}): "
+            f"{only.path} is not in the configuration's data.train_data ({', '.join(training.values())}); "
             "name one of these, or the configuration file itself"
         )
     return wanted

@@ -13,7 +13,7 @@ BETWEEN = " … "
 
 
 def lines(samples: StepSamples, *, full: bool) -> Iterator[str]:
-    """All of it for people; `full` shows whole texts."""
+    """Everything, for people; `full` shows whole texts."""
     yield from _heading(samples)
     for batch, own in samples.micro_batches():
         yield ""
@@ -23,7 +23,7 @@ def lines(samples: StepSamples, *, full: bool) -> Iterator[str]:
     if missing := samples.without_ledger():
         yield ""
         yield (
-            f"no ledger ({', '.join(map(_ledger_name, missing))}): these tokens' documents cannot be told;"
+            f"no ledger ({', '.join(map(_ledger_name, missing))}): these tokens' documents are unknown;"
             " prepare writes one"
         )
 
@@ -105,7 +105,7 @@ def _facts(samples: StepSamples, passage: Passage, *, full: bool) -> dict[str, A
 
 
 def as_object(samples: StepSamples, *, full: bool) -> dict[str, Any]:
-    """All of it for programs; `full` adds the token ids and whole texts."""
+    """Everything, for programs; `full` adds the token ids and whole texts."""
     training = samples.config.training
     batches = [
         {

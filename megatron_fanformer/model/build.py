@@ -1,4 +1,4 @@
-"""Builds one pipeline stage of a FANformer; the only namer of GPTModel."""
+"""Builds one pipeline stage of a FANformer; the only module that names GPTModel."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def transformer_config(
     precision: PrecisionConfig | None = None,
     kernels: KernelsConfig = DEFAULT_KERNELS,
 ) -> TransformerConfig:
-    """megatron-core's own configuration of the model's layers; of `precision` FP8 alone is read here."""
+    """megatron-core's own configuration of the model's layers; only FP8 is read from `precision` here."""
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -46,8 +46,8 @@ def transformer_config(
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=F.silu,
-        # A GPU's SwiGLU is fused, by the Engine or torch's compiler; a CPU takes the local layers' own, for which
-        # `use_te_activation_func` is megatron-core's switch, whatever its name.
+        # A GPU's SwiGLU is fused, by the Engine or torch's compiler; a CPU uses the local layers' own, for which
+        # `use_te_activation_func` is megatron-core's switch, despite its name.
         bias_activation_fusion=grid.device != "cpu",
         use_te_activation_func=grid.device == "cpu",
         normalization="RMSNorm",
@@ -75,15 +75,15 @@ def transformer_config(
         recompute_num_layers=parallel.recompute_num_layers,
         recompute_modules=list(parallel.recompute_modules),
         gradient_accumulation_fusion=kernels.fuses_gradient_accumulation and grid.has_fused_gradient_kernel,
-        # By the Engine's kernel, with the angles in float32. Other fusions of megatron-core are of layers that this
-        # model has not: its own softmax, apex's norms, bias and dropout behind a layer without either.
+        # By the Engine's kernel, with the angles in float32. megatron-core's other fusions are for layers that this
+        # model does not have: its own softmax, apex's norms, bias and dropout after a layer without either.
         apply_rope_fusion=grid.device != "cpu" and _is_by_engine(kernels),
         attention_backend=AttnBackend[kernels.attention_backend],
         cuda_graph_impl=kernels.cuda_graph_impl,
         deterministic_mode=grid.is_deterministic,
         **_fp8_fields(precision or PrecisionConfig()),
         # Weights are drawn by their global names afterwards. megatron-core's own initialisation must run all the same:
-        # it marks the tensor parallel shards, without which the gradient norm counts one rank's alone.
+        # it marks the tensor parallel shards, without which the gradient norm counts only one rank's.
         init_method=_leave_as_it_is,
         output_layer_init_method=_leave_as_it_is,
         embedding_init_method=_leave_as_it_is,
@@ -92,7 +92,7 @@ def transformer_config(
 
 
 def _fp8_fields(precision: PrecisionConfig) -> dict[str, Any]:
-    """FP8 by megatron-core's names, which are ours."""
+    """FP8's fields under megatron-core's names, which are also ours."""
     if precision.fp8 is None:
         return {}
     return {field: getattr(precision, field) for field in FP8_FIELDS}
@@ -119,7 +119,7 @@ def _fuse_gradient_accumulation(chunk: GPTModel) -> None:
 
 
 class _Stage(GPTModel):
-    """A GPTModel that gives the losses of its labels through the chunked loss head, where it has one."""
+    """A GPTModel that returns the losses of its labels through the chunked loss head, where it has one."""
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         labels_bs, loss_mask_bs = kwargs.get("labels"), kwargs.get("loss_mask")
@@ -146,8 +146,8 @@ def build_stages(
 ) -> list[GPTModel]:
     """This rank's pipeline stage as its chunks (one, unless the schedule is interleaved).
 
-    They have the initial weights of `seed`, or are uninitialised where that is None. Of `precision` FP8 alone counts
-    here; None is without.
+    They have the initial weights of `seed`, or are uninitialised if that is None. Only FP8 is read from `precision`
+    here; None means without.
     """
     precision = precision or PrecisionConfig()
     if precision.fp8:
@@ -200,5 +200,5 @@ def _build_chunk(
 
 
 def sharded_state(chunk: GPTModel, grid: RankGrid) -> dict[str, Any]:
-    """A chunk's parameters under their global names (one name a layer), as megatron-core's sharded tensors."""
+    """A chunk's parameters under their global names (one name per layer), as megatron-core's sharded tensors."""
     return chunk.sharded_state_dict(metadata=grid.sharding_metadata)

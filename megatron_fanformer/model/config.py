@@ -42,8 +42,8 @@ class FANConfig:
     bias: bool = True
     """Whether the map has a bias, on all of its rows."""
     placement: Literal["qkv", "qk_and_v", "none"] = "qkv"
-    """`qkv`: Q, K and V are projected from X_F (the paper's); `qk_and_v`: Q and K are, and V is what a FAN layer of its
-    own makes, with no matrix behind it; `none`: an ordinary Transformer."""
+    """`qkv`: Q, K and V are projected from X_F (the paper's); `qk_and_v`: Q and K are, and V is the output of a FAN
+    layer of its own, with no matrix after it; `none`: an ordinary Transformer."""
     v_p_ratio: float | None = None
     """p_ratio of the values' own FAN layer (placement `qk_and_v`), a share of their width; null: `p_ratio`."""
 
@@ -53,7 +53,7 @@ class FANConfig:
         return self.p_ratio if self.v_p_ratio is None else self.v_p_ratio
 
     def outputs(self, hidden_size: int, value_size: int) -> list[tuple[int, float]]:
-        """Width and p_ratio of what the FAN map makes: X_F, and the values where they are a FAN layer's."""
+        """Width and p_ratio of the FAN map's outputs: X_F, and the values where a FAN layer makes them."""
         outputs = [] if self.placement == "none" else [(hidden_size, self.p_ratio)]
         return [*outputs, (value_size, self.value_p_ratio)] if self.placement == "qk_and_v" else outputs
 
@@ -61,7 +61,7 @@ class FANConfig:
         """Rules of single fields that this configuration breaks, one line each."""
         found = [
             f"model.fan.{name} is {value}; it must lie in [0, 0.5], since cos and sin of the periodic rows both enter "
-            f"X_F: the paper uses {PAPER_P_RATIO}"
+            f"X_F (the paper uses {PAPER_P_RATIO})"
             for name in ("p_ratio", "v_p_ratio")
             if (value := getattr(self, name)) is not None and not 0.0 <= value <= 0.5
         ]
@@ -82,7 +82,7 @@ class FANformerConfig:
     hidden_size: int
     """Width of the residual stream (d in the paper)."""
     ffn_hidden_size: int
-    """Width of the SwiGLU's inside, one half of its first map (d_ff)."""
+    """Inner width of the SwiGLU, half of its first map's (d_ff)."""
     num_attention_heads: int
     """Query heads; the head size is `hidden_size` / `num_attention_heads`, and must be even."""
     num_query_groups: int | None = None
@@ -104,10 +104,10 @@ class FANformerConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "FANformerConfig":
-        """The configuration that `dataclasses.asdict` made `values` of, as checkpoints hold it.
+        """The configuration that `dataclasses.asdict` turned into `values`, as checkpoints store it.
 
         Raises:
-            InputError: they are not those of a model that can be built; all that is wrong, a line each.
+            InputError: they are not those of a model that can be built; every problem, one line each.
         """
         config = build(values, cls, "model.")
         if found := config.problems():
@@ -115,9 +115,9 @@ class FANformerConfig:
         return config
 
     def stated_problems(self) -> list[str]:
-        """What is wrong with values that another program's file stated, types included, one line each.
+        """What is wrong with values that another program's file states, types included, one line each.
 
-        Files state whatever they like: a word for a size, a size that no memory holds.
+        Files may state anything: a word for a size, a size that fits in no memory.
         """
         return value_problems(dataclasses.asdict(self), type(self), "model.") or self.problems()
 
@@ -192,13 +192,13 @@ class FANformerConfig:
             return found + self.fan.problems()
         if self.hidden_size % self.num_attention_heads:
             found.append(
-                f"model.hidden_size {self.hidden_size} is no multiple of model.num_attention_heads "
+                f"model.hidden_size {self.hidden_size} is not a multiple of model.num_attention_heads "
                 f"{self.num_attention_heads}; choose a number of heads that divides it"
             )
         elif self.kv_channels % 2:
             found.append(
-                f"the head size is {self.kv_channels} (hidden_size / num_attention_heads); RoPE rotates pairs, so it "
-                "must be even: change model.num_attention_heads"
+                f"the head size is {self.kv_channels} (hidden_size / num_attention_heads), but RoPE rotates pairs and "
+                "needs an even one; change model.num_attention_heads"
             )
         if self.num_attention_heads % self.query_groups:
             found.append(
@@ -277,25 +277,25 @@ PRESETS: dict[str, FANformerConfig] = {
     **{f"{name}-transformer": as_transformer(size) for name, size in _PAPER_SIZES.items()},
     **{f"{name}-same-params": with_same_parameters(size) for name, size in _PAPER_SIZES.items()},
 }
-"""The paper's sizes, each with its Transformer twin and its form of the twin's parameter count."""
+"""The paper's sizes, each with its Transformer twin and its variant with the twin's parameter count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """The numbers that weights, activations and matrix products are held in."""
+    """The number formats of weights, activations and matrix products."""
 
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of weights and activations; `bf16` keeps float32 main weights and gradients in the optimizer; `auto` is `bf16`
     where the device has bf16 matrix units (every GPU; AMX or AVX512-BF16 on a CPU), else `fp32`."""
     fp8: Literal["e4m3", "hybrid"] | None = None
-    """Matrix products of the layers in FP8, of bf16 weights (a GPU's, by Transformer Engine): `e4m3` throughout, or
-    `hybrid`, with e5m2 gradients; null: none (docs/gpu.md#fp8). Embedding, output head, norms and core attention stay
-    bf16."""
+    """Matrix products of the layers in FP8, from bf16 weights (on a GPU, by Transformer Engine): `e4m3` throughout,
+    or `hybrid`, with e5m2 gradients; null: none (docs/gpu.md#fp8). Embedding, output head, norms and core attention
+    stay bf16."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
-    """Where FP8's scales come from: `tensorwise` of the tensor at hand; `delayed` of its past steps; `blockwise` of
-    blocks of 128; `mxfp8` of blocks of 32, by the hardware (Blackwell)."""
+    """Where FP8's scales come from: `tensorwise`, the current tensor; `delayed`, its past steps; `blockwise`, blocks of
+    128; `mxfp8`, blocks of 32, in hardware (Blackwell)."""
     fp8_amax_history_len: int = 1024
-    """With `delayed`: micro batches whose largest values a scale is taken from."""
+    """With `delayed`: micro batches from whose largest values a scale is taken."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     """With `delayed`: the largest of that history, or its newest."""
     first_last_layers_bf16: bool = False
@@ -305,7 +305,7 @@ class PrecisionConfig:
     num_layers_at_end_in_bf16: int = 1
     """With `first_last_layers_bf16`: how many at the end."""
     fp8_fan: bool = False
-    """Whether the FAN map is in FP8 too: its output is a phase, of which FP8 keeps 3 bits."""
+    """Whether the FAN map is in FP8 too: its output is a phase, and FP8 keeps only 3 bits of it."""
 
     def problems(self) -> list[str]:
         """Rules that this configuration breaks, one line each."""
@@ -320,11 +320,13 @@ class PrecisionConfig:
         ]
         if self.fp8 is None:
             stray = [name for name in ("fp8_fan", "first_last_layers_bf16") if getattr(self, name)]
-            return found + [f"precision.{name} is true without precision.fp8; set one of them" for name in stray]
+            return found + [
+                f"precision.{name} is true without precision.fp8; set precision.fp8, or it to false" for name in stray
+            ]
         if self.dtype == "fp32":
             found.append(
-                f"precision.fp8 is {self.fp8} with precision.dtype fp32, but FP8 products stand beside bf16 weights; "
-                "set the latter to bf16, or the former to null"
+                f"precision.fp8 is {self.fp8} with precision.dtype fp32, but FP8 products need bf16 weights; set the "
+                "latter to bf16, or the former to null"
             )
         if self.first_last_layers_bf16 and self.fp8_recipe == "delayed":
             found.append(

@@ -1,4 +1,4 @@
-"""The number formats by the names that configurations and commands have; apart from these, which read no torch."""
+"""Number formats by their names in configurations and commands; apart from those, which import no torch."""
 
 import torch
 

@@ -5,9 +5,9 @@ Source: "Reasoning is Periodicity?" (NeurIPS 2025), equation of X_F; the forms a
 - `column`: each of T tensor parallel ranks owns P/T periodic and G/T linear rows of the map; the pre-activation p | g
   is gathered, (1 - p_ratio) h wide, and cos and sin are taken after the gather, into the canonical order
   [cos p, sin p, g]. In backward the gather is a reduce-scatter.
-- `sequence`: each rank applies the whole, replicated map to its own part of the sequence, and moves nothing; what is
-  behind it gathers X_F along the sequence, as it would gather X. The map's gradients are summed over the ranks once a
-  step.
+- `sequence`: each rank applies the whole, replicated map to its own part of the sequence, and moves nothing; what
+  follows it gathers X_F along the sequence, as it would gather X. The map's gradients are summed over the ranks once
+  per step.
 
 One map may feed two outputs (placement `qk_and_v`): its rows are then [p | g] of the first, [p | g] of the second, and
 the norm, the product and the communication in front of them happen once.
@@ -44,17 +44,17 @@ class FANOutput(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of the map."""
+        """Rows of the map."""
         return self.periodic + self.linear
 
     @property
     def width(self) -> int:
-        """Of what the map makes: [cos p, sin p, g]."""
+        """Width of what the map makes: [cos p, sin p, g]."""
         return 2 * self.periodic + self.linear
 
 
 class RowRange(NamedTuple):
-    """A run of one rank's rows, and where it stands in the canonical [p | g] map of its output."""
+    """A run of one rank's rows, and where it belongs in the canonical [p | g] map of its output."""
 
     output: int
     start: int
@@ -72,7 +72,7 @@ class FANShard(NamedTuple):
 
     @property
     def rows(self) -> list[int]:
-        """Of each output in turn, as they stand in a rank's pre-activation."""
+        """Rows of each output in turn, as they lie in a rank's pre-activation."""
         return [output.rows for output in self.outputs]
 
     def whole(self, output: int) -> FANOutput:
@@ -80,7 +80,7 @@ class FANShard(NamedTuple):
         return FANOutput(*(self.ranks * rows for rows in self.outputs[output]))
 
     def row_ranges(self) -> list[RowRange]:
-        """Where this rank's rows stand in the canonical maps."""
+        """Where this rank's rows belong in the canonical maps."""
         ranges, start = [], 0
         for number, (periodic, linear) in enumerate(self.outputs):
             linear_start = self.ranks * periodic + self.rank * linear
@@ -94,7 +94,7 @@ class FANShard(NamedTuple):
 class FANActivation(torch.autograd.Function):
     """p | g of every rank -> [cos p, sin p, g] of each output, whole on each rank; the gradient is summed once.
 
-    Backward takes cos p and sin p from the output, which the map behind it keeps anyway; nothing else is saved, except
+    Backward takes cos p and sin p from the output, which the map after it keeps anyway; nothing else is saved, except
     g where an activation follows it.
     """
 

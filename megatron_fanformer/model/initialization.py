@@ -1,6 +1,6 @@
 """Initial weights, by their global names: the reference's `mitchell` scheme.
 
-Normal, cut off at three standard deviations; std 1/sqrt(d) for the embedding, the FAN map, QKV, the MLP's first map
+Normal, truncated at three standard deviations; std 1/sqrt(d) for the embedding, the FAN map, QKV, the MLP's first map
 and an untied head, 1/sqrt(2 d (layer + 1)) for the attention's output, 1/sqrt(2 d_ff (layer + 1)) for the MLP's;
 layers count from 0; biases are zero, norms one. Source: the authors' implementation.
 """
@@ -44,5 +44,5 @@ def initial_std(config: FANformerConfig, name: str) -> float:
 
 def _depth(name: str) -> int:
     match = _LAYER.search(name)
-    assert match, f"{name} is no layer's weight"
+    assert match, f"{name} is not a layer's weight"
     return int(match[1]) + 1

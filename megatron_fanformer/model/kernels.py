@@ -1,6 +1,6 @@
-"""The section `kernels` of a run's configuration: what the layers are computed by.
+"""The section `kernels` of a run's configuration: what computes the layers.
 
-None of it changes what is computed beyond the order of sums. Number formats are the section `precision`.
+None of it changes what is computed beyond the order of sums. Number formats are in the section `precision`.
 """
 
 from dataclasses import dataclass
@@ -9,30 +9,30 @@ from typing import Literal
 TransformerImpl = Literal["auto", "local", "transformer_engine"]
 
 LOGITS_BYTES_ON_CPU, LOGITS_BYTES_ON_GPU = 100 * 2**20, 400 * 2**20
-"""Logits that the loss head has at a time. Every chunk reads and writes the weight's whole gradient, which must not
-count beside the matrix products: measured on a CPU in float32 (vocabulary 50304, width 512), chunks of 512 tokens cost
-3% above those of 1,024, and 64 tokens half as much again; a Hopper GPU's products in bf16 are so fast that it wants
+"""Logits that the loss head holds at a time. Every chunk reads and writes the weight's whole gradient, which must not
+matter beside the matrix products: measured on a CPU in float32 (vocabulary 50304, width 512), chunks of 512 tokens cost
+3% more than those of 1,024, and 64 tokens half as much again; a Hopper GPU's products in bf16 are so fast that it needs
 some 4,000 tokens."""
-ALIGNED_TOKENS = 64  # a chunk is a multiple of it: matrix units like whole tiles
+ALIGNED_TOKENS = 64  # a chunk is a multiple of it: matrix units prefer whole tiles
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsConfig:
-    """What the layers are computed by."""
+    """What computes the layers."""
 
     transformer_impl: TransformerImpl = "auto"
-    """Transformer Engine's layers, or megatron-core's and torch's own; `auto` takes the Engine where it imports and
+    """Transformer Engine's layers, or megatron-core's and torch's own; `auto` uses the Engine where it imports and
     there is a GPU."""
     attention_backend: Literal["auto", "fused", "flash", "unfused"] = "auto"
-    """Of Transformer Engine's core attention: cuDNN's (`fused`), flash-attn's, or plain products; `auto` leaves the
+    """Transformer Engine's core attention: cuDNN's (`fused`), flash-attn's, or plain products; `auto` leaves the
     choice to the Engine."""
     chunked_loss_head: bool = True
-    """Take a chunk of tokens through logits, loss and their gradients at a time, in forward; false: Megatron's own loss
-    head, which keeps the logits of a whole micro batch."""
+    """Compute logits, loss and their gradients for one chunk of tokens at a time, in forward; false: Megatron's own
+    loss head, which keeps the logits of a whole micro batch."""
     loss_head_chunk_tokens: int | None = None
-    """Tokens per chunk of the chunked loss head; null: as many as have 100 MiB of logits on a CPU, 400 MiB on a GPU."""
+    """Tokens per chunk of the chunked loss head; null: as many as fill 100 MiB of logits on a CPU, 400 MiB on a GPU."""
     cuda_graph_impl: Literal["none", "local"] = "none"
-    """`local`: replay each layer as a CUDA graph, megatron-core's own, which spares the host its launches
+    """`local`: replay each layer as a CUDA graph, megatron-core's own, which saves the host its launches
     (docs/gpu.md#cuda-graphs). It has not been measured yet."""
     gradient_accumulation_fusion: bool | None = None
     """Add weight gradients into the float32 buffer inside the matrix product; null: in training on a GPU with

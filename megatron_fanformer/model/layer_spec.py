@@ -1,7 +1,7 @@
-"""The FANformer layer as a ModuleSpec of megatron-core: by Transformer Engine, or by local (plain torch) layers.
+"""The FANformer layer as a ModuleSpec of megatron-core: with Transformer Engine's layers, or local (plain torch) ones.
 
-Stock Megatron-LM takes it as it is: `pretrain_gpt.py --spec megatron_fanformer.model.layer_spec fanformer_layer_spec`
-(p_ratio 0.25; a module of one's own that calls `layer_spec(FANConfig(...))` for another).
+Stock Megatron-LM takes it unchanged: `pretrain_gpt.py --spec megatron_fanformer.model.layer_spec fanformer_layer_spec`
+(p_ratio 0.25; for another, a module of your own that calls `layer_spec(FANConfig(...))`).
 
 With Transformer Engine the input norm is fused into the column parallel map that reads it: the FAN map, not QKV. (The
 replicated map of the `sequence` form has a norm before it.) The FAN map stays out of FP8 unless `fp8_fan` is set.
@@ -47,7 +47,7 @@ def transformer_engine_problem() -> str | None:
 
 
 def _import_problem() -> str:
-    """Why megatron-core sees no Transformer Engine: it takes a missing dependency of it for its absence."""
+    """Why megatron-core sees no Transformer Engine: it mistakes a missing dependency for its absence."""
     try:
         importlib.import_module("transformer_engine.pytorch")
     except ModuleNotFoundError as error:
@@ -59,7 +59,7 @@ def _import_problem() -> str:
 
 
 def resolve_transformer_impl(wanted: TransformerImpl) -> Literal["local", "transformer_engine"]:
-    """`auto` takes Transformer Engine where it imports.
+    """`auto` uses Transformer Engine where it imports.
 
     Raises:
         InputError: Transformer Engine is asked for and cannot be used.
@@ -131,7 +131,7 @@ def _attention(
 
 
 def _is_column(fan: FANConfig, fan_form: FANForm) -> bool:
-    """Whether what stands behind FAN has its whole input on every rank."""
+    """Whether what follows FAN has its whole input on every rank."""
     return fan.placement != "none" and fan_form == "column"
 
 
@@ -187,7 +187,7 @@ def _transformer_engine_layer(fan: FANConfig, fan_form: FANForm, fp8_fan: bool) 
         core_attention=TEDotProductAttention,
         linear_proj=TERowParallelLinear,
     )
-    # The norm stands inside the column parallel map that reads it; checkpoints name it as the local layer does.
+    # The norm is inside the column parallel map that reads it; checkpoints name it as the local layer does.
     normed_map = "linear_qkv" if fan.placement == "none" else "fan.linear"
     return ModuleSpec(
         module=TransformerLayer,

@@ -23,7 +23,7 @@ from megatron_fanformer.runtime.parallel import context_chunks
 
 
 def without_sequence_parallel(config: TransformerConfig) -> TransformerConfig:
-    """A copy for the layer behind FAN, whose input is whole on every rank: it must not be gathered again."""
+    """A copy for the layer after FAN, whose input is whole on every rank: it must not be gathered again."""
     config = copy.copy(config)
     config.sequence_parallel = False
     return config
@@ -48,7 +48,7 @@ class SwiGLU(MegatronModule):
 
 
 class LocalBackend(LocalSpecProvider):
-    """megatron-core's provider of local layers, with an activation that its MLP is told to take on a CPU."""
+    """megatron-core's provider of local layers, with the activation that its MLP is to use on a CPU."""
 
     def activation_func(self) -> type[torch.nn.Module]:
         """What `use_te_activation_func` of the configuration puts into the MLP."""
@@ -81,7 +81,7 @@ class ReplicatedLinear(MegatronModule):
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, x_sbh: Tensor) -> tuple[Tensor, None]:
-        """[s / T, b, h] -> [s / T, b, rows], and no bias left to add, as Megatron's layers answer."""
+        """[s / T, b, h] -> [s / T, b, rows], and no bias left to add, as Megatron's layers return."""
         return F.linear(x_sbh, self.weight, self.bias), None
 
     def sharded_state_dict(
@@ -99,12 +99,12 @@ class ReplicatedLinear(MegatronModule):
 
 
 class TorchCoreAttention(MegatronModule):
-    """softmax(q k^T / sqrt(d)) v by torch's scaled-dot-product attention, which holds no s x s matrix.
+    """softmax(q k^T / sqrt(d)) v by torch's scaled-dot-product attention, which stores no s x s matrix.
 
     Under context parallelism each rank gathers the keys and values of the whole sequence, and attends to them from its
     own two chunks of it (`runtime.parallel.context_chunks`).
 
-    Takes what Megatron hands to any core attention; masks other than causal and none, packed sequences and dropout
+    Takes what Megatron passes to any core attention; masks other than causal and none, packed sequences and dropout
     are refused.
     """
 
@@ -120,7 +120,9 @@ class TorchCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         if config.attention_dropout:
-            raise ValueError(f"attention_dropout is {config.attention_dropout}; the local core attention has none")
+            raise ValueError(
+                f"attention_dropout is {config.attention_dropout}, but the local core attention has none; set it to 0"
+            )
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
         self.cp_group = pg_collection.cp if pg_collection is not None else None
@@ -143,7 +145,7 @@ class TorchCoreAttention(MegatronModule):
             or packed_seq_params
             or attention_bias is not None
         ):
-            raise ValueError(f"the local core attention has causal masks only, not {mask_type}")
+            raise ValueError(f"the local core attention has only causal masks, not {mask_type}")
         if self.cp_group is not None and self.cp_group.size() > 1:
             return self._attend_to_whole_sequence(query, key, value)
         return self._attend(query, key, value, is_causal=mask_type == AttnMaskType.causal)

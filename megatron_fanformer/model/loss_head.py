@@ -1,12 +1,12 @@
 """The loss head: logits, cross entropy and the gradient of both, for some tokens at a time.
 
 GPTModel's own head keeps the logits of all tokens of a micro batch from forward to backward, in float32. Here a chunk
-of tokens is carried through: its logits are made, turned into their own gradient where they stand, and multiplied into
+of tokens is carried through: its logits are made, turned into their own gradient in place, and multiplied into
 the gradients of the hidden states and of the weight, in forward already. So there is no fourth matrix product, and
 never more than a chunk's logits.
 
-A gradient that is taken in forward must know how tokens will be weighted: by the loss mask. What backward then hands
-back is held against it, so that losses weighted in another way raise instead of training something else.
+A gradient that is taken in forward must know how tokens will be weighted: by the loss mask. What backward then
+receives is checked against it, so that losses weighted in another way raise instead of training something else.
 
 Shapes: s sequence, b micro batch, h hidden size, n = s b tokens, c tokens of a chunk, v this tensor parallel rank's
 rows of the vocabulary.
@@ -34,12 +34,12 @@ class LossHead(ColumnParallelLinear):
 
     @classmethod
     def take_over(cls, output_layer: ColumnParallelLinear, chunk_tokens: int) -> None:
-        """Make a plain output layer, whose class GPTModel does not let choose, one of these.
+        """Turn a plain output layer, whose class GPTModel fixes, into one of these.
 
         Args:
             chunk_tokens: how many tokens' logits there are at a time.
         """
-        if type(output_layer) is ColumnParallelLinear:  # another one, of FP8, keeps to itself
+        if type(output_layer) is ColumnParallelLinear:  # another one, of FP8, stays as it is
             output_layer.__class__ = cls
             output_layer.chunk_tokens = chunk_tokens
 
@@ -52,12 +52,12 @@ class LossHead(ColumnParallelLinear):
         labels_sb: Tensor | None = None,
         loss_mask_sb: Tensor | None = None,
     ) -> Any:
-        """Logits [s, b, v] and no bias, as its base class has them; with labels their losses [s, b], in float32.
+        """Logits [s, b, v] and no bias, as its base class returns them; with labels their losses [s, b], in float32.
 
         Args:
-            input_: hidden states [s, b, h], of sequence parallelism a rank's part of s.
-            weight: [v, h], where it is the embedding's.
-            loss_mask_sb: what losses will be multiplied with before they are summed; None: ones. The gradient is that
+            input_: hidden states [s, b, h]; under sequence parallelism this rank's part of s.
+            weight: [v, h], if it is the embedding's.
+            loss_mask_sb: what losses will be multiplied by before they are summed; None: ones. The gradient is that
                 of this sum. Backward raises a RuntimeError where the losses were weighted in another proportion, and,
                 where the weight has a `main_grad` and so has its gradient already, in another scale.
         """
@@ -103,13 +103,13 @@ class _LossHeadFunction(torch.autograd.Function):
         (mask_sb,) = ctx.saved_tensors
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("the loss head's gradient is given once; run forward again")
+            raise RuntimeError("the loss head's gradient was taken already; run forward again")
         scale = None if gradients.is_in_main_grad else _scale_of(grad_sb, mask_sb)
         if scale is None:
             _require(
                 (grad_sb == mask_sb).all(),
                 "the losses were not summed with the loss mask that the model was given, and the gradient of that sum "
-                "is in main_grad already; hand the model the weights as loss_mask, or set "
+                "is in main_grad already; pass the weights to the model as loss_mask, or set "
                 "kernels.chunked_loss_head to false",
             )
         return *gradients.scaled(scale), None, None, None, None
@@ -121,14 +121,14 @@ def _require(condition: Tensor, message: str) -> None:
 
 
 def _scale_of(grad_sb: Tensor, mask_sb: Tensor) -> Tensor:
-    """The one number that upstream gradients are the loss mask times."""
+    """The factor between the loss mask and upstream gradients."""
     grad, mask = grad_sb.double(), mask_sb.double()
     scale = (grad * mask).sum() / (mask * mask).sum().clamp_min(torch.finfo(torch.float32).tiny)
     difference = (grad - scale * mask).abs().max()
     _require(
         difference <= SAME_WEIGHTS * (scale * mask).abs().max(),
-        "the losses were weighted in another proportion than the loss mask that the model was given says, of which the "
-        "gradient is; hand the model the weights as loss_mask, or set kernels.chunked_loss_head to false",
+        "the losses were weighted in another proportion than the loss mask that the model was given, and the gradient "
+        "is of that; pass the weights to the model as loss_mask, or set kernels.chunked_loss_head to false",
     )
     return scale.float()
 
@@ -146,7 +146,7 @@ def _whole_sequence(x_sbh: Tensor, head: LossHead) -> Tensor:
 
 
 class _Gradients:
-    """Of the masked sum of losses by the hidden states and by the weight, chunk by chunk."""
+    """Gradients of the masked sum of losses by the hidden states and by the weight, chunk by chunk."""
 
     def __init__(self, x_sbh: Tensor, weight_vh: Any, head: LossHead) -> None:
         self.weight, self.head = weight_vh, head
@@ -163,7 +163,7 @@ class _Gradients:
         self._reduction: Any = None
 
     def add(self, dlogits_cv: Tensor, x_ch: Tensor, factor_c: Tensor) -> None:
-        """The next chunk's, the gradient of whose logits is `dlogits_cv` times `factor_c`."""
+        """Add the next chunk's; the gradient of its logits is `dlogits_cv` times `factor_c`."""
         begin, self._done_tokens = self._done_tokens, self._done_tokens + len(x_ch)
         torch.mm(dlogits_cv, self.weight, out=self.x_nh[begin : self._done_tokens]).mul_(factor_c.unsqueeze(-1))
         if self._done_tokens == len(self.x_nh):
@@ -172,7 +172,7 @@ class _Gradients:
             _add_product(self.sum_vh, dlogits_cv, (x_ch * factor_c.unsqueeze(-1)).to(x_ch.dtype))
 
     def _reduce(self) -> None:
-        """Sum over the ranks' parts of the vocabulary; of sequence parallelism keep the own part of the sequence."""
+        """Sum over the ranks' parts of the vocabulary; under sequence parallelism keep this rank's part."""
         group = self.head.tp_group
         if group.size() == 1:
             return
@@ -183,7 +183,7 @@ class _Gradients:
         self._reduction = dist.reduce_scatter_tensor(self.x_nh, whole, group=group, async_op=True)
 
     def scaled(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What backward gives for the hidden states and the weight, times `scale`."""
+        """What backward returns for the hidden states and the weight, times `scale`."""
         if self._reduction is not None:
             self._reduction.wait()
         x_sbh = self.x_nh.view(self.shape)
@@ -195,10 +195,10 @@ class _Gradients:
 
 
 def _stand_in(weight_vh: Any) -> Tensor | None:
-    """What to give where the gradient is in `main_grad` already, so that the weight is told ready to be reduced.
+    """What to return where the gradient is in `main_grad` already, so that the weight is marked as ready for reduction.
 
-    By Megatron's own protocol of fused accumulation it is a tensor of whatever content, not read because of a mark. A
-    weight that is also this stage's embedding has a gradient from there, which must be read: it gets none from here.
+    By Megatron's own protocol of fused accumulation it is a tensor of any content, which a flag keeps from being read.
+    A weight that is also this stage's embedding has a gradient from there, which must be read: it gets none from here.
     """
     if getattr(weight_vh, "zero_out_wgrad", False):
         return None
@@ -207,7 +207,7 @@ def _stand_in(weight_vh: Any) -> Tensor | None:
 
 
 def _add_product(sum_vh: Tensor, dlogits_cv: Tensor, x_ch: Tensor) -> None:
-    """Add the product of the first, transposed, and the second, with sums in the accumulator's type where it can be."""
+    """Add the product of the first, transposed, and the second, with sums in the accumulator's type where possible."""
     if sum_vh.dtype == x_ch.dtype:
         sum_vh.addmm_(dlogits_cv.t(), x_ch)
     elif sum_vh.device.type != "cpu":

@@ -95,7 +95,7 @@ class ReplicatedTELinear(TELinear):
         )
 
 
-# Enabled or not, calibrating or not, recipe: the same places under the Engine's older name for it.
+# Enabled or not, calibrating or not, recipe: the same positions under the Engine's older name for it.
 _autocast = getattr(engine, "autocast", None) or engine.fp8_autocast
 
 
@@ -104,7 +104,7 @@ class _OutsideFP8:
 
     def forward(self, x_sbh: torch.Tensor) -> Any:
         """As the layer's own."""
-        forward = super().forward  # type: ignore[misc]  # the layer stands behind this class
+        forward = super().forward  # type: ignore[misc]  # the layer comes after this class
         if not FP8GlobalStateManager.is_fp8_enabled():
             return forward(x_sbh)
         with _autocast(False, False, FP8GlobalStateManager.get_fp8_recipe()):
@@ -122,12 +122,12 @@ class BF16ReplicatedTELinear(_OutsideFP8, ReplicatedTELinear):
 def fuse_gradient_accumulation(chunk: torch.nn.Module) -> None:
     """Let the Engine's layers add their weight gradients to the main gradients inside the product, by cuBLAS.
 
-    megatron-core's flag for the same would ask its own output layer for apex's kernel, and fail where that is not.
+    megatron-core's flag for the same would ask its own output layer for apex's kernel, and fail where that is missing.
     The weights must be in megatron-core's data parallel wrapper when backward runs: it makes the main gradients.
     """
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
-            setattr(module, "fuse_wgrad_accumulation", True)  # noqa: B010  # no field of every module
+            setattr(module, "fuse_wgrad_accumulation", True)  # noqa: B010  # not a field of every module
 
 
 def forget_fp8_state() -> None:

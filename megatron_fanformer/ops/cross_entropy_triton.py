@@ -1,11 +1,11 @@
-"""Turns logits to exponentials as one Triton kernel, a program a row: memory is read once, and written once.
+"""Turns logits into exponentials in one Triton kernel, one program per row: memory is read once, and written once.
 
-The first pass over a row keeps the greatest logit so far and the sum of exponentials below it, the second writes; a
-row (100 KB of bfloat16 at a vocabulary of 50304) is then still in the GPU's shared cache.
+The first pass over a row keeps the largest logit so far and the sum of exponentials relative to it, the second writes;
+a row (100 KB of bfloat16 at a vocabulary of 50304) is then still in the GPU's L2 cache.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# (Triton reads annotations of its functions as types of its own.)
+# (Triton reads its functions' annotations as types of its own.)
 
 import torch
 import triton
@@ -18,7 +18,7 @@ WARPS = 8
 
 
 def exponentials(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
-    """The greatest of each row, and the sum of exponentials of what is below it, to which the logits are turned.
+    """The largest logit of each row, and the sum of exponentials relative to it, which replace the logits.
 
     Args:
         logits_cv: contiguous; float32, bfloat16 or float16.

@@ -2,9 +2,9 @@
 
 A compiler would fuse these; a CPU run does without one, and there each operation of PyTorch is a pass over memory of
 its own, and automatic differentiation makes more of them. Outputs are rounded as PyTorch's own operations round them,
-bit for bit in float32; only the gradients take other sums.
+bit for bit in float32; only the gradients are summed differently.
 
-Shapes: h hidden size, f inside of the MLP, s sequence, b micro batch, n heads, d head size.
+Shapes: h hidden size, f inner size of the MLP, s sequence, b micro batch, n heads, d head size.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = gate_and_up.chunk(2, dim=-1)
         grad_both = torch.empty_like(gate_and_up)
         grad_gate, grad_up = grad_both.chunk(2, dim=-1)
-        torch.mul(grad, up, out=grad_up)  # on its way to the gate's
+        torch.mul(grad, up, out=grad_up)  # an intermediate of the gate's
         torch.ops.aten.silu_backward(grad_up, gate, grad_input=grad_gate)
         torch.ops.aten.silu(gate, out=grad_up)
         grad_up.mul_(grad)
@@ -62,7 +62,7 @@ class _RMSNorm(torch.autograd.Function):
         products = (grad.to(high) * x).view(-1, size)
         scales = scale.view(-1)
         grad_weight = scales @ products
-        # What the mean square's gradient takes back, along x itself.
+        # What the mean square's gradient subtracts, along x itself.
         along_x = (products @ weight.to(high)).mul_(scales.pow(3)).div_(-size)
         grad_x = (grad * weight).to(high).mul_(scale).addcmul_(x.to(high), along_x.view_as(scale))
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
@@ -92,12 +92,12 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair turned by its angle; the other way round with -sin, which is the gradient of that."""
+    """Each pair rotated by its angle; in the other direction with -sin, which is the gradient of that."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
     torch.mul(first, cos, out=out_first)
     torch.mul(second, cos, out=out_second)
-    # addcmul_ would round once less: the outputs are to be megatron-core's bit for bit
+    # addcmul_ would round once less: the outputs must be megatron-core's bit for bit
     out_first.sub_(second * sin)
     out_second.add_(first * sin)
     return out

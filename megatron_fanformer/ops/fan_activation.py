@@ -1,7 +1,7 @@
 """The FAN activation of one rank: [p | g] -> [cos p, sin p, g] and back, as one kernel or in PyTorch.
 
-Tensors that Triton can reach get its kernel (`fan_activation_triton`), all others the PyTorch implementation below,
-which is what the kernel is held against: in bfloat16 the two differ by a unit in the last place, in few elements.
+Tensors that Triton can reach use its kernel (`fan_activation_triton`), all others the PyTorch implementation below,
+which the kernel is tested against: in bfloat16 the two differ by a unit in the last place, in few elements.
 
 Shapes: t tensor parallel ranks, n tokens, r = P + G rows of one output's map on one rank, w = t (2P + G) the output's
 width, v = t G.

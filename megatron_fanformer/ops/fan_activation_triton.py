@@ -1,7 +1,7 @@
 """The FAN activation as one Triton kernel each way: every element is read once, and written once.
 
 A program handles a tile of tokens by columns, of the periodic or of the linear rows that one tensor parallel rank made.
-Memory is the limit, so a tile is what keeps four 16-byte loads in flight a thread, and over the programs the columns
+Memory is the limit, so a tile is what keeps four 16-byte loads in flight per thread, and over the programs the columns
 run fastest: those that run at the same time touch whole rows. cos and sin come from one reduction of the phase, taken
 in float32 whatever the tensors hold.
 
@@ -10,7 +10,7 @@ width, v = t G.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# (Triton reads annotations of its functions as types of its own.)
+# (Triton reads its functions' annotations as types of its own.)
 
 import triton
 import triton.language as tl
@@ -19,12 +19,12 @@ from torch import Tensor
 TILE_COLUMNS = 128
 """At most: the paper's sizes have P and G in multiples of it, and a tile's rows are whole cache lines."""
 TILE_BYTES = 8192
-"""Four 16-byte loads a thread."""
+"""Four 16-byte loads per thread."""
 WARPS = 4
 LARGEST_ROW_STRIDE = 2**20
 """Elements: a tile's offsets are 32-bit numbers, and a tile has at most 2^11 rows."""
 
-# cos and sin, within 3 units in the last place of float32: the greatest error of 8 million phases was 2.5.
+# cos and sin, within 3 units in the last place of float32: the largest error over 8 million phases was 2.5.
 LARGEST_REDUCED = tl.constexpr(12_000.0)
 """Phases up to here are less than 2^13 quarter turns from 0: their products with 11 bits are exact in float32."""
 QUARTERS = tl.constexpr(0.6366197723675814)  # of a turn, in a radian: 2/π
@@ -42,10 +42,10 @@ NORMAL_DENSITY_AT_0 = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2π)
 
 
 def activate(pre_tnr: Tensor, x_f_nw: Tensor, periodic: int, gelu: bool) -> Tensor | None:
-    """Write [cos p, sin p, g] of one output; what comes back is g [n, v] where backward needs it (`gelu`).
+    """Write [cos p, sin p, g] of one output; returns g [n, v] where backward needs it (`gelu`).
 
     Args:
-        pre_tnr: p | g of every rank, `periodic` columns of it p; float32, bfloat16 or float16.
+        pre_tnr: p | g of every rank, of which `periodic` columns are p; float32, bfloat16 or float16.
         x_f_nw: the output, contiguous.
     """
     ranks, tokens, rows = pre_tnr.shape
@@ -58,13 +58,13 @@ def activate(pre_tnr: Tensor, x_f_nw: Tensor, periodic: int, gelu: bool) -> Tens
 
 
 def differentiate(x_f_nw: Tensor, grad_nw: Tensor, g_nv: Tensor | None, grad_pre_tnr: Tensor, periodic: int) -> None:
-    """Write the gradient of p | g of every rank, from an output's gradient and the output (and g, where gelu is).
+    """Write the gradient of p | g of every rank, from an output's gradient and the output (and g, with gelu).
 
     Args:
         x_f_nw: what `activate` wrote, contiguous.
         grad_nw: its gradient, with any strides.
         g_nv: what `activate` returned.
-        grad_pre_tnr: the gradient to be written, `periodic` columns of it of p, with consecutive columns.
+        grad_pre_tnr: the gradient to be written, of which `periodic` columns are p's, with consecutive columns.
     """
     ranks, tokens, rows = grad_pre_tnr.shape
     grad_nw = _with_rows(grad_nw)
@@ -94,7 +94,7 @@ def _tiling(pre_tnr: Tensor, periodic: int) -> tuple[tuple[int], dict[str, int]]
 
 @triton.jit
 def _cos_sin(phase):
-    """Of float32 phases up to LARGEST_REDUCED; NaN stays NaN."""
+    """cos and sin of float32 phases up to LARGEST_REDUCED; NaN stays NaN."""
     shifted = phase * QUARTERS + ROUNDER
     turns = shifted - ROUNDER
     r = ((phase - turns * QUARTER_A) - turns * QUARTER_B - turns * QUARTER_C) - turns * QUARTER_D
@@ -142,8 +142,8 @@ def _fan_activate(
             tl.store(cos_at + rows * WIDTH, cos.to(kind), mask=mask)
             tl.store(cos_at + rows * WIDTH + RANKS * P, sin.to(kind), mask=mask)
         else:
-            # Right for every phase, and slow. A token at a time, or its code would take the registers of all tiles; a
-            # model that trains never comes here.
+            # Right for every phase, but slow. A token at a time, or its code would take the registers of all tiles; a
+            # model in training never gets here.
             for row in range(TILE_TOKENS):
                 there = (columns < P) & (row < tokens - first)
                 large = tl.load(pre + row * PRE_STRIDE + columns, mask=there, other=0.0).to(tl.float32)

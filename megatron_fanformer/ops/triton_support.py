@@ -1,4 +1,4 @@
-"""Which tensors this project's Triton kernels can take."""
+"""Which tensors this project's Triton kernels accept."""
 
 import functools
 import warnings
@@ -16,13 +16,13 @@ def triton_reaches(tensor: Tensor) -> bool:
 
 @functools.cache
 def has_triton(what: str) -> bool:
-    """Whether Triton is installed; where it is not, a warning says once that `what` does without."""
+    """Whether Triton is installed; if not, a warning says once that `what` does without it."""
     try:
         import triton  # noqa: F401
     except ModuleNotFoundError:
         warnings.warn(
-            f"{what} in PyTorch, at a fraction of a kernel's speed: triton, which CUDA builds of torch bring, is not "
-            "installed; install it",
+            f"{what} in PyTorch, at a fraction of a kernel's speed, since triton, which CUDA builds of torch include, "
+            "is not installed; install it",
             stacklevel=2,
         )
         return False

@@ -10,7 +10,7 @@ from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.parity.config import ParityConfig, read_layouts
 
-WIDTH_OF_A_FILE = 160  # columns where no terminal says
+WIDTH_OF_A_FILE = 160  # columns where there is no terminal
 
 
 def parity(
@@ -31,10 +31,10 @@ def parity(
         DivergenceError: a layout does not compute the same model.
     """
     if report is not None and not report.parent.is_dir():
-        raise InputError(f"--report {report}: {report.parent} is no folder; make it, or name another")
+        raise InputError(f"--report {report}: {report.parent} is not a folder; create it, or name another")
     config = ParityConfig(file=file, overrides=tuple(overrides), **options)
     run, named = read_layouts(config)
-    from megatron_fanformer.runtime import megatron_cpu  # torch, after what is wrong was told
+    from megatron_fanformer.runtime import megatron_cpu  # imports torch, so after errors are reported
 
     megatron_cpu.install()
     from rich.console import Console

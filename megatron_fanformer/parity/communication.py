@@ -1,6 +1,6 @@
 """The bytes that a step's collectives move in each layout, counted and by formula: a Transformer and both FAN forms.
 
-The counted step is the second: megatron-core 0.19 communicates once more in a run's first.
+The counted step is the second: megatron-core 0.19 has one more collective in a run's first.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ Variant = tuple[FANformerConfig, ParallelConfig]
 
 @dataclass(frozen=True, kw_only=True)
 class FullSize:
-    """The configuration as it is, whose step is told by the formula alone."""
+    """The configuration at its own size, for whose step there is only the formula."""
 
     model: FANformerConfig
     micro_batch_size: int
     global_batch_size: int
     on_cpu: bool = False
-    """Whether the formula is for ranks on CPUs; a device that is left open is taken for a GPU."""
+    """Whether the formula is for ranks on CPUs; a device that is left open counts as a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,13 @@ class LayoutCommunication:
     models: tuple[str, ...]
     """Those that the layout is legal for."""
     rows: tuple[ComparedRow, ...]
-    """Counted and by formula, at the small size, of all ranks together; a cell a model."""
+    """Counted and by formula, at the small size, of all ranks together; one cell per model."""
     sent_bytes: dict[str, dict[str, float]]
     """By the formula at full size: what a rank of the busiest stage sends in a step, by model and group."""
 
     @property
     def agrees(self) -> bool:
-        """Whether the formula is the count, exactly."""
+        """Whether the formula equals the count exactly."""
         return all(cell.agrees for row in self.rows for cell in row.cells)
 
 
@@ -60,7 +60,7 @@ def compare_communication(
     name: str,
     layout: ParallelConfig,
 ) -> LayoutCommunication:
-    """Count a step of each model in a layout, and set it beside the formula."""
+    """Count a step of each model in a layout, and compare it with the formula."""
     variants = _variants(trial.model, full.model, layout)
     compared, sent = {}, {}
     for model, (small, own_layout) in variants.items():
@@ -104,7 +104,7 @@ def _variants(small: FANformerConfig, full: FANformerConfig, layout: ParallelCon
 
 
 def _fan(full: FANformerConfig, small: FANformerConfig) -> FANConfig:
-    """The full model's own FAN, unless the variant has none or the model has not."""
+    """The full model's own FAN, unless the variant or the model has none."""
     return full.fan if small.has_fan and full.has_fan else small.fan
 
 

@@ -1,4 +1,4 @@
-"""How far a layout's run lies from the single process's, and whether the order of sums explains it."""
+"""How far a layout's run is from the single process's, and whether the order of sums explains it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from megatron_fanformer.parity.trial import Trace
 
 FACTOR = 8.0
 """A difference may be this many times what reordered runs showed. Measured in float32: layouts without a bug stay below
-twice the noise, planted bugs are first found at 157 times it or more."""
+twice the noise, planted bugs first show at 157 times it or more."""
 FLOAT32_EPSILON = float(np.finfo(np.float32).eps)
 SMALLEST_SCALE = 1e-6  # of the largest tensor's: below it a tensor's own size is rounding itself
 
@@ -33,7 +33,7 @@ class Baseline:
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """How far one run lies from the baseline, relative to it."""
+    """How far one run is from the baseline, relative to it."""
 
     losses: list[float]
     """Of each step."""
@@ -96,7 +96,7 @@ def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON) -> Baseline:
 
 
 def differences(baseline: Baseline, traces: list[Trace]) -> Differences:
-    """How far a run on these ranks lies from the baseline; where ranks hold the same part, the furthest counts."""
+    """How far a run on these ranks is from the baseline; where ranks hold the same part, the furthest counts."""
     losses = [max(_relative(trace.losses[step], loss) for trace in traces) for step, loss in enumerate(baseline.losses)]
     tensors = {
         kind: _errors(baseline.tensors[kind], baseline.scales[kind], [getattr(trace, kind) for trace in traces])

@@ -1,4 +1,4 @@
-"""What `megatron-fanformer parity` is asked to compare, read and checked before torch is there."""
+"""What `megatron-fanformer parity` is asked to compare, read and checked before torch is imported."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class ParityConfig:
     communication: bool = False
     """Whether to count what a step's collectives move, too."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """What to run on, whatever the configuration says: a cluster's is compared on a laptop as well."""
+    """What to run on, whatever the configuration says: a cluster's can be compared on a laptop too."""
     transformer_impl: TransformerImpl = "auto"
     """The layers, likewise."""
 
@@ -34,13 +34,13 @@ def read_layouts(config: ParityConfig) -> tuple[RunConfig, dict[str, Layout]]:
     """The configuration, and the layouts by their names, each checked on the configuration at its full size.
 
     Raises:
-        InputError: the configuration or a layout is wrong; all that is, one line each.
+        InputError: the configuration or a layout is wrong; every problem, one line each.
     """
     run = load_config(config.file, config.overrides)
     run = dataclasses.replace(
         run,
         kernels=dataclasses.replace(run.kernels, transformer_impl=config.transformer_impl),
-        # Layouts are held to bounds, not to the bit: what makes a GPU's libraries repeat themselves is not asked for.
+        # Layouts are checked against bounds, not bit for bit: a GPU's libraries need not be deterministic.
         runtime=dataclasses.replace(run.runtime, device=config.device, deterministic_mode=False),
     )
     found = []

@@ -34,7 +34,7 @@ MOVED_KERNELS = {old: new for old, new in MOVED_FIELDS.items() if new.startswith
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over ranks, and what its layers are computed by there."""
+    """How a model is spread over ranks, and what computes its layers there."""
 
     parallel: ParallelConfig
     kernels: KernelsConfig
@@ -45,7 +45,7 @@ class Layout:
         return self.parallel.model_parallel_size * (self.parallel.data_parallel_size or 1)
 
     def problems(self) -> list[str]:
-        """Rules that it breaks whatever the model, one line each."""
+        """Rules that it breaks for any model, one line each."""
         return [*self.parallel.problems(), *self.kernels.problems(), *graph_problems(self.parallel, self.kernels)]
 
 
@@ -56,7 +56,7 @@ def single_process(transformer_impl: TransformerImpl = "auto") -> Layout:
 
 
 def parse_layout(text: str, transformer_impl: TransformerImpl = "auto") -> Layout:
-    """The layout that `text` says; what it does not say is as in one process.
+    """The layout that `text` describes; what it does not mention is as in one process.
 
     Names are those of `parallel` and `kernels` in a configuration, those that `kernels` had before, and short ones
     (`SHORT_NAMES`, and `overlap` for both kinds).
@@ -84,7 +84,7 @@ def _values(text: str) -> dict[str, dict[str, Any]]:
     for item in filter(None, text.replace(" ", "").split(",")):
         name, has_value, value = item.partition("=")
         if not has_value:
-            raise InputError(f"layout {text!r}: {item!r} has no value; write such as tp=2,sp=true")
+            raise InputError(f"layout {text!r}: {item!r} has no value; write it as in tp=2,sp=true")
         names = OVERLAPPED if name == OVERLAP else (SHORT_NAMES.get(name, name),)
         fields.update(dict.fromkeys(names, _value(text, value)))
     if fields.get("recompute_granularity") == "full":
@@ -101,7 +101,7 @@ def _value(text: str, value: str) -> Any:
     try:
         return yaml_value(value)
     except yaml.YAMLError:
-        raise InputError(f"layout {text!r}: {value!r} is no value; write such as tp=2,sp=true") from None
+        raise InputError(f"layout {text!r}: {value!r} is not a value; write it as in tp=2,sp=true") from None
 
 
 def own_layout(parallel: ParallelConfig, kernels: KernelsConfig) -> tuple[str, Layout]:

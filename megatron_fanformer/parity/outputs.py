@@ -1,4 +1,4 @@
-"""Notes what modules put out in a forward pass, by sample and position, whatever the layout.
+"""Records the outputs of modules in a forward pass, by sample and position, whatever the layout.
 
 Shapes: s sequence, b micro batch, w a module's width; outputs are [s, b, w], or [b, s] for the loss of each token.
 """
@@ -19,7 +19,7 @@ TOKEN_LOSS = "token loss"
 
 
 class OutputRecorder:
-    """Between its start and its end, notes every output of one step; passes of recomputation are left out."""
+    """Between its start and its end, records every output of one step; passes of recomputation are excluded."""
 
     def __init__(self, stages: list[Any], grid: RankGrid, shape: StepShape, global_batch_size: int) -> None:
         self.parts: list[TensorPart] = []

@@ -16,12 +16,12 @@ from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.seeding import generator_for
 
 Permutations = list[Tensor | None]
-"""One an axis of a tensor; None leaves it as it is."""
+"""One per axis of a tensor; None leaves it as it is."""
 
 
 @dataclass(frozen=True)
 class Reordering:
-    """One permutation of everything that can be permuted; `number` 0 is the order as it is."""
+    """One permutation of everything that can be permuted; `number` 0 is the original order."""
 
     model: FANformerConfig
     global_batch_size: int
@@ -35,7 +35,7 @@ class Reordering:
         return tensor
 
     def restored(self, name: str, tensor: Tensor) -> Tensor:
-        """A whole weight or its gradient, of this order, in the order as it is."""
+        """A whole weight or its gradient, of this order, in the original order."""
         for axis, order in enumerate(self._axes(name)):
             if order is not None:
                 tensor = tensor.index_select(axis, order.argsort())
@@ -47,7 +47,7 @@ class Reordering:
         return tokens if order is None else order.argsort()[tokens]
 
     def sample(self, position: int) -> int:
-        """Which sample stands at a position of the stream: permuted within each global batch."""
+        """Which sample is at a position of the stream: permuted within each global batch."""
         batch, place = divmod(position, self.global_batch_size)
         order = self._order("samples", self.global_batch_size)
         return position if order is None else batch * self.global_batch_size + int(order[place])
@@ -85,7 +85,7 @@ class Reordering:
             "output_layer.weight": [self.vocabulary, hidden],
             "fan.linear.weight": [self._fan_rows(), hidden],
             "fan.linear.bias": [self._fan_rows()],
-            # Rows of the values' own map are channels of heads, and stand where those want them.
+            # Rows of the values' own map are channels of heads, and stay where those need them.
             "fan.v_linear.weight": [None, hidden],
             "fan.v_linear.bias": [None],
             "linear_qkv.weight": [self._qkv_rows(), self.x_f if self.model.has_fan else hidden],
@@ -112,7 +112,7 @@ class Reordering:
 
     @staticmethod
     def _blocks(order: Tensor | None, rows: int) -> Tensor | None:
-        """The order of `rows` rows of which each query group has as many."""
+        """The order of `rows` rows, of which each query group has an equal number."""
         return None if order is None else torch.arange(rows).view(len(order), -1)[order].flatten()
 
     def _gate_and_up(self) -> Tensor | None:

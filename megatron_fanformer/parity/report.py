@@ -20,7 +20,7 @@ COLUMNS = ("first loss", "outputs", "gradients", "losses", "weights")
 
 
 def print_report(result: ParityResult, console: Console) -> None:
-    """The table: a layout a row, and what reordered sums alone showed."""
+    """The table: one row per layout, and what reordered sums alone showed."""
     small = result.small
     console.print(
         f"The configuration made small: {'; '.join(small.changes) or 'it is small already'}. Global batch "
@@ -56,8 +56,9 @@ def _print_communication(counted: LayoutCommunication, result: ParityResult, con
     sent = {model: sum(groups.values()) for model, groups in counted.sent_bytes.items()}
     shown = ", ".join(f"{model} {size / 2**20:,.1f} MiB" for model, size in sent.items())
     console.print(
-        f"The formula {'is the count, exactly' if counted.agrees else 'is NOT the count'}. At the configuration's own "
-        f"size, in {result.dtype}, a rank of the busiest stage sends in a step, by the formula: {shown}.",
+        f"The formula {'equals the count exactly' if counted.agrees else 'does NOT equal the count'}. At the "
+        f"configuration's own size, in {result.dtype}, a rank of the busiest stage sends in a step, "
+        f"by the formula: {shown}.",
         highlight=False,
         soft_wrap=True,
     )

@@ -1,6 +1,6 @@
-"""A run made small enough to be trained many times over on any machine, with what decides about layouts kept.
+"""A run made small enough to be trained many times over on any machine, keeping what matters to layouts.
 
-Kept are the ratios (query heads a group, FFN to hidden size, p_ratio), which layouts divide what, the padding of the
+Kept are the ratios (query heads per group, FFN to hidden size, p_ratio), which layouts divide what, the padding of the
 vocabulary, tied or untied embeddings, the optimizer, and everything else that is not a size.
 """
 
@@ -29,7 +29,7 @@ class SmallRun:
     global_batch_size: int
     micro_batch_size: int
     changes: tuple[str, ...]
-    """`name before -> after`, one a changed field."""
+    """`name before -> after`, one per changed field."""
 
 
 def shrink(model: FANformerConfig, micro_batch_size: int, layouts: list[ParallelConfig]) -> SmallRun:
@@ -81,7 +81,7 @@ def _sequence(seq_length: int, layouts: list[ParallelConfig]) -> int:
 
 
 def _rounds(layout: ParallelConfig) -> int:
-    """Micro batches that a replica's schedule takes at a time."""
+    """The unit of micro batches that a replica's schedule takes."""
     return layout.pipeline_model_parallel_size if layout.virtual_stages > 1 else 1
 
 

@@ -25,7 +25,7 @@ class TensorPart(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Of the whole tensor."""
     where: tuple[Any, ...]
     """Of the part: slices of every axis, or lists of samples and positions (the first two axes)."""
     values: np.ndarray
@@ -58,7 +58,7 @@ def _gradient_of(sharded: Any) -> Any:
 
 
 def _parts(states: list[dict[str, Any]], order: Reordering) -> Iterator[TensorPart]:
-    """A reordered run has one rank, whose parts are put together to whole tensors, in the order as it is."""
+    """A reordered run has one rank, whose parts are put together into whole tensors, in the original order."""
     by_name: dict[str, list[TensorPart]] = {}
     for state in states:
         for shard in local_shards(state):
@@ -78,7 +78,7 @@ def _restored(parts: list[TensorPart], order: Reordering) -> TensorPart:
 
 
 def restored_output(part: TensorPart, order: Reordering) -> TensorPart:
-    """An output of a reordered run under the samples and coordinates of the order as it is."""
+    """An output of a reordered run under the samples and coordinates of the original order."""
     if not order.number:
         return part
     samples, positions = part.where

@@ -1,4 +1,4 @@
-"""What one rank does in a layout: train some steps from the common weights, and note what it saw."""
+"""What one rank does in a layout: train some steps from the common weights, and record what it saw."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,7 +86,7 @@ class Preparation(NamedTuple):
     """The same in megatron-core's data parallelism."""
     optimizer: Any
     batches: Any
-    """Of this replica, without end."""
+    """Of this replica, endless."""
     shape: StepShape
     initial: list[TensorPart]
     """The weights at the start."""

@@ -1,1 +1,1 @@
-"""What a configuration costs, by formula: FLOPs (memory and communication come with their own files)."""
+"""What a configuration costs, by formula: FLOPs, memory traffic and communication."""

@@ -1,9 +1,9 @@
-"""The bytes that the collectives of one training step move, by formula, and set beside a count of them.
+"""The bytes that the collectives of one training step move, by formula, and compared with a count of them.
 
-Each term is written from the shapes, for layers of the local spec; a test holds them to what `runtime.collectives`
-counts, which they equal exactly, with megatron-core 0.16.1 and 0.19.2. They are of a step in the course of training:
-0.19 has one all-reduce of 4 bytes more in a run's first, where it asks, once, whether any rank has weights whose
-gradient norm is to be taken apart.
+Each term is derived from the shapes, for layers of the local spec; a test checks them against what
+`runtime.collectives` counts, which they equal exactly, with megatron-core 0.16.1 and 0.19.2. They are of a step in the
+course of training: 0.19 has one more all-reduce of 4 bytes in a run's first, where it asks, once, whether any rank has
+weights whose gradient norm is to be computed separately.
 
 As in the count, the bytes of a collective are those of its whole tensor: what is reduced, the output of an all-gather,
 the input of a reduce-scatter or an all-to-all, what is broadcast or sent.
@@ -25,7 +25,7 @@ TOKEN_COUNT_BYTES = 4  # one int32
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationLine:
-    """What one rank's collectives of one purpose come to in a step."""
+    """What one rank's collectives of one purpose add up to in a step."""
 
     group: str
     """tp, cp, pp, dp_cp (replicas and context parallel ranks), mp (tp and pp), embd (first and last stage),
@@ -34,7 +34,7 @@ class CommunicationLine:
     """all-reduce, all-gather, reduce-scatter, all-to-all, broadcast or send."""
     purpose: str
     ranks: int
-    """Of the group."""
+    """Ranks of the group."""
     calls: int
     message_bytes: int
     """Of all calls."""
@@ -44,7 +44,7 @@ def communication(step: StepTraffic) -> list[CommunicationLine]:
     """What one rank communicates in one training step, by purpose; a group of one rank moves nothing.
 
     Raises:
-        ValueError: the layers do not divide over the stages.
+        ValueError: the layers do not divide evenly over the stages.
     """
     sizes = step.group_sizes()
     lines: dict[tuple[str, str, str], CommunicationLine] = {}
@@ -73,14 +73,14 @@ def _terms(step: StepTraffic) -> Iterator[Term]:
 
 
 def _pipeline_terms(step: StepTraffic) -> Iterator[Term]:
-    """Every chunk's output goes on to the next chunk, the last one's excepted; every input gradient goes back."""
+    """Every chunk's output goes to the next chunk, except the last one's; every input gradient goes back."""
     if step.stages == 1:
         return
     parallel, micro_batches = step.parallel, step.num_micro_batches
     message_bytes = step.hidden_bytes // (step.tensor_ranks if parallel.sequence_parallel else 1)
     sends = parallel.virtual_stages * micro_batches
     # The interleaved schedule does not batch its exchanges; with two stages megatron-core then has the second one send
-    # over the group of all ranks, so that both directions go on at once.
+    # over the group of all ranks, so that both directions run at once.
     is_apart = parallel.virtual_stages > 1 and step.stages == 2 and step.stage == 1
     group = "world" if is_apart else "pp"
     forward = Term(group, "send", "pipeline activations", message_bytes)
@@ -95,7 +95,7 @@ def _replica_terms(step: StepTraffic, chunk: Chunk, own: list[Weight]) -> Iterat
     (When they are gathered, after the update or in the next forward, makes no difference to the bytes.)
     """
     parallel = step.parallel
-    # Without overlap there is nothing to cut a buffer up for; later stages and chunks have time enough.
+    # Without overlap there is no reason to split a buffer; later stages and chunks have time enough.
     is_limited = bool(parallel.overlap_grad_reduce) and step.stage == 0 and chunk.number == 0
     buckets = bucket_elements(own, parallel, step.data_parallel_size, is_limited=is_limited)
     calls = len(buckets) if chunk.number == 0 else 1  # the buckets of a later chunk go together
@@ -149,7 +149,7 @@ class Counted(Protocol):
 
 
 class Total(NamedTuple):
-    """Of one kind of collective over one group."""
+    """The total of one kind of collective over one group."""
 
     calls: int
     message_bytes: int
@@ -157,7 +157,7 @@ class Total(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedCell:
-    """One model's, of one kind of collective over one group; nothing moved is a total of zeros."""
+    """One model's totals of one kind of collective over one group; if nothing moved, they are zeros."""
 
     counted: Total
     formula: Total
@@ -170,7 +170,7 @@ class ComparedCell:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRow:
-    """One kind of collective over one group, with a cell a model."""
+    """One kind of collective over one group, with one cell per model."""
 
     group: str
     kind: str
@@ -178,7 +178,7 @@ class ComparedRow:
 
 
 def totals(lines: Iterable[Counted]) -> dict[tuple[str, str], Total]:
-    """By group and kind."""
+    """The totals by group and kind."""
     sums: dict[tuple[str, str], Total] = {}
     for line in lines:
         calls, message_bytes = sums.get((line.group, line.kind), Total(0, 0))
@@ -187,7 +187,7 @@ def totals(lines: Iterable[Counted]) -> dict[tuple[str, str], Total]:
 
 
 def side_by_side(models: Mapping[str, tuple[Iterable[Counted], Iterable[Counted]]]) -> list[ComparedRow]:
-    """A row a group and kind, with a cell a model in the order given.
+    """One row per group and kind, with one cell per model in the order given.
 
     Args:
         models: name -> (counted lines, formula lines), of one rank or of several together.

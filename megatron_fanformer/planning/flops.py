@@ -1,7 +1,7 @@
-"""Model FLOPs of a training token, by formula.
+"""Model FLOPs per training token, by formula.
 
-Counted are the multiplications and additions (2 a weight) of every matrix product, and of causal attention the half
-that is not masked; backward costs twice the forward. Element-wise work (norms, cos and sin, SwiGLU) is left out.
+The multiplications and additions (2 per weight) of every matrix product are counted, and the half of causal attention
+that is not masked; backward costs twice the forward. Element-wise work (norms, cos and sin, SwiGLU) is not counted.
 """
 
 from megatron_fanformer.model.config import FANformerConfig

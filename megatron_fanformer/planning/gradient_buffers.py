@@ -15,8 +15,8 @@ from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.layout import ParallelConfig
 
 WEIGHT_START = 64  # elements; with the distributed optimizer a weight starts at a multiple of it
-BUCKET_END = 128  # elements; and a bucket ends at one of this and of the replicas
-LEAST_BUCKET = 40_000_000  # elements; where the layout names no size of a bucket
+BUCKET_END = 128  # elements; and a bucket ends at a multiple of this and of the replicas
+LEAST_BUCKET = 40_000_000  # elements; if the layout names no bucket size
 BUCKET_PER_REPLICA = 1_000_000  # elements; the same, at many replicas
 
 
@@ -24,7 +24,7 @@ class Weight(NamedTuple):
     """One parameter of one rank."""
 
     name: str
-    """As Megatron's module names it; a layer's without its number."""
+    """As Megatron's module names it; a layer's without the layer number."""
     elements: int
     is_of_own_tokens: bool = False
     """Whether its gradient is of this rank's part of the sequence, to be summed over the tensor parallel ranks."""
@@ -46,7 +46,7 @@ def chunks(model: FANformerConfig, parallel: ParallelConfig, stage: int) -> list
     """The chunks of a pipeline stage.
 
     Raises:
-        ValueError: the layers do not divide over the stages.
+        ValueError: the layers do not divide evenly over the stages.
     """
     layers = parallel.layers_per_stage(model.num_layers)
     if layers is None or layers[stage] % parallel.virtual_stages:
@@ -113,7 +113,7 @@ def bucket_elements(
     """Elements of each bucket of a chunk's gradient buffer, padding included, in the order of backward.
 
     Without the distributed optimizer nothing is padded. With it each bucket divides over the replicas (context parallel
-    ranks among them), and a shared embedding has a bucket of its own, so that both copies are sharded alike.
+    ranks included), and a shared embedding has a bucket of its own, so that both copies are sharded alike.
 
     Args:
         is_limited: whether buckets are limited in size, or all of the chunk is one.

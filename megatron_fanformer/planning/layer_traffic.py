@@ -1,7 +1,7 @@
 """What one micro batch makes a chunk of layers communicate, in forward, in backward and in what backward recomputes.
 
 Column parallel maps read an input that all tensor parallel ranks need, row parallel maps make one that is a sum over
-them; sequence parallelism shards both along the sequence. Everything else stands with its reason below.
+them; sequence parallelism shards both along the sequence. Everything else is explained below.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ ROW_OUTPUT = "row-parallel output"
 
 
 def chunk_terms(step: StepTraffic, chunk: Chunk) -> Iterator[Term]:
-    """Of one micro batch through one chunk, both ways."""
+    """The terms of one micro batch through one chunk, both ways."""
     if chunk.has_embedding:
         # Each rank looks up the tokens of its part of the vocabulary, and the parts are summed.
         yield from (*_sum(step, "embedding"), *_sum_gradient(step, "embedding"))
@@ -28,7 +28,7 @@ def chunk_terms(step: StepTraffic, chunk: Chunk) -> Iterator[Term]:
 
 def _head(step: StepTraffic) -> Iterator[Term]:
     yield from _gather(step, "the head")
-    # Of each token: its greatest logit, its label's and the sum of exponentials, each of a shard of the vocabulary.
+    # Of each token: its largest logit, its label's and the sum of exponentials, each of a shard of the vocabulary.
     statistics = Term("tp", "all-reduce", "vocabulary cross entropy", step.tokens * LOGIT_STATISTIC_BYTES).times(3)
     if step.kernels.chunked_loss_head:
         # The last two are summed together, of a chunk of tokens at a time. The gradient is taken while the whole input
@@ -80,7 +80,7 @@ def _recomputed(step: StepTraffic) -> Iterator[Term]:
 
 
 def _recomputed_layers(step: StepTraffic, layers: int) -> int:
-    """All of a chunk, or by method `block` the first few."""
+    """All of a chunk, or with method `block` the first few."""
     return min(layers, step.parallel.recompute_num_layers or 0) if step.parallel.recompute_method == "block" else layers
 
 
@@ -96,16 +96,16 @@ def _before_heads(step: StepTraffic) -> Iterator[tuple[str, str, str, int]]:
         # p | g of all ranks, k wide, in place of X_F; QKV, whose input is then whole, neither gathers nor sums.
         yield "all-gather", "reduce-scatter", "FAN pre-activation", step.activation_bytes * model.fan_rows
     elif model.fan.placement == "qk_and_v":
-        # A rank made all values of its part of the sequence, [c / T, b, v], and wants its own heads' of the whole.
+        # A rank made all values of its part of the sequence, [c / T, b, v], and needs its own heads' of the whole.
         values_bytes = step.activation_bytes // step.tensor_ranks * model.value_size
         yield "all-to-all", "all-to-all", "values, from tokens to heads", values_bytes
     if model.query_groups < step.tensor_ranks:
-        # Megatron gathers all that QKV made, and each rank takes its own heads out of it.
+        # Megatron gathers the whole output of QKV, and each rank takes its own heads out of it.
         yield "all-gather", "reduce-scatter", "QKV of shared groups", step.activation_bytes * model.qkv_rows
 
 
 def _keys_and_values_bytes(step: StepTraffic) -> int:
-    """Of the whole sequence's, of one rank's heads: [s, b, heads, 2 d], which context parallel ranks gather."""
+    """Bytes of the whole sequence's, of one rank's heads: [s, b, heads, 2 d], which context parallel ranks gather."""
     model = step.model
     heads = max(1, model.query_groups // step.tensor_ranks)
     return step.micro_batch_size * model.seq_length * heads * 2 * model.kv_channels * step.element_bytes

@@ -1,10 +1,10 @@
 """FLOPs and bytes of a training step by part: the least that each part can cost on a machine.
 
 A part's bytes are those of its operands and results, each moved once between memory and the chip: no implementation
-moves less, unless it joins two parts in one kernel. FLOPs are those of `flops` (matrix products, causal attention's
-unmasked half); what a flash attention computes again in its backward is left out.
+moves less, unless it fuses two parts in one kernel. FLOPs are those of `flops` (matrix products, causal attention's
+unmasked half); what flash attention recomputes in its backward is not counted.
 
-Letters: m tokens of a micro batch, h hidden size, f inside of the MLP, k rows of the FAN map, V padded vocabulary.
+Letters: m tokens of a micro batch, h hidden size, f inner size of the MLP, k rows of the FAN map, V padded vocabulary.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ GRADIENT_BYTES = 4  # weight gradients are added up in float32
 # Of each weight: gradient, float32 weight and two moments read; the latter three written, and the gradient's buffer
 # zeroed for the next step.
 OPTIMIZER_READ, OPTIMIZER_WRITTEN = 4 + 3 * 4, 3 * 4 + 4
-LOGIT_PASSES = 4  # written by the product, read for the softmax, written as gradient, read by both products behind
+LOGIT_PASSES = 4  # written by the product, read for the softmax, written as gradient, read by both products after it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one kind of work comes to in a step of one micro batch, forward and backward."""
+    """What one kind of work adds up to in a step of one micro batch, forward and backward."""
 
     name: str
     flops: int

@@ -1,7 +1,7 @@
-"""What the communication of a training step is a function of, and the terms that it is made of.
+"""What the communication of a training step depends on, and the terms that it is made of.
 
-Shapes, here and in `layer_traffic`: s tokens a sample, b samples a micro batch, T, C and P tensor, context and pipeline
-parallel ranks, D replicas, h hidden size, k rows of the FAN map ((1 - p_ratio) h), v width of all values;
+Shapes, here and in `layer_traffic`: s tokens per sample, b samples per micro batch, T, C and P tensor, context and
+pipeline parallel ranks, D replicas, h hidden size, k rows of the FAN map ((1 - p_ratio) h), v width of all values;
 c = s / C tokens of a sample on one context parallel rank.
 """
 
@@ -24,7 +24,7 @@ class Term(NamedTuple):
     calls: int = 1
 
     def times(self, number: int) -> "Term":
-        """The same, so many times over."""
+        """The same, that many times over."""
         return self._replace(message_bytes=self.message_bytes * number, calls=self.calls * number)
 
     def again(self) -> "Term":
@@ -40,20 +40,20 @@ class StepTraffic:
     parallel: ParallelConfig
     data_parallel_size: int
     micro_batch_size: int
-    """Samples a micro batch."""
+    """Samples per micro batch."""
     num_micro_batches: int
-    """Of one replica, a step."""
+    """Of one replica, per step."""
     element_bytes: int
     """Of activations and weights: 4 in fp32, 2 in bf16."""
     stage: int = 0
     """Pipeline stage of the rank; all ranks of a stage communicate alike."""
     kernels: KernelsConfig = DEFAULT_KERNELS
     on_cpu: bool = False
-    """Whether the rank runs on a CPU, which takes other chunks of the loss head."""
+    """Whether the rank runs on a CPU, where the loss head has other chunks."""
 
     @property
     def activation_bytes(self) -> int:
-        """Of [c, b, 1]: one number a token, of a micro batch on one context parallel rank."""
+        """Of [c, b, 1]: one number per token, of a micro batch on one context parallel rank."""
         return self.tokens * self.element_bytes
 
     @property

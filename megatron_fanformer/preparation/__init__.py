@@ -1,1 +1,1 @@
-"""From documents, in Dolma's format or their like, to token files: the command `prepare`."""
+"""Turns documents, in Dolma's format or similar, into token files: the command `prepare`."""

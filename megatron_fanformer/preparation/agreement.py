@@ -1,10 +1,10 @@
-"""Where a fast tokenizer gives the very ids of the exact one, found out by asking both.
+"""Where a fast tokenizer gives exactly the ids of the exact one, determined by running both.
 
-Two libraries that implement one tokenizer differ where their tables of Unicode differ in age: in the characters
-that later versions added, and in how those combine. So each character is put to both, in surroundings that
-tell its class, its composition and its combining class apart; those that make a difference are not trusted,
-and a document that holds one goes to the exact tokenizer. What is left, whole texts that are known to be hard
-among it, is then put to both once more.
+Two libraries that implement one tokenizer differ where their Unicode tables differ in age: in the characters
+that later versions added, and in how those combine. So each character is given to both, in contexts that
+reveal its class, its composition and its combining class; characters that make a difference are not trusted,
+and a document that contains one goes to the exact tokenizer. Both are then run once more on what remains,
+including whole texts that are known to be hard.
 """
 
 import random
@@ -14,14 +14,14 @@ import numpy as np
 
 CODE_POINTS = 0x110000
 SURROGATES = range(0xD800, 0xE000)
-# The planes' parts that texts are made of: all else is rare, and goes to the exact tokenizer unasked.
+# The parts of the planes that texts are made of: everything else is rare, and always goes to the exact tokenizer.
 PROBED = (range(0, 0x10000), range(0x1D400, 0x1D800), range(0x1F000, 0x1FC00))
 BLOCK = 256
-# Between letters and digits: its class. Between U+0345 and U+0334, whose combining classes are the highest and
-# the lowest: a character with a class between them changes places with one.
+# Between letters and digits: reveals its class. Between U+0345 and U+0334, whose combining classes are the highest
+# and the lowest: a character with a class between them is reordered with one.
 SURROUNDINGS = ("a{}b 1{}2 ", "a\u0345{}\u0334")
 
-# The ids of each text. gigatoken has a cost a call, so many texts go into one.
+# The ids of each text. gigatoken has a cost per call, so many texts go into one.
 EncodeAll = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 
 
@@ -41,7 +41,7 @@ def trusted_characters(fast: EncodeAll, exact: EncodeAll) -> np.ndarray:
 
 
 def _differing(codes: list[int], fast: EncodeAll, exact: EncodeAll) -> list[int]:
-    """Those of some codes that make a difference; all of them where they only do so together."""
+    """The codes that make a difference; all of them if they do so only together."""
     half = len(codes) // 2
     if not half:
         return codes
@@ -56,7 +56,7 @@ def _differing(codes: list[int], fast: EncodeAll, exact: EncodeAll) -> list[int]
 
 
 def _alike(groups: list[list[int]], fast: EncodeAll, exact: EncodeAll) -> list[bool]:
-    """For each group of codes, whether no text made of them makes a difference."""
+    """For each group of codes, whether the two agree on every text made of it."""
     texts = [text for codes in groups for text in _texts_of(codes)]
     same = _same(texts, fast, exact)
     each = 1 + len(SURROUNDINGS)
@@ -73,7 +73,7 @@ def _same(texts: Sequence[str], fast: EncodeAll, exact: EncodeAll) -> list[bool]
 
 
 def doubtful_pieces(fast: EncodeAll, exact: EncodeAll, pieces: Sequence[str]) -> list[str]:
-    """The special pieces that make a difference where a text has them written out."""
+    """The special pieces on which the two differ where a text contains them literally."""
     texts = [text for piece in pieces for text in _with_piece(piece)]
     wrong = {text for text, same in zip(texts, _same(texts, fast, exact), strict=True) if not same}
     return [piece for piece in pieces if not wrong.isdisjoint(_with_piece(piece))]
@@ -84,9 +84,9 @@ def _with_piece(piece: str) -> list[str]:
 
 
 def first_difference(fast: EncodeAll, exact: EncodeAll, pieces: Sequence[str] = ()) -> str | None:
-    """A text of which the two give different ids; None where the whole set of hard texts makes none.
+    """A text to which the two give different ids; None if they agree on all hard texts.
 
-    `pieces` are the tokenizer's special ones.
+    `pieces` are the tokenizer's special pieces.
     """
     texts = list(hard_texts(pieces))
     return next((text for text, same in zip(texts, _same(texts, fast, exact), strict=True) if not same), None)

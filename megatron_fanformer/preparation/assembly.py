@@ -1,7 +1,7 @@
-"""Puts the shards, in the order of the inputs, into the output: one prefix, or parts of a given size.
+"""Appends the shards, in the order of the inputs, to the output: one prefix, or parts of a given size.
 
-A part ends after the first document with which its tokens reach the size, wherever in a shard that is; so the
-parts depend on the documents alone. Each is published with a manifest of its own as soon as it is full.
+A part ends after the first document with which its tokens reach the size, wherever in a shard that is, so the
+parts depend on the documents alone. Each is published with its own manifest as soon as it is full.
 """
 
 import os
@@ -33,7 +33,7 @@ def part_prefix(prefix: str, part: int) -> str:
 
 
 def remove_parts(prefix: str) -> None:
-    """Remove every part that is published, its manifest first; cut short, what is left is still the first parts."""
+    """Remove every published part, last part first, manifest first; if interrupted, what is left is the first parts."""
     parts: list[TokenFiles] = []
     while isinstance(manifest := read_any_manifest(part_prefix(prefix, len(parts))), PartManifest):
         parts.append(manifest.output)
@@ -44,7 +44,7 @@ def remove_parts(prefix: str) -> None:
 
 
 class Assembler:
-    """The output of one preparation, from wherever it stood."""
+    """The output of one preparation, continued from wherever it was."""
 
     def __init__(self, prefix: str, settings: Settings, tokenizer: TokenizerRecord, work: WorkFolder) -> None:
         self._prefix = prefix
@@ -60,7 +60,7 @@ class Assembler:
         self.published: list[TokenFiles] = []
 
     def resume(self, threads: int) -> None:
-        """Take up the parts that are published already, after holding them against their hashes."""
+        """Continue after the parts that are already published, and check them against their hashes."""
         while (manifest := self._published_part(len(self.published))) is not None:
             self.published.append(manifest.output)
             self.next_input = self._part_begins_in = manifest.end_input
@@ -72,8 +72,8 @@ class Assembler:
             for record, found in zip(files, hashes, strict=True):
                 if found != record.sha256:
                     raise InputError(
-                        f"{folder / record.path} is not what this preparation published: remove"
-                        f" {self._prefix}-*, {self._work.path} and prepare again"
+                        f"{folder / record.path} is not what this preparation published; remove"
+                        f" {self._prefix}-* and {self._work.path}, and prepare again"
                     )
 
     def _published_part(self, part: int) -> PartManifest | None:
@@ -102,7 +102,7 @@ class Assembler:
         return self.published
 
     def _append_rows(self, tokens: IO[bytes], rows: Any, shard: str, document: int) -> None:
-        """Append documents of one shard, `document` being the first one's number in it."""
+        """Append documents of one shard; `document` is the number of the first one in it."""
         while rows.num_rows:
             if self._writer is None:
                 self._writer = self._open_writer()
@@ -111,14 +111,14 @@ class Assembler:
             size = self._bytes_of(piece)
             data = tokens.read(size)
             if len(data) != size:
-                raise FanformerError(f"{tokens.name} is cut off: another program wrote to it; start again")
+                raise FanformerError(f"{tokens.name} is truncated, another program wrote to it; start again")
             self._writer.add(data, piece, shard)
             document += number
             if fills:
                 self._publish(self.next_input, document)
 
     def _fitting(self, rows: Any, writer: TokenWriter) -> tuple[int, bool]:
-        """How many of the documents go into the present part, and whether they fill it."""
+        """How many of the documents go into the current part, and whether they fill it."""
         if self._settings.part_bytes is None:
             return rows.num_rows, False
         ends = np.cumsum(rows.column("length").to_numpy(), dtype=np.int64) * self._itemsize
@@ -139,7 +139,7 @@ class Assembler:
         return self._prefix if self._settings.part_bytes is None else part_prefix(self._prefix, len(self.published))
 
     def _publish(self, end_input: int, end_document: int) -> None:
-        """Close the present part, which ends before a document of an input, and let go of what is all in it."""
+        """Close the current part, which ends before a document of an input, and remove the data of finished shards."""
         assert self._writer is not None
         output = self._writer.finish()
         self._writer.publish(output, Path(self._prefix).parent)
@@ -158,6 +158,6 @@ class Assembler:
             self._work.publish(encode_manifest(manifest), manifest_path(self._next_prefix))
             for number in range(self._part_begins_in, end_input):
                 self._work.shard(number).remove_data()
-        # One part has no manifest but the whole's, yet to come: cut short here, it is put together again.
+        # A single part has only the final manifest, not yet written: if interrupted here, it is assembled again.
         self.published.append(output)
         self._part_begins_in = end_input

@@ -1,7 +1,7 @@
-"""Document files, read once from start to end in blocks: lines of JSON, plain or compressed, and Parquet.
+"""Document files, read once from start to end in blocks: JSON lines, plain or compressed, and Parquet.
 
-A block can be parsed by itself, by another thread. Memory is bounded by the block's size, or by the longest
-line that is let in, whatever the file holds and however well it is compressed.
+A block can be parsed on its own, by another thread. Memory is bounded by the block size, or by the longest
+line that is accepted, whatever the file contains and however well it is compressed.
 """
 
 import hashlib
@@ -46,12 +46,12 @@ class Parsed:
     lines: int
     documents: list[Document] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    """The line in the block of each document, from 0."""
+    """Each document's line in the block, from 0."""
     refusals: list[tuple[int, str]] = field(default_factory=list)
     """Line in the block, from 0, and reason."""
 
     def note(self, number: int, outcome: Document | Refusal) -> None:
-        """Enter what one line holds."""
+        """Record the outcome of one line."""
         if isinstance(outcome, Refusal):
             self.refusals.append((number, outcome.reason))
         else:
@@ -60,7 +60,7 @@ class Parsed:
 
 
 class Block(Protocol):
-    """Some lines, one after the other, of a file."""
+    """Some consecutive lines of a file."""
 
     def parse(self, parser: DocumentParser) -> Parsed:
         """Parse its lines."""
@@ -73,7 +73,7 @@ class LineBlock:
     data: bytes
 
     def parse(self, parser: DocumentParser) -> Parsed:
-        """Parse each line; a line end at the end begins no further line."""
+        """Parse each line; a newline at the end does not start another line."""
         lines = self.data.split(b"\n")
         if not lines[-1]:
             lines.pop()
@@ -94,12 +94,12 @@ class OverlongLine:
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows of a Parquet file: the columns of text, id and source, those that there are."""
+    """Rows of a Parquet file: those of the text, id and source columns that exist."""
 
     columns: dict[str, Any]  # pyarrow arrays, by field
 
     def parse(self, parser: DocumentParser) -> Parsed:
-        """Take each row for a document."""
+        """Parse each row as a document."""
         texts = _values(self.columns[parser.text_field])
         nothing = [None] * len(texts)
         ids, sources = (_values(self.columns[name]) if name in self.columns else nothing for name in ("id", "source"))
@@ -110,7 +110,7 @@ class RowBlock:
 
 
 def _values(column: Any) -> list[Any]:
-    """The values of a column; b"" for bytes that are no text where the file says text."""
+    """The values of a column; b"" for bytes that are not valid UTF-8 in a text column."""
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:
@@ -147,7 +147,7 @@ class DocumentFile:
 
         Every member of a concatenated gzip file and every frame of a zstd file is read. Raises CorruptError
         for a compressed or Parquet file that is truncated or damaged, InputError for one that cannot be opened
-        or has no column of text.
+        or has no text column.
         """
         if self.path.name.endswith(PARQUET_SUFFIX):
             return self._row_blocks()
@@ -179,7 +179,7 @@ class DocumentFile:
                 yield LineBlock(rest)
 
     def _row_blocks(self) -> Iterator[Block]:
-        # Imported here: it costs a fifth of a second and 50 MB, which lines of JSON need not pay.
+        # Imported here: it costs a fifth of a second and 50 MB, which JSON lines do not need.
         import pyarrow
         from pyarrow import parquet
 
@@ -192,7 +192,7 @@ class DocumentFile:
             self._hash_all(raw)
 
     def _hash_all(self, raw: IO[bytes]) -> None:
-        """Parquet is not read in order: hash it in a pass of its own."""
+        """Parquet is not read in order: hash it in a separate pass."""
         self.bytes_read = 0
         raw.seek(0)
         while data := raw.read(BLOCK_BYTES):
@@ -205,13 +205,13 @@ class DocumentFile:
             raise InputError(f"{self.path} cannot be read: {error.strerror}") from error
 
     def count(self, data: memoryview) -> None:
-        """Take note of `data`, read from the disk."""
+        """Count and hash `data`, read from the disk."""
         self.bytes_read += len(data)
         self._digest.update(data)
 
 
 class _Counted(io.RawIOBase):
-    """The file under a decompressor; tells the DocumentFile of every byte that passes."""
+    """The file under a decompressor; reports every byte that passes to the DocumentFile."""
 
     def __init__(self, raw: io.FileIO, owner: DocumentFile) -> None:
         self._raw = raw
@@ -239,14 +239,14 @@ def _decompressed(path: Path, raw: io.RawIOBase) -> Iterator[Any]:
             case _:
                 yield raw
     except EOFError as error:
-        raise CorruptError(f"{path} is truncated: its {kind} stream has no end; fetch it again") from error
+        raise CorruptError(f"{path} is truncated, its {kind} stream has no end; fetch it again") from error
     except zstd.ZstdError as error:
         if "memory" in str(error):
-            reason = "its zstd window is above 128 MB: compress it again without --long or --ultra"
-            raise InputError(f"{path} cannot be read: {reason}") from error
-        raise CorruptError(f"{path} is damaged ({error}): no whole {kind} file; fetch it again") from error
+            reason = "its zstd window is above 128 MB; compress it again without --long or --ultra"
+            raise InputError(f"{path} cannot be read, {reason}") from error
+        raise CorruptError(f"{path} is damaged ({error}), not a complete {kind} file; fetch it again") from error
     except (igzip.BadGzipFile, IsalError) as error:  # type: ignore[misc]  # IsalError's stub
-        raise CorruptError(f"{path} is damaged ({error}): no whole {kind} file; fetch it again") from error
+        raise CorruptError(f"{path} is damaged ({error}), not a complete {kind} file; fetch it again") from error
 
 
 @contextmanager
@@ -255,26 +255,26 @@ def _naming_parquet(path: Path, kind: type[Exception]) -> Iterator[None]:
         yield
     except (kind, OSError) as error:
         reason = " ".join(str(error).split())
-        raise CorruptError(f"{path} is damaged ({reason}): no whole Parquet file; fetch it again") from error
+        raise CorruptError(f"{path} is damaged ({reason}), not a complete Parquet file; fetch it again") from error
 
 
 def _columns(path: Path, schema: Any, text_field: str) -> list[str]:
-    """The columns to read. Raises InputError where there is no column of text by that name."""
+    """The columns to read. Raises InputError if there is no text column of that name."""
     import pyarrow
 
     names: Sequence[str] = schema.names
     if text_field not in names:
-        raise InputError(f"{path} has no column {text_field!r} but {', '.join(names)}: name one as text_field")
+        raise InputError(f"{path} has no column {text_field!r}, only {', '.join(names)}; name one as text_field")
     kind = schema.field(text_field).type
     if pyarrow.types.is_dictionary(kind):
         kind = kind.value_type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        raise InputError(f"column {text_field!r} of {path} holds {kind}, no text: name another as text_field")
+        raise InputError(f"column {text_field!r} of {path} holds {kind}, not text; name another as text_field")
     return [name for name in dict.fromkeys((text_field, "id", "source")) if name in names]
 
 
 def _rows_a_block(metadata: Any, names: Sequence[str]) -> int:
-    """So many rows as make a block, where they are the longest: memory must not depend on their number."""
+    """As many rows as fit in a block where they are longest: memory must not depend on their number."""
     longest = 1.0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         columns = [group.column(number) for number in range(group.num_columns)]

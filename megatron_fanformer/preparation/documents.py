@@ -1,6 +1,6 @@
 """Documents in Dolma's format: JSON objects with a text, an id and a source.
 
-A line (of a Parquet file, a row) is either a document or refused with a reason; none is dropped without a word.
+A line (in a Parquet file, a row) is either a document or refused with a reason; none is dropped silently.
 """
 
 import json
@@ -26,12 +26,12 @@ SHORTER = "shorter than min_length"
 LONGER = "longer than max_length"
 OTHER_SOURCE = "source left out"
 
-# A first look at a line builds what is asked for alone; a second one all that it holds, up to 25 times its bytes.
+# The first parse of a line builds only what is needed; a second one everything in it, up to 25 times its bytes.
 LOOK_AGAIN_BYTES = 8 << 20
-# Python reads no longer integers (sys.int_info.default_max_str_digits).
+# The most digits of an integer that Python parses (sys.int_info.default_max_str_digits).
 MAX_DIGITS = 4300
 
-# What an id or a source is to a first look, which is not to build what may be large: others get the second.
+# What an id or a source may be in the first parse, which must not build anything large: others get the second.
 Scalar = str | int | float | bool | None
 
 
@@ -52,7 +52,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentRules:
-    """Where a document's text stands, and which documents are let in."""
+    """Which field holds a document's text, and which documents are kept."""
 
     text_field: str = "text"
     min_length: int = 0
@@ -60,16 +60,16 @@ class DocumentRules:
     max_length: int | None = None
     """In characters; None: no limit."""
     sources: frozenset[str] | None = None
-    """The values of the `source` field that are let in; None: all, and documents without one."""
+    """The values of the `source` field that are kept; None: all, including documents without one."""
 
     @property
     def choose(self) -> bool:
-        """Whether any whole document can be left out."""
+        """Whether any valid document can be left out."""
         return bool(self.min_length or self.max_length is not None or self.sources is not None)
 
 
 class DocumentParser:
-    """Takes text, id and source out of one line; builds nothing else of the JSON object.
+    """Extracts text, id and source from one line; builds nothing else of the JSON object.
 
     Raises InputError for a `text_field` that holds a quote, a backslash or a control character.
     """
@@ -79,12 +79,12 @@ class DocumentParser:
         self._choose = rules.choose
         fields: list[Any] = [("text", str), ("id", Scalar, None), ("source", Scalar, None)]
         names = {"text": rules.text_field}
-        if rules.text_field in ("id", "source"):  # then that is the text, and there is none of its kind
+        if rules.text_field in ("id", "source"):  # then that is the text, and there is no id or no source
             names[rules.text_field] = f"{rules.text_field}\x20"
         try:
             line = msgspec.defstruct("Line", fields, rename=names)
         except ValueError as error:
-            raise InputError(f"text_field {rules.text_field!r} cannot be a field's name: {error}") from error
+            raise InputError(f"text_field {rules.text_field!r} cannot be a field name: {error}") from error
         self._decode: Callable[[bytes], Any] = msgspec.json.Decoder(line).decode
 
     @property
@@ -101,7 +101,7 @@ class DocumentParser:
         return self.judge(fields.text, fields.id, fields.source)
 
     def judge(self, text: str, id: Any, source: Any) -> Document | Refusal:
-        """The document of these values, or why it is not let in."""
+        """The document of these values, or why it is refused."""
         if not text:
             return Refusal(EMPTY_TEXT)
         document = Document(text, _as_text(id), _as_text(source))
@@ -118,7 +118,7 @@ class DocumentParser:
         return None
 
     def _look_again(self, line: bytes) -> Document | Refusal:
-        """Name the reason; the standard library also takes what Python's own writer emits (NaN, Infinity)."""
+        """Name the reason; the standard library also accepts what Python's own writer emits (NaN, Infinity)."""
         if not line.strip():
             return Refusal(EMPTY_LINE)
         if len(line) > LOOK_AGAIN_BYTES:
@@ -145,12 +145,12 @@ class DocumentParser:
 
 
 def _integer(digits: str) -> int | float:
-    """A number that Python refuses to read, for its thousands of digits, is no fault of the text beside it."""
+    """An integer; as a float where it has too many digits for Python to parse: the text beside it is still good."""
     return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
 def _as_text(value: Any) -> str | None:
-    """An id or a source as text: what is no text as JSON, an unpaired surrogate replaced."""
+    """An id or a source as text: other types as JSON, an unpaired surrogate replaced."""
     if value is None or value == b"":
         return None
     if type(value) is str and value.isascii():

@@ -1,6 +1,6 @@
 """From blocks of documents to token buffers, and the threads that share one file's blocks.
 
-Worker processes start afresh and import this module, so nothing here may import torch or megatron-core: that
+Worker processes are spawned and import this module, so nothing here may import torch or megatron-core: that
 would cost each of them seconds.
 """
 
@@ -17,26 +17,26 @@ from megatron_fanformer.preparation.document_files import Block
 from megatron_fanformer.preparation.documents import Document, DocumentParser, DocumentRules
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
 
-# Of every so many blocks the first document is put to the exact tokenizer as well, or as much of it.
+# In one of every so many blocks, the first document, or so much of it, is also encoded by the exact tokenizer.
 CHECKED_BLOCKS = 8
 CHECKED_CHARACTERS = 4_000
 
 
 class TokenizersDisagree(Exception):
-    """The fast tokenizer was seen to give other ids than the exact one; the message says where."""
+    """The fast tokenizer gave other ids than the exact one; the message says where."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedBlock:
-    """What became of one block of lines: lines == documents + refusals."""
+    """The result of one block of lines: lines == documents + refusals."""
 
     lines: int
     tokens: np.ndarray
     """The documents' tokens one after the other, each document ended by the end-of-text id."""
     lengths: np.ndarray
-    """[documents] int32: the tokens of each, the end-of-text id counted."""
+    """[documents] int32: the tokens of each, including the end-of-text id."""
     numbers: list[int]
-    """The line in the block of each document, from 0."""
+    """Each document's line in the block, from 0."""
     ids: list[str | None]
     sources: list[str | None]
     text_bytes: int
@@ -58,7 +58,7 @@ class BlockEncoder:
     def encode(self, number: int, block: Block) -> EncodedBlock:
         """Encode the documents of `block`, the file's `number`-th, in order.
 
-        Raises TokenizersDisagree where the document that is looked at has other ids by the exact tokenizer.
+        Raises TokenizersDisagree if the exact tokenizer gives other ids to the document that is checked.
         """
         parsed = block.parse(self._parser)
         documents = parsed.documents
@@ -97,7 +97,7 @@ class BlockEncoder:
 
 
 class EncodingThreads:
-    """Encodes a file's blocks on one thread or several, each with an encoder of its own; order is kept."""
+    """Encodes a file's blocks on one thread or several, each with its own encoder; order is kept."""
 
     def __init__(self, make: Callable[[], BlockEncoder], threads: int) -> None:
         self._threads = threads
@@ -107,7 +107,7 @@ class EncodingThreads:
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
 
     def encode(self, blocks: Iterable[Block]) -> Iterator[EncodedBlock]:
-        """The encoded blocks, in order; a few are under way at a time."""
+        """The encoded blocks, in order; a few are in progress at a time."""
         if self._pool is None:
             yield from map(self._encode, count(), blocks)
             return

@@ -1,6 +1,6 @@
 """From batches of texts to token ids in one buffer: by gigatoken where it can be trusted, exactly elsewhere.
 
-Texts are UTF-8 here: gigatoken takes it as it is, and Python's own strings cost as much again to join and convert.
+Texts are UTF-8 bytes here: gigatoken takes them as they are; Python strings cost as much again to join and convert.
 """
 
 import os
@@ -28,20 +28,20 @@ Backend = Literal["auto", "gigatoken", "tokenizers", "sentencepiece"]
 BACKENDS: tuple[Backend, ...] = ("auto", "gigatoken", "tokenizers", "sentencepiece")
 GIGATOKEN = "gigatoken"
 
-# gigatoken remembers every word that it meets. Once it has taken so much memory it starts anew, but not before
-# so much text has gone through, that the loading is no matter.
+# gigatoken caches every word that it meets. Once it has taken this much memory it is loaded again, but not before
+# this much text has gone through, so that the cost of loading does not matter.
 CACHE_BYTES = 160 << 20
 CACHE_TEXT_BYTES = 16 << 20
-# Less input is done sooner than gigatoken is held against the exact library, which takes seconds.
+# Less input is encoded sooner than gigatoken is checked against the exact library, which takes seconds.
 SMALL_INPUT_BYTES = 4 << 20
 SMALL_INPUT = "the input is small"
 # Each is searched for in every text.
 MAX_DOUBTFUL_PIECES = 8
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-# Characters of a text above which it is cut, and where: no library joins a word to the space after the one before it.
+# A text of more characters is cut, at these places: no library joins a word to the space that follows it.
 PIECE_CHARACTERS = 1 << 18
 CUT = re.compile(r"(?<=[A-Za-z0-9])(?= [A-Za-z0-9])")
-# Characters beyond ASCII are looked up in slices of so many, to bound the memory.
+# Characters beyond ASCII are looked up in slices of this many, to bound the memory.
 SLICE = 1 << 16
 ASCII = 127
 
@@ -50,14 +50,14 @@ class IdEncoder(Protocol):
     """Computes the ids of texts."""
 
     def encode_batch(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of all texts one after the other (unsigned), and the number of ids of each (int64)."""
+        """The concatenated ids of all texts (unsigned), and the number of ids of each (int64)."""
 
 
 class ExactEncoder:
     """By the library that defines the tokenizer.
 
-    It takes up to 170 bytes a byte of text, so a long text goes through it in pieces, cut before single spaces between
-    words; unless cuts at all such places change the ids of a hard text, or of this one's beginning.
+    It takes up to 170 bytes per byte of text, so a long text goes through it in pieces, cut before single spaces
+    between words, unless cuts at all such places change the ids of a hard text, or of this one's beginning.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -107,7 +107,7 @@ class Gigatoken:
         return rows.content.data[offsets[0] : offsets[-1]], np.diff(offsets)
 
     def _load(self) -> None:
-        # Imported here: whoever has gigatoken's ids checked, or does without it, need not wait for it.
+        # Imported here: whoever does without gigatoken need not wait for it.
         import gigatoken
 
         data = self._path.read_bytes()
@@ -125,7 +125,7 @@ class Trust:
     characters: np.ndarray
     """[0x110000] bool."""
     doubtful_pieces: list[str]
-    """Special pieces that, written out in a text, it takes otherwise."""
+    """Special pieces that it encodes differently where a text contains them literally."""
 
 
 class RoutedEncoder:
@@ -148,7 +148,7 @@ class RoutedEncoder:
         return np.concatenate(rows), np.array([len(row) for row in rows], np.int64)
 
     def _doubtful(self, texts: Sequence[bytes]) -> set[int]:
-        """The positions of texts that hold a character or a piece that is not trusted."""
+        """The positions of texts that contain a character or a piece that is not trusted."""
         doubtful = {at for piece in self._doubtful_pieces for at, text in enumerate(texts) if piece in text}
         wide = [at for at, text in enumerate(texts) if not text.isascii()]
         if wide and not self._all_trusted(b"".join([texts[at] for at in wide])):
@@ -166,7 +166,7 @@ class RoutedEncoder:
 
 @dataclass(frozen=True)
 class EncoderChoice:
-    """How ids are to be computed; what a process needs to make its own encoder."""
+    """How ids are computed; what a process needs to make its own encoder."""
 
     tokenizer: str
     eod_id: int
@@ -182,7 +182,7 @@ class EncoderChoice:
         return RoutedEncoder(Gigatoken(exact.path), exact, self.trust)
 
     def exact(self) -> Tokenizer:
-        """The tokenizer that says what the ids are."""
+        """The tokenizer that defines the ids."""
         return load_tokenizer(self.tokenizer, eod_id=self.eod_id)
 
     def without_gigatoken(self, reason: str) -> "EncoderChoice":
@@ -193,10 +193,10 @@ class EncoderChoice:
 
 
 def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> EncoderChoice:
-    """Choose by what the ids of `tokenizer` are computed, and hold gigatoken against the exact library.
+    """Choose what computes the ids of `tokenizer`, and check gigatoken against the exact library.
 
-    `auto` takes gigatoken where it can read the tokenizer and there is enough input to be worth this. Where its
-    ids differ on texts that are known to be hard, the exact library takes its place, and the plan says why.
+    `auto` uses gigatoken if it can read the tokenizer and there is enough input to be worth the check. If its
+    ids differ on texts that are known to be hard, the exact library is used instead, and the choice says why.
 
     Raises InputError for a backend that is not this tokenizer's, or that cannot read it.
     """
@@ -204,7 +204,7 @@ def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> 
     if backend not in ("auto", GIGATOKEN):
         if backend != exact.encoding.backend:
             raise InputError(
-                f"backend {backend} does not read {tokenizer.path}: use {exact.encoding.backend}, {GIGATOKEN} or auto"
+                f"backend {backend} does not read {tokenizer.path}; use {exact.encoding.backend}, {GIGATOKEN} or auto"
             )
         return exact
     if backend == "auto" and input_bytes < SMALL_INPUT_BYTES:
@@ -213,13 +213,13 @@ def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> 
     if isinstance(trust, Trust):
         return EncoderChoice(exact.tokenizer, exact.eod_id, Encoding(backend=GIGATOKEN), trust)
     if backend == GIGATOKEN:
-        raise InputError(f"gigatoken does not serve for {tokenizer.path} ({trust}): leave the backend to auto")
+        raise InputError(f"gigatoken cannot be used for {tokenizer.path} ({trust}); set backend to auto")
     return exact.without_gigatoken(trust)
 
 
 @lru_cache(maxsize=8)
 def trust_or_reason(path: Path, eod_id: int, _modified_ns: int) -> Trust | str:
-    """What gigatoken is trusted with, or why it is not to be used; takes seconds."""
+    """What gigatoken is trusted with, or why it must not be used; takes seconds."""
     exact = load_tokenizer(path, eod_id=eod_id)
     pieces = exact.special_pieces
     try:
@@ -233,7 +233,7 @@ def trust_or_reason(path: Path, eod_id: int, _modified_ns: int) -> Trust | str:
         difference = first_difference(_rows(RoutedEncoder(fast, exact, trust)), exact.encode_batch, pieces)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # its panics are no Exceptions
+    except BaseException as error:  # its panics are not subclasses of Exception
         return f"gigatoken cannot read it: {' '.join(str(error).split())}"
     return trust if difference is None else f"gigatoken's ids differ on {difference[:40]!a}"
 
@@ -251,7 +251,7 @@ def _exact_backend(path: Path) -> str:
 
 
 def _pieces(text: str, length: int) -> Iterator[str]:
-    """The text in pieces of at least `length` characters, the last one excepted."""
+    """The text in pieces of at least `length` characters, except the last."""
     start = 0
     while found := CUT.search(text, start + length):
         yield text[start : found.start()]

@@ -17,10 +17,10 @@ NOT_SEARCHED_FOR = (".json", ".ledger.parquet")
 
 
 def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUMENT_SUFFIXES) -> list[Path]:
-    """The files that `inputs` name, sorted by path: so their order does not depend on how they were named.
+    """The files that `inputs` name, sorted by path, so that their order does not depend on how they were named.
 
-    An input is a file, a folder (searched through), a glob pattern, or `@FILE`, a list of these, one a line
-    (empty lines and those that begin with # are skipped). Plain `.json` files are taken only where named.
+    An input is a file, a folder (searched through), a glob pattern, or `@FILE`, a list of these, one per line
+    (empty lines and those that begin with # are skipped). Plain `.json` files are taken only if named.
 
     Raises:
         InputError: no input, a path that does not exist, a file of another kind, a folder or a pattern
@@ -28,11 +28,11 @@ def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUME
     """
     files = [file for name in _with_lists(inputs) for file in _expand(name, tuple(suffixes))]
     if not files:
-        raise InputError("no input: name at least one document file or a folder of them")
+        raise InputError("no input; name at least one document file or a folder of them")
     seen: set[Path] = set()
     for file in files:
         if file.resolve() in seen:
-            raise InputError(f"{file} is named twice among the inputs: its documents would count double")
+            raise InputError(f"{file} is named twice among the inputs, its documents would count double; name it once")
         seen.add(file.resolve())
     return sorted(files)
 
@@ -45,7 +45,7 @@ def _with_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
         try:
             lines = Path(name[1:]).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            reason = f"cannot be read ({error}): give a text file, a path a line"
+            reason = f"cannot be read ({error}); name a text file with one path per line"
             raise InputError(f"the list {name[1:]} {reason}") from error
         yield from (line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
 
@@ -55,14 +55,14 @@ def _expand(name: str, suffixes: tuple[str, ...]) -> list[Path]:
     if not path.exists() and glob.has_magic(name):
         found = [Path(match) for match in glob.glob(name, recursive=True) if match.endswith(suffixes)]
         if not found:
-            raise InputError(f"{name} matches no document file: it must match {_kinds(suffixes)} files")
+            raise InputError(f"{name} matches no document file; it must match {_kinds(suffixes)} files")
         return found
     if path.is_dir():
         return _search(path, suffixes)
     if not path.exists():
-        raise InputError(f"{path} does not exist: give an existing document file or folder")
+        raise InputError(f"{path} does not exist; name an existing document file or folder")
     if not path.name.endswith(suffixes):
-        raise InputError(f"{path} is no document file: its name must end in one of {_kinds(suffixes)}")
+        raise InputError(f"{path} is not a document file; its name must end in one of {_kinds(suffixes)}")
     return [path]
 
 
@@ -70,7 +70,7 @@ def _search(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
     names = (path for path in folder.rglob("*") if path.name.endswith(suffixes) and path.is_file())
     files = [path for path in names if not path.name.endswith(NOT_SEARCHED_FOR)]
     if not files:
-        raise InputError(f"{folder} holds no document file: a folder must hold {_kinds(suffixes)} files")
+        raise InputError(f"{folder} holds no document file; a folder must hold {_kinds(suffixes)} files")
     return files
 
 

@@ -1,4 +1,4 @@
-"""The work of a preparation: shards encoded by worker processes, put together in the order of the inputs."""
+"""The work of a preparation: shards encoded by worker processes, assembled in the order of the inputs."""
 
 import platform
 from collections import Counter
@@ -33,13 +33,13 @@ FAILURES_NAMED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareProgress:
-    """How far a preparation has come."""
+    """The progress of a preparation."""
 
     documents: int
     text_bytes: int
     """UTF-8 bytes of the documents' text that this run has encoded."""
     input_bytes: int
-    """Bytes of the input files that have been worked off, as they are on disk (compressed)."""
+    """Bytes of the input files that have been processed, as they are on disk (compressed)."""
     input_bytes_total: int
 
 
@@ -60,7 +60,7 @@ class Job:
 
     @property
     def assignment(self) -> Assignment:
-        """What the work folder is held against."""
+        """What the work folder is compared with."""
         return Assignment(
             inputs=[str(file.absolute()) for file in self.files],
             settings=self.settings,
@@ -78,7 +78,7 @@ def run(job: Job, progress: ProgressListener | None) -> Manifest:
             work.write_assignment(job.assignment)
         elif difference := job.assignment.difference(begun):
             raise InputError(
-                f"{work.path} holds an unfinished preparation of {job.output} with {difference}:"
+                f"{work.path} holds an unfinished preparation of {job.output} with {difference};"
                 " finish that one, remove the folder, or choose another output prefix"
             )
         elif begun.encoding.backend != job.encoder.encoding.backend and begun.encoding.reason is not None:
@@ -86,7 +86,7 @@ def run(job: Job, progress: ProgressListener | None) -> Manifest:
         try:
             return _run_in(job, work, progress)
         except TokenizersDisagree as disagreement:
-            # Whatever gigatoken has made is doubtful now: all of it is made again.
+            # Whatever gigatoken has encoded is doubtful now: all of it is encoded again.
             reason = f"gigatoken's ids differ in {disagreement}"
             job = replace(job, encoder=job.encoder.without_gigatoken(reason))
             remove_parts(job.output)
@@ -99,13 +99,13 @@ def _refuse_standing_files(job: Job) -> None:
     standing = next(iter(standing_files(job.output)), None)
     if standing is not None:
         raise InputError(
-            f"{standing} exists, and is no complete preparation with its manifest: choose another output prefix,"
+            f"{standing} exists, and there is no manifest of a complete preparation; choose another output prefix,"
             f" or remove the files of {job.output}"
         )
 
 
 def standing_files(prefix: str) -> list[Path]:
-    """The files that stand under the output names of a prefix, parts included."""
+    """The existing files under the output names of a prefix, including parts."""
     suffixes = (*TOKEN_SUFFIXES.values(), ".idx", LEDGER_SUFFIX, ".blend", ".manifest.json")
     whole = [path for suffix in suffixes if (path := Path(prefix + suffix)).exists()]
     first = part_prefix(prefix, 0)
@@ -117,7 +117,7 @@ def _run_in(job: Job, work: WorkFolder, progress: ProgressListener | None) -> Ma
 
 
 class _Run:
-    """One run over what a work folder leaves to be done."""
+    """One run over what remains to be done in a work folder."""
 
     def __init__(self, job: Job, work: WorkFolder, progress: ProgressListener | None) -> None:
         self._job = job
@@ -141,7 +141,7 @@ class _Run:
         return self._publish()
 
     def _find_done(self) -> None:
-        """Take the shards that are whole and of unchanged inputs."""
+        """Take the shards that are complete and whose inputs are unchanged."""
         for number, file in enumerate(self._job.files):
             shard = self._work.shard(number)
             record = shard.read_record()
@@ -150,7 +150,7 @@ class _Run:
             if not is_unchanged(record.input):
                 if number < self._assembler.next_input:
                     raise InputError(
-                        f"{file} has changed since its documents were written to {self._job.output}: remove"
+                        f"{file} has changed since its documents were written to {self._job.output}; remove"
                         f" {self._job.output}-* and {self._work.path}, and prepare again"
                     )
                 continue
@@ -160,7 +160,7 @@ class _Run:
 
     def _take(self, number: int, record: ShardRecord) -> None:
         if self._job.strict and record.refused:
-            raise Refused(f"{record.refused_examples[0]}: mend the line, or prepare without strict to leave it out")
+            raise Refused(f"{record.refused_examples[0]}; fix the line, or prepare without strict to leave it out")
         self._records[number] = record
 
     def _hear(self, event: WorkDone | Done | Failed) -> None:
@@ -217,10 +217,10 @@ class _Run:
     def _all_failures(self) -> FanformerError:
         """One error for all files that failed, of the first one's kind."""
         first = self._failures[0]
-        kept = f"; what is done stays in {self._work.path}, and the same command goes on from there"
+        kept = f"; what is done stays in {self._work.path}, and the same command continues from there"
         more = "".join(f"; {error}" for error in self._failures[1:FAILURES_NAMED])
         left = len(self._failures) - FAILURES_NAMED
-        message = f"{first}{more}" + (f"; and {left} files more" if left > 0 else "")
+        message = f"{first}{more}" + (f"; and {left} more files" if left > 0 else "")
         error = type(first)(message + (kept if self._records else ""))
         error.rank_traceback = getattr(first, "rank_traceback", "")  # type: ignore[attr-defined]
         return error

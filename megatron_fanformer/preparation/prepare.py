@@ -1,6 +1,6 @@
-"""From documents, in Dolma's format or their like, to token files.
+"""Turns documents, in Dolma's format or similar, into token files.
 
-Here: what is asked, whether it can be done, and whether it is done already. The work itself is `pipeline`'s.
+This module decides what is to be done, whether it can be done, and whether it is already done; `pipeline` does it.
 """
 
 import os
@@ -58,28 +58,28 @@ class PrepareConfig:
     format: Format = "megatron"
     """megatron: .bin and .idx; npy: the headerless .npy files of the reference."""
     part_bytes: int | None = None
-    """Publish parts PREFIX-00000, PREFIX-00001, … of about so many bytes of tokens; None: one."""
+    """Publish parts PREFIX-00000, PREFIX-00001, … of about this many bytes of tokens; None: one."""
     min_length: int = 0
-    """Leave out documents of fewer characters."""
+    """Leave out documents with fewer characters."""
     max_length: int | None = None
-    """Leave out documents of more characters."""
+    """Leave out documents with more characters."""
     sources: tuple[str, ...] | None = None
-    """Let in these values of the `source` field alone."""
+    """Keep only these values of the `source` field."""
     ledger: bool = True
     """Write the ledger, which says where each document came from."""
     npy_dtype: str | None = None
     """The inputs are headerless .npy token files of this type (uint16, uint32), made by the same tokenizer."""
     backend: Backend = "auto"
-    """By what the ids are computed; they are the same."""
+    """What computes the ids; they are the same for each."""
     workers: int = field(default_factory=available_cores)
     """Worker processes, at least 1. They do not change the output."""
     strict: bool = False
-    """Stop at the first line that is no document, instead of counting it."""
+    """Stop at the first line that is not a document, instead of counting it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareReport:
-    """What `prepare` did, or found done."""
+    """What `prepare` did, or found already done."""
 
     prefix: str
     already_there: bool
@@ -87,11 +87,11 @@ class PrepareReport:
     manifest: Manifest
 
     def lines(self) -> list[str]:
-        """What was done, for people."""
+        """What was done, in words."""
         manifest = self.manifest
         lines = []
         if self.already_there:
-            lines.append(f"{self.prefix} is there already, made of the same input with the same settings")
+            lines.append(f"{self.prefix} already exists, made from the same input with the same settings")
         counts = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens"
         lines.append(f"{manifest.lines_read:,} lines read: {counts}")
         lines += [f"{number:,} lines refused: {reason}" for reason, number in manifest.refused.items()]
@@ -107,16 +107,16 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
     """Tokenize all documents of the inputs into token files, their ledger and their manifest.
 
     Each document becomes one sequence, ended by the end-of-text id, in the order of the inputs (sorted) and of
-    their lines. Lines that are no documents are counted by reason. Where the same preparation is complete
-    already, nothing is done; where it was cut short, it goes on, to the same bytes. `progress` is called as
-    the work goes on.
+    their lines. Lines that are not documents are counted by reason. If the same preparation is already
+    complete, nothing is done; if it was interrupted, it continues, to the same bytes. `progress` is called as
+    the work proceeds.
 
     Raises:
         InputError: missing or unusable input, tokenizer or output; an output prefix that exists with other
             settings; no document at all; under `strict`, a refused line.
-        CorruptError: truncated or damaged input files; the others are encoded all the same, and kept.
-        FanformerError: worker processes died twice at a file, or the disk is full.
-    On any of them no output is left that looks whole; shards that are done stay in PREFIX.parts for the next run.
+        CorruptError: truncated or damaged input files; the others are still encoded, and kept.
+        FanformerError: worker processes died twice on a file, or the disk is full.
+    On any of these, no output is left that looks complete; finished shards stay in PREFIX.parts for the next run.
     """
     _check(config)
     files = expand_inputs(config.inputs, DOCUMENT_SUFFIXES if config.npy_dtype is None else NPY_SUFFIXES)
@@ -140,12 +140,12 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
 
 def _check(config: PrepareConfig) -> None:
     if config.workers < 1:
-        raise InputError(f"workers is {config.workers}: it must be at least 1")
+        raise InputError(f"workers is {config.workers}; it must be at least 1")
     if config.part_bytes is not None and config.part_bytes < 1:
-        raise InputError(f"part_bytes is {config.part_bytes}: it must be at least 1")
+        raise InputError(f"part_bytes is {config.part_bytes}; it must be at least 1")
     if config.min_length < 0 or (config.max_length is not None and config.max_length < max(1, config.min_length)):
         raise InputError(
-            f"lengths from {config.min_length} to {config.max_length}: min_length must be at least 0,"
+            f"lengths from {config.min_length} to {config.max_length}; min_length must be at least 0,"
             " and max_length at least 1 and no less than min_length"
         )
     for name, value, known in (
@@ -154,7 +154,7 @@ def _check(config: PrepareConfig) -> None:
         ("npy_dtype", config.npy_dtype, (None, *NPY_DTYPES)),
     ):
         if value not in known:
-            raise InputError(f"{name} is {value!r}: it must be one of {', '.join(filter(None, known))}")
+            raise InputError(f"{name} is {value!r}; it must be one of {', '.join(filter(None, known))}")
     DocumentParser(DocumentRules(text_field=config.text_field))  # refuses an impossible name before any worker does
 
 
@@ -200,16 +200,16 @@ def _existing(
         return None
     remedy = "choose another output prefix, or remove its files"
     if not isinstance(manifest, Manifest) or not _outputs_stand(prefix, manifest):
-        raise InputError(f"{prefix}.manifest.json exists, but not all files that it speaks of: {remedy}")
+        raise InputError(f"{prefix}.manifest.json exists, but not all files that it lists; {remedy}")
     difference = (
         settings_difference(settings, manifest.settings)
         or tokenizer_difference(tokenizer, manifest.tokenizer)
         or _inputs_difference(files, manifest.inputs)
     )
     if difference:
-        raise InputError(f"output prefix {prefix} exists already with {difference}: {remedy}")
+        raise InputError(f"output prefix {prefix} already exists with {difference}; {remedy}")
     if config.strict and manifest.refused:
-        raise InputError(f"{manifest.refused_examples[0]} (and the prefix {prefix} exists without it: {remedy})")
+        raise InputError(f"{manifest.refused_examples[0]}, and the prefix {prefix} already exists without it; {remedy}")
     if folder_path(prefix).exists():  # a run that was killed after its very last step
         with work_folder(prefix) as work:
             work.remove()
@@ -232,7 +232,7 @@ def _inputs_difference(files: list[Path], records: list[InputRecord]) -> str | N
 
 
 def _same_input(file: Path, record: InputRecord) -> bool:
-    """Whether a file has the recorded content, wherever it stands now."""
+    """Whether a file has the recorded content, wherever it is now."""
     if os.path.abspath(file) == record.path:
         return is_unchanged(record)
     return file.stat().st_size == record.bytes and sha256_of(file) == record.sha256

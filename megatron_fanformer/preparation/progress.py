@@ -11,10 +11,10 @@ from megatron_fanformer.preparation.pipeline import PrepareProgress, ProgressLis
 
 @contextmanager
 def progress_line(title: str, console: Console | None = None) -> Iterator[ProgressListener]:
-    """Show a live line while the block runs; give what is yielded to `prepare` as its `progress`.
+    """Show a live line while the block runs; pass what is yielded to `prepare` as its `progress`.
 
-    The line appears with the first progress: what is refused before shows none. Where the output is no terminal, one
-    line is printed at the end.
+    The line appears with the first progress: an earlier error shows none. If the output is not a terminal, one line
+    is printed at the end.
     """
     columns = (
         TextColumn("{task.description}"),

@@ -1,8 +1,8 @@
-"""One input file's share of a preparation: encoded by itself, and kept until it has gone into the output.
+"""One input file's share of a preparation: encoded on its own, and kept until it has gone into the output.
 
-A shard is three files in the work folder: `NNNNNN.tokens`, `NNNNNN.documents` (an Arrow stream with a row a
-document) and, written last, `NNNNNN.json`, the record that makes it whole. So a preparation that was cut short
-goes on with the shards that it has.
+A shard is three files in the work folder: `NNNNNN.tokens`, `NNNNNN.documents` (an Arrow stream with one row per
+document) and, written last, `NNNNNN.json`, the record that completes it. So an interrupted preparation continues
+with the shards that it has.
 """
 
 import io
@@ -44,7 +44,7 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """Where the shard of one input stands."""
+    """The files of one input's shard."""
 
     folder: Path
     number: int
@@ -54,7 +54,7 @@ class ShardFiles:
         return self.folder / f"{self.number:06d}.{suffix}"
 
     def read_record(self) -> ShardRecord | None:
-        """The record of a whole shard; None where there is none."""
+        """The record of a complete shard; None where there is none."""
         try:
             return msgspec.json.decode(self.path("json").read_bytes(), type=ShardRecord)
         except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -69,7 +69,7 @@ class ShardFiles:
             return False
 
     def remove_data(self) -> None:
-        """Remove what has gone into the output; the record stays, for the sums."""
+        """Remove what has gone into the output; the record stays, for the totals."""
         for suffix in ("tokens", "documents"):
             self.path(suffix).unlink(missing_ok=True)
 
@@ -82,7 +82,7 @@ class ShardFiles:
 
 
 def is_unchanged(record: InputRecord) -> bool:
-    """Whether an input still has the recorded content; read only where its time has changed."""
+    """Whether an input still has the recorded content; read only if its modification time has changed."""
     with suppress(OSError):
         status = os.stat(record.path)
         if status.st_size == record.bytes:
@@ -91,7 +91,7 @@ def is_unchanged(record: InputRecord) -> bool:
 
 
 class ShardWriter:
-    """Writes one shard; only `finish` makes it one."""
+    """Writes one shard; only `finish` completes it."""
 
     def __init__(self, files: ShardFiles, input_path: Path) -> None:
         import pyarrow
@@ -112,7 +112,7 @@ class ShardWriter:
 
     @property
     def first_refused(self) -> RefusedLine | None:
-        """The first line that was no document."""
+        """The first line that was not a document."""
         return self._examples[0] if self._examples else None
 
     def add(self, block: EncodedBlock) -> None:

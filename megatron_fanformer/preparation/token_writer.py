@@ -1,4 +1,4 @@
-"""Writes the files of one prefix: tokens, their index, the ledger. They get their names when they are whole.
+"""Writes the files of one prefix: tokens, their index, the ledger. They get their names when they are complete.
 
 Everything is streamed: the index of a billion documents is written from a file of their lengths.
 """
@@ -52,7 +52,7 @@ class TokenWriter:
         self._max_token_id = max(self._max_token_id, int(np.frombuffer(tokens, self._dtype).max()))
 
     def finish(self) -> TokenFiles:
-        """Write what is still to be written, to the disk; returns what there is."""
+        """Write what remains to the disk; returns the record of the files."""
         self._lengths.close()
         digests = {TOKEN_SUFFIXES[self._format]: self._tokens.finish()}
         if self._format == "megatron":
@@ -84,7 +84,7 @@ class TokenWriter:
 
 
 class _HashedFile:
-    """A file, and the SHA-256 of what is written to it, which a thread computes: it takes longer than the writing."""
+    """A file and the SHA-256 of what is written to it, computed on a thread since it takes longer than writing."""
 
     def __init__(self, path: Path) -> None:
         self._file: IO[bytes] = path.open("wb")
@@ -94,7 +94,7 @@ class _HashedFile:
         self.bytes = 0
 
     def write(self, data: Any) -> int:
-        data = bytes(data)  # a copy where it is another's buffer, which may change once this returns
+        data = bytes(data)  # a copy if the buffer is the caller's, which may change once this returns
         if self._hashed is not None:
             self._hashed.result()  # one piece at a time is held
         self._hashed = self._thread.submit(self._digest.update, data)
@@ -102,14 +102,14 @@ class _HashedFile:
         return self._file.write(data)
 
     def finish(self) -> str:
-        """Bring it to the disk; returns the hexadecimal SHA-256."""
+        """Flush it to the disk; returns the hexadecimal SHA-256."""
         self._thread.shutdown()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         return self._digest.hexdigest()
 
-    # What pyarrow asks of a file besides `write`.
+    # What pyarrow needs from a file besides `write`.
     closed = False
 
     def flush(self) -> None:
@@ -122,7 +122,7 @@ class _HashedFile:
 def _index(lengths: Path, documents: int, dtype: np.dtype[Any]) -> Iterator[bytes]:
     """The bytes of a Megatron index in which every document is one sequence.
 
-    The form is `token_files`'; megatron-core's own writer holds a Python number a document.
+    The format is described in `token_files`; megatron-core's own writer holds one Python number per document.
     """
     code = next(code for code, known in DTYPES.items() if known == dtype)
     yield INDEX_HEADER.pack(INDEX_MAGIC, 1, code, documents, documents + 1)
@@ -141,11 +141,11 @@ def _index(lengths: Path, documents: int, dtype: np.dtype[Any]) -> Iterator[byte
 
 @contextmanager
 def writing_to(prefix: str) -> Iterator[None]:
-    """Turn the system's refusals to write into errors that name the path."""
+    """Turn the system's errors on writing into errors that name the path."""
     try:
         yield
     except (PermissionError, NotADirectoryError, FileExistsError, IsADirectoryError) as error:
         path = error.filename or prefix
-        raise InputError(f"{path} cannot be written ({error.strerror}): choose another output prefix") from error
+        raise InputError(f"{path} cannot be written ({error.strerror}); choose another output prefix") from error
     except OSError as error:
         raise FanformerError(f"writing {prefix} failed ({error.strerror or error})") from error

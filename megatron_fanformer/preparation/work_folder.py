@@ -1,7 +1,7 @@
-"""`PREFIX.parts/`: where an unfinished preparation stands, so that the same command goes on with it.
+"""`PREFIX.parts/`: the state of an unfinished preparation, so that the same command continues it.
 
-It holds the assignment (what is being prepared), the shards that are done, and the output files that are not. One
-process at a time holds its lock. When the preparation is complete the folder goes.
+It holds the assignment (what is being prepared), the finished shards, and the unfinished output files. One process
+at a time holds its lock. When the preparation is complete, the folder is removed.
 """
 
 import os
@@ -21,7 +21,7 @@ LOCK = "lock"
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """What is being prepared; a folder with another one is another preparation's."""
+    """What is being prepared; a folder with another one belongs to another preparation."""
 
     inputs: list[str]
     settings: Settings
@@ -29,7 +29,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     encoding: Encoding
 
     def difference(self, other: "Assignment") -> str | None:
-        """In what `other` was meant otherwise, in words. By what the ids are computed is no matter."""
+        """How `other` differs, in words. What computes the ids does not matter."""
         return (
             settings_difference(self.settings, other.settings)
             or tokenizer_difference(self.tokenizer, other.tokenizer)
@@ -38,7 +38,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def settings_difference(ours: Settings, theirs: Settings) -> str | None:
-    """The first setting that is not the same, in words; None where all are."""
+    """The first setting that differs, in words; None if none does."""
     for name in ours.__struct_fields__:
         if getattr(ours, name) != getattr(theirs, name):
             return f"{name} {getattr(theirs, name)!r} and not {getattr(ours, name)!r}"
@@ -46,14 +46,14 @@ def settings_difference(ours: Settings, theirs: Settings) -> str | None:
 
 
 def tokenizer_difference(ours: TokenizerRecord, theirs: TokenizerRecord) -> str | None:
-    """What tells two tokenizers apart, in words; None where they are the same, wherever they stand."""
+    """How two tokenizers differ, in words; None if they are the same, wherever they are stored."""
     if ours.sha256 != theirs.sha256:
         return f"another tokenizer ({theirs.path})"
     return None if ours.eod_id == theirs.eod_id else f"eod_id {theirs.eod_id} and not {ours.eod_id}"
 
 
 class WorkFolder:
-    """The folder of one prefix; made, locked and left by `work_folder`."""
+    """The folder of one prefix; created, locked and released by `work_folder`."""
 
     def __init__(self, prefix: str) -> None:
         self.path = folder_path(prefix)
@@ -61,7 +61,7 @@ class WorkFolder:
         self._assignment_file = self.path / "assignment.json"
 
     def shard(self, number: int) -> ShardFiles:
-        """Where the shard of an input stands."""
+        """The files of an input's shard."""
         return ShardFiles(self.path, number)
 
     def read_assignment(self) -> Assignment | None:
@@ -72,19 +72,19 @@ class WorkFolder:
             return None
         except msgspec.MsgspecError as error:
             raise InputError(
-                f"{self._assignment_file} cannot be read ({error}): remove the folder {self.path}"
+                f"{self._assignment_file} cannot be read ({error}); remove the folder {self.path}"
             ) from error
 
     def write_assignment(self, assignment: Assignment) -> None:
-        """Begin: from here on the folder is this preparation's."""
+        """Start: from here on the folder belongs to this preparation."""
         self.publish(msgspec.json.encode(assignment), self._assignment_file)
 
     def publish(self, data: bytes, path: Path) -> None:
-        """Write a small file, here or beside the folder, whole or not at all."""
+        """Write a small file atomically, here or beside the folder."""
         write_atomically(path, data, aside=self.path)
 
     def clear(self) -> None:
-        """Remove all that has been done; the lock and the assignment stay, so that the folder is still this one's."""
+        """Remove all that has been done; the lock and the assignment stay: the folder is still this preparation's."""
         for path in self.path.iterdir():
             if path.name not in (LOCK, self._assignment_file.name):
                 path.unlink()
@@ -100,23 +100,23 @@ class WorkFolder:
 
 
 def folder_path(prefix: str) -> Path:
-    """Where the work folder of a prefix stands, or would."""
+    """The path of a prefix's work folder, which need not exist."""
     return Path(prefix + ".parts")
 
 
 @contextmanager
 def work_folder(prefix: str) -> Iterator[WorkFolder]:
-    """The locked work folder of a prefix, made where there is none.
+    """The locked work folder of a prefix, created if missing.
 
-    Left behind where shards are done and not yet published; otherwise removed, with the folders made for it.
-    Raises InputError where another process holds it.
+    Kept if shards are done and not yet published; otherwise removed, with the folders created for it.
+    Raises InputError if another process holds it.
     """
     work = WorkFolder(prefix)
     parents = [folder for folder in work.path.absolute().parents if not folder.exists()]
     work.path.mkdir(parents=True, exist_ok=True)
     lock = take_lock(work.path / LOCK, wait=False)
     if lock is None:
-        raise InputError(f"{prefix} is being written by another process: wait for it, or choose another prefix")
+        raise InputError(f"{prefix} is being written by another process; wait for it, or choose another prefix")
     try:
         yield work
     finally:

@@ -1,7 +1,7 @@
-"""Worker processes, each encoding one input file at a time, and the watch over them.
+"""Worker processes, each encoding one input file at a time, and their supervision.
 
-A worker that dies is noticed at once, by its end. Its file is tried once more, by a worker started afresh; if
-that one dies too, the file is named.
+A worker that dies is noticed at once, by its closed connection. Its file is tried once more, by a new worker; if
+that one dies too, the error names the file.
 """
 
 import multiprocessing
@@ -28,14 +28,14 @@ from megatron_fanformer.preparation.shards import ShardFiles, ShardRecord, Shard
 from megatron_fanformer.processes import end_with_owner
 
 PROGRESS_SECONDS = 0.2
-# One file under way and one waiting, so that no worker waits for the parent to look up from its writing.
+# One file in progress and one queued, so that no worker waits while the parent is writing.
 FILES_PER_WORKER = 2
 ATTEMPTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSetup:
-    """What every worker is told."""
+    """What every worker is given."""
 
     encoder: EncoderChoice
     rules: DocumentRules
@@ -58,7 +58,7 @@ class Task:
 
 @dataclass(frozen=True)
 class WorkDone:
-    """What a worker has done since it last said so."""
+    """What a worker has done since its last report."""
 
     input_bytes: int
     documents: int
@@ -67,7 +67,7 @@ class WorkDone:
 
 @dataclass(frozen=True)
 class Done:
-    """A shard is whole."""
+    """A shard is complete."""
 
     task: Task
     record: ShardRecord
@@ -75,7 +75,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """A file could not be encoded: its own fault, or its worker died."""
+    """A file could not be encoded: it is at fault, or its worker died."""
 
     task: Task
     error: Exception
@@ -85,8 +85,8 @@ class Failed:
 
 
 def run_worker(setup: WorkerSetup, threads: int, connection: Connection) -> None:
-    """Encode the files that come over the connection, until it sends None."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    """Encode the files that arrive over the connection, until None does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     end_with_owner()
     encoder = _FileEncoder(setup, threads, connection)
     while (task := connection.recv()) is not None:
@@ -95,7 +95,7 @@ def run_worker(setup: WorkerSetup, threads: int, connection: Connection) -> None
         except (FanformerError, TokenizersDisagree) as error:
             connection.send(Failed(task, error))
         except OSError as error:
-            message = f"{task.path}: {error.strerror or error}; free what it lacks and start again"
+            message = f"{task.path}: {error.strerror or error}; free the resource that ran out and start again"
             connection.send(Failed(task, FanformerError(message)))
         except Exception as error:
             failure = FanformerError(f"{task.path} could not be prepared ({type(error).__name__}: {error})")
@@ -104,7 +104,7 @@ def run_worker(setup: WorkerSetup, threads: int, connection: Connection) -> None
 
 
 class _FileEncoder:
-    """A worker's own things."""
+    """A worker's own state."""
 
     def __init__(self, setup: WorkerSetup, threads: int, connection: Connection) -> None:
         self._setup = setup
@@ -126,7 +126,7 @@ class _FileEncoder:
         for block in self._threads.encode(file.blocks()):
             writer.add(block)
             if self._setup.strict and writer.first_refused is not None:
-                raise Refused(f"{writer.first_refused}: mend the line, or prepare without strict to leave it out")
+                raise Refused(f"{writer.first_refused}; fix the line, or prepare without strict to leave it out")
             told.update(documents=len(block.lengths), text_bytes=block.text_bytes)
             self._tell(told, file.bytes_read)
         self._tell(told, file.bytes_read, now=True)
@@ -143,7 +143,7 @@ class _FileEncoder:
         return writer.finish(size, sha256_of(task.path))
 
     def _tell(self, told: "Counter[str]", bytes_read: int, *, now: bool = False) -> None:
-        """Send what has been done, now and then; `told` keeps what has not been sent, and the bytes that have."""
+        """Report what has been done, now and then; `told` keeps what has not been sent, and the bytes that have."""
         if now or time.monotonic() - self._told > PROGRESS_SECONDS:
             before = told["bytes"]
             self._connection.send(WorkDone(bytes_read - before, told["documents"], told["text_bytes"]))
@@ -153,7 +153,7 @@ class _FileEncoder:
 
 
 class Refused(InputError):
-    """Under strict, a line that is no document."""
+    """Under strict, a line that is not a document."""
 
 
 # -- in the parent
@@ -168,7 +168,7 @@ class _Worker:
 
 
 class WorkerPool:
-    """The worker processes of one run; a context."""
+    """The worker processes of one run; a context manager."""
 
     def __init__(self, setup: WorkerSetup, workers: int) -> None:
         self._setup = setup
@@ -187,7 +187,7 @@ class WorkerPool:
             worker.process.join()
 
     def work(self, tasks: Sequence[Task]) -> Iterator[WorkDone | Done | Failed]:
-        """Have every task done; yields what the workers say, as it comes.
+        """Run every task; yields the workers' messages as they arrive.
 
         With fewer files than workers, several threads share a file.
         """
@@ -201,7 +201,7 @@ class WorkerPool:
             yield from self._listen(waiting)
 
     def _start(self, threads: int) -> None:
-        """A process started afresh: a forked one would inherit threads and locks in any state."""
+        """Spawn a worker: a forked one would inherit threads and locks in any state."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=run_worker, args=(self._setup, threads, theirs), daemon=True)
@@ -219,7 +219,7 @@ class WorkerPool:
             try:
                 worker.connection.send(worker.tasks[-1])
             except OSError:
-                return  # it has died; its end is heard next
+                return  # it has died; its closed connection is noticed next
 
     def _listen(self, waiting: deque[Task]) -> Iterator[WorkDone | Done | Failed]:
         ready = wait([worker.connection for worker in self._workers])
@@ -234,7 +234,7 @@ class WorkerPool:
             yield message
 
     def _bury(self, worker: _Worker, waiting: deque[Task]) -> Iterator[Failed]:
-        """A worker is dead: its files are given to another, unless it is the second that dies on the first of them."""
+        """Replace a dead worker: its files go to another, unless it is the second to die on the first of them."""
         self._workers.remove(worker)
         worker.process.join()
         tasks, worker.tasks = worker.tasks, deque()
@@ -252,6 +252,6 @@ class WorkerPool:
 def _died(task: Task, exit_code: Any) -> FanformerError:
     how = f"by signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"with exit code {exit_code}"
     return FanformerError(
-        f"two workers died {how} while preparing {task.path} (killed, or out of memory):"
+        f"two workers died {how} while preparing {task.path} (killed, or out of memory);"
         " start again, with fewer workers if memory is short"
     )

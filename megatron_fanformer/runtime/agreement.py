@@ -9,23 +9,23 @@ import torch.distributed as dist
 from megatron_fanformer.errors import FanformerError
 
 MAIN_RANK = 0
-# How often the main rank says that it is still at work. Whatever takes longer than the process group's time limit (a
-# terabyte of tokens read from end to end) would otherwise end the ranks that wait for it.
+# How often the main rank says that it is still at work. Anything that takes longer than the process group's time limit
+# (a terabyte of tokens read from end to end) would otherwise end the ranks that wait for it.
 BEAT_SECONDS = 1.0
 
 Result = TypeVar("Result")
 
 
 def on_main(function: Callable[[], Result]) -> Result:
-    """What a function returns on the main rank, on every rank of the present process group; a collective call.
+    """What a function returns on the main rank, on every rank of the current process group; a collective call.
 
     Only the main rank calls it, in a thread of its own; it must make no collective call itself, and return what can be
     pickled. In a process without ranks it is simply called.
 
     Raises:
         FanformerError: the function's own error, of the same class and message on every rank. On the others it is
-            marked as told elsewhere, so that the user reads it once. Of another exception, which the main rank raises
-            as it is, the others say its class and message.
+            marked as reported elsewhere, so that the user reads it once. For any other exception, which the main rank
+            raises unchanged, the others report its class and message.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
@@ -46,7 +46,7 @@ def _told_to_others(function: Callable[[], Result]) -> Result:
         except Exception as error:
             outcome.append((None, error))
 
-    worker = threading.Thread(target=work, name="on_main", daemon=True)  # a signal to end need not wait for it
+    worker = threading.Thread(target=work, name="on_main", daemon=True)  # a termination signal need not wait for it
     worker.start()
     worker.join(BEAT_SECONDS)
     while worker.is_alive():
@@ -60,7 +60,7 @@ def _told_to_others(function: Callable[[], Result]) -> Result:
 def _unless_failed(value: Any, failure: Exception | None) -> Any:
     if failure is None:
         return value
-    dist.barrier()  # the main rank is about to end: not before the others have heard why
+    dist.barrier()  # the main rank is about to exit: not before the others have heard why
     raise failure
 
 

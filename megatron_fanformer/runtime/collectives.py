@@ -2,7 +2,7 @@
 
 Every collective of `torch.distributed`, whoever calls it and under whatever name it was imported, ends in a method of
 the class ProcessGroup; while counting, those methods are replaced by ones that count and pass on. (Functional
-collectives, which DTensor uses and megatron-core's training step does not, go past them.)
+collectives, which DTensor uses and megatron-core's training step does not, bypass them.)
 """
 
 import threading
@@ -32,8 +32,8 @@ class _Method(NamedTuple):
     """Whether that argument is one rank's part of it."""
 
 
-# The methods that torch.distributed's functions call, in torch 2.10 to 2.13 (which renamed four of them). Receiving is
-# left out: what is received was sent.
+# The methods that torch.distributed's functions call, in torch 2.10 to 2.13 (which renamed four of them). Receives are
+# excluded: what is received was sent.
 _METHODS: dict[str, _Method] = {
     "allreduce": _Method("all-reduce", 0),
     "allreduce_coalesced": _Method("all-reduce", 0),
@@ -60,20 +60,20 @@ _METHODS: dict[str, _Method] = {
     "monitored_barrier": _Method("barrier", None),
 }
 
-# Names of megatron-core's groups, as its ProcessGroupCollection calls them; the first that fits names a group.
+# Names of megatron-core's groups, as its ProcessGroupCollection calls them; the first match names a group.
 _GROUPS = ("tp", "cp", "pp", "dp_cp", "dp", "mp", "embd", "intra_dist_opt", "pos_embd", "tp_cp", "tp_dp_cp")
 WORLD = "world"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCount:
-    """What this rank's collectives of one kind over one group came to."""
+    """What this rank's collectives of one kind over one group add up to."""
 
     group: str
     """As in `RankGrid.groups` (dp_cp: the data parallel ranks, context parallel ones included), or `world`."""
     kind: Kind
     ranks: int
-    """Of the group."""
+    """Ranks of the group."""
     calls: int
     message_bytes: int
     """Of the whole tensors: reduced, gathered (the output), scattered or exchanged (the input), broadcast or sent."""
@@ -111,7 +111,7 @@ class CollectiveCounts:
             )
 
     def lines(self) -> list[CollectiveCount]:
-        """By group and kind."""
+        """The counts, by group and kind."""
         return [self._totals[key] for key in sorted(self._totals)]
 
 
@@ -119,7 +119,7 @@ class CollectiveCounts:
 def count_collectives(grid: RankGrid) -> Iterator[CollectiveCounts]:
     """Count what this rank's collectives move while the block runs, by group and kind.
 
-    Not to be nested.
+    Must not be nested.
     """
     counts = CollectiveCounts(_labels(grid))
     group_class: Any = dist.ProcessGroup
@@ -130,16 +130,16 @@ def count_collectives(grid: RankGrid) -> Iterator[CollectiveCounts]:
         yield counts
     finally:
         for name, method in present.items():
-            setattr(group_class, name, method)  # as it stood in the class: looked up, it no longer binds to a group
+            setattr(group_class, name, method)  # the class's own: one that was looked up no longer binds to a group
 
 
 def moved_bytes(kind: str, message_bytes: float, ranks: int) -> float:
-    """What one of `ranks` ranks sends for a message, by the best algorithm (a ring), where each sends as much.
+    """What one of `ranks` ranks sends for a message by the best algorithm, a ring, in which each sends as much.
 
     The factors are those of the bus bandwidth in NVIDIA's nccl-tests (doc/PERFORMANCE.md): an all-gather, a
     reduce-scatter and an all-to-all send (n - 1) / n of the whole tensor, an all-reduce, which is the first two, twice
-    that. Where ranks differ it is the most that one sends or receives: of a broadcast or a reduction to one rank the
-    whole tensor, of a gather or a scatter (n - 1) / n of it. A send is the tensor.
+    that. Where ranks differ it is the most that one sends or receives: for a broadcast or a reduction to one rank
+    the whole tensor, for a gather or a scatter (n - 1) / n of it. A send moves the tensor.
     """
     if ranks == 1:
         return 0.0
@@ -162,12 +162,12 @@ def _counted(method: Callable[..., Any], description: _Method, counts: Collectiv
 
 
 def _bytes_of(message: Any) -> int:
-    """Of a tensor, or of all tensors in nested lists."""
+    """The bytes of a tensor, or of all tensors in nested lists."""
     return message.nbytes if isinstance(message, torch.Tensor) else sum(_bytes_of(part) for part in message)
 
 
 def _labels(grid: RankGrid) -> dict[str, str]:
-    """Group name (unique, torch's own) -> what the group is: several may be of the same ranks."""
+    """Group name (unique, torch's own) -> what the group is: several may have the same ranks."""
     assert dist.group.WORLD is not None
     labels: dict[str, str] = {dist.group.WORLD.group_name: WORLD}
     for label in _GROUPS:

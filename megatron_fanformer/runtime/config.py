@@ -11,12 +11,12 @@ class RuntimeConfig:
     """What the ranks run on."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`auto` takes a usable GPU, else the CPU; it refuses where an NVIDIA driver is loaded that torch cannot use. `cpu`
-    on a machine with a usable GPU is refused: hide the GPU with an empty `CUDA_VISIBLE_DEVICES`."""
+    """`auto` uses a GPU where torch can, else the CPU; it refuses if an NVIDIA driver is loaded that torch cannot use.
+    `cpu` on a machine with a usable GPU is refused: hide the GPU with an empty `CUDA_VISIBLE_DEVICES`."""
     threads_per_rank: int | None = None
     """CPU threads per rank; null: the machine's usable cores, shared evenly by its ranks."""
     deterministic_mode: bool = False
-    """Give the same numbers bit by bit every time, on a GPU at the cost of speed; a CPU run does so anyway
+    """Reproduce the same numbers bit for bit, on a GPU at the cost of speed; a CPU run always does
     (docs/gpu.md#the-same-numbers-every-time)."""
     distributed_timeout_minutes: float = 10.0
     """How long a rank waits for the others before it gives up."""

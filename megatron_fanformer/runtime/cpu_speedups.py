@@ -1,6 +1,6 @@
-"""What makes megatron-core faster on a CPU, and changes no result: a closed list, each entry with its reason.
+"""Patches that make megatron-core faster on a CPU and change no result: a closed list, each with its reason.
 
-`megatron_cpu.install` installs it. A run without it computes the same (`megatron_cpu` has what one cannot do without).
+`megatron_cpu.install` installs them. A run without them computes the same (the required ones are in `megatron_cpu`).
 """
 
 import functools
@@ -13,13 +13,13 @@ from megatron_fanformer.ops.element_wise import rotate
 
 
 def install() -> None:
-    """Put the faster forms in; megatron-core must have been made to import without CUDA."""
+    """Install the faster forms; megatron-core must already be importable without CUDA."""
     _write_out_rotary_embedding()
     _skip_collectives_of_one_rank()
 
 
 def _write_out_rotary_embedding() -> None:
-    """Without Transformer Engine's kernel it is a dozen passes over memory, and as many backward."""
+    """Without Transformer Engine's kernel it takes a dozen passes over memory, and as many in backward."""
     from megatron.core.models.common.embeddings import rope_utils
 
     plain = rope_utils._apply_rotary_pos_emb_bshd
@@ -45,7 +45,7 @@ def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(collective)
     def call(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         is_there = output.data_ptr() == given.data_ptr() and output.numel() == given.numel()
-        if is_there and not kwargs.get("async_op"):  # a rank's part is the whole: the group has no other
+        if is_there and not kwargs.get("async_op"):  # a rank's part is the whole: the group has no other rank
             return None
         return collective(output, given, *args, **kwargs)
 

@@ -1,7 +1,7 @@
 """The device of this process, and everything that the environment says about it.
 
 The only module of the package that reads environment variables. torch, which takes seconds to import, is imported by
-the functions that ask it.
+the functions that need it.
 """
 
 import importlib.util
@@ -21,18 +21,18 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def resolve_device(wanted: Literal["auto", "cuda", "cpu"]) -> DeviceKind:
-    """The device to run on; `auto` takes a usable GPU, else the CPU.
+    """The device to run on; `auto` uses a usable GPU, else the CPU.
 
     Raises:
         InputError: CUDA is asked for and not usable, or a GPU's driver is loaded that this torch cannot use: a
-            broken installation must not start a CPU run quietly.
+            broken installation must not silently start a CPU run.
     """
     import torch
 
     if torch.cuda.is_available():
         if wanted == "cpu":
             raise InputError(
-                "runtime.device is cpu on a machine with a usable GPU, which megatron-core would use in part; hide it "
+                "runtime.device is cpu on a machine with a usable GPU, which megatron-core would partly use; hide it "
                 f"with an empty {VISIBLE_GPUS} in the environment, or set runtime.device to auto"
             )
         return "cuda"
@@ -52,7 +52,7 @@ def resolve_device(wanted: Literal["auto", "cuda", "cpu"]) -> DeviceKind:
 
 
 def hide_gpus() -> None:
-    """Make this process and its children see no GPU; to be called before torch looks for one."""
+    """Make this process and its children see no GPU; must be called before torch looks for one."""
     os.environ[VISIBLE_GPUS] = ""
 
 
@@ -88,10 +88,10 @@ def has_transformer_engine() -> bool:
 
 
 def fp8_problem(recipe: str) -> str | None:
-    """Why this machine's GPU cannot do an FP8 recipe (Megatron's name of it), or None.
+    """Why this machine's GPU does not support an FP8 recipe (by Megatron's name), or None.
 
-    By the compute capability, as Transformer Engine 2.20 has it: FP8 came with 8.9, its blocks with 9.0 and CUDA 12.9,
-    blocks of 32 by the hardware with 10.0 (and not all of their products with 12.0).
+    By compute capability, as in Transformer Engine 2.20: FP8 came with 8.9, block scaling with 9.0 and CUDA 12.9,
+    blocks of 32 in hardware with 10.0 (but not all of their products with 12.0).
     """
     import torch
 
@@ -100,11 +100,11 @@ def fp8_problem(recipe: str) -> str | None:
     chip = torch.cuda.get_device_capability()
     name = f"{torch.cuda.get_device_name()} has compute capability {chip[0]}.{chip[1]}"
     if chip < (8, 9):
-        return f"{name}, and FP8 begins at 8.9"
+        return f"{name}, and FP8 needs 8.9 or higher"
     if recipe == "blockwise" and (chip < (9, 0) or _cuda_version() < (12, 9)):
-        return f"{name} and torch is built for CUDA {torch.version.cuda}; it begins at 9.0 and CUDA 12.9"
+        return f"{name} and torch is built for CUDA {torch.version.cuda}, and it needs 9.0 and CUDA 12.9"
     if recipe == "mxfp8" and not (10, 0) <= chip < (12, 0):
-        return f"{name}; it is for 10.x"
+        return f"{name}, and it needs 10.x"
     return None
 
 
@@ -127,7 +127,7 @@ class RankAddress:
 
 
 def rank_address() -> RankAddress | None:
-    """What torchrun or Slurm says that this process is; None if it was started plainly."""
+    """This process's rank as torchrun or Slurm reports it; None if it was started without either."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         return RankAddress(
@@ -166,10 +166,10 @@ LAUNCHED_HERE = "FANFORMER_LAUNCHED_HERE"
 
 
 def prepare_launch(*, threads: int, stop_signals: str, found: Path) -> None:
-    """Say to torch's agent which signals stop a run, and to child processes that we launch them, on so many threads.
+    """Tell torch's agent which signals stop a run, and child processes that we launch them, on how many threads.
 
     Args:
-        found: the file of what the launcher found, for the ranks to go by.
+        found: the file of what the launcher found, for the ranks to use.
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = stop_signals
     os.environ["OMP_NUM_THREADS"] = str(threads)  # OpenMP reads it when a process starts
@@ -177,12 +177,12 @@ def prepare_launch(*, threads: int, stop_signals: str, found: Path) -> None:
 
 
 def end_launch() -> None:
-    """What this process starts from now on is no rank of it."""
+    """What this process starts from now on is not one of its ranks."""
     os.environ.pop(LAUNCHED_HERE, None)
 
 
 def launched_here() -> bool:
-    """Whether this process is a rank that `launch` started, which tells the user of failures itself."""
+    """Whether this process is a rank that `launch` started, which reports failures to the user itself."""
     return LAUNCHED_HERE in os.environ and "RANK" in os.environ
 
 
@@ -192,9 +192,9 @@ def found_by_launcher() -> Path | None:
 
 
 def use_huge_pages() -> None:
-    """Let torch take large CPU tensors out of huge pages; to be called before it makes its first tensor.
+    """Let torch allocate large CPU tensors from huge pages; must be called before it makes its first tensor.
 
-    A training step makes and frees gigabytes of temporaries, whose pages the kernel zeroes one by one: of 4 KiB each,
+    A training step makes and frees gigabytes of temporaries, whose pages the kernel zeroes one by one: at 4 KiB each,
     that takes longer than most element-wise operations on them.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -209,18 +209,18 @@ def configure_process(device: DeviceKind, local_rank: int, threads: int, *, dete
     """Select this rank's GPU, or set this rank's CPU threads.
 
     Args:
-        deterministic: let the GPU's libraries use algorithms alone that give the same bits every time; to be asked for
+        deterministic: restrict the GPU's libraries to algorithms that give the same bits every time; must be set
             before they start.
 
     Raises:
-        InputError: the environment asks for the contrary.
+        InputError: the environment contradicts it.
     """
     import torch
 
     if device == "cuda":
         if deterministic:
             _make_deterministic()
-        # Megatron's overlap of tensor-parallel communication wants kernels in the order of their launch.
+        # Megatron's overlap of tensor-parallel communication needs kernels to run in launch order.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(local_rank)
     else:
@@ -228,8 +228,8 @@ def configure_process(device: DeviceKind, local_rank: int, threads: int, *, dete
 
 
 DETERMINISTIC = {
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # attention's backward adds in any order otherwise; megatron-core asks
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # or cuBLAS may split a product otherwise on another stream
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # else attention's backward adds in any order; megatron-core checks it
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else cuBLAS may split a product differently on another stream
 }
 
 
@@ -241,14 +241,14 @@ def _make_deterministic() -> None:
             raise InputError(
                 f"runtime.deterministic_mode is true, but {name} is {os.environ[name]} in the environment; unset it"
             )
-    os.environ.setdefault("NCCL_ALGO", "Ring")  # else NCCL goes by what it measures at the start; any fixed one serves
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # else NCCL decides by measuring at startup; any fixed one will do
     torch.use_deterministic_algorithms(True)
     # Nothing here reads what it did not write.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-# How megatron-core's and torch's notices begin that tell a user of this package nothing: what a CPU run does without,
-# and names that megatron-core itself still uses.
+# How those notices of megatron-core and torch begin that mean nothing to a user of this package: what a CPU run does
+# without, and names that megatron-core itself still uses.
 NOTICES = (
     "Transformer Engine and Apex are not installed",
     "transformer_engine and apex are not installed",
@@ -274,14 +274,14 @@ NOTICES = (
 
 
 def quieten_libraries() -> None:
-    """Silence exactly `NOTICES`, here and in child processes (checkpoint writers import them anew); repeatable."""
+    """Silence exactly `NOTICES`, here and in child processes (checkpoint writers import them again); idempotent."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for notice in NOTICES:
         warnings.filterwarnings("ignore", message=r"\s*" + re.escape(notice))
     filters = os.environ.get("PYTHONWARNINGS", "").split(",")
     ours = [f"ignore:{notice}" for notice in NOTICES if ":" not in notice and "," not in notice]
-    # Each once: an environment that grew with every command of a process would in the end be too large for a child.
+    # Each once: an environment that grew with every command of a process would eventually be too large for a child.
     os.environ["PYTHONWARNINGS"] = ",".join(dict.fromkeys([*filter(None, filters), *ours]))
     for name in ("megatron.core", "torch.distributed", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)

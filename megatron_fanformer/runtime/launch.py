@@ -1,6 +1,6 @@
-"""Launches local ranks by torch's elastic agent, and tells the caller which rank failed first, and of what.
+"""Launches local ranks with torch's elastic agent, and reports to the caller which rank failed first, and why.
 
-Each rank is this very program (`python -m megatron_fanformer` with the same arguments), which finds the rank's
+Each rank is this same program (`python -m megatron_fanformer` with the same arguments), which finds the rank's
 address in its environment and joins.
 """
 
@@ -28,13 +28,13 @@ from megatron_fanformer.errors import FanformerError, Interrupted
 from megatron_fanformer.processes import STOP_SIGNALS
 from megatron_fanformer.runtime.device import end_launch, found_by_launcher, prepare_launch
 
-STOP_GRACE_SECONDS = 600  # what a rank has for its checkpoint after a signal to stop
+STOP_GRACE_SECONDS = 600  # how long a rank may take to save after a signal to stop
 PEER_FAILURE_WAIT_SECONDS = 5.0  # a rank that lost a peer lets the peer's own error be seen first
 PEER_FAILURE_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "unhandled system error")
 
 
 class RankFailed(FanformerError):
-    """A local rank failed; the message is that rank's own, and `exit_code` its own."""
+    """A local rank failed; the message and `exit_code` are that rank's own."""
 
     def __init__(self, rank: int, message: str, exit_code: int, traceback: str = "") -> None:
         super().__init__(f"rank {rank}: {message}")
@@ -54,7 +54,7 @@ class _FailFastAgent(LocalElasticAgent):
             self._pcontext.close(signal.SIGTERM, STOP_GRACE_SECONDS)
 
     def ends(self) -> dict[int, ProcessFailure]:
-        """How each rank ended, by its number, after all have; empty if none was started."""
+        """How each rank ended, by rank number, once all have; empty if none was started."""
         context: Any = self._pcontext
         if context is None:
             return {}
@@ -68,14 +68,14 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, foun
     """Run `python -m megatron_fanformer ARGUMENTS` as `num_ranks` local ranks, and wait for them.
 
     Args:
-        found: what the ranks are to go by instead of finding it again; they get it by `read_found`.
+        found: what the ranks use instead of finding it again; they get it through `read_found`.
 
     Raises:
         RankFailed: a rank failed, and the others were ended; or a rank could not save after a signal.
         Interrupted: a signal stopped this process, and the ranks after they saved.
-        FanformerError: a signal came before there was a rank.
+        FanformerError: a signal came before any rank had started.
     """
-    # In a folder that this user alone may write to: what is unpickled from it is this program's own.
+    # In a folder that only this user may write to: what is unpickled from it is this program's own.
     with tempfile.TemporaryDirectory(prefix="fanformer-") as folder:
         file = Path(folder) / "found"
         file.write_bytes(pickle.dumps(found))
@@ -93,7 +93,7 @@ def read_found() -> Any:
 
 
 def _run_agent(num_ranks: int, arguments: Sequence[str]) -> None:
-    """Raises as `launch_ranks`."""
+    """Raises like `launch_ranks`."""
     _quieten_agent()
     parameters = RendezvousParameters(
         backend="c10d",
@@ -129,7 +129,7 @@ def _run_agent(num_ranks: int, arguments: Sequence[str]) -> None:
 
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """The agent installs handlers and leaves them: afterwards this process answers signals as before."""
+    """The agent installs handlers and leaves them in place: afterwards this process handles signals as before."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         yield
@@ -139,21 +139,21 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 
 def _quieten_agent() -> None:
-    """What it has to tell is told here; its loggers have levels of their own."""
+    """What it would report is reported here; its loggers have levels of their own."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _tell_how_ranks_stopped(ends: dict[int, ProcessFailure], signal_name: str) -> None:
-    """Raise what a signal led to; nothing where the run was over before it took effect."""
+    """Raise what a signal led to; nothing if the run was over before it took effect."""
     failed = {rank: end for rank, end in ends.items() if end.exitcode not in (0, Interrupted.exit_code)}
     if failed:
         raise _first_failure(failed)
     if not ends:
         raise FanformerError(f"stopped on {signal_name} before a rank had started; start again")
     if any(end.exitcode for end in ends.values()):
-        raise Interrupted(f"stopped on {signal_name}, saved; the same command goes on from there")
+        raise Interrupted(f"stopped on {signal_name}, saved; run the same command to continue")
 
 
 def _first_failure(failures: dict[int, ProcessFailure]) -> RankFailed:
@@ -170,12 +170,12 @@ def _first_failure(failures: dict[int, ProcessFailure]) -> RankFailed:
 
 @contextmanager
 def report_failure() -> Iterator[None]:
-    """Around a rank's work: leaves its error where the launcher finds it, then lets it pass on."""
+    """Around a rank's work: leaves its error where the launcher finds it, then lets it propagate."""
     try:
         yield
     except Exception as error:
         if getattr(error, "is_told_elsewhere", False) or any(sign in str(error) for sign in PEER_FAILURE_SIGNS):
-            # Not this rank's own failure: the peer's is what the user must see, and is about to be noticed.
+            # Not this rank's own failure: the peer's is the one that the user must see, and is about to be noticed.
             time.sleep(PEER_FAILURE_WAIT_SECONDS)
         handler = get_error_handler()
         handler.record_exception(error)
@@ -184,7 +184,7 @@ def report_failure() -> Iterator[None]:
 
 
 def _shorten_message(handler: Any, error: Exception) -> None:
-    """The recorded message without the exception's class where it is one of ours, which speak for themselves."""
+    """The recorded message without the exception's class if it is one of ours, which need no class name."""
     file = handler._get_error_file_path()
     if file and isinstance(error, FanformerError):
         data = json.loads(Path(file).read_text())

@@ -1,6 +1,6 @@
 """A layout: the parallel degrees and what goes with them, by Megatron's names, and the rules between them.
 
-Rules that need the model's shape stand in `training/layout_rules.py`.
+Rules that need the model's shape are in `training/layout_rules.py`.
 """
 
 from collections.abc import Iterator
@@ -38,8 +38,8 @@ MOVED_FIELDS = {
     "parallel.deterministic_mode": "runtime.deterministic_mode",
     "parallel.distributed_timeout_minutes": "runtime.distributed_timeout_minutes",
 }
-"""What stood in this section up to version 0.1, and where it stands now: configurations and checkpoints of that time
-have the earlier names."""
+"""What was in this section up to version 0.1, and where it is now: configurations and checkpoints of that time have
+the earlier names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +51,9 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     """Stages that share the layers."""
     virtual_pipeline_model_parallel_size: int | None = None
-    """Chunks of layers per pipeline stage, taken in turns (the interleaved schedule); null: one, by 1F1B."""
+    """Chunks of layers per pipeline stage, taken in turns (the interleaved schedule); null: one, with 1F1B."""
     num_layers_in_first_pipeline_stage: int | None = None
-    """Layers of the first stage, where the stages are not to be equal; null: as many as the middle ones."""
+    """Layers of the first stage, if the stages are not to be equal; null: as many as the middle ones."""
     num_layers_in_last_pipeline_stage: int | None = None
     """Layers of the last stage, likewise."""
     context_parallel_size: int = 1
@@ -76,7 +76,7 @@ class ParallelConfig:
     ddp_bucket_size: int | None = None
     """Parameters per bucket of overlapped communication; null: Megatron's own choice."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute activations in backward: whole layers, or `recompute_modules` alone; null: keep them."""
+    """Recompute activations in backward: whole layers, or only `recompute_modules`; null: keep them."""
     recompute_method: Literal["uniform", "block"] | None = None
     """With `full`: `uniform` keeps the input of every `recompute_num_layers` layers, `block` recomputes each of the
     first `recompute_num_layers` of a stage."""
@@ -92,11 +92,11 @@ class ParallelConfig:
 
     @property
     def virtual_stages(self) -> int:
-        """Chunks of layers a stage, `virtual_pipeline_model_parallel_size` resolved."""
+        """Chunks of layers per stage, `virtual_pipeline_model_parallel_size` resolved."""
         return self.virtual_pipeline_model_parallel_size or 1
 
     def layers_per_stage(self, num_layers: int) -> list[int] | None:
-        """Layers of each pipeline stage, its chunks together; None where they do not divide."""
+        """Layers of each pipeline stage, its chunks together; None if they do not divide evenly."""
         stages = self.pipeline_model_parallel_size
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         others = stages - (first is not None) - (last is not None)
@@ -135,7 +135,7 @@ class ParallelConfig:
         if self.virtual_stages > 1 and pipeline == 1:
             yield (
                 f"virtual_pipeline_model_parallel_size is {self.virtual_stages} at pipeline_model_parallel_size 1, "
-                "where no schedule is to be interleaved; set it to null, or raise the pipeline parallel size"
+                "where there is no schedule to interleave; set it to null, or raise the pipeline parallel size"
             )
         for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
             if getattr(self, name) is not None and pipeline == 1:
@@ -156,7 +156,7 @@ class ParallelConfig:
         if is_full and (self.recompute_method is None or self.recompute_num_layers is None):
             yield (
                 "recompute_granularity is full, which needs recompute_method (uniform or block) and "
-                "recompute_num_layers; for every layer alone set them to uniform and 1"
+                "recompute_num_layers; set them to uniform and 1 to recompute layer by layer"
             )
         if not is_full and (self.recompute_method or self.recompute_num_layers):
             yield (
@@ -170,7 +170,7 @@ class ParallelConfig:
             )
 
     def resolve_data_parallel_size(self, world_size: int | None) -> int:
-        """Replicas in a world of `world_size` ranks; None where the ranks are still to be launched here.
+        """Replicas in a world of `world_size` ranks; None if the ranks are yet to be launched here.
 
         Raises:
             InputError: the world size and the layout disagree.
@@ -179,7 +179,7 @@ class ParallelConfig:
             return self.data_parallel_size or 1
         if world_size % self.model_parallel_size:
             raise InputError(
-                f"the world size is {world_size}, no multiple of tensor x context x pipeline parallel size "
+                f"the world size is {world_size}, not a multiple of tensor x context x pipeline parallel size "
                 f"{self.tensor_model_parallel_size} x {self.context_parallel_size} x "
                 f"{self.pipeline_model_parallel_size} = {self.model_parallel_size}; start a multiple of "
                 f"{self.model_parallel_size} ranks"

@@ -1,9 +1,9 @@
-"""Every adaptation without which megatron-core does not run on a machine without CUDA: a closed list, with reasons.
+"""Every patch that megatron-core needs to run on a machine without CUDA: a closed list, with reasons.
 
-What only makes it faster there is in `cpu_speedups`.
+Patches that only make it faster there are in `cpu_speedups`.
 
-Nothing of it is installed where a GPU is usable. It goes in before the first import of `megatron.core`, which binds
-names at import, and is refused after. Seen on megatron-core 0.16.1 and 0.19.2.
+None is installed where a GPU is usable. They must be installed before the first import of `megatron.core`, which binds
+names at import, and are refused after. Checked on megatron-core 0.16.1 and 0.19.2.
 """
 
 import functools
@@ -33,7 +33,7 @@ CUDA_TYPE_NAMES = {
 
 
 def install() -> None:
-    """Adapt torch and megatron-core to a machine without CUDA; does nothing where a GPU is usable, or twice.
+    """Adapt torch and megatron-core to a machine without CUDA; does nothing where a GPU is usable, or the second time.
 
     Raises:
         RuntimeError: megatron.core was imported before.
@@ -63,12 +63,12 @@ def _hide_cuda_extensions() -> None:
     for extension in ("transformer_engine", "apex"):
         for module in [name for name in sys.modules if name == extension or name.startswith(extension + ".")]:
             del sys.modules[module]
-        sys.modules[extension] = None  # type: ignore[assignment]  # the import system's own mark for "not there"
+        sys.modules[extension] = None  # type: ignore[assignment]  # the import system's own mark for "not found"
 
 
 def _map_factories() -> None:
     # torch keeps a list of its factories, made when `with torch.device(…)` is first used, and knows them by identity:
-    # it is to hold the originals, which the others end in.
+    # it must hold the originals, which the replacements call.
     _device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -131,7 +131,7 @@ def _map_tensor_methods() -> None:
 
 
 def _import_megatron_without_compiling() -> None:
-    """megatron.core.jit binds torch.compile when imported; inductor would want a compiler at run time."""
+    """megatron.core.jit binds torch.compile when imported; inductor would need a compiler at run time."""
     compile_ = torch.compile
     torch.compile = lambda function=None, **_: function if function else (lambda f: f)  # type: ignore
     try:
@@ -141,7 +141,7 @@ def _import_megatron_without_compiling() -> None:
 
 
 def _adapt_random_state() -> None:
-    """The tracker's setter queues its work for CUDA's lazy start, which never comes on a torch without CUDA."""
+    """The tracker's setter queues its work for CUDA's lazy initialisation, which never comes without CUDA."""
     from megatron.core.tensor_parallel import random
 
     def get_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:

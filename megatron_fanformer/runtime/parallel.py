@@ -35,7 +35,7 @@ BACKENDS: dict[devices.DeviceKind, str] = {"cuda": "nccl", "cpu": "gloo"}
 
 @dataclass(frozen=True, kw_only=True)
 class RankGrid:
-    """Where this rank stands, and the process groups that the rest of the code is handed."""
+    """This rank's place, and the process groups that are passed to the rest of the code."""
 
     device: devices.DeviceKind
     rank: int
@@ -46,7 +46,7 @@ class RankGrid:
     is_last_stage: bool
     groups: "ProcessGroupCollection"
     is_deterministic: bool = False
-    """Whether the same numbers are asked for bit by bit (`runtime.deterministic_mode`)."""
+    """Whether the same numbers are asked for bit for bit (`runtime.deterministic_mode`)."""
 
     @property
     def context_parallel_size(self) -> int:
@@ -60,7 +60,7 @@ class RankGrid:
 
     @property
     def sharding_metadata(self) -> dict[str, Any]:
-        """What megatron-core asks when it names shards: one name a layer."""
+        """What megatron-core asks when it names shards: one name per layer."""
         return {
             "non_homogeneous_layers": True,
             "dp_cp_group": self.groups.dp_cp,
@@ -73,21 +73,21 @@ class RankGrid:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes what is written once."""
+        """Whether this is the rank that writes what is written once."""
         return self.rank == 0
 
 
 def context_chunks(rank: int, size: int) -> tuple[int, int]:
     """Which two of the 2 * size equal chunks of a sequence a context parallel rank holds.
 
-    One from either end, as Megatron deals them out: so that every rank has as much of the causal attention to do.
+    One from each end, as Megatron assigns them, so that every rank has an equal share of the causal attention.
     """
     return rank, 2 * size - 1 - rank
 
 
 @contextmanager
 def process_group(config: RuntimeConfig, address: devices.RankAddress | None) -> Iterator[devices.DeviceKind]:
-    """Join the ranks of `address`, or be the only rank where that is None; leave them at the end.
+    """Join the ranks of `address`, or be the only rank if that is None; leave them at the end.
 
     Yields the device kind. After an error a group of several is left as it is: its other ranks must not be waited for.
     """
@@ -124,7 +124,7 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
 def rank_grid(
     config: ParallelConfig, kind: devices.DeviceKind, runtime: RuntimeConfig = DEFAULT_RUNTIME
 ) -> Iterator[RankGrid]:
-    """Megatron's process groups over the ranks of the present process group."""
+    """Megatron's process groups over the ranks of the current process group."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 

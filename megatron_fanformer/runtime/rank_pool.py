@@ -1,4 +1,4 @@
-"""A pool of local ranks, kept alive between jobs: importing megatron-core costs seconds a process.
+"""A pool of local ranks, kept alive between jobs: importing megatron-core costs seconds per process.
 
 `RankPool().run(n, function, *arguments)` runs a module-level function on the first n ranks, in a process group of n
 that is made for the job, and returns what each rank returned.
@@ -86,7 +86,7 @@ class RankPool:
         except (EOFError, OSError):
             succeeded, value = False, "it died"
         if not succeeded:
-            self.close()  # the other ranks may wait for this one for ever
+            self.close()  # the other ranks may wait for this one forever
             raise JobFailed(f"rank {rank} of {world_size}: {value}", rank)
         return value
 
@@ -112,7 +112,7 @@ def _start_rank(rank: int, device: devices.DeviceKind) -> tuple[Any, Any]:
 
 def _serve(connection: Any, rank: int, device: devices.DeviceKind) -> None:
     """A rank's whole life: one job after the other, until the pool closes the connection or a job fails."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the keyboard's is for the pool's owner, who closes the connection
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool's owner, which closes the connection
     end_with_owner()
     devices.quieten_libraries()
     devices.use_huge_pages()
@@ -154,7 +154,7 @@ def _run_job(
     )
     result = function(*arguments)
     dist.destroy_process_group()
-    # A trainer holds on to its groups by reference cycles, and each gloo group to three threads: after some dozens of
+    # A trainer holds on to its groups by reference cycles, and each gloo group to three threads: after a few dozen
     # jobs a rank would have over a thousand, and slow down.
     gc.collect()
     return result

@@ -1,6 +1,6 @@
 """Seeds, and initial weights that do not depend on the layout.
 
-A weight is drawn whole from its global name and the seed, and each rank keeps its own slice: so every layout starts
+A weight is drawn whole from its global name and the seed, and each rank keeps its own slice, so every layout starts
 from the same model.
 """
 
@@ -22,7 +22,7 @@ def seed_everything(seed: int, *, graphable: bool = False) -> None:
     """Seed Python, NumPy, torch and Megatron's tensor parallel random states.
 
     Args:
-        graphable: have the last of a kind that CUDA graphs can hold.
+        graphable: make the last one of a kind that CUDA graphs can capture.
     """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -50,9 +50,9 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 
 
 def truncated_normal(shape: tuple[int, ...], std: float, generator: torch.Generator) -> torch.Tensor:
-    """A float32 normal of mean 0, cut off at three standard deviations, by the inverse of its distribution.
+    """A float32 normal of mean 0, truncated at three standard deviations, by the inverse of its distribution.
 
-    (torch's own draws otherwise in 2.13 than in 2.11: the same seed would give other weights.)
+    (torch's own draws differently in 2.13 than in 2.11: the same seed would give other weights.)
     """
     uniform = torch.rand(shape, generator=generator).mul_(2).sub_(1)  # in [-1, 1)
     return uniform.mul_(math.erf(TRUNCATE_AT_STDS / math.sqrt(2))).erfinv_().mul_(std * math.sqrt(2))

@@ -44,13 +44,13 @@ class TrainingConfig:
     micro_batch_size: int = 1
     """Samples per micro batch: what one forward pass of a replica takes."""
     seed: int = 1234
-    """Of the initial weights and the order of samples."""
+    """Seed of the initial weights and the order of samples."""
     eval_interval: int | None = None
     """Steps between evaluations; null: at the end only, where there is validation data."""
     eval_iters: int = 10
-    """Global batches that an evaluation takes of each validation set; the same ones every time."""
+    """Global batches that an evaluation takes from each validation set; the same ones every time."""
     exit_interval: int | None = None
-    """Save and end after each step that this divides (exit code 0); null: never; the same command then goes on."""
+    """Save and end after each step that this divides (exit code 0), for the same command to continue; null: never."""
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
@@ -81,7 +81,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How it is spread over ranks."""
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
-    """What its layers are computed by."""
+    """What computes its layers."""
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     """What its ranks run on."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -97,7 +97,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving and starting points."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    """What is told."""
+    """What is reported."""
 
     def dtype(self, device: DeviceKind) -> "torch.dtype":
         """The type of weights and activations; `auto` resolved for the device."""
@@ -120,7 +120,7 @@ class RunConfig:
         sections = [getattr(self, section.name) for section in dataclasses.fields(self)]
         found = [problem for section in sections if hasattr(section, "problems") for problem in section.problems()]
         if found:
-            return found  # rules between fields make sense on sound fields only
+            return found  # rules between fields make sense only for valid fields
         found += layout_problems(self.model, self.parallel)
         found += graph_problems(self.parallel, self.kernels)
         found += fp8_problems(self.model, self.parallel, self.precision, self.training.micro_batch_size, self.kernels)
@@ -142,7 +142,7 @@ def load_config(
     """Read a configuration file, apply `--section.field VALUE` overrides, and build the RunConfig.
 
     Args:
-        tell: is told, in a line, of fields that have another name now.
+        tell: is called with one line about fields that have another name now.
 
     Raises:
         InputError: the file cannot be read, a key is unknown, or a value has the wrong type.
@@ -157,7 +157,7 @@ def config_from_dict(values: dict[str, Any], *, tell: Callable[[str], None] = te
     """Build the RunConfig from nested plain values, `model.preset` included.
 
     Raises:
-        InputError: keys are unknown or missing, or values have a wrong type; a line each.
+        InputError: keys are unknown or missing, or values have a wrong type; one line each.
     """
     values, moved = moved_names(values, MOVED_FIELDS)
     _tell_moved(moved, tell)
@@ -167,7 +167,7 @@ def config_from_dict(values: dict[str, Any], *, tell: Callable[[str], None] = te
 def _tell_moved(names: list[str], tell: Callable[[str], None]) -> None:
     if names:
         now = ", ".join(f"{name} is now {MOVED_FIELDS[name]}" for name in dict.fromkeys(names))
-        tell(f"{now}; write it so, since the earlier name is read in this version alone")
+        tell(f"{now}; use the new name, since only this version still reads the earlier one")
 
 
 def _built(values: dict[str, Any]) -> RunConfig:

@@ -19,13 +19,13 @@ PRESET = FieldDescription(
     name=PRESET_KEY,
     type="text or null",
     default="null",
-    text="One of the paper's sizes to start from, as the README lists them; the other keys of `model`, and of "
+    text="One of the paper's sizes to start from (docs/configuration.md#presets); the other keys of `model`, and of "
     "`model.fan` one by one, replace its values. A run records the fields below in its place.",
 )
 
 
 def run_sections() -> Iterator[tuple[str, str, list[FieldDescription]]]:
-    """Name, docstring and fields of each section; `model.preset` stands first in its own."""
+    """Name, docstring and fields of each section; `model.preset` comes first in its own."""
     texts = field_texts(RunConfig)
     for name, owner in get_type_hints(RunConfig).items():
         fields = list(described_fields(owner, f"{name}."))
@@ -71,7 +71,7 @@ def schema_text() -> str:
 
 
 def resolved_text(file: Path, overrides: Sequence[str]) -> str:
-    """The whole configuration as YAML, after presets and overrides; what is left to the machine is left open.
+    """The whole configuration as YAML, after presets and overrides; fields left to the machine stay open.
 
     Raises:
         InputError: the file cannot be read, a key is unknown, or a value has the wrong type.

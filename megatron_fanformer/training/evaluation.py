@@ -15,7 +15,7 @@ def evaluate_loss(
     *,
     eval_iters: int,
 ) -> float:
-    """Mean cross entropy a token, in nats, over the first `eval_iters` global batches of a dataset."""
+    """Mean cross entropy per token, in nats, over the first `eval_iters` global batches of a dataset."""
     batches = micro_batches(
         dataset,
         consumed_samples=0,

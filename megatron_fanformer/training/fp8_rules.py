@@ -1,4 +1,4 @@
-"""Which models and batches FP8 products take, and which machines: each rule that is broken, with its remedy."""
+"""Which models, batches and machines FP8 products allow: each rule that is broken, with its remedy."""
 
 from collections.abc import Iterator
 
@@ -34,8 +34,8 @@ def _size_problems(
     for name, size in _sizes(model, parallel, precision, micro_batch_size):
         if size % multiple:
             yield (
-                f"precision.fp8 takes sizes on a rank that are multiples of {multiple} (recipe "
-                f"{precision.fp8_recipe}), but {name} is {size}; change it, or set precision.fp8 to null"
+                f"{name} is {size}, but precision.fp8 needs multiples of {multiple} on a rank (recipe "
+                f"{precision.fp8_recipe}); change it, or set precision.fp8 to null"
             )
 
 
@@ -72,7 +72,7 @@ def _layer_problems(
     ):
         yield (
             "parallel.recompute_modules has layernorm, which cannot be recomputed with precision.fp8_recipe delayed; "
-            "take it out, or choose the recipe tensorwise"
+            "remove it, or choose the recipe tensorwise"
         )
     layers = model.num_layers // parallel.pipeline_model_parallel_size
     for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
@@ -86,7 +86,7 @@ def fp8_machine_problems(precision: PrecisionConfig, device: devices.DeviceKind)
         return []
     remedy = "set it to null"
     if device == "cpu":
-        return [f"precision.fp8 is {precision.fp8}, but FP8 products are a GPU's, and this run is on the CPU; {remedy}"]
+        return [f"precision.fp8 is {precision.fp8}, but FP8 products need a GPU, and this run is on the CPU; {remedy}"]
     found = []
     if problem := devices.fp8_problem(precision.fp8_recipe):
         found.append(

@@ -88,14 +88,14 @@ def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
         yield (
             f"parallel.recompute_num_layers {parallel.recompute_num_layers} does not divide the "
             f"{', '.join(str(count // chunks) for count in layers)} layers of the stages' chunks, which method uniform "
-            f"asks for; choose one of {_divisors(min(layers) // chunks)}"
+            f"requires; choose one of {_divisors(min(layers) // chunks)}"
         )
     elif 0 in layers:
         yield f"the pipeline stages have {', '.join(map(str, layers))} layers; each must have at least 1"
 
 
 def _uneven(num_layers: int, stages: int) -> str:
-    """How to have that number of stages all the same: the last one shorter by what is missing."""
+    """How to have that number of stages anyway: the last one shorter by what is missing."""
     each = -(-num_layers // stages)
     last = num_layers - each * (stages - 1)
     return f", or set parallel.num_layers_in_last_pipeline_stage to {last}" if last > 0 else ""
@@ -108,9 +108,9 @@ def _sequence_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
     unit = math.lcm(2 * context if context > 1 else 1, context * tensor)
     if model.seq_length % unit:
         yield (
-            f"model.seq_length {model.seq_length} is no multiple of {unit}, into which context parallel size {context} "
-            f"(two chunks a rank, above 1) and sequence parallelism over {tensor} ranks (1: none) cut it; the nearest "
-            f"is {max(unit, round(model.seq_length / unit) * unit)}"
+            f"model.seq_length {model.seq_length} is not a multiple of {unit}, into which context parallel size "
+            f"{context} (two chunks per rank, above 1) and sequence parallelism over {tensor} ranks (1: none) "
+            f"split it; the nearest is {max(unit, round(model.seq_length / unit) * unit)}"
         )
 
 
@@ -119,7 +119,7 @@ def graph_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str
     if kernels.cuda_graph_impl == "local" and parallel.recompute_granularity == "full":
         return [
             "kernels.cuda_graph_impl is local with parallel.recompute_granularity full, but a layer's graph cannot be "
-            "recomputed as a whole; set one of them to none, or the latter to selective"
+            "recomputed as a whole; set the former to none, or the latter to selective"
         ]
     return []
 
@@ -127,19 +127,19 @@ def graph_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str
 def batch_problems(
     parallel: ParallelConfig, data_parallel_size: int, global_batch_size: int, micro_batch_size: int
 ) -> list[str]:
-    """What keeps a global batch from being dealt out, one line each."""
+    """What keeps a global batch from being divided, one line each."""
     unit = micro_batch_size * data_parallel_size
     if global_batch_size % unit:
         nearest = max(unit, round(global_batch_size / unit) * unit)
         return [
-            f"training.global_batch_size {global_batch_size} is no multiple of micro batch size x data parallel "
+            f"training.global_batch_size {global_batch_size} is not a multiple of micro batch size x data parallel "
             f"size, {micro_batch_size} x {data_parallel_size} = {unit}; the nearest is {nearest}"
         ]
     stages, micro_batches = parallel.pipeline_model_parallel_size, global_batch_size // unit
     if parallel.virtual_stages > 1 and micro_batches % stages:
         nearest = max(1, round(micro_batches / stages)) * stages * unit
         return [
-            f"training.global_batch_size {global_batch_size} gives {micro_batches} micro batches, no multiple of "
+            f"training.global_batch_size {global_batch_size} gives {micro_batches} micro batches, not a multiple of "
             f"parallel.pipeline_model_parallel_size {stages}, which the interleaved schedule takes at a time; the "
             f"nearest global batch size is {nearest}"
         ]

@@ -1,14 +1,14 @@
-"""The section `logging` of a run's configuration; apart from what writes, which takes a terminal's library."""
+"""The section `logging` of a run's configuration; apart from the writers, which import a terminal library."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What is written down, and how often it is shown."""
+    """What is recorded, and how often it is shown."""
 
     log_interval: int = 10
-    """Steps between printed lines where the output is no terminal; `metrics.jsonl` has every step."""
+    """Steps between printed lines where the output is not a terminal; `metrics.jsonl` has every step."""
     tensorboard: bool = True
     """Whether to write TensorBoard's event files."""
     folder: str | None = None

@@ -1,4 +1,4 @@
-"""What a configuration leaves to the machine: what each such field becomes here, and why; told at a run's start."""
+"""What a configuration leaves to the machine: what each such field becomes here, and why; reported at a run's start."""
 
 import dataclasses
 import itertools
@@ -40,7 +40,7 @@ def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, li
 
 
 def choice_lines(choices: list[Choice]) -> list[str]:
-    """What to tell of them, in as few lines as it takes."""
+    """What to report of them, in as few lines as it takes."""
     if not choices:
         return []
     groups = itertools.groupby(choices, key=lambda choice: (choice.value, choice.reason))
@@ -80,7 +80,7 @@ def _layers_reason(on_gpu: bool) -> str:
     if not on_gpu:
         return "Transformer Engine's layers need a GPU"
     problem = transformer_engine_problem()
-    return "Transformer Engine imports" if problem is None else f"of Transformer Engine, {problem}"
+    return "Transformer Engine imports" if problem is None else f"Transformer Engine: {problem}"
 
 
 def _fusion(implementation: str) -> tuple[bool, str]:
@@ -89,16 +89,16 @@ def _fusion(implementation: str) -> tuple[bool, str]:
     if implementation == "transformer_engine":
         return True, "the Engine's products add to the float32 gradients"
     if devices.has_fused_gradient_kernel():
-        return True, "apex's kernel is there"
+        return True, "apex's kernel is installed"
     return False, "neither the Engine's layers nor apex's kernel"
 
 
 def _overlap(parallel: ParallelConfig, grid: RankGrid) -> Iterator[Choice]:
-    """Communication of gradients and weights over the replicas, those of context parallelism counted."""
+    """Communication of gradients and weights over the replicas, those of context parallelism included."""
     replicas = grid.groups.dp_cp.size()
     pays = grid.device == "cuda" and replicas > 1
     if grid.device == "cpu":
-        reason = "over gloo it would take the computation's cores"
+        reason = "over gloo it would take cores from the computation"
     elif replicas == 1:
         reason = "one replica"
     else:

@@ -1,6 +1,6 @@
 """What a configuration asks of this machine that it does not have: each rule that is broken, with its remedy.
 
-The rules that need no machine are told before: they need no torch, which takes seconds to import.
+The rules that need no machine are checked before: they need no torch, which takes seconds to import.
 """
 
 from collections.abc import Iterator

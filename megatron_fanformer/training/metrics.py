@@ -1,4 +1,4 @@
-"""What a run tells while it goes: a progress line, metrics.jsonl and TensorBoard."""
+"""What a run reports as it runs: a progress line, metrics.jsonl and TensorBoard."""
 
 import json
 import time
@@ -13,9 +13,9 @@ from megatron_fanformer.durable_files import write_atomically
 
 
 class MetricsWriter:
-    """Appends one JSON object a step to metrics.jsonl, and the numbers to TensorBoard.
+    """Appends one JSON object per step to metrics.jsonl, and the numbers to TensorBoard.
 
-    A resumed run cuts off what was logged after the checkpoint that it goes on from, so that each step stands once.
+    A resumed run drops what was logged after the checkpoint that it resumes from, so that each step appears once.
     """
 
     def __init__(self, run: Path, *, first_step: int, tensorboard: bool) -> None:

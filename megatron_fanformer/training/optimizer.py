@@ -1,6 +1,6 @@
 """AdamW over megatron-core's optimizers, with the reference's decay groups.
 
-Weight decay falls on linear weights alone: not on norms, biases and embeddings (a tied head is the embedding).
+Weight decay applies to linear weights alone: not to norms, biases and embeddings (a tied head is the embedding).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -67,7 +67,7 @@ def _provide_adam() -> None:
     """Use `Adam` below where neither Transformer Engine nor apex brings a fused one.
 
     With torch's AdamW, megatron-core's distributed optimizer loads the *same* step tensor into every parameter's
-    state; it then advances once a parameter, and a resumed run goes wrong without a word.
+    state; it then advances once per parameter, and a resumed run silently goes wrong.
     """
     import megatron.core.optimizer as megatron_optimizer
     from megatron.core.optimizer import distrib_optimizer
@@ -93,7 +93,7 @@ class Adam(torch.optim.Optimizer):
         adam_w_mode: bool = True,
         capturable: bool = False,
     ) -> None:
-        assert adam_w_mode and not capturable, "decoupled decay outside CUDA graphs alone"
+        assert adam_w_mode and not capturable, "only decoupled decay outside CUDA graphs"
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     @torch.no_grad()

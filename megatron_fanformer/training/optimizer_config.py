@@ -1,4 +1,4 @@
-"""The section `optimizer` of a run's configuration; apart from the optimizer itself, which takes torch."""
+"""The section `optimizer` of a run's configuration; apart from the optimizer itself, which imports torch."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,6 @@
 """What is checked before a run starts: its configuration, and every file that it is going to read.
 
-One process does it for all ranks (see start.py); what it found is a RunStart, which every rank goes by.
+One process does it for all ranks (see start.py); what it found is a RunStart, which every rank uses.
 """
 
 import dataclasses
@@ -24,18 +24,18 @@ class RunStart:
     """What a run starts from: decided once, for all its ranks."""
 
     resumed: Path | None
-    """The run's own checkpoint that it goes on from."""
+    """The run's own checkpoint that it resumes from."""
     loaded: Path | None
-    """Where a new run begins with the weights of a checkpoint: that."""
+    """The checkpoint whose weights a new run starts with."""
     data: DataSurvey
     """The token files."""
 
 
 def check_run(config: RunConfig, world_size: int | None) -> RunStart:
-    """Check a run in a world of that many ranks (None: to be launched here), and say what it starts from.
+    """Check a run in a world of that many ranks (None: to be launched here), and return what it starts from.
 
     Raises:
-        InputError: all that is wrong, one line each; what this machine lacks where nothing else is.
+        InputError: every problem, one line each; what this machine lacks, if nothing else is wrong.
         CorruptError: token files or a checkpoint are damaged.
     """
     found: list[str] = []
@@ -53,7 +53,7 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
         found.append(str(error))
     else:
         found += _checkpoint_problems(resumed, loaded, config)
-    found = found or machine_problems(config)  # which imports torch: what is wrong without it is told at once
+    found = found or machine_problems(config)  # which imports torch: other problems are reported at once
     if found:
         raise InputError("\n".join(found))
     data = survey_data(config.data, config.model.vocab_size)
@@ -64,7 +64,7 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
 
 
 def find_start(config: RunConfig) -> RunStart:
-    """What a run starts from, without the checks of what fits it.
+    """What a run starts from, without checking that it fits.
 
     Raises:
         InputError, CorruptError: a file that it would start from is missing or damaged.
@@ -74,13 +74,13 @@ def find_start(config: RunConfig) -> RunStart:
 
 
 def drawn_samples(config: RunConfig) -> tuple[int, int]:
-    """Samples that a run draws of its training data, and of each validation set."""
+    """Samples that a run draws from its training data, and from each validation set."""
     training = config.training
     return training.train_iters * training.global_batch_size, training.eval_iters * training.global_batch_size
 
 
 def _starting_points(config: RunConfig) -> tuple[Path | None, Path | None]:
-    """The checkpoint that a run goes on from, or the one whose weights it begins with. Raises InputError."""
+    """The checkpoint that a run resumes from, or the one whose weights it starts with. Raises InputError."""
     run = Path(config.training.run_dir)
     if run.exists() and not run.is_dir():
         raise InputError(f"training.run_dir {run} is a file; name a folder")
@@ -103,12 +103,12 @@ def _checkpoint_problems(resumed: Path | None, loaded: Path | None, config: RunC
 
 
 def _tokenizer_problems(config: RunConfig) -> list[str]:
-    """It goes into every checkpoint: better found wanting now than when the first is saved."""
+    """It goes into every checkpoint: better to find a problem now than when the first is saved."""
     path = config.data.tokenizer
-    if path is None or not Path(path).exists():  # the latter is told with the data's own problems
+    if path is None or not Path(path).exists():  # the latter is reported with the data's own problems
         return []
     try:
-        tokenizer = load_tokenizer(path, eod_id=0)  # whichever: the token files hold the real one
+        tokenizer = load_tokenizer(path, eod_id=0)  # any: the token files hold the real one
     except InputError as error:
         return [f"data.tokenizer: {error}"]
     if tokenizer.vocab_size > config.model.vocab_size:
@@ -120,7 +120,7 @@ def _tokenizer_problems(config: RunConfig) -> list[str]:
 
 
 def _resume_problems(checkpoint: Path, config: RunConfig) -> list[str]:
-    """A run goes on with its own model, seed and batch size: with others its samples would repeat or be skipped."""
+    """A run continues with its own model, seed and batch size: with others its samples would repeat or be skipped."""
     saved = store.saved_config(checkpoint)
     if "training" not in saved:
         return [
@@ -132,7 +132,7 @@ def _resume_problems(checkpoint: Path, config: RunConfig) -> list[str]:
         present, before = getattr(config.training, name), saved["training"].get(name)
         if present != before:
             found.append(
-                f"training.{name} is {present}, but the run in {config.training.run_dir} has {before}; set it back, "
+                f"training.{name} is {present}, but the run in {config.training.run_dir} has {before}; change it back, "
                 "or name another training.run_dir"
             )
     return found
@@ -148,7 +148,7 @@ def _model_problems(checkpoint: Path, config: RunConfig, ignoring: tuple[str, ..
 
 
 def _shape(model: FANformerConfig) -> dict[str, Any]:
-    """A model's fields by their dotted names, those that say the same in other words resolved."""
+    """A model's fields by their dotted names, those that say the same in different words resolved."""
     fields = _flat(dataclasses.asdict(dataclasses.replace(model, num_query_groups=model.query_groups)))
     del fields["make_vocab_size_divisible_by"]
     return {**fields, "padded_vocab_size": model.padded_vocab_size}

@@ -1,8 +1,8 @@
-"""Where a run's log goes: the standard `logging` module, set up once a process.
+"""Where a run's log goes: the standard `logging` module, set up once per process.
 
-Modules say what they do by `logging.getLogger(__name__)`. INFO is for the user: rank 0 prints it, above the live line.
-DEBUG is for whoever looks into a run afterwards. Both stand in the log file, where one is asked for: a file a rank,
-with Python's warnings, and the traceback of the error that ended the rank. What other ranks say is nowhere else.
+Modules log what they do with `logging.getLogger(__name__)`. INFO is for the user: rank 0 prints it, above the live
+line. DEBUG is for whoever looks into a run afterwards. Both are in the log file, if one is asked for: one file per
+rank, with Python's warnings and the traceback of the error that ended the rank. What other ranks log is nowhere else.
 """
 
 import logging
@@ -19,18 +19,18 @@ from megatron_fanformer.training.logging_config import LoggingConfig
 PACKAGE = "megatron_fanformer"
 PYTHON_WARNINGS = "py.warnings"  # the logger that logging.captureWarnings writes to
 FILE_ONLY = {"file_only": True}
-"""As a record's `extra`: not for the terminal, where it is told otherwise."""
-UNWRITTEN_RECORDS = 10_000  # kept for the file; it has none yet while a run is being checked
+"""As a record's `extra`: not for the terminal, which shows it differently."""
+UNWRITTEN_RECORDS = 10_000  # kept for the file; there is none yet while a run is being checked
 
 logger = logging.getLogger(__name__)
 
 
 def log_file(config: LoggingConfig, stated: Path | None, *, rank: int, world_size: int) -> Path | None:
-    """The log file of a rank; None where none is asked for.
+    """The log file of a rank; None if none is asked for.
 
     Args:
-        stated: what the command line says; with several ranks each puts its number before the suffix. It stands before
-            `logging.folder`.
+        stated: what the command line says; with several ranks each puts its number before the suffix. It takes
+            precedence over `logging.folder`.
     """
     if stated is not None:
         return stated if world_size == 1 else stated.with_name(f"{stated.stem}.rank-{rank:05d}{stated.suffix}")
@@ -42,9 +42,9 @@ class RunLog:
 
     def __init__(self, rank: int) -> None:
         self.console = Console()
-        """The terminal. Who shows a live line on it must use this one."""
+        """The terminal. Whatever shows a live line on it must use this one."""
         self._rank = rank
-        # The second keeps logging from printing, where there is no other, what it calls its last resort.
+        # The second keeps logging's handler of last resort from printing where there is no other.
         self._handlers: list[logging.Handler] = [
             MemoryHandler(UNWRITTEN_RECORDS, flushLevel=logging.CRITICAL + 1),
             logging.NullHandler(),
@@ -68,15 +68,15 @@ class RunLog:
             unwritten.setTarget(handler)
             self._handlers.insert(0, handler)
             logging.getLogger().addHandler(handler)
-        unwritten.close()  # which hands on what it has
+        unwritten.close()  # which passes on what it has
 
     def start(self) -> None:
-        """Hear everything of this package, and warnings of all others."""
+        """Receive everything from this package, and warnings from all others."""
         for handler in self._handlers:
             logging.getLogger().addHandler(handler)
 
     def close(self) -> None:
-        """Hear nothing any more."""
+        """Receive nothing any more."""
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
             handler.close()
@@ -84,7 +84,7 @@ class RunLog:
 
 @contextmanager
 def run_log(rank: int) -> Iterator[RunLog]:
-    """The log of a rank around all that it does; the error that ends it is written down, and passes on."""
+    """The log of a rank around all that it does; the error that ends it is logged, and propagates."""
     package = logging.getLogger(PACKAGE)
     level = package.level
     log = RunLog(rank)
@@ -108,10 +108,10 @@ def run_log(rank: int) -> Iterator[RunLog]:
 def _open(file: Path) -> logging.FileHandler:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        return logging.FileHandler(file, encoding="utf-8")  # appends: a run that goes on keeps what it said before
+        return logging.FileHandler(file, encoding="utf-8")  # appends: a resumed run keeps what it logged before
     except OSError as error:
         raise InputError(
-            f"log file {file} cannot be written ({error.strerror}); name another by --log-file or logging.folder"
+            f"log file {file} cannot be written ({error.strerror}); name another with --log-file or logging.folder"
         ) from None
 
 

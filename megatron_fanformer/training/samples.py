@@ -1,6 +1,6 @@
 """The samples of a run: which datasets they come from, and which of them each step, rank and micro batch takes.
 
-The trainer takes its batches here, and `inspect` asks here what a step took: the order stands in one place.
+The trainer takes its batches here, and `inspect` asks here what a step took: the order is defined in one place.
 """
 
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ def run_datasets(config: RunConfig, survey: DataSurvey | None = None) -> Dataset
     """A run's training and validation samples; a collective call where torch.distributed is initialised.
 
     Args:
-        survey: what was found of the token files; None: rank 0 looks at them now.
+        survey: what was found about the token files; None: rank 0 surveys them now.
 
     Raises:
-        InputError, CorruptError: as `build_datasets`.
+        InputError, CorruptError: like `build_datasets`.
     """
     train_samples, valid_samples = drawn_samples(config)
     return build_datasets(
@@ -67,7 +67,7 @@ class MicroBatch(NamedTuple):
 def step_micro_batches(
     config: RunConfig, dataset_length: int, step: int, data_parallel_size: int
 ) -> Iterator[MicroBatch]:
-    """Every micro batch that a step takes of a dataset, on all ranks, in the order of the samples."""
+    """Every micro batch that a step takes from a dataset, on all ranks, in the order of the samples."""
     orders = [
         sample_numbers(
             dataset_length,

@@ -19,7 +19,7 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
 
     Args:
         arguments: this command's own, for the ranks to be started with.
-        log: the log file, where the command names one.
+        log: the log file, if the command names one.
 
     Raises:
         InputError: the configuration is wrong; nothing was written.
@@ -27,14 +27,14 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
     config = load_config(file, overrides)
     with run_log(rank=0) as started:
         start = check_run(config, None)
-        import torch  # after what is wrong was told
+        import torch  # after errors are reported
 
         ranks = config.parallel.resolve_data_parallel_size(None) * config.parallel.model_parallel_size
         kind = devices.resolve_device(config.runtime.device)
         if kind == "cuda" and ranks > torch.cuda.device_count():
             raise InputError(
                 f"the layout asks for {ranks} ranks, but this machine has {torch.cuda.device_count()} GPUs; change "
-                "parallel, or start over several nodes with torchrun"
+                "parallel, or start on several nodes with torchrun"
             )
         if ranks > 1:
             from megatron_fanformer.runtime.launch import launch_ranks
@@ -55,12 +55,12 @@ def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress,
     Each rank checks what it needs to join the others; all else is checked by rank 0, or was by our own launcher.
 
     Args:
-        log: the log file, where the command names one.
+        log: the log file, if the command names one.
 
     Raises:
-        InputError, CorruptError: as `check_run`, on every rank.
+        InputError, CorruptError: like `check_run`, on every rank.
     """
-    tell = tell_on_stderr if address.rank == 0 and not devices.launched_here() else _tell_nothing  # told already
+    tell = tell_on_stderr if address.rank == 0 and not devices.launched_here() else _tell_nothing  # reported already
     config = load_config(file, overrides, tell=tell)
     if found := [*config.parallel.problems(), *config.runtime.problems()]:
         raise InputError("\n".join(found))
@@ -78,7 +78,7 @@ def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress,
 
 
 def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) -> None:
-    from megatron_fanformer.training.trainer import Trainer  # after megatron-core was made ready
+    from megatron_fanformer.training.trainer import Trainer  # after megatron-core was prepared
 
     trainer = Trainer(config, grid, start, log.console)
     try:
@@ -88,4 +88,4 @@ def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) ->
 
 
 def _tell_nothing(_notice: str) -> None:
-    """For ranks whose launcher, or whose first rank, has told it."""
+    """For ranks whose launcher, or first rank, has reported it."""

@@ -1,7 +1,7 @@
 """One training or evaluation step on megatron-core's schedules: forward, backward, update.
 
 The loss of a step is the mean over all tokens of the global batch that the loss mask keeps, whatever the layout:
-each micro batch hands on its sum and its number of tokens, and gradients are divided by the whole number once.
+each micro batch returns its sum and its number of tokens, and gradients are divided by the total number once.
 """
 
 import itertools
@@ -35,7 +35,7 @@ class StepResult:
     """What one step showed, the same on every rank."""
 
     loss: float
-    """Mean cross entropy a token, in nats."""
+    """Mean cross entropy per token, in nats."""
     grad_norm: float
     """Global gradient norm before clipping."""
     tokens: int
@@ -50,9 +50,9 @@ class StepShape:
 
     num_micro_batches: int
     micro_batch_size: int
-    """Samples a micro batch."""
+    """Samples per micro batch."""
     seq_length: int
-    """Tokens a sample, of all context parallel ranks together."""
+    """Tokens per sample, of all context parallel ranks together."""
 
 
 def wrap_stages(chunks: list[Any], parallel: ParallelConfig) -> list[DistributedDataParallel]:
@@ -68,7 +68,7 @@ def wrap_stages(chunks: list[Any], parallel: ParallelConfig) -> list[Distributed
         overlap_param_gather=parallel.overlap_param_gather,
         bucket_size=parallel.ddp_bucket_size,
     )
-    # Later chunks are communicated while earlier ones compute, whole.
+    # Later chunks are communicated as a whole, while earlier ones compute.
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
@@ -104,7 +104,7 @@ def train_step(
     *,
     stop_asked: Callable[[], bool] = _never,
 ) -> StepResult:
-    """Take a step's micro batches from `batches`, and update the weights at the optimizer's present learning rate.
+    """Take a step's micro batches from `batches`, and update the weights at the optimizer's current learning rate.
 
     The host waits for the device once: where megatron-core reads the gradient norm, to clip by it. The loss is ready
     by then.
@@ -113,14 +113,14 @@ def train_step(
         stop_asked: says, after backward, whether this rank was asked to stop; all ranks learn of it with the loss.
 
     Raises:
-        DivergenceError: the loss or the gradient norm is not finite; the weights are as they were.
+        DivergenceError: the loss or the gradient norm is not finite; the weights are unchanged.
     """
     sums = compute_gradients(stages, optimizer, batches, grid, shape, stop_asked=stop_asked)
     grad_norm = gradient_norm(optimizer)
     loss, tokens, stops = read_sums(sums)
     for name, value in (("loss", loss), ("gradient norm", grad_norm)):
         if not math.isfinite(value):
-            raise DivergenceError(f"the {name} is {value}; lower optimizer.lr, or look at the step's documents")
+            raise DivergenceError(f"the {name} is {value}; lower optimizer.lr, or inspect the step's documents")
     update_weights(optimizer, grad_norm)
     return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens, stop_asked=stops > 0)
 
@@ -142,7 +142,7 @@ def compute_gradients(
 
 
 def read_sums(sums: Tensor) -> tuple[float, int, int]:
-    """Mean loss a token, tokens, and how many ranks were asked to stop; waits for the device."""
+    """Mean loss per token, tokens, and how many ranks were asked to stop; waits for the device."""
     loss, tokens, stops = sums.tolist()
     return loss / max(tokens, 1.0), int(tokens), int(stops)
 
@@ -223,7 +223,7 @@ def _sum_loss(losses_bs: Tensor, loss_mask_bs: Tensor) -> tuple[Tensor, Tensor, 
 def _sum_over_ranks(reports: list[dict[str, Tensor]], grid: RankGrid, is_asked: bool) -> Tensor:
     """Losses and tokens of all micro batches and replicas, and how many ranks were asked to stop: [3], on the device.
 
-    The last stage alone knows the loss, and each of its tensor parallel ranks knows the same one.
+    Only the last stage knows the loss, and each of its tensor parallel ranks knows the same one.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=grid.torch_device)
     if grid.is_last_stage and grid.groups.tp.rank() == 0:

@@ -48,7 +48,7 @@ class Trainer:
     Every rank builds one and calls `train`; `close` afterwards.
 
     Args:
-        start: what the run was found to start from; None: rank 0 looks for it now.
+        start: what the run was found to start from; None: rank 0 finds it now.
         console: the terminal, which rank 0 writes to.
     """
 
@@ -67,7 +67,7 @@ class Trainer:
             "rank %d of %d, replica %d, on %s", grid.rank, grid.world_size, grid.data_parallel_rank, grid.device
         )
         self._stop_asked = False  # of this rank, by a signal
-        self._is_stopping = False  # all ranks, after the present step: a signal may reach some of them only
+        self._is_stopping = False  # all ranks, after the current step: a signal may reach some of them only
         seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
         self._build()
         self._start_or_resume()
@@ -85,7 +85,7 @@ class Trainer:
             while not self._is_over:
                 stopping = self.take_step()
                 if stopping == "signal":
-                    raise Interrupted(f"stopped after step {self.step}, saved; the same command goes on from there")
+                    raise Interrupted(f"stopped after step {self.step}, saved; run the same command to continue")
                 if stopping == "exit_interval":
                     return
 
@@ -102,7 +102,7 @@ class Trainer:
         return stopping
 
     def close(self) -> None:
-        """Close logs and progress; after an error, end the writing of a checkpoint."""
+        """Close logs and progress; after an error, abort the writing of a checkpoint."""
         self._saver.close()
         if self.grid.is_main:
             self._progress.close()
@@ -189,14 +189,14 @@ class Trainer:
 
     def _tell_saved(self, folder: Path | None) -> None:
         if folder is not None:
-            logger.info("step %d  saved %s", self.step, folder)  # by now perhaps an earlier step's
+            logger.info("step %d  saved %s", self.step, folder)  # possibly of an earlier step
 
     @property
     def _is_over(self) -> bool:
         return self.step == self.config.training.train_iters
 
     def _shall_stop(self) -> Literal["signal", "exit_interval"] | None:
-        """Why to end after this step, the same on all ranks; None to go on."""
+        """Why to end after this step, the same on all ranks; None to continue."""
         if self._is_over:
             return None
         if self._is_stopping:
@@ -226,7 +226,7 @@ class Trainer:
         )
         if loaded:
             load_weights(loaded, self._stages, grid)
-            logger.debug("begins with the weights of %s", loaded)
+            logger.debug("starts with the weights of %s", loaded)
         self._wrapped = wrap_stages(self._stages, config.parallel)
         self._optimizer = build_optimizer(
             config.optimizer,
@@ -289,7 +289,7 @@ class Trainer:
         for line in choice_lines(self._choices):
             logger.info("%s", line)
         if self.step:
-            logger.info("going on after step %d of %s", self.step, self.run)
+            logger.info("continuing after step %d of %s", self.step, self.run)
 
     def _open_metrics(self) -> None:
         self.run.mkdir(parents=True, exist_ok=True)
@@ -331,9 +331,9 @@ def _signals_to(ask_to_stop: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _garbage_collected_by_hand() -> Iterator[None]:
-    """No collection of Python's own choosing: ranks would each pause at another moment, and wait for each other."""
+    """No automatic garbage collection: ranks would each pause at a different moment, and wait for each other."""
     gc.collect()
-    gc.freeze()  # what is there now stays: not to be looked through each time
+    gc.freeze()  # what exists now stays: not to be scanned each time
     gc.disable()
     try:
         yield

@@ -166,7 +166,7 @@ def test_a_checkpoint_made_to_do_harm_is_refused(
     assert main(reader(run, tmp_path)) == 3
     (line,) = capsys.readouterr().err.splitlines()
     assert not (tmp_path / "marker").exists()
-    assert str(file) in line and "holds more than" in line and "it is refused" in line
+    assert str(file) in line and "holds more than" in line and "; use " in line
 
 
 # -- the loading itself, behind these checks

@@ -21,7 +21,7 @@ def names(run: Path) -> list[str]:
 
 def test_a_run_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
     assert store.latest_checkpoint(tmp_path) is None
-    with pytest.raises(InputError, match="of no known kind"):
+    with pytest.raises(InputError, match="of unknown kind"):
         find_checkpoint(tmp_path)
 
 

@@ -75,9 +75,9 @@ def test_several_blend_files_are_joined(folder: Path) -> None:
         ("a", ["@y.blend"], "blend file y.blend cannot be read"),
         ("", ["empty"], "empty holds no .npy file"),
         ("", ["none/*.npy"], r"none/\*.npy holds no .npy file"),
-        ("", ["none.npy"], "none.npy does not exist: name .npy files of token ids"),
-        ("", ["npy/1"], "npy/1.bin does not exist: name npy/1.npy"),
-        ("", ["x"], "x.bin does not exist: name @x.blend"),
+        ("", ["none.npy"], "none.npy does not exist; name .npy files of token ids"),
+        ("", ["npy/1"], "npy/1.bin does not exist; name npy/1.npy"),
+        ("", ["x"], "x.bin does not exist; name @x.blend"),
     ],
 )
 def test_each_problem_is_named(folder: Path, text: str, items: list[str], said: str) -> None:

@@ -106,7 +106,7 @@ def test_a_split_that_leaves_a_part_empty_is_an_input_error(prefix: str, split: 
 
 
 def test_a_validation_set_without_one_whole_sample_is_an_input_error(prefix: str, other_prefix: str) -> None:
-    with pytest.raises(InputError, match="no whole sample"):
+    with pytest.raises(InputError, match="do not make a whole sample"):
         build(
             DataConfig(train_data=[prefix], valid_data={"v": [other_prefix]}),
             valid_samples=None,
@@ -260,9 +260,9 @@ def test_a_complete_configuration_has_no_problems(prefix: str, tmp_path: Path) -
         ({"train_data": ["nowhere"]}, "data.train_data: nowhere.bin does not exist"),
         ({"train_data": ["0.5", "a", "b"]}, "does not alternate"),
         ({"train_data": ["0", "a"]}, "not positive"),
-        ({"train_data": ["a", "0.5"]}, "'0.5' stands alone as a weight"),
+        ({"train_data": ["a", "0.5"]}, "'0.5' is a weight where others are missing"),
         ({"valid_data": {"v": ["nowhere"]}}, "data.valid_data.v: nowhere.bin does not exist"),
-        ({"valid_data": {"v": ["nowhere"]}, "split": "9,1"}, "data.split: cannot stand beside"),
+        ({"valid_data": {"v": ["nowhere"]}, "split": "9,1"}, "data.split: cannot be combined with"),
         ({"split": "100,0,0"}, "data.split: '100,0,0' cuts off no validation part"),
         ({"split": "most"}, "data.split: 'most'"),
         ({"tokenizer": "nowhere.model"}, "data.tokenizer: nowhere.model does not exist"),

@@ -51,7 +51,7 @@ def test_only_the_row_groups_of_the_tokens_are_read(ledger: Ledger, monkeypatch:
 
 
 def test_tokens_beyond_the_ledger(ledger: Ledger) -> None:
-    with pytest.raises(CorruptError, match=f"speaks of 4 of the 10 tokens from {TOKENS - 4} on"):
+    with pytest.raises(CorruptError, match=f"covers 4 of the 10 tokens from {TOKENS - 4} on"):
         ledger.documents(TOKENS - 4, 10)
 
 
@@ -71,5 +71,5 @@ def test_files_that_are_no_ledger(tmp_path: Path) -> None:
 def test_a_ledger_without_documents(tmp_path: Path) -> None:
     ledger = Ledger(write_ledger(tmp_path / "none", []))
     assert (ledger.rows, list(COLUMNS)) == (0, list(ledger_table([]).schema.names))
-    with pytest.raises(CorruptError, match="speaks of 0 of the 1 tokens"):
+    with pytest.raises(CorruptError, match="covers 0 of the 1 tokens"):
         ledger.documents(0, 1)

@@ -43,7 +43,7 @@ def test_a_missing_file_is_an_input_error(tmp_path: Path) -> None:
 
 def test_half_a_token_is_corrupt(tmp_path: Path) -> None:
     (tmp_path / "a.npy").write_bytes(b"abc")
-    with pytest.raises(CorruptError, match=r"a\.npy: its size of 3 bytes is no multiple of 2, a token of uint16"):
+    with pytest.raises(CorruptError, match=r"a\.npy holds 3 bytes, not a multiple of 2, a token of uint16"):
         open_npy_files([str(tmp_path / "a.npy")], "uint16")
 
 
@@ -53,7 +53,7 @@ def test_another_size_than_the_manifests_is_corrupt(tmp_path: Path, change: int)
     write_manifest(str(tmp_path / "a"), dtype="uint16", max_token_id=599)
     data = path.read_bytes()
     path.write_bytes(data[:change] if change < 0 else data + bytes(change))
-    with pytest.raises(CorruptError, match=f"it holds {20 + change} bytes where .*a.manifest.json says 20"):
+    with pytest.raises(CorruptError, match=f"holds {20 + change} bytes, but .*a.manifest.json says 20"):
         open_npy_files([str(path)], "uint16")
 
 
@@ -61,7 +61,7 @@ def test_a_file_cut_off_while_it_is_read_is_corrupt(tmp_path: Path) -> None:
     path = Path(write_npy(tmp_path / "a.npy", 10))
     (file,) = open_npy_files([str(path)], "uint16")
     path.write_bytes(path.read_bytes()[:10])
-    with pytest.raises(CorruptError, match=r"a\.npy became shorter"):
+    with pytest.raises(CorruptError, match=r"a\.npy has become shorter"):
         file.read(0, 10)
 
 

@@ -91,7 +91,7 @@ def test_an_index_without_a_whole_header_is_corrupt(pair: str, size: int) -> Non
 
 def test_a_file_of_another_format_is_corrupt(pair: str) -> None:
     Path(pair + ".idx").write_bytes(b"something else" * 100)
-    with pytest.raises(CorruptError, match=r"the magic is b'something', .* no Megatron index"):
+    with pytest.raises(CorruptError, match=r"the magic is b'something', .* not a Megatron index"):
         read_index(pair)
 
 

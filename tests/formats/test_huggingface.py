@@ -274,7 +274,7 @@ def test_a_hugging_face_tokenizer_gives_the_same_ids(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model_type": "unigram"}, "is no byte-pair model"),
+        ({"model_type": "unigram"}, "is not a byte-pair model"),
         ({"byte_fallback": False}, "has no byte fallback"),
         ({"normalization_rule_name": "nmt_nfkc"}, "normalises the text"),
         ({"add_dummy_prefix": True}, "puts a space in front"),
@@ -305,13 +305,13 @@ def test_user_defined_pieces_with_a_plain_space_are_refused(tmp_path):
 
 def test_a_tokenizer_that_came_out_different_is_not_let_out(sentencepiece_model, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer_files, "_merges", lambda scores: iter(()))
-    with pytest.raises(InputError, match="has no exact equal"):
+    with pytest.raises(InputError, match="has no exact equivalent"):
         export_with(sentencepiece_model, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_existing_destination_is_refused(tmp_path):
-    with pytest.raises(InputError, match="exists already"):
+    with pytest.raises(InputError, match="already exists"):
         export_huggingface(SMALL, random_model(), tmp_path, dtype=torch.float32)
 
 
@@ -350,8 +350,8 @@ def edited_copy(exported, tmp_path, **fields):
     ("fields", "message"),
     [
         ({"p_ratio": 0.7}, r"p_ratio 0\.7 must lie in"),
-        ({"rope_theta": 10_000.5}, "must be whole"),
-        ({"rope_theta": "large"}, "must be whole"),
+        ({"rope_theta": 10_000.5}, "must be a whole number"),
+        ({"rope_theta": "large"}, "must be a whole number"),
         ({"id2label": 7}, "cannot be built"),
         ({"model_type": "llama"}, "not .fanformer."),
     ],

@@ -68,9 +68,9 @@ def test_a_run_is_summed_up(trained: Path, tmp_path: Path) -> None:
     assert rows_of(card_of(trained, tmp_path)) == {
         "steps": "6",
         "tokens": "384",
-        "training loss": f"{last['loss']:.4f} nats a token, at step 6",
-        "validation loss, held-out": f"{last['validation_loss/held-out']:.4f} nats a token, at step 6",
-        r"validation loss, a\|b": f"{last['validation_loss/a|b']:.4f} nats a token, at step 6",
+        "training loss": f"{last['loss']:.4f} nats per token, at step 6",
+        "validation loss, held-out": f"{last['validation_loss/held-out']:.4f} nats per token, at step 6",
+        r"validation loss, a\|b": f"{last['validation_loss/a|b']:.4f} nats per token, at step 6",
         "global batch": "4 sequences of 16 tokens",
         "peak learning rate": "0.01; cosine after 2 steps of warm-up",
         "layout": "tp 2, cp 1, pp 1, dp 1; distributed optimizer; fp32 on cpu",
@@ -84,9 +84,9 @@ def test_a_run_is_summed_up(trained: Path, tmp_path: Path) -> None:
 def test_an_earlier_checkpoint_has_the_losses_of_its_own_step(trained: Path, tmp_path: Path) -> None:
     rows = rows_of(card_of(trained / store.CHECKPOINTS / "step-00000003", tmp_path))
     assert (rows["steps"], rows["tokens"]) == ("3 of 6 planned", "192")
-    assert rows["training loss"] == f"{logged(trained, 3)['loss']:.4f} nats a token, at step 3"
+    assert rows["training loss"] == f"{logged(trained, 3)['loss']:.4f} nats per token, at step 3"
     validation = logged(trained, 2)["validation_loss/held-out"]
-    assert rows["validation loss, held-out"] == f"{validation:.4f} nats a token, at step 2"
+    assert rows["validation loss, held-out"] == f"{validation:.4f} nats per token, at step 2"
 
 
 def test_no_path_is_told(trained: Path, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_losses_that_are_not_known_are_not_invented(content: str | None, run: Pa
     if content is not None:
         (run / metrics.METRICS).write_text(content, encoding="latin-1")
     rows = rows_of(card_of(run, tmp_path))
-    assert rows["losses"] == "not known: the run's metrics.jsonl was not at hand, or has no step 6"
+    assert rows["losses"] == "not known: the run's metrics.jsonl was not available, or has no step 6"
     assert not any("loss," in name or name == "training loss" for name in rows)
 
 
@@ -152,7 +152,7 @@ def test_nothing_is_invented_of_converted_weights(form: str, tmp_path: Path) -> 
 def test_the_card_tells_how_the_conversion_went(tmp_path: Path) -> None:
     convert_checkpoint(REFERENCE / "fanformer-tied", tmp_path / "verified", to="hf")
     verified = (tmp_path / "verified" / "README.md").read_text()
-    assert "The receipt, [receipt.json](receipt.json), lies beside this card." in verified
+    assert "The receipt, [receipt.json](receipt.json), is in this folder." in verified
     error = json.loads((tmp_path / "verified" / "receipt.json").read_text())["checks"]["logits"]["max_abs_error"]
     assert f"differ by {error:.1e} at most" in verified
     assert f"torch {versions()['torch']}" in verified

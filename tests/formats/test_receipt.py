@@ -75,7 +75,7 @@ def test_padding_that_is_asked_for_is_zeros(source: Path, tmp_path: Path) -> Non
 
 
 def test_fewer_rows_than_token_ids_are_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="stated as 89, and the model has 90 token ids"):
+    with pytest.raises(InputError, match="size is 89, but the model has 90 token ids"):
         convert_checkpoint(source, tmp_path / "out", to="hf", padded_vocab_size=89)
 
 
@@ -244,7 +244,7 @@ def test_a_padded_row_that_was_kept_is_caught(
     """The table would not know: its shapes are made by the same transform. The model of transformers does."""
     plant("VOCABULARY_TRIMMED", split=lambda hub, config: (transforms.resize_vocabulary(hub, config.vocab_size + 1),))
     said, passed = refused(source, tmp_path, "hf", capsys)
-    assert passed["logits"] is False and "of shape [90, 32], but what was written is of shape [91, 32]" in said
+    assert passed["logits"] is False and "shape [90, 32], but what was written has shape [91, 32]" in said
 
 
 def test_a_row_of_padding_too_many_is_caught(

@@ -122,11 +122,12 @@ def test_every_command_says_the_same_of_a_path_and_names_what_it_takes(
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
     others: list[Kind] = [kind for kind in KINDS if kind not in wanted]
     is_what = {make(tmp_path / f"path-{kind}", kind): f"is {DESCRIPTIONS[kind]}" for kind in others}
-    is_what[tmp_path / "none"] = "is not there"
-    is_what[tmp_path / "empty"] = "is a folder of no known kind"
-    is_what[tmp_path / "gpt2"] = (
-        "is a folder of no known kind: its config.json is of model_type 'gpt2', not 'fanformer'"
-    )
+    is_what[tmp_path / "none"] = "does not exist"
+    is_what[tmp_path / "empty"] = "is a folder of unknown kind"
+    is_what[tmp_path / "gpt2"] = "is a folder of unknown kind: its config.json has model_type 'gpt2', not 'fanformer'"
+    if "blend" not in wanted:
+        (tmp_path / "notes.txt").write_text("some words\n")
+        is_what[tmp_path / "notes.txt"] = "is a file, not a folder"
     for path, it in is_what.items():
         code, line = said(ask(path, tmp_path), capsys)
         assert code == 2
@@ -175,7 +176,9 @@ def test_a_run_does_not_write_over_a_models_configuration(
     before = sorted(path.read_bytes() for path in folder.iterdir())
     code, line = said(["train", "--config", str(write_config(tmp_path / "config.yaml", values))], capsys)
     assert code == 2
-    assert line.startswith(f"training.run_dir: {folder} is {DESCRIPTIONS[kind]}, whose configuration a run would write")
+    assert line.startswith(
+        f"training.run_dir: {folder} is {DESCRIPTIONS[kind]}, whose configuration a run would overwrite"
+    )
     assert sorted(path.read_bytes() for path in folder.iterdir()) == before
 
 

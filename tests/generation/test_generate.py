@@ -136,7 +136,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_what_there_is(run_folder):
 
 def test_a_prompt_beyond_the_sequence_length_is_refused(run_folder):
     (problem,) = problems_of(run_folder, prompt="x" * 130)
-    assert problem.endswith("shorten it to 127 tokens or less")
+    assert problem.endswith("shorten it to 127 or less")
 
 
 def test_a_checkpoint_without_a_tokenizer_asks_for_one(run_folder, tmp_path):

@@ -90,7 +90,7 @@ def test_an_exports_original_tokenizer_comes_before_its_rewriting(exported_folde
 
 
 def test_a_missing_checkpoint_is_refused(tmp_path):
-    with pytest.raises(InputError, match="nowhere is not there; name a run's folder"):
+    with pytest.raises(InputError, match="nowhere does not exist; name a run's folder"):
         find_model(tmp_path / "nowhere")
 
 

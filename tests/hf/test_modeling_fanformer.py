@@ -166,7 +166,7 @@ def test_initial_weights_are_mitchells():
         ({"fan_activation": "relu"}, "fan_activation 'relu'"),
         ({"fan_placement": "qk"}, "fan_placement 'qk'"),
         ({"fan_placement": "qk_and_v", "v_p_ratio": -0.1}, r"v_p_ratio -0\.1 must lie in \[0, 0\.5\]"),
-        ({"v_p_ratio": 0.25}, r"v_p_ratio 0\.25 is of fan_placement 'qk_and_v' alone, not 'qkv'"),
+        ({"v_p_ratio": 0.25}, r"v_p_ratio 0\.25 applies only to fan_placement 'qk_and_v', not 'qkv'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "positions are not scaled; set rope_theta"),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_sound_checkpoint(inspect: Inspect, trained: Path) -> None:
     said = inspect(trained, "--verify")
     assert (said.code, said.error) == (0, "")
     assert said.out.splitlines()[-1].startswith("verified: CRC-32 of ")
-    assert said.out.endswith("every tensor is there whole\n")
+    assert said.out.endswith("every tensor is complete\n")
 
 
 def test_a_flipped_bit_of_any_tensor(inspect: Inspect, run: Path) -> None:
@@ -176,4 +176,4 @@ def test_a_checkpoint_made_to_do_harm(
 
 def test_a_pointer_to_what_is_not_there(inspect: Inspect, run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step-00000004")
-    refused(inspect(run), "latest names step-00000004, which is no complete checkpoint")
+    refused(inspect(run), "latest names step-00000004, which is not a complete checkpoint")

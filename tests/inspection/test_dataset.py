@@ -73,7 +73,7 @@ def test_files_of_other_tools(inspect: Inspect, tmp_path: Path) -> None:
         said = inspect(tmp_path / name)
         assert said.code == 0
         assert "manifest" in said.out and "none: these files were not written by prepare" in said.out
-        assert "none: a token's document cannot be told" in said.out
+        assert "none: a token's document is unknown" in said.out
         assert json.loads(inspect(tmp_path / name, "--json").out)["tokens"] == 2970
 
 
@@ -133,7 +133,7 @@ def test_a_preparation_in_parts(inspect: Inspect, tmp_path: Path) -> None:
 def test_a_part_that_disagrees_with_the_whole(inspect: Inspect, tmp_path: Path) -> None:
     whole = write_parts(tmp_path)
     write_part_manifest(tmp_path / "whole-1", 1, whole, msgspec.structs.replace(whole.outputs[1], documents=61))
-    refused(inspect(tmp_path / "whole", "--verify"), "whole-1.manifest.json", "say different things")
+    refused(inspect(tmp_path / "whole", "--verify"), "whole-1.manifest.json", "describe its files differently")
 
 
 def test_neither_torch_nor_megatron_is_imported(pair: Prepared) -> None:
@@ -154,10 +154,10 @@ def test_a_reader_may_have_seen_enough(pair: Prepared) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("none", "none is not there; name a prefix of token files"),
-        ("empty", "is a folder of no known kind"),
-        ("notes.txt", "is of no known kind: it is no token file, and names files that are not there"),
-        ("weights.txt", "is no token file, and no blend file either"),
+        ("none", "none does not exist; name a prefix of token files"),
+        ("empty", "is a folder of unknown kind"),
+        ("notes.txt", "is not a token file, and as a blend file it names files that do not exist"),
+        ("weights.txt", "is neither a token file nor a blend file: "),
     ],
 )
 def test_a_path_that_is_nothing_known(inspect: Inspect, tmp_path: Path, name: str, said: str) -> None:
@@ -228,11 +228,11 @@ def test_damaged_files(inspect: Inspect, pair: Prepared, ending: str) -> None:
 def test_a_manifest_that_is_damaged_or_missing(inspect: Inspect, pair: Prepared) -> None:
     path = manifest_path(str(pair.prefix))
     path.write_bytes(path.read_bytes()[:-10])
-    refused(inspect(pair.prefix, "--verify"), path, "is no manifest")
+    refused(inspect(pair.prefix, "--verify"), path, "is not a manifest")
     path.unlink()
     said = inspect(pair.prefix, "--verify")
     assert (said.code, said.out) == (2, "")
-    assert said.error == (f"{path} does not exist: without a manifest there is nothing to verify {pair.prefix} against")
+    assert said.error == (f"{path} does not exist, and without it there is nothing to verify {pair.prefix} against")
 
 
 @pytest.mark.parametrize(

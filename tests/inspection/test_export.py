@@ -39,7 +39,7 @@ def test_a_hugging_face_folder_in_shards(inspect: Inspect, exported: Path) -> No
     assert (said.code, said.error) == (0, "")
     assert f"{exported}: Hugging Face folder\n" in said.out
     assert "FAN         p_ratio 0.125, placement qkv: 8 periodic and 48 linear rows\n" in said.out
-    assert "safetensors hold no sum of their bytes" in said.out
+    assert "safetensors have no checksum of their bytes" in said.out
     facts = json.loads(inspect(exported, "--json").out)
     assert (facts["kind"], facts["dtype"], facts["tokenizer"]) == ("hf", "bfloat16", None)
     assert len(facts["shards"]) > 2

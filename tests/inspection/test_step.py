@@ -235,7 +235,7 @@ def test_without_ledger_and_tokenizer_the_tokens_are_told(
     config = write_config(tmp_path / "run.yaml", small_run(sources["pair"][0], tmp_path / "run", training=BATCH))
     said = inspect(config, "--step", 1)
     prefix = sources["pair"][0]
-    assert f"no ledger ({prefix}.ledger.parquet): these tokens' documents cannot be told" in said.out
+    assert f"no ledger ({prefix}.ledger.parquet): these tokens' documents are unknown" in said.out
     assert f"    {prefix} [" in said.out
     assert "      ids " in said.out
 
@@ -258,13 +258,13 @@ def test_the_manifest_names_the_tokenizer(inspect: Callable[..., Said], tmp_path
     [
         (["{config}", "--step", "0"], "--step is 0; the run has steps 1 to 3 (training.train_iters)"),
         (["{config}", "--step", "4"], "--step is 4; the run has steps 1 to 3"),
-        (["{docs}", "--step", "1"], "asks for the configuration that trains on them: --config FILE"),
-        (["{other}", "--step", "1", "--config", "{config}"], "is none of the configuration's data.train_data"),
-        (["{config}", "--step", "1", "--verify"], "ask for one at a time"),
-        (["{config}", "--step", "1", "--training.micro_batch_size", "3"], "is no multiple of micro batch size"),
+        (["{docs}", "--step", "1"], "--step needs the configuration that trains on them; add --config FILE"),
+        (["{other}", "--step", "1", "--config", "{config}"], "is not in the configuration's data.train_data"),
+        (["{config}", "--step", "1", "--verify"], "use one at a time"),
+        (["{config}", "--step", "1", "--training.micro_batch_size", "3"], "is not a multiple of micro batch size"),
         (["{config}", "--step", "1", "--data.speed", "3"], "unknown configuration key data.speed"),
-        (["{docs}", "--config", "{config}"], "--config says nothing without --step"),
-        (["{docs}", "--speed", "3"], "--speed says nothing without --step"),
+        (["{docs}", "--config", "{config}"], "--config has no effect without --step"),
+        (["{docs}", "--speed", "3"], "--speed has no effect without --step"),
     ],
 )
 def test_a_step_that_cannot_be_shown(
@@ -283,4 +283,4 @@ def test_a_ledger_of_other_files_is_refused(
     write_ledger(tmp_path / "docs", texts[1][:3])
     found = inspect(texts[0], "--step", 1)
     assert found.code == 3
-    assert f"{tmp_path / 'docs'}.ledger.parquet speaks of" in found.error
+    assert f"{tmp_path / 'docs'}.ledger.parquet covers" in found.error

@@ -63,7 +63,7 @@ def test_the_nearest_p_ratio_divides_over_the_ranks() -> None:
     ("field", "value", "part"),
     [
         ("num_layers", 0, "num_layers is 0"),
-        ("num_attention_heads", 3, "no multiple of model.num_attention_heads"),
+        ("num_attention_heads", 3, "not a multiple of model.num_attention_heads"),
         ("num_query_groups", 3, "does not divide model.num_attention_heads"),
         ("fan", FANConfig(p_ratio=0.6), "must lie in [0, 0.5]"),
     ],

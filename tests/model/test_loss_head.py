@@ -296,8 +296,8 @@ def refusal(problem: Problem, use: str) -> str:
     [
         ("other tokens", "weighted in another proportion than the loss mask"),
         ("wrapped, other scale", "is in main_grad already"),
-        ("wrapped, twice", "given once"),
-        ("twice", "given once"),
+        ("wrapped, twice", "taken already"),
+        ("twice", "taken already"),
     ],
 )
 def test_a_use_that_would_be_wrong_is_refused(run_on_ranks: RunOnRanks, use: str, message: str) -> None:

@@ -153,7 +153,7 @@ def test_token_files_without_a_manifest_are_never_overwritten(
     tmp_path: Path, mixed: Path, small_tokenizer_file: Path
 ) -> None:
     (tmp_path / "out.bin").write_bytes(b"somebody's")
-    with pytest.raises(InputError, match="no complete preparation"):
+    with pytest.raises(InputError, match="no manifest of a complete preparation"):
         prepare_files(str(tmp_path / "out"), [mixed], small_tokenizer_file)
     assert (tmp_path / "out.bin").read_bytes() == b"somebody's"
 
@@ -164,7 +164,7 @@ def test_damaged_inputs_are_all_named_and_nothing_is_published(
     damaged = [write_lines(f"damaged-{number}.jsonl.gz", [as_line("text " * 100)] * 100) for number in range(2)]
     for path in damaged:
         path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CorruptError, match=r"damaged-0.*truncated.*damaged-1.*truncated.*same command goes on"):
+    with pytest.raises(CorruptError, match=r"damaged-0.*truncated.*damaged-1.*truncated.*same command continues"):
         prepare_files(str(tmp_path / "new" / "out"), [mixed, *damaged], small_tokenizer_file)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["out.parts"]
 
@@ -338,7 +338,7 @@ def test_a_last_document_without_its_end_keeps_its_tokens(tmp_path: Path, small_
     ("data", "kind", "message"),
     [
         (b"\x93NUMPY\x01\x00", InputError, "NumPy header"),
-        (b"abc", CorruptError, "no whole number of uint16"),
+        (b"abc", CorruptError, "not a whole number of uint16"),
         (np.array([600], np.uint16).tobytes(), InputError, "id 600, outside"),
     ],
 )

@@ -72,7 +72,7 @@ def test_a_usable_gpu_must_be_hidden_for_a_cpu_run(monkeypatch: pytest.MonkeyPat
 def test_world_size_and_layout_must_agree() -> None:
     config = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     assert config.resolve_data_parallel_size(8) == 2
-    with pytest.raises(InputError, match=r"no multiple of .* 2 x 1 x 2 = 4"):
+    with pytest.raises(InputError, match=r"not a multiple of .* 2 x 1 x 2 = 4"):
         config.resolve_data_parallel_size(6)
     with pytest.raises(InputError, match="data_parallel_size is 3"):
         ParallelConfig(data_parallel_size=3).resolve_data_parallel_size(2)

@@ -97,14 +97,14 @@ def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
     os.killpg(process.pid, signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 5, errors
-    assert errors.splitlines() == ["megatron-fanformer: stopped on SIGTERM, saved; the same command goes on from there"]
+    assert errors.splitlines() == ["megatron-fanformer: stopped on SIGTERM, saved; run the same command to continue"]
     steps_before = len(losses(tmp_path / "stopped"))
     assert [folder.name for folder in (tmp_path / "stopped" / "checkpoints").glob("step-*")] == [
         f"step-{steps_before:08d}"
     ]
 
     said = run_on_ranks(2, train_here, values)  # what `train` does on a rank that it started
-    assert any(line.startswith(f"going on after step {steps_before} of ") for line in said[0])
+    assert any(line.startswith(f"continuing after step {steps_before}") for line in said[0])
     run_on_ranks(2, train_here, small_run(tokens, tmp_path / "straight", **sections))
     assert losses(tmp_path / "stopped") == losses(tmp_path / "straight")
 

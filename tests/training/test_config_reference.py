@@ -92,9 +92,9 @@ def test_the_verb_prints_what_was_asked_for(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--config", "x.yaml"], "--config says nothing without --resolved"),
-        (["--model.seq_length", "3"], "--model.seq_length says nothing without --resolved"),
-        (["--resolved"], "--resolved asks for --config FILE"),
+        (["--config", "x.yaml"], "--config has no effect without --resolved"),
+        (["--model.seq_length", "3"], "--model.seq_length has no effect without --resolved"),
+        (["--resolved"], "--resolved needs --config FILE"),
         (["--resolved", "--schema"], "not allowed with argument"),
     ],
 )

@@ -38,9 +38,9 @@ def test_a_precision_that_contradicts_itself(fields: dict[str, Any], part: str) 
     [
         ({}, {}, {}, None),
         ({}, {"tensor_model_parallel_size": 8, "sequence_parallel": True}, {"fp8_fan": True}, None),
-        ({"ffn_hidden_size": 8200}, {}, {}, "multiples of 16 (recipe tensorwise), but model.ffn_hidden_size is 8200"),
-        ({"ffn_hidden_size": 8208}, {}, {"fp8_recipe": "mxfp8"}, "multiples of 32 (recipe mxfp8)"),
-        ({"seq_length": 24}, {}, {}, "but a micro batch's number of tokens is 24"),
+        ({"ffn_hidden_size": 8200}, {}, {}, "model.ffn_hidden_size is 8200, but precision.fp8 needs multiples of 16"),
+        ({"ffn_hidden_size": 8208}, {}, {"fp8_recipe": "mxfp8"}, "multiples of 32 on a rank (recipe mxfp8)"),
+        ({"seq_length": 24}, {}, {}, "a micro batch's number of tokens is 24, but"),
         (
             {"ffn_hidden_size": 8192 + 128},
             {"tensor_model_parallel_size": 16},
@@ -82,20 +82,20 @@ def test_without_fp8_any_size_goes() -> None:
 
 def test_a_cpu_has_none() -> None:
     (problem,) = fp8_machine_problems(fp8(), "cpu")
-    assert "FP8 products are a GPU's, and this run is on the CPU; set it to null" in problem
+    assert "FP8 products need a GPU, and this run is on the CPU; set it to null" in problem
 
 
 @pytest.mark.parametrize(
     ("chip", "recipe", "part"),
     [
-        ((8, 0), "tensorwise", "compute capability 8.0, and FP8 begins at 8.9"),
+        ((8, 0), "tensorwise", "compute capability 8.0, and FP8 needs 8.9 or higher"),
         ((8, 9), "tensorwise", None),
-        ((8, 9), "blockwise", "it begins at 9.0 and CUDA 12.9"),
+        ((8, 9), "blockwise", "it needs 9.0 and CUDA 12.9"),
         ((9, 0), "delayed", None),
         ((9, 0), "blockwise", None),
-        ((9, 0), "mxfp8", "it is for 10.x"),
+        ((9, 0), "mxfp8", "it needs 10.x"),
         ((10, 0), "mxfp8", None),
-        ((12, 0), "mxfp8", "it is for 10.x"),
+        ((12, 0), "mxfp8", "it needs 10.x"),
     ],
 )
 def test_chips(monkeypatch: pytest.MonkeyPatch, chip: tuple[int, int], recipe: str, part: str | None) -> None:

@@ -22,14 +22,14 @@ def parallel(**fields: Any) -> ParallelConfig:
     [
         ({"sequence_parallel": True}, "sequence_parallel is true at tensor_model_parallel_size 1"),
         ({"tensor_model_parallel_size": 2, "fan_form": "sequence"}, "fan_form is sequence without sequence"),
-        ({"virtual_pipeline_model_parallel_size": 2}, "no schedule is to be interleaved"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "no schedule to interleave"),
         ({"num_layers_in_first_pipeline_stage": 2}, "num_layers_in_first_pipeline_stage is 2 at"),
         ({"overlap_param_gather": True}, "without overlap_grad_reduce"),
         (
             {"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": False},
             "without use_distributed_optimizer",
         ),
-        ({"recompute_granularity": "full"}, "for every layer alone set them to uniform and 1"),
+        ({"recompute_granularity": "full"}, "set them to uniform and 1"),
         ({"recompute_num_layers": 1}, "are for recompute_granularity full"),
         ({"recompute_granularity": "selective", "recompute_modules": []}, "recompute_modules is empty"),
         ({"context_parallel_size": 0}, "context_parallel_size is 0; it must be at least 1"),
@@ -87,11 +87,11 @@ def test_a_layout_that_contradicts_itself(fields: dict[str, Any], part: str) -> 
             },
             "choose one of 1, 2, 4, 8",
         ),
-        ({"seq_length": 1000}, {"context_parallel_size": 3}, "no multiple of 6"),
+        ({"seq_length": 1000}, {"context_parallel_size": 3}, "not a multiple of 6"),
         (
             {"seq_length": 1002},
             {"context_parallel_size": 3, "tensor_model_parallel_size": 4, "sequence_parallel": True},
-            "no multiple of 12",
+            "not a multiple of 12",
         ),
     ],
 )

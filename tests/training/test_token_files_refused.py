@@ -64,4 +64,4 @@ def test_an_id_beyond_the_vocabulary_in_a_npy_file(tmp_path: Path, refused: Refu
 
 def test_half_a_token_in_a_npy_file(tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "a.npy").write_bytes(bytes(1001))
-    assert "its size of 1001 bytes is no multiple of 2" in refused(str(tmp_path / "a.npy"), 3)
+    assert "holds 1001 bytes, not a multiple of 2" in refused(str(tmp_path / "a.npy"), 3)

@@ -26,7 +26,7 @@ CATEGORIES = {
 
 
 def breakdown(events: Any, steps: int, wall_seconds: float) -> dict[str, float]:
-    """Seconds a step by category, from a profiler's events over some steps; what no event covers is the host's.
+    """Seconds per step by category, from a profiler's events over some steps; what no event covers is the host's.
 
     On a GPU the time is that of kernels, which may overlap (communication with work): the sum may exceed the step.
     """

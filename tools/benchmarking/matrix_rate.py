@@ -1,4 +1,4 @@
-"""The machine's own rate in the matrix products of a model: what a training step is held against.
+"""The machine's own rate in the matrix products of a model: what a training step is compared with.
 
 Each weight [n, k] makes three products a micro batch of m tokens: [m, k] x [k, n] forward, [m, n] x [n, k] for the
 input's gradient and [n, m] x [m, k] for its own.
@@ -69,7 +69,7 @@ class MatrixClock:
 
 
 def timed(function: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, as a mean over so many that the clock can tell; the first is left out."""
+    """Seconds of one call, as a mean over enough that the clock can resolve them; the first is excluded."""
     once = _seconds(function, 1, device)
     calls = max(1, round(LEAST_SECONDS / max(once, 1e-9)))
     return _seconds(function, calls, device)

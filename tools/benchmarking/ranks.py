@@ -55,7 +55,7 @@ class CaseRanks:
         return self._ask("steps", number)[0]
 
     def breakdown(self, number: int) -> dict[str, float]:
-        """Seconds a step by category, of rank 0, from a profile of some steps."""
+        """Seconds per step by category, of rank 0, from a profile of some steps."""
         return self._ask("breakdown", number)[0]
 
     def peak_memory(self) -> int:
@@ -84,7 +84,7 @@ class CaseRanks:
 
 
 def _serve(connection: Any, *arguments: Any) -> None:
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # what a run tells its user
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # what a run reports to its user
         _serve_case(connection, *arguments)
 
 

@@ -1,1 +1,1 @@
-"""What a conversion is held to: its receipt, and the models of all formats run a layer at a time."""
+"""How a conversion is verified: its receipt, and the models of all formats, run one layer at a time."""

@@ -1,11 +1,11 @@
-"""The receipt of a conversion: what was written is read back from its files, and held against the source.
+"""The receipt of a conversion: what was written is read back from its files, and compared with the source.
 
-    names        every tensor of the source was used, and the destination's tensors are its model's, all of them
+    names        every tensor of the source was used, and the destination's tensors are exactly its model's
     round trip   converted back, they are the source's, bit for bit
-    logits       the models of both sides, run in float32 on fixed prompts, agree, and continue them alike
+    logits       the models of both sides, run in float32 on fixed prompts, agree, and continue them in the same way
 
 The round trip cannot see a fault that is in both directions of a transform; the logits can. What a smaller vocabulary
-padding leaves out is no fault: it is told (`vocabulary`).
+padding leaves out is not a fault: it is reported (`vocabulary`).
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from megatron_fanformer.formats.verify.streamed_models import Logits, UsedTensor
 from megatron_fanformer.formats.versions import versions
 from megatron_fanformer.runtime.parallel import RankGrid
 
-# Few: a 1B model takes seconds a pass on a laptop's cores, and the source makes a pass a new token.
+# Few: a 1B model takes seconds per pass on a laptop's cores, and the source makes one pass per new token.
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 3
 PROMPT_SEED = 20_250_211
 # Of the largest logit. Rounding in float32 makes 1e-6 to 1e-5 (measured on the reference cases and at 1B); exchanging
@@ -36,11 +36,11 @@ Json: TypeAlias = dict[str, Any]
 
 
 def verify(source: Checkpoint, used: set[str], destination: Checkpoint, grid: RankGrid) -> Json:
-    """All checks by their names; each says whether it `passed`, and what it saw.
+    """All checks by name; each says whether it `passed`, and what it saw.
 
     Args:
         used: the names of the source's tensors that the conversion has read.
-        destination: as it was opened again from its files.
+        destination: reopened from its files.
     """
     source_run, destination_run = _Run(source, _dtype(source, destination), grid), _Run(destination, None, grid)
     checks = {"round_trip": _round_trip(source, destination), **_logits(source_run, destination_run)}
@@ -56,7 +56,7 @@ def failures(checks: Json) -> str:
 
 
 def _names(source: Checkpoint, used: set[str], destination: Checkpoint, run: set[str]) -> Json:
-    """`run` names what the destination's own model asked for; it is another witness than the table."""
+    """`run` names what the destination's own model requested, which is independent of the table."""
     unused = [name for name in source.tensors if name not in used]
     not_asked_for = [name for name in destination.tensors if run and name not in run]
     said = [
@@ -158,7 +158,7 @@ class _Run:
 
     @property
     def used(self) -> set[str]:
-        """The names that the model has asked for; none where it has not run to its end."""
+        """The names that the model has requested; none where it has not run to its end."""
         return self._load.used if self._ran else set()
 
     def logits(self, ids_bs: Tensor) -> Tensor:
@@ -185,8 +185,8 @@ def prompts(vocab_size: int) -> Tensor:
 def _logits(source: _Run, destination: _Run) -> Json:
     """The source continues the prompts; the destination runs once, over prompts and continuations.
 
-    If at each place of a continuation the destination's likeliest token is the one that stands there, then it would
-    have continued alike: each next token depends on those before it alone.
+    If at each position of a continuation the destination's most likely token is the one there, then it would have
+    continued in the same way: each next token depends only on those before it.
     """
     tokens = min(source.checkpoint.config.vocab_size, destination.checkpoint.config.vocab_size)
     try:
@@ -216,14 +216,14 @@ def _logits(source: _Run, destination: _Run) -> Json:
 
 
 def _greedy(expected: Tensor, logits: Tensor, allowed: float) -> Json:
-    """Continuations [b, new] against the logits [b, new, v] at the places before their tokens.
+    """Continuations [b, new] against the logits [b, new, v] at the positions before their tokens.
 
     A token whose logit is as high as the highest, up to the logits' tolerance, counts: it is a tie.
     """
     chosen = logits.argmax(-1)
     missed = logits.amax(-1) - logits.gather(-1, expected[..., None])[..., 0]
     passed = bool((missed <= 2 * allowed).all())
-    said = "" if passed else f"the source goes on {expected.tolist()}, the destination {chosen.tolist()}"
+    said = "" if passed else f"the source continues {expected.tolist()}, the destination {chosen.tolist()}"
     return {"passed": passed, "said": said, "source": expected.tolist(), "destination": chosen.tolist()}
 
 
@@ -237,11 +237,11 @@ def _reason(error: BaseException) -> str:
 def report(
     source: Checkpoint, destination: Checkpoint, checks: Json | None, rows: Json, published: Path, *, hashed: bool
 ) -> Json:
-    """The receipt as JSON: checks (None where none were asked for), hashes, shapes, versions.
+    """The receipt as JSON: checks (None where none were requested), hashes, shapes, versions.
 
     Args:
-        rows: what `vocabulary` says.
-        published: the name that the destination's folder is going to have, or would have had.
+        rows: what `vocabulary` returns.
+        published: the name that the destination's folder will have, or would have had.
         hashed: whether to read the files once more for their SHA-256.
     """
     return {

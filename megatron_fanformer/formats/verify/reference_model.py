@@ -1,4 +1,4 @@
-"""Logits of a reference checkpoint, from the reference's own tensors: its equations, a layer's weights at a time.
+"""Logits of a reference checkpoint, from the reference's own tensors: its equations, one layer's weights at a time.
 
 Source: the paper's equations and the facts in tests/reference/README.md. In float32.
 
@@ -21,7 +21,7 @@ def reference_logits(config: FANformerConfig, load: Load, ids_bs: Tensor) -> Ten
     """Logits [b, s, v] of ids [b, s].
 
     Args:
-        load: gives the tensor of one of the reference's names, in float32.
+        load: returns the tensor of one of the reference's names, in float32.
     """
     x = F.embedding(ids_bs, load("transformer.wte.weight"))
     for layer in range(config.num_layers):

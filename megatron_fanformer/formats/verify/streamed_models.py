@@ -1,8 +1,8 @@
 """Logits of a model of any format, from its own tensors, each in memory only while its layer runs.
 
 A checkpoint of ours runs through megatron-core's GPTModel, a Hugging Face folder through its model class: the code that
-their users run. Their weights are filled in when a layer is about to run, and dropped behind it. A reference checkpoint
-runs through `reference_model`, since the authors' code is not at hand.
+their users run. Their weights are filled in when a layer is about to run, and dropped after it. A reference checkpoint
+runs through `reference_model`, since the authors' code is not available.
 
 Shapes: b batch, s sequence, v rows of the head.
 """
@@ -35,14 +35,14 @@ _LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 
 class UsedTensors:
-    """Gives tensors by name in float32, and keeps which were asked for.
+    """Returns tensors by name in float32, and records which were requested.
 
-    Those of one layer are given in the memory of the layer before, which by then has run: fresh memory for each would
-    take longer than the model's own work.
+    A layer's tensors reuse the memory of the layer before, which has run by then: fresh memory for each would take
+    longer than the model's own work.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
-        """`dtype` to round to before; None: as they are."""
+        """`dtype` to round to first; None: as they are."""
         self._tensors, self._dtype = tensors, dtype
         self.used: set[str] = set()
         self._room: dict[str, Tensor] = {}
@@ -69,10 +69,10 @@ class UsedTensors:
 
 
 def logits_of(format: Format, config: FANformerConfig, load: Load, grid: RankGrid) -> Logits:
-    """The model of a format: `load` gives its tensors in float32, each time that one is needed.
+    """The model of a format: `load` returns its tensors in float32, each time one is needed.
 
     Raises:
-        CorruptError: later, where a tensor is not there or is of another shape than the model's.
+        CorruptError: later, where a tensor is missing or has another shape than the model's.
     """
     if format == "reference":
         return lambda ids_bs: reference_logits(config, load, ids_bs)
@@ -99,7 +99,7 @@ def _huggingface(config: FANformerConfig, load: Load) -> Logits:
 
 
 def _megatron(config: FANformerConfig, load: Load, grid: RankGrid) -> Logits:
-    seed_everything(0)  # megatron-core asks for its random states
+    seed_everything(0)  # megatron-core needs its random states
     one_layer = dataclasses.replace(config, num_layers=1)
     (stage,) = build_stages(one_layer, ParallelConfig(), grid, dtype=torch.float32, seed=None)
     parts = {
@@ -121,7 +121,7 @@ def _megatron(config: FANformerConfig, load: Load, grid: RankGrid) -> Logits:
 
 
 class _Part(NamedTuple):
-    """Rows of a parameter: a part of the tensor of a name."""
+    """Rows of a parameter: a part of the tensor with that name."""
 
     name: str
     part: Any
@@ -134,12 +134,12 @@ class _Counter:
         self._layers, self.value = layers, -1
 
     def advance(self) -> None:
-        """To the next one; behind the last comes the first of the next run."""
+        """To the next one; after the last comes the first of the next run."""
         self.value = (self.value + 1) % self._layers
 
 
 def _run_as_all(decoder: Any, layers: int) -> _Counter:
-    """Let the one layer of `decoder.layers` run as each of them in turn: all would be a whole model in memory."""
+    """Run the one layer of `decoder.layers` as each of them in turn: all would be a whole model in memory."""
     (layer,) = decoder.layers
     decoder.layers = nn.ModuleList([layer] * layers)
     number = _Counter(layers)
@@ -148,7 +148,7 @@ def _run_as_all(decoder: Any, layers: int) -> _Counter:
 
 
 def _fill_all_while_running(model: nn.Module, parts: Mapping[str, list[_Part]], load: Load, number: _Counter) -> None:
-    """Take away all parameters, and let each module have its own while it runs."""
+    """Remove all parameters, and give each module its own while it runs."""
     for path, module in model.named_modules():
         own = [name for name, value in module._parameters.items() if value is not None]
         loads = {name: functools.partial(_assembled, load, parts[f"{path}.{name}"], number) for name in own}
@@ -166,7 +166,7 @@ def _assembled(load: Load, parts: list[_Part], number: _Counter) -> Tensor:
 
 
 def _make_up(tensor: Tensor, parts: list[Tensor]) -> bool:
-    """Whether contiguous parts of a tensor, one behind the other, are all of it."""
+    """Whether contiguous parts of a tensor, one after the other, are all of it."""
     ends = [tensor.data_ptr()]
     for part in parts:
         if not part.is_contiguous() or part.data_ptr() != ends[-1]:
@@ -185,7 +185,7 @@ def _hand_over_embedding(stage: Any, load: Load) -> None:
 
 
 def _fill_while_running(module: nn.Module, loads: Mapping[str, Callable[[], Tensor]]) -> None:
-    """Give a module its own parameters when it is about to run, and take them away behind it."""
+    """Give a module its own parameters when it is about to run, and remove them afterwards."""
     shapes = {name: module._parameters[name].shape for name in loads}  # type: ignore[union-attr]
 
     def take_away(*_: Any) -> None:
@@ -197,8 +197,8 @@ def _fill_while_running(module: nn.Module, loads: Mapping[str, Callable[[], Tens
             tensor = load()
             if tensor.shape != shapes[name]:
                 raise CorruptError(
-                    f"the model's {name} in {type(module).__name__} is of shape {list(shapes[name])}, but what was "
-                    f"written is of shape {list(tensor.shape)}"
+                    f"the model's {name} in {type(module).__name__} has shape {list(shapes[name])}, but what was "
+                    f"written has shape {list(tensor.shape)}"
                 )
             module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
