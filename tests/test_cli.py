@@ -218,7 +218,7 @@ def test_a_global_batch_that_does_not_divide(refused: Refused, config: str) -> N
     lines = refused(
         "train", "--config", config, "--training.global_batch_size", "7", "--parallel.data_parallel_size", "2"
     )
-    one_line(lines, "training.global_batch_size 7 is no multiple", "2 x 2 = 4; the nearest is 8")
+    one_line(lines, "training.global_batch_size 7 is not a multiple", "2 x 2 = 4; the nearest is 8")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -251,7 +251,7 @@ def test_all_layouts_that_cannot_be_compared_are_named(refused: Refused, config:
 
 
 def test_a_parity_report_without_a_folder(refused: Refused, config: str) -> None:
-    one_line(refused("parity", "--config", config, "--report", "none/report.json"), "none is no folder")
+    one_line(refused("parity", "--config", config, "--report", "none/report.json"), "none is not a folder")
 
 
 def test_a_gpu_that_is_not_there(refused: Refused, config: str) -> None:
@@ -324,7 +324,9 @@ def test_a_checkpoint_that_is_none(refused: Refused, verb: list[str]) -> None:
 def test_a_conversion_into_a_folder_that_exists(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     source = Path(__file__).parent / "reference" / "atl"
-    one_line(refused("convert", str(source), "there", "--to", "hf"), "there exists; name a folder that does not")
+    one_line(
+        refused("convert", str(source), "there", "--to", "hf"), "there already exists; name a folder that does not"
+    )
 
 
 def test_the_conversion_script_is_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

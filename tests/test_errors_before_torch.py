@@ -49,7 +49,7 @@ def test_a_missing_token_file(config: str) -> None:
 
 
 def test_a_missing_checkpoint_to_start_from(config: str) -> None:
-    assert "checkpoint.load: none is no checkpoint" in told("train", "--config", config, "--checkpoint.load", "none")
+    assert "checkpoint.load: none does not exist" in told("train", "--config", config, "--checkpoint.load", "none")
 
 
 @pytest.mark.parametrize("verb", [["generate", "x", "--prompt", "y"], ["convert", "x", "y", "--to", "hf"]])
@@ -63,7 +63,7 @@ def test_a_layout_that_the_model_does_not_allow(config: str) -> None:
 
 @pytest.mark.parametrize("verb", [["generate", "none", "--prompt", "y"], ["convert", "none", "out", "--to", "hf"]])
 def test_a_path_that_is_no_checkpoint(verb: list[str]) -> None:
-    assert "none is no checkpoint and no run's folder with one" in told(*verb)
+    assert "none does not exist; name a run's folder" in told(*verb)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def save_in_the_earlier_form(layout: str, dtype: torch.dtype, folder: Path) -> S
         state = {"model": weights, "optimizer": optimizer, "progress": {"step": run.step}}
         save_state(state, checkpoint[0])
         if run.grid.is_main:
-            store.publish_checkpoint(checkpoint[0], folder, 2, run.config() | {"parallel": {}})
+            store.publish_checkpoint(checkpoint[0], folder, 2, run.config() | {"parallel": {}, "runtime": {}})
         torch.distributed.barrier()
         return show(run)
 

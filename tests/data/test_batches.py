@@ -1,3 +1,5 @@
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -53,8 +55,9 @@ def test_a_resumed_stream_goes_on_where_the_first_one_was() -> None:
     assert resumed == straight[3:]
 
 
-def test_loader_processes_do_not_change_the_order() -> None:
-    assert drawn(6, micro_batch_size=2, num_workers=2) == drawn(6, micro_batch_size=2)
+def test_loader_processes_do_not_change_the_order(run_on_ranks: Callable[..., list[Any]]) -> None:
+    in_processes = partial(drawn, micro_batch_size=2, num_workers=2)  # which a rank forks
+    assert run_on_ranks(1, in_processes, 6) == [drawn(6, micro_batch_size=2)]
 
 
 def test_past_its_end_the_dataset_begins_anew() -> None:
@@ -73,8 +76,12 @@ def test_a_batch_holds_what_a_step_needs_and_no_more() -> None:
     }
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_trainings_random_state_is_not_touched(num_workers: int) -> None:
+def leaves_random_state(num_workers: int) -> bool:
     before = torch.get_rng_state()
     drawn(2, micro_batch_size=1, num_workers=num_workers)
-    assert torch.equal(torch.get_rng_state(), before)
+    return torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_trainings_random_state_is_not_touched(run_on_ranks: Callable[..., list[Any]], num_workers: int) -> None:
+    assert run_on_ranks(1, leaves_random_state, num_workers) == [True]

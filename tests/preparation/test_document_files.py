@@ -138,7 +138,7 @@ def test_a_dictionary_column_is_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "message"), [({"content": ["a"]}, "no column 'text' but content"), ({"text": [1]}, "holds int64")]
+    ("columns", "message"), [({"content": ["a"]}, "no column 'text', only content"), ({"text": [1]}, "holds int64")]
 )
 def test_a_parquet_file_without_text_is_an_input_error(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
     path = write_parquet(tmp_path / "a.parquet", columns)
