@@ -105,6 +105,7 @@ def train_here(file: Path, overrides: list[str]) -> None:
         trainer.close()
 
 
+@pytest.mark.full  # two launchers import torch and megatron-core beside two ranks
 def test_two_nodes_under_torchrun_learn_what_one_node_does(
     run_on_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     return run
 
 
+@pytest.mark.full  # it starts ranks of its own for each case
 def test_a_line_a_case_and_sums_that_hold(
     bench: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
