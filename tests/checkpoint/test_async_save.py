@@ -193,7 +193,12 @@ def sizes_written(layout: str, fully_parallel: bool, folder: Path) -> dict[int, 
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype"), [("tp1-plain", torch.float32), ("dp2", torch.float32), ("dp2", torch.bfloat16)]
+    ("layout", "dtype"),
+    [
+        pytest.param("tp1-plain", torch.float32, marks=pytest.mark.full),
+        ("dp2", torch.float32),
+        ("dp2", torch.bfloat16),
+    ],
 )
 def test_the_checkpoint_holds_the_state_of_its_step_though_training_went_on(
     run_on_ranks: RunOnRanks, tmp_path: Path, layout: str, dtype: torch.dtype

@@ -67,6 +67,7 @@ def test_a_checkpoint_and_its_export_give_the_same_text(greedy, run_folder, expo
     assert run(exported_folder) == greedy
 
 
+@pytest.mark.full  # as tests/formats does with another export, in every run
 def test_transformers_without_this_package_gives_the_same_text(greedy, exported_folder, tmp_path):
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "HF_"))}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}

@@ -17,6 +17,7 @@ def bench(*options: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.full
 def test_an_object_a_case() -> None:
     plain, default, eights = map(json.loads, bench("--chunk-tokens", "8", "--json").splitlines())
     assert [case["case"] for case in (plain, default, eights)] == ["plain", "chunked", "chunked 8"]
