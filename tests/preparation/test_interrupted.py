@@ -1,5 +1,6 @@
 """However often a preparation is cut short, the same command again ends with the very bytes of an undisturbed one."""
 
+import errno
 import hashlib
 import os
 import random
@@ -8,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,22 @@ class WaitingInput:
             time.sleep(0.02)
         raise AssertionError("no worker")
 
+    @contextmanager
+    def held_by_a_worker(self) -> Iterator[None]:
+        """Once a worker has opened the second input, keep it waiting there: one killed sooner has not failed on it."""
+        deadline = time.monotonic() + NOTICED_SECONDS
+        while True:
+            try:
+                end = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
+                break
+            except OSError as error:  # nobody reads from it yet
+                assert error.errno == errno.ENXIO and time.monotonic() < deadline
+                time.sleep(0.02)
+        try:
+            yield
+        finally:
+            os.close(end)
+
     def feed(self) -> None:
         """Let a document through."""
         with self._pipe.open("wb") as pipe:
@@ -201,12 +219,14 @@ def test_a_worker_that_dies_once_costs_nothing_but_time(waiting_input: WaitingIn
 
 def test_a_file_that_kills_its_workers_is_named_at_once(waiting_input: WaitingInput) -> None:
     process = commands.start(waiting_input.command)
-    worker = waiting_input.wait_for_worker(process.pid)
-    os.kill(worker, signal.SIGKILL)
-    second = waiting_input.wait_for_worker(process.pid, worker)
-    began = time.monotonic()
-    os.kill(second, signal.SIGKILL)
-    _, errors = process.communicate()
+    dead: list[int] = []
+    for _ in range(2):
+        worker = waiting_input.wait_for_worker(process.pid, *dead)
+        with waiting_input.held_by_a_worker():
+            began = time.monotonic()
+            os.kill(worker, signal.SIGKILL)
+        dead.append(worker)
+    _, errors = process.communicate(timeout=NOTICED_SECONDS)
     assert time.monotonic() - began < NOTICED_SECONDS
     assert (process.returncode, errors.count("\n")) == (1, 1)
     assert "b.jsonl" in errors and "signal 9" in errors
