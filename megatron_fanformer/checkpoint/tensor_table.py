@@ -49,11 +49,22 @@ class _DataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in VALUES:
             return getattr(importlib.import_module(module), name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if "." not in name and (module in RECORDS or module == "torch"):
             found = getattr(importlib.import_module(module), name, None)
             if isinstance(found, torch.dtype) or (isinstance(found, type) and _is_record(found, module)):
                 return found
         raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def _member(owner: Any, name: Any) -> enum.Enum:
+    """A member of an enumeration of `RECORDS`: Python 3.11.2, among others, pickles it as `getattr` of the two."""
+    if isinstance(owner, type) and issubclass(owner, enum.Enum) and owner.__module__ in RECORDS:
+        for member in owner:
+            if member.name == name:
+                return member
+    raise pickle.UnpicklingError("builtins.getattr")
 
 
 def _is_record(found: type, module: str) -> bool:

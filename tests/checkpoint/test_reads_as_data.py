@@ -1,6 +1,7 @@
 """Checkpoints made by somebody who wishes harm: every reader refuses them, and none executes anything of them."""
 
 import dataclasses
+import enum
 import io
 import pickle
 import shutil
@@ -11,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+)
 
 from megatron_fanformer.checkpoint import training_state
 from megatron_fanformer.checkpoint.plain_values import COMMON
@@ -56,6 +62,46 @@ def run(trained: Run, tmp_path: Path) -> Run:
     training = {**trained.values["training"], "run_dir": str(tmp_path / "run"), "train_iters": 3}
     shutil.copytree(trained.folder, tmp_path / "run")
     return Run({**trained.values, "training": training}, tmp_path / "run")
+
+
+class _ByName(pickle.Pickler):
+    """Pickles the members of enumerations as Python 3.11.2 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_enumerations_are_read_as_every_python_writes_them(run: Run) -> None:
+    checkpoint = find_checkpoint(run.folder)
+    table = read_table(checkpoint)
+    stream = io.BytesIO()
+    _ByName(stream).dump(table)
+    assert b"getattr" in stream.getvalue()
+    (checkpoint / METADATA).write_bytes(stream.getvalue())
+    assert read_table(checkpoint) == table
+
+
+class _Attribute:
+    """What `getattr` makes of an owner and a name, when it is unpickled."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._reduced = (getattr, (owner, name))
+
+    def __reduce__(self) -> Any:
+        return self._reduced
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Metadata, "__init__"), (StorageMeta, "__class__"), (_MEM_FORMAT_ENCODING, "__class__"), (torch.Size, "numel")],
+)
+def test_getattr_in_a_table_gives_members_of_enumerations_alone(run: Run, owner: type, name: str) -> None:
+    checkpoint = find_checkpoint(run.folder)
+    table = read_table(checkpoint)
+    table.planner_data = _Attribute(owner, name)
+    (checkpoint / METADATA).write_bytes(pickle.dumps(table))
+    with pytest.raises(CorruptError, match=r"holds more than a table of tensors, or is damaged \(builtins\.getattr\)"):
+        read_table(checkpoint)
 
 
 # -- what is planted
