@@ -51,6 +51,11 @@ class DataConfig:
             problems.append(f"data.num_workers: {self.num_workers} is negative; 0 loads in the rank's own process")
         return problems
 
+    @property
+    def applied_split(self) -> str | None:
+        """`split`, where it applies: validation sets of their own take precedence."""
+        return None if self.valid_data else self.split
+
     def sources(self) -> Iterator[Source]:
         """Every source named, training first. Raises InputError for a blend that cannot be read."""
         for items in (self.train_data, *self.valid_data.values()):

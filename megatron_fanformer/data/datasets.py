@@ -64,9 +64,9 @@ def build_datasets(
         vocab_size=vocab_size,
         eod_id=eod_id,
     )
-    if config.split is not None and not config.valid_data:
+    if config.applied_split is not None:
         refuse_npy(survey.train)
-        parts = sets.of_split(survey.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.split)
+        parts = sets.of_split(survey.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.applied_split)
         return Datasets(parts[TRAIN], {SPLIT_VALIDATION: parts[VALIDATION]})
     valid = {name: sets.of_blend(blend, VALIDATION, valid_samples) for name, blend in survey.valid.items()}
     return Datasets(sets.of_blend(survey.train, TRAIN, train_samples), valid)

@@ -50,7 +50,7 @@ class SampleCounts:
         Raises:
             InputError: a set with no whole sample, a split that leaves a part without documents, or one of .npy files.
         """
-        if config.split is not None and not config.valid_data:
+        if config.applied_split is not None:
             refuse_npy(self._survey.train)
             self.of_pairs(self._survey.train, {TRAIN: train_samples, VALIDATION: valid_samples}, is_split=True)
             return

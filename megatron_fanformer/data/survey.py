@@ -67,8 +67,7 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
     valid = {name: parse_blend(items) for name, items in config.valid_data.items()}
     cache = config.index_cache()
     survey = DataSurvey(cache, train, valid, {}, {})
-    is_split = config.split is not None and not config.valid_data
-    parts = split_bounds(config.split) if config.split is not None and is_split else []
+    parts = [] if config.applied_split is None else split_bounds(config.applied_split)
     bounds = {number: part for number, part in enumerate(parts) if part is not None}
     for source in dict.fromkeys(source for blend in (train, *valid.values()) for source in blend.sources):
         if source.is_npy:

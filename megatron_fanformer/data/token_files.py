@@ -7,7 +7,7 @@ begin, and their number at the end. `prepare` makes every document one sequence;
 
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,18 +229,12 @@ def _check_documents(bounds: _Array, sequences: int) -> None:
             raise _corrupt(bounds.path, f"document bound {number} is {bounds[number]}, after {bounds[number - 1]}")
 
 
-def check_token_ids(prefixes: Iterable[str], vocab_size: int, *, cache: Path | None = None) -> None:
-    """Raise InputError for a prefix that holds an id outside [0, vocab_size), CorruptError as `read_index`.
+def check_index_ids(prefix: str, index: TokenIndex, vocab_size: int, *, cache: Path | None = None) -> None:
+    """Raise InputError for a prefix that holds an id outside [0, vocab_size).
 
     The manifest is trusted if it records this .bin file's size; otherwise all tokens are read, and what is found in a
     large file is remembered in the folder `cache`.
     """
-    for prefix in prefixes:
-        check_index_ids(prefix, read_index(prefix), vocab_size, cache=cache)
-
-
-def check_index_ids(prefix: str, index: TokenIndex, vocab_size: int, *, cache: Path | None = None) -> None:
-    """The same for a prefix whose index has been read. Raises InputError."""
     record = token_files_record(prefix)
     said = record.files.get(".bin") if record is not None else None
     is_of_this = said is not None and said.bytes == index.tokens * index.dtype.itemsize

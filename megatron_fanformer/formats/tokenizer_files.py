@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.data.tokenizer import TOKENIZER_JSON, TOKENIZER_MODEL
+from megatron_fanformer.data.tokenizer import SPACE_MARK, TOKENIZER_JSON, TOKENIZER_MODEL, SentencePieceTokenizer
 from megatron_fanformer.errors import InputError
 
-SPACE_MARK = "\u2581"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 # Spaces in every place, line ends, code, several scripts, combining marks, rare characters, look-alikes.
@@ -96,7 +95,6 @@ def _huggingface_encode(path: Path) -> Callable[[str], list[int]]:
 
 def _write_sentencepiece(folder: Path, source: Path) -> Callable[[str], list[int]]:
     """Write `tokenizer.json` for a sentencepiece model, and a copy of it; returns the original's encoding."""
-    import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
     model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at run time
@@ -104,15 +102,7 @@ def _write_sentencepiece(folder: Path, source: Path) -> Callable[[str], list[int
     _check_model(model, source)
     (folder / TOKENIZER_JSON).write_text(json.dumps(_tokenizer_json(model), indent=1, ensure_ascii=False))
     shutil.copyfile(source, folder / TOKENIZER_MODEL)
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(source))
-    mark_ids = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
-
-    def encode(text: str) -> list[int]:
-        first, *others = text.split(SPACE_MARK)
-        marked = [token_id for part in others for token_id in (*mark_ids, *processor.encode(part))]
-        return [*processor.encode(first), *marked]
-
-    return encode
+    return SentencePieceTokenizer(source, eod_id=0).encode  # any id: a text's own ids do not contain it
 
 
 def _check_model(model: Any, source: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from megatron_fanformer.configuration import Config, build, moved_names, value_problems, yaml_value
+from megatron_fanformer.configuration import moved_names, value_problems, yaml_value
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.kernels import KernelsConfig, TransformerImpl
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
@@ -71,7 +71,10 @@ def parse_layout(text: str, transformer_impl: TransformerImpl = "auto") -> Layou
         *value_problems(values["kernels"], KernelsConfig),
     ]
     if not found:
-        layout = Layout(_over(single.parallel, values["parallel"]), _over(single.kernels, values["kernels"]))
+        layout = Layout(
+            dataclasses.replace(single.parallel, **values["parallel"]),
+            dataclasses.replace(single.kernels, **values["kernels"]),
+        )
         found = layout.problems()
     if found:
         raise InputError("\n".join(f"layout {text!r}: {problem}" for problem in found))
@@ -91,10 +94,6 @@ def _values(text: str) -> dict[str, dict[str, Any]]:
         fields = {"recompute_method": "uniform", "recompute_num_layers": 1, **fields}
     kernels = {name: fields.pop(name) for name in KERNEL_FIELDS if name in fields}
     return moved_names({"parallel": fields, "kernels": kernels}, MOVED_KERNELS)[0]
-
-
-def _over(base: Config, values: dict[str, Any]) -> Config:
-    return build({**vars(base), **values}, type(base))
 
 
 def _value(text: str, value: str) -> Any:

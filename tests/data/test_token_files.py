@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from megatron_fanformer.data import token_files
-from megatron_fanformer.data.token_files import INDEX_HEADER, check_token_ids, read_index, token_dtype
+from megatron_fanformer.data.token_files import INDEX_HEADER, check_index_ids, read_index, token_dtype
 from megatron_fanformer.errors import CorruptError, InputError
 from tests.data.token_making import write_manifest, write_pair
 
@@ -142,28 +142,29 @@ def test_two_lengths_that_change_places_change_the_identity(tmp_path: Path) -> N
 
 
 def test_ids_within_the_vocabulary_pass(pair: str) -> None:
-    check_token_ids([pair], 600)
+    check_index_ids(pair, read_index(pair), 600)
 
 
 def test_an_id_beyond_the_vocabulary_is_named_out_of_the_manifest(pair: str) -> None:
     write_manifest(pair, dtype="uint16", max_token_id=777)
     with pytest.raises(InputError, match="pair holds token id 777, outside the vocabulary of 600"):
-        check_token_ids([pair], 600)
+        check_index_ids(pair, read_index(pair), 600)
 
 
 def test_an_id_beyond_the_vocabulary_is_named_without_a_manifest(pair: str) -> None:
     largest = int(np.fromfile(pair + ".bin", np.uint16).max())
     with pytest.raises(InputError, match=f"pair holds token id {largest}, outside the vocabulary of {largest}"):
-        check_token_ids([pair], largest)
+        check_index_ids(pair, read_index(pair), largest)
 
 
 def test_a_manifest_of_another_bin_file_is_not_believed(pair: str, tmp_path: Path) -> None:
     write_manifest(pair, dtype="uint16", max_token_id=3)
     write_ids(tmp_path / "pair", np.uint16, [1, 9_999])
     with pytest.raises(InputError, match="token id 9999"):
-        check_token_ids([pair], 600)
+        check_index_ids(pair, read_index(pair), 600)
 
 
 def test_a_negative_id_is_outside_the_vocabulary(tmp_path: Path) -> None:
+    pair = write_ids(tmp_path / "negative", np.int32, [1, -3])
     with pytest.raises(InputError, match="token id -3"):
-        check_token_ids([write_ids(tmp_path / "negative", np.int32, [1, -3])], 600)
+        check_index_ids(pair, read_index(pair), 600)
