@@ -107,7 +107,7 @@ def run_parity(
     """Compare layouts.
 
     Args:
-        pool: ranks to run on; None starts and ends its own.
+        pool: ranks to run on, which have what the layouts ask for; None starts and ends its own.
         tell: is told what runs next.
 
     Raises:
@@ -129,21 +129,26 @@ def run_layouts(
     Raises:
         InputError: this machine has not what a layout asks for.
     """
-    kind = devices.resolve_device(run.runtime.device)
-    _check_machine(named, kind)
-    with RankPool(kind, JOB_SECONDS) if pool is None else nullcontext(pool) as ranks:
+    with _started_pool(run, named) if pool is None else nullcontext(pool) as ranks:
         calibration = calibrate(config, run, list(named.values()), ranks, tell)
         return compare_layouts(calibration, named, ranks, tell, communication=config.communication)
 
 
-def _check_machine(named: dict[str, Layout], kind: devices.DeviceKind) -> None:
+def _started_pool(run: RunConfig, named: dict[str, Layout]) -> RankPool:
+    kind = devices.resolve_device(run.runtime.device)
+    backend = run.runtime.backend(kind)
+    _check_machine(named, backend)
+    return RankPool(kind, JOB_SECONDS, backend=backend)
+
+
+def _check_machine(named: dict[str, Layout], backend: str) -> None:
     found = [
         f"layout {text!r}: {problem}" for text, layout in named.items() for problem in kernel_problems(layout.kernels)
     ]
     if found:
         raise InputError("\n".join(found))
     ranks, text = max((layout.world_size, text) for text, layout in named.items())
-    if kind == "cuda":
+    if backend == "nccl":
         fit, unit = torch.cuda.device_count(), "GPUs"
     else:
         fit, unit = max(1, psutil.virtual_memory().available // RANK_BYTES), "ranks of 500 MiB in its free memory"
@@ -170,7 +175,7 @@ def calibrate(
         micro_batch_size=small.micro_batch_size,
         steps=config.steps,
         dtype=config.dtype,
-        device=devices.resolve_device(run.runtime.device),
+        device=pool.device,
         kernels=single.kernels,
         runtime=run.runtime,
     )

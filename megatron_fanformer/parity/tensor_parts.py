@@ -45,7 +45,8 @@ def gradient_parts(stages: list[Any], grid: RankGrid, order: Reordering) -> list
     """This rank's parts of all gradients, as the buffers hold them."""
     states = [sharded_state(chunk, grid) for chunk in stages]
     gradients = [
-        {name: _gradient_of(value) for name, value in state.items() if isinstance(value.data, Tensor)}
+        # a layer of the Engine has a state besides its weights, whose data are bytes
+        {name: _gradient_of(value) for name, value in state.items() if isinstance(value.data, torch.nn.Parameter)}
         for state in states
     ]
     return list(_parts(gradients, order))

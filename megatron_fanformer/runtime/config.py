@@ -18,12 +18,21 @@ class RuntimeConfig:
     deterministic_mode: bool = False
     """Reproduce the same numbers bit for bit, on a GPU at the cost of speed; a CPU run always does
     (docs/gpu.md#the-same-numbers-every-time)."""
+    distributed_backend: Literal["nccl", "gloo"] | None = None
+    """How ranks communicate; null: over NCCL on GPUs, over gloo on CPUs. gloo also serves ranks that share a GPU, at a
+    fraction of the speed; NCCL needs one GPU a rank."""
     distributed_timeout_minutes: float = 10.0
     """How long a rank waits for the others before it gives up."""
+
+    def backend(self, device: DeviceKind) -> str:
+        """`distributed_backend` resolved for a device."""
+        return self.distributed_backend or {"cuda": "nccl", "cpu": "gloo"}[device]
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
         found = []
+        if self.distributed_backend == "nccl" and self.device == "cpu":
+            found.append("runtime.distributed_backend is nccl, but runtime.device is cpu; set the former to null")
         if self.threads_per_rank is not None and self.threads_per_rank < 1:
             found.append(f"runtime.threads_per_rank is {self.threads_per_rank}; it must be at least 1, or null")
         if self.distributed_timeout_minutes <= 0:

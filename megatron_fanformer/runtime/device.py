@@ -11,10 +11,13 @@ import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime.config import DeviceKind
+
+if TYPE_CHECKING:
+    import torch
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -49,6 +52,14 @@ def resolve_device(wanted: Literal["auto", "cuda", "cpu"]) -> DeviceKind:
             f"of torch that the driver supports, or hide the GPU with an empty {VISIBLE_GPUS} in the environment"
         )
     return "cpu"
+
+
+def torch_device(kind: DeviceKind) -> "torch.device":
+    """The device of this process's tensors: the GPU that `configure_process` selected, or the CPU."""
+    import torch
+
+    # As megatron-core names it, too; a number alone is the GPU of that number.
+    return torch.device(torch.cuda.current_device() if kind == "cuda" else "cpu")
 
 
 def hide_gpus() -> None:
@@ -222,7 +233,7 @@ def configure_process(device: DeviceKind, local_rank: int, threads: int, *, dete
             _make_deterministic()
         # Megatron's overlap of tensor-parallel communication needs kernels to run in launch order.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())  # over gloo, ranks may share one
     else:
         torch.set_num_threads(threads)
 

@@ -38,29 +38,41 @@ def install() -> None:
     Raises:
         RuntimeError: megatron.core was imported before.
     """
-    global _installed
     if _installed or torch.cuda.is_available():
         return
+    adapt()
+
+
+def adapt(*, with_engine: bool = False) -> None:
+    """What `install` does, whether or not torch finds a GPU.
+
+    Args:
+        with_engine: Transformer Engine is there, over something that computes on a CPU; it stays visible.
+
+    Raises:
+        RuntimeError: megatron.core was imported before.
+    """
+    global _installed
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core was imported before runtime.megatron_cpu.install(); call install() first")
-    _hide_cuda_extensions()
+    _hide_cuda_extensions(("apex",) if with_engine else ("transformer_engine", "apex"))
     _map_factories()
     _map_cuda_module()
     _map_tensor_methods()
     _import_megatron_without_compiling()
     _adapt_random_state()
-    _adapt_recomputation()
+    _adapt_recomputation(with_engine)
     _adapt_inference()
     cpu_speedups.install()
     _installed = True
 
 
-def _hide_cuda_extensions() -> None:
+def _hide_cuda_extensions(extensions: tuple[str, ...]) -> None:
     """Transformer Engine and apex may import without CUDA, but can do nothing there but raise.
 
     An installed Engine whose libraries do not load raises more than the ImportError that megatron-core expects.
     """
-    for extension in ("transformer_engine", "apex"):
+    for extension in extensions:
         for module in [name for name in sys.modules if name == extension or name.startswith(extension + ".")]:
             del sys.modules[module]
         sys.modules[extension] = None  # type: ignore[assignment]  # the import system's own mark for "not found"
@@ -154,9 +166,22 @@ def _adapt_random_state() -> None:
     random._set_cuda_rng_state = set_state
 
 
-def _adapt_recomputation() -> None:
+def _adapt_recomputation(with_engine: bool) -> None:
     """Selective recomputation assumes Transformer Engine (fp8 `None` is not `False`), and compiles a C++ extension."""
     from megatron.core.tensor_parallel import random
+
+    if not with_engine:
+        _recompute_without_engine(random)
+    if hasattr(random, "_get_share_storage"):
+
+        def share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+            target.untyped_storage().resize_(source.untyped_storage().nbytes())
+            target.untyped_storage().copy_(source.untyped_storage())
+
+        random._get_share_storage = lambda: share_storage
+
+
+def _recompute_without_engine(random: Any) -> None:
 
     class CheckpointWithoutOutput(random.CheckpointWithoutOutput):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -166,13 +191,6 @@ def _adapt_recomputation() -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("megatron.core") and hasattr(module, "CheckpointWithoutOutput"):
             module.CheckpointWithoutOutput = CheckpointWithoutOutput  # type: ignore[attr-defined]
-    if hasattr(random, "_get_share_storage"):
-
-        def share_storage(target: torch.Tensor, source: torch.Tensor) -> None:
-            target.untyped_storage().resize_(source.untyped_storage().nbytes())
-            target.untyped_storage().copy_(source.untyped_storage())
-
-        random._get_share_storage = lambda: share_storage
 
 
 def _adapt_inference() -> None:

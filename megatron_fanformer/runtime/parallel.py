@@ -30,14 +30,16 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-BACKENDS: dict[devices.DeviceKind, str] = {"cuda": "nccl", "cpu": "gloo"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankGrid:
     """This rank's place, and the process groups that are passed to the rest of the code."""
 
     device: devices.DeviceKind
+    torch_device: torch.device
+    """The device of this rank's tensors."""
+    backend: str
+    """How the ranks communicate: `nccl` or `gloo`."""
     rank: int
     world_size: int
     data_parallel_rank: int
@@ -52,11 +54,6 @@ class RankGrid:
     def context_parallel_size(self) -> int:
         """Ranks that share a sample's sequence."""
         return self.groups.cp.size()
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The device of this rank's tensors."""
-        return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
 
     @property
     def sharding_metadata(self) -> dict[str, Any]:
@@ -99,18 +96,18 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
     devices.configure_process(
         kind, address.local_rank if address else 0, threads, deterministic=config.deterministic_mode
     )
-    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    backend, timeout = config.backend(kind), timedelta(minutes=config.distributed_timeout_minutes)
     if address is None:
         with tempfile.TemporaryDirectory(prefix="fanformer-") as folder:
             store = dist.FileStore(os.path.join(folder, "store"), 1)
-            dist.init_process_group(BACKENDS[kind], store=store, rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
             try:
                 yield kind
             finally:
                 dist.destroy_process_group()
         return
     dist.init_process_group(
-        BACKENDS[kind],
+        backend,
         init_method=f"tcp://{address.master_address}:{address.master_port}",
         rank=address.rank,
         world_size=address.world_size,
@@ -140,6 +137,8 @@ def rank_grid(
     try:
         yield RankGrid(
             device=kind,
+            torch_device=devices.torch_device(kind),
+            backend=dist.get_backend(),
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             data_parallel_rank=parallel_state.get_data_parallel_rank(),

@@ -16,11 +16,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.processes import end_with_owner
 from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime.config import DEFAULT_RUNTIME
 
 END_SECONDS = 5
 LAST_FRAMES = -4  # of a rank's traceback: what is above is the pool's own
@@ -34,20 +35,42 @@ class JobFailed(FanformerError):
         self.rank = rank
 
 
+class _Setting(NamedTuple):
+    """What the ranks of a pool have in common."""
+
+    device: devices.DeviceKind
+    backend: str
+    prepare: Callable[[], None]
+
+
 class RankPool:
     """Rank processes, started when first asked for and ended by `close`, or when a job fails.
 
     Args:
         device: what the ranks run on; rank r takes GPU r.
         job_seconds: how long a job may take.
+        backend: how they communicate; None: as runs do on that device.
+        prepare: a module-level function that readies a new rank's libraries, before it imports any.
     """
 
-    def __init__(self, device: devices.DeviceKind = "cpu", job_seconds: float = 240) -> None:
-        self._device = device
+    def __init__(
+        self,
+        device: devices.DeviceKind = "cpu",
+        job_seconds: float = 240,
+        *,
+        backend: str | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        self._setting = _Setting(device, backend or DEFAULT_RUNTIME.backend(device), prepare or _adapt_to_cpu)
         self._job_seconds = job_seconds
         self._ranks: list[tuple[Any, Any]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._jobs = 0
+
+    @property
+    def device(self) -> devices.DeviceKind:
+        """What the ranks run on."""
+        return self._setting.device
 
     def __enter__(self) -> "RankPool":
         return self
@@ -62,7 +85,7 @@ class RankPool:
             JobFailed: a rank raised, died, or the job took too long; has the first such rank's traceback.
         """
         while len(self._ranks) < world_size:
-            self._ranks.append(_start_rank(len(self._ranks), self._device))
+            self._ranks.append(_start_rank(len(self._ranks), self._setting))
         self._jobs += 1
         store = str(Path(self._folder.name) / f"store-{self._jobs}")
         connections = [connection for _, connection in self._ranks[:world_size]]
@@ -101,30 +124,34 @@ class RankPool:
         self._ranks = []
 
 
-def _start_rank(rank: int, device: devices.DeviceKind) -> tuple[Any, Any]:
+def _adapt_to_cpu() -> None:
+    from megatron_fanformer.runtime import megatron_cpu
+
+    megatron_cpu.install()
+
+
+def _start_rank(rank: int, setting: _Setting) -> tuple[Any, Any]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, rank, device), daemon=False)
+    process = context.Process(target=_serve, args=(theirs, rank, setting), daemon=False)
     process.start()
     theirs.close()
     return process, ours
 
 
-def _serve(connection: Any, rank: int, device: devices.DeviceKind) -> None:
+def _serve(connection: Any, rank: int, setting: _Setting) -> None:
     """A rank's whole life: one job after the other, until the pool closes the connection or a job fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool's owner, which closes the connection
     end_with_owner()
     devices.quieten_libraries()
     devices.use_huge_pages()
-    from megatron_fanformer.runtime import megatron_cpu
-
-    megatron_cpu.install()
-    devices.configure_process(device, rank, threads=1)
+    setting.prepare()
+    devices.configure_process(setting.device, rank, threads=1)
     with suppress(EOFError, OSError):  # the pool is gone
         while True:
             job, modules = connection.recv(), len(sys.modules)
             try:
-                connection.send((True, _run_job(rank, device, *job)))
+                connection.send((True, _run_job(rank, setting.backend, *job)))
             except BaseException:
                 connection.send((False, traceback.format_exc(limit=LAST_FRAMES)))
                 os._exit(1)  # the process group may be in any state
@@ -134,7 +161,7 @@ def _serve(connection: Any, rank: int, device: devices.DeviceKind) -> None:
 
 def _run_job(
     rank: int,
-    device: devices.DeviceKind,
+    backend: str,
     function: Callable[..., Any],
     arguments: Any,
     world_size: int,
@@ -143,10 +170,8 @@ def _run_job(
 ) -> Any:
     import torch.distributed as dist
 
-    from megatron_fanformer.runtime.parallel import BACKENDS
-
     dist.init_process_group(
-        BACKENDS[device],
+        backend,
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,

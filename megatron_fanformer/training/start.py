@@ -31,10 +31,11 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
 
         ranks = config.parallel.resolve_data_parallel_size(None) * config.parallel.model_parallel_size
         kind = devices.resolve_device(config.runtime.device)
-        if kind == "cuda" and ranks > torch.cuda.device_count():
+        if config.runtime.backend(kind) == "nccl" and ranks > torch.cuda.device_count():
             raise InputError(
                 f"the layout asks for {ranks} ranks, but this machine has {torch.cuda.device_count()} GPUs; change "
-                "parallel, or start on several nodes with torchrun"
+                "parallel, start on several nodes with torchrun, or let ranks share a GPU with "
+                "runtime.distributed_backend gloo"
             )
         if ranks > 1:
             from megatron_fanformer.runtime.launch import launch_ranks
