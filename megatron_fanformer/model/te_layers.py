@@ -93,6 +93,9 @@ class ReplicatedTELinear(TELinear):
             skip_weight_param_allocation=skip_weight_param_allocation,
             **kwargs,
         )
+        for parameter in self.parameters():
+            # The Engine marks every weight as a shard: the gradient norm would count this one on each rank.
+            parameter.tensor_model_parallel = False
 
 
 # Enabled or not, calibrating or not, recipe: the same positions under the Engine's older name for it.
