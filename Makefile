@@ -13,6 +13,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=$(or $(WORKERS),1) --dist=loads
 SERIES := $(shell $(PYTHON) -c 'import sys; v = sys.version_info; \
 	print("py3%d" % min(v[1], 12) if v >= (3, 10) else "old")' 2>/dev/null)
 CONSTRAINTS := constraints/$(SERIES).txt
+# Transformer Engine's Python, for tests without a GPU.
+ENGINE := constraints/engine.txt
 INSTALLED := $(VENV)/.installed-$(SERIES)
 
 .DEFAULT_GOAL := help
@@ -53,10 +55,11 @@ clean: ## remove .venv, builds and caches; runs/ stays
 # The stamp carries the interpreter's series, so that another PYTHON rebuilds the environment; a changed
 # requirement only updates it.
 ifneq ($(filter py3%,$(SERIES)),)
-$(INSTALLED): pyproject.toml setup.py $(CONSTRAINTS)
+$(INSTALLED): pyproject.toml setup.py $(CONSTRAINTS) $(ENGINE)
 	@echo "Installing into $(VENV) from $(CONSTRAINTS); the first time takes minutes."
 	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/engine --requirement $(ENGINE)
 	touch $@
 else
 .PHONY: $(INSTALLED)

@@ -16,11 +16,12 @@ from megatron_fanformer.training import step
 Planting = Callable[[], AbstractContextManager[Any]]
 
 
-def without_sequence_parallel_mark(layer: type[torch.nn.Module]) -> Planting:
+def without_sequence_parallel_mark(layer_class: Callable[[], type[torch.nn.Module]]) -> Planting:
     """Gradients of a replicated weight are of a part of the sequence, and nobody sums them."""
 
     @contextmanager
     def plant() -> Iterator[None]:
+        layer = layer_class()
         build = layer.__init__
 
         def build_unmarked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -158,7 +159,7 @@ class Fault(NamedTuple):
 TP, SEQUENCE = "tp=2", "tp=2,sp=true,fan=sequence"
 FAULTS = {
     "FAN weight gradient not summed (sequence)": Fault(
-        without_sequence_parallel_mark(local_layers.ReplicatedLinear),
+        without_sequence_parallel_mark(lambda: local_layers.ReplicatedLinear),
         SEQUENCE,
         "gradient of decoder.layers.0.self_attention.fan.linear.weight",
     ),
@@ -169,7 +170,7 @@ FAULTS = {
         linear_rows_before_periodic_rows_on_rank_1, TP, "output of layers.0.fan"
     ),
     "norm gradient not summed under sequence parallelism": Fault(
-        without_sequence_parallel_mark(local_layers.RMSNorm),
+        without_sequence_parallel_mark(lambda: local_layers.RMSNorm),
         "tp=2,sp=true",
         "gradient of decoder.layers.0.input_layernorm.weight",
     ),
@@ -189,9 +190,14 @@ FAULTS = {
 }
 
 
-def faulty_trial(fault: str, trial: Any, layout: ParallelConfig, number: int = 0) -> Any:
+def faulty_trial(name: str, *arguments: Any) -> Any:
+    """`run_trial` with a fault of the table in it."""
+    return trial_with(FAULTS[name], *arguments)
+
+
+def trial_with(fault: Fault, trial: Any, layout: ParallelConfig, number: int = 0) -> Any:
     """`run_trial` with a fault in it wherever there are several ranks."""
     if dist.get_world_size() == 1:
         return trials.run_trial(trial, layout, number)
-    with FAULTS[fault].plant():
+    with fault.plant():
         return trials.run_trial(trial, layout, number)

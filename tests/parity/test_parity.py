@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron_fanformer.parity.run import (
     run_parity,
 )
 from megatron_fanformer.runtime.rank_pool import RankPool
-from tests.parity.faults import FAULTS, faulty_trial
+from tests.parity.faults import FAULTS, Fault, faulty_trial
 
 
 def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
@@ -48,23 +49,43 @@ def compare(pool: RankPool, file: Path, *layouts: str, **options: Any) -> Parity
 
 
 class Comparison:
-    """Every layout that a fault is planted in, and what they are held against: it is calibrated once."""
+    """Every layout that a fault of a table is planted in, and what they are held against: it is calibrated once.
 
-    def __init__(self, pool: RankPool, file: Path, dtype: str = "fp32") -> None:
-        config = ParityConfig(
-            file=file, layouts=tuple(sorted({f.layout for f in FAULTS.values()})), steps=3, dtype=dtype
-        )
+    Args:
+        faulty: `run_trial` with the fault of a name; a function that ranks import.
+        options: of the parity command.
+    """
+
+    def __init__(
+        self,
+        pool: RankPool,
+        file: Path,
+        faults: dict[str, Fault] = FAULTS,
+        faulty: Callable[..., Any] = faulty_trial,
+        **options: Any,
+    ) -> None:
+        layouts = tuple(sorted({fault.layout for fault in faults.values()}))
+        config = ParityConfig(file=file, layouts=layouts, steps=3, **options)
         run, self.layouts = read_layouts(config)
-        self._pool = pool
+        self._pool, self._faults, self._faulty = pool, faults, faulty
         self._calibration = calibrate(config, run, list(self.layouts.values()), pool)
 
     def of(self, *names: str) -> ParityResult:
         return compare_layouts(self._calibration, {name: self.layouts[name] for name in names}, self._pool)
 
     def with_fault(self, name: str) -> ParityResult:
-        layout, planted = FAULTS[name].layout, functools.partial(faulty_trial, name)
+        layout, planted = self._faults[name].layout, functools.partial(self._faulty, name)
         named = {layout: self.layouts[layout]}
         return compare_layouts(self._calibration, named, self._pool, trial_function=planted)
+
+    def assert_caught(self, name: str) -> None:
+        """The fault is found, and is named where it first shows."""
+        fault, result = self._faults[name], self.with_fault(name)
+        (layout,) = result.layouts
+        assert not layout.is_same
+        assert str(layout.findings[0]).startswith(fault.first)
+        with pytest.raises(DivergenceError, match=f"layout {fault.layout}: differs first in the {fault.first}"):
+            result.check()
 
 
 @pytest.fixture(scope="module")
@@ -74,18 +95,12 @@ def comparison(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_caught_and_named(comparison: Comparison, name: str) -> None:
-    fault = FAULTS[name]
-    result = comparison.with_fault(name)
-    (layout,) = result.layouts
-    assert not layout.is_same
-    assert str(layout.findings[0]).startswith(fault.first)
-    with pytest.raises(DivergenceError, match=f"layout {fault.layout}: differs first in the {fault.first}"):
-        result.check()
+    comparison.assert_caught(name)
 
 
 def test_bf16_is_told_from_a_fault(rank_pool: RankPool, config_file: Path) -> None:
     name = "p and g shards swapped on one rank"
-    comparison = Comparison(rank_pool, config_file, "bf16")
+    comparison = Comparison(rank_pool, config_file, dtype="bf16")
     comparison.of("tp=2", "dp=2").check()
     (layout,) = comparison.with_fault(name).layouts
     assert str(layout.findings[0]).startswith(FAULTS[name].first)

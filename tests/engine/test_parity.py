@@ -1,0 +1,95 @@
+"""Every layout with Transformer Engine's layers against one process with the local ones; planted faults are caught."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fanformer.parity.run import ParityConfig, ParityResult, run_parity
+from megatron_fanformer.runtime.rank_pool import RankPool
+from tests.engine.faults import CONTEXT, ENGINE, ENGINE_FAULTS, FAULTS_IN_BF16, faulty_trial
+from tests.parity.test_matrix import PLACEMENTS
+from tests.parity.test_parity import Comparison, write_config
+
+# Relative, whatever the calibrated bounds say: float32's last places, in other orders and by other formulas.
+LOSSES = 1e-5
+GRADIENTS = 1e-5  # norm of the difference over the norm
+
+# In each run: what no planted fault's layout has (those are compared without a fault, too).
+LAYOUTS = (
+    "gradient_accumulation_fusion=true",
+    "recompute=full",
+    "recompute=selective",
+    "pp=2,vpp=2",
+    "tp=2,gradient_accumulation_fusion=true",
+)
+MORE_LAYOUTS = (
+    "tp=4",
+    "pp=4",
+    "tp=2,pp=2,sp=true",
+    "tp=2,pp=2,vpp=2,sp=true,fan=sequence",
+    "dp=2,distributed_optimizer=true,overlap=true,gradient_accumulation_fusion=true",
+    "pp=2,dp=2,recompute=full",
+    "tp=2,sp=true,recompute=selective",
+    "tp=2,sp=true,fan=sequence,recompute=selective,gradient_accumulation_fusion=true",
+)
+BF16_LAYOUTS = ("tp=2", "tp=2,sp=true,fan=sequence", "dp=2,distributed_optimizer=true")
+MORE_BF16_LAYOUTS = ("cp=4", "tp=2,cp=2,sp=true", "cp=2,pp=2", "pp=2,vpp=2", "cp=2,dp=2,distributed_optimizer=true")
+ON_ENGINE = {"device": "cuda", "transformer_impl": "local"}  # of the single process; layouts name the Engine's
+
+
+def compare(pool: RankPool, file: Path, *layouts: str, **options: Any) -> ParityResult:
+    engine = tuple(f"{layout},{ENGINE}" for layout in layouts)
+    return run_parity(ParityConfig(file=file, layouts=engine, **{"steps": 3, **ON_ENGINE, **options}), pool=pool)
+
+
+def assert_close(result: ParityResult) -> None:
+    result.check()
+    for layout in result.layouts:
+        found = layout.differences
+        assert found is not None
+        assert max(found.losses) <= LOSSES, layout.name
+        assert max(found.tensors["gradients"].values()) <= GRADIENTS, layout.name
+
+
+@pytest.fixture(scope="module")
+def comparison(engine_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    file = write_config(tmp_path_factory.mktemp("parity"))
+    return Comparison(engine_pool, file, ENGINE_FAULTS, faulty_trial, **ON_ENGINE)
+
+
+@pytest.fixture(scope="module")
+def bf16_comparison(engine_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    file = write_config(tmp_path_factory.mktemp("bf16"))
+    return Comparison(engine_pool, file, FAULTS_IN_BF16, faulty_trial, dtype="bf16", **ON_ENGINE)
+
+
+@pytest.mark.parametrize("name", ENGINE_FAULTS)
+def test_a_planted_fault_is_caught_and_named(comparison: Comparison, name: str) -> None:
+    comparison.assert_caught(name)
+
+
+def test_the_faults_layouts_without_a_fault_are_the_same(comparison: Comparison) -> None:
+    assert_close(comparison.of(*comparison.layouts))
+
+
+def test_context_parallelism_and_a_fault_in_it(bf16_comparison: Comparison) -> None:
+    bf16_comparison.of(*bf16_comparison.layouts).check()
+    bf16_comparison.assert_caught(CONTEXT)
+
+
+def test_other_layouts_are_the_same(engine_pool: RankPool, tmp_path: Path) -> None:
+    assert_close(compare(engine_pool, write_config(tmp_path), *LAYOUTS))
+
+
+def test_bf16_layouts_are_the_same(engine_pool: RankPool, tmp_path: Path) -> None:
+    compare(engine_pool, write_config(tmp_path), *BF16_LAYOUTS, dtype="bf16").check()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_more_layouts_of_every_placement(engine_pool: RankPool, tmp_path: Path, placement: str) -> None:
+    file = write_config(tmp_path, model={"preset": "fanformer-1b", "fan": PLACEMENTS[placement]})
+    forms = MORE_LAYOUTS if placement != "none" else tuple(text for text in MORE_LAYOUTS if "fan=" not in text)
+    assert_close(compare(engine_pool, file, *LAYOUTS, *forms))
+    compare(engine_pool, file, *BF16_LAYOUTS[:1], *MORE_BF16_LAYOUTS, dtype="bf16").check()

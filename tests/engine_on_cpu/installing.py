@@ -1,0 +1,133 @@
+"""Puts the stand-in in the place of a GPU: a closed list of patches, each with its reason.
+
+It goes into processes of its own: where it is installed, torch says that there is a GPU.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.engine_on_cpu import extension
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+GIB = 2**30
+
+
+def install(capability: tuple[int, int] = HOPPER) -> None:
+    """Make Transformer Engine importable and usable here, as on a GPU of that compute capability.
+
+    Raises:
+        RuntimeError: there is a usable GPU, or megatron-core or the Engine was imported before.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        raise RuntimeError("there is a usable GPU: Transformer Engine needs no stand-in")
+    if early := [name for name in ("megatron.core", "transformer_engine") if name in sys.modules]:
+        raise RuntimeError(f"{early[0]} was imported before the stand-in was installed")
+    extension.real_extension()
+    sys.path.append(str(extension.ENGINE))
+    _set_environment()
+    _report_a_gpu(capability)
+    _load_stand_in()
+    _pretend_in_the_engine()
+    _adapt_megatron()
+    _adapt_engine()
+    torch.set_num_threads(1)  # a run on a GPU leaves them alone; here the cores are busy with other ranks
+
+
+def _set_environment() -> None:
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # the Engine's package then loads no CUDA library when it is imported
+    os.environ["NVTE_TORCH_COMPILE"] = (
+        "0"  # else its element-wise functions go through torch's compiler, which needs one
+    )
+
+
+def _load_stand_in() -> None:
+    """The Engine imports its extension by name once its loader has run, which looks for a shared library.
+
+    The loader's module is imported by itself, so that it can be replaced before the package imports the rest.
+    """
+    sys.modules["transformer_engine_torch"] = extension.build()
+    package = importlib.util.find_spec("transformer_engine")
+    assert package is not None and package.origin is not None
+    location = Path(package.origin).parent / "common" / "__init__.py"
+    spec = importlib.util.spec_from_file_location("transformer_engine.common", location, submodule_search_locations=[])
+    assert spec is not None and spec.loader is not None
+    common = importlib.util.module_from_spec(spec)
+    common.__path__ = [str(location.parent)]
+    sys.modules[spec.name] = common
+    spec.loader.exec_module(common)
+    common.load_framework_extension = lambda _framework: None  # type: ignore[attr-defined]
+    importlib.import_module("transformer_engine").common = common  # type: ignore[attr-defined]
+
+
+def _report_a_gpu(capability: tuple[int, int]) -> None:
+    import torch
+
+    cuda: Any = torch.cuda
+    properties = SimpleNamespace(
+        name="stand-in", major=capability[0], minor=capability[1], multi_processor_count=132, total_memory=80 * GIB
+    )
+    cuda.is_available = lambda: True  # every check of the Engine, of megatron-core and of this project
+    cuda.get_device_capability = lambda *_: capability  # which recipes and kernels there are
+    cuda.get_device_properties = lambda *_: properties  # the products' workspace
+    cuda.get_device_name = lambda *_: "stand-in"
+    cuda.is_bf16_supported = lambda *_, **__: True
+    cuda.is_current_stream_capturing = lambda: False  # CUDA graphs
+    cuda.empty_cache = lambda: None
+    for counter in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(cuda, counter, lambda *_: 0)
+    cuda.reset_peak_memory_stats = lambda *_: None
+    version: Any = torch.version
+    version.cuda = "13.0"  # blockwise FP8 asks for 12.9
+    tensor: Any = torch.Tensor
+    tensor.pin_memory = lambda self, *_: self  # the loader's batches
+    tensor.record_stream = lambda self, *_: None
+
+
+def _pretend_in_the_engine() -> None:
+    """The Engine refuses tensors that are not on a GPU. For everybody else they are where they are: on the CPU."""
+    import torch
+
+    plain = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+
+    def is_cuda(self: torch.Tensor) -> bool:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return caller.startswith("transformer_engine.") or plain(self)
+
+    torch.Tensor.is_cuda = property(is_cuda)  # type: ignore[assignment,method-assign]
+
+
+def _adapt_megatron() -> None:
+    """megatron-core on a CPU, as the package itself adapts it, but with the Engine."""
+    from megatron_fanformer.runtime import megatron_cpu
+
+    megatron_cpu.adapt(with_engine=True)
+
+
+class _AwaitedOnce:
+    """A request of gloo that may be waited for again, as NCCL's may: gloo itself would wait for another message."""
+
+    def __init__(self, request: Any) -> None:
+        self._request: Any = request
+
+    def wait(self) -> None:
+        if self._request is not None:
+            self._request.wait()
+        self._request = None
+
+
+def _adapt_engine() -> None:
+    """The Engine's own random states are of CUDA's generators; its ring of context parallel ranks waits twice."""
+    import torch
+    from transformer_engine.pytorch import distributed
+    from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
+
+    exchange = context_parallel.flash_attn_p2p_communicate
+    context_parallel.flash_attn_p2p_communicate = lambda *args: [_AwaitedOnce(request) for request in exchange(*args)]
+    distributed._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    distributed._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
