@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.model.fan_layer import FANProjection
+from megatron_fanformer.model.local_layers import ActivatedColumnParallelLinear
 from megatron_fanformer.runtime.layout import FANForm
 
 
@@ -30,8 +31,8 @@ class FANSelfAttentionSubmodules(SelfAttentionSubmodules):
 class FANSelfAttention(SelfAttention):
     """Megatron's self-attention; queries, keys and values are projected from X_F in place of X.
 
-    In the FAN map's `column` form `linear_qkv` must take an input that is whole on every rank and leave its gradient
-    unsummed; in the `sequence` form it gathers the sequence, as it does without FAN.
+    In the FAN map's `column` form `linear_qkv` makes X_F itself, of p | g, or it takes an input that is whole on every
+    rank and leaves its gradient unsummed; in the `sequence` form it gathers the sequence, as it does without FAN.
     """
 
     def __init__(
@@ -46,9 +47,13 @@ class FANSelfAttention(SelfAttention):
     ) -> None:
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         self.fan = _fan_projection(config, submodules, fan, fan_form, self.pg_collection.tp)
+        if isinstance(self.linear_qkv, ActivatedColumnParallelLinear):
+            self.linear_qkv.activation = self.fan.activation
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Queries, keys and values [s, b, n, d] of hidden states [s, b, h] (this rank's part under SP)."""
+        if isinstance(self.linear_qkv, ActivatedColumnParallelLinear):
+            return super().get_query_key_value_tensors(self.fan.pre_activation(hidden_states), *args, **kwargs)
         (x_f_sbh,) = self.fan(hidden_states)
         return super().get_query_key_value_tensors(x_f_sbh, *args, **kwargs)
 
@@ -85,14 +90,19 @@ class FANValueAttention(Attention):
             tp_comm_buffer_name="qkv",
             tp_group=self.pg_collection.tp,
         )
+        if isinstance(self.linear_qk, ActivatedColumnParallelLinear):
+            self.linear_qk.activation = self.fan.activation
         self.q_layernorm = self.k_layernorm = None  # Megatron's attention looks for them
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [s, b, n, d] of hidden states [s, b, h] (this rank's part under SP)."""
-        x_f_sbh, values = self.fan(hidden_states)
-        qk, _ = self.linear_qk(x_f_sbh)
+        if isinstance(self.linear_qk, ActivatedColumnParallelLinear):
+            qk, (_, values) = self.linear_qk(self.fan.pre_activation(hidden_states))
+        else:
+            x_f_sbh, values = self.fan(hidden_states)
+            qk, _ = self.linear_qk(x_f_sbh)
         groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         qk = qk.unflatten(-1, (groups, -1, size))
         query, key = qk.split([qk.shape[-2] - 1, 1], dim=-2)

@@ -12,14 +12,15 @@ Source: "Reasoning is Periodicity?" (NeurIPS 2025), equation of X_F; the forms a
 One map may feed two outputs (placement `qk_and_v`): its rows are then [p | g] of the first, [p | g] of the second, and
 the norm, the product and the communication in front of them happen once.
 
-Shapes: s sequence, b micro batch, n = s b tokens, t tensor parallel ranks (T of them), h hidden size, w an output's
-width, P periodic and G = v = w - 2P linear rows of an output, k the rows of one rank, of all outputs, r those of one
-output.
+What follows the map, up to the layer that reads X_F, is in `fan_functions`.
+
+Shapes: s sequence, b micro batch, T tensor parallel ranks, h hidden size, w an output's width, v that of the values, P
+periodic and G = w - 2P linear rows of an output, k the rows of one rank, of all outputs.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,123 +30,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_fanformer.model.config import FANConfig
-from megatron_fanformer.ops import fan_activation
+from megatron_fanformer.model.fan_functions import Activation, FANActivation
+from megatron_fanformer.model.fan_rows import FANOutput, FANShard
 from megatron_fanformer.runtime.layout import FANForm
 
 PARAMETERS = ("linear", "v_linear")
 """What the rows of the outputs are called in checkpoints, in their order: of X_F, and of the values."""
 
 
-class FANOutput(NamedTuple):
-    """The rows of one output of a FAN map."""
-
-    periodic: int
-    linear: int
-
-    @property
-    def rows(self) -> int:
-        """Rows of the map."""
-        return self.periodic + self.linear
-
-    @property
-    def width(self) -> int:
-        """Width of what the map makes: [cos p, sin p, g]."""
-        return 2 * self.periodic + self.linear
-
-
-class RowRange(NamedTuple):
-    """A run of one rank's rows, and where it belongs in the canonical [p | g] map of its output."""
-
-    output: int
-    start: int
-    end: int
-    canonical_start: int
-
-
-class FANShard(NamedTuple):
-    """The rows of the FAN map that one of `ranks` owns: those of each output, one output after the other."""
-
-    ranks: int
-    rank: int
-    outputs: tuple[FANOutput, ...]
-    """A rank's part of each output: P/T and G/T."""
-
-    @property
-    def rows(self) -> list[int]:
-        """Rows of each output in turn, as they lie in a rank's pre-activation."""
-        return [output.rows for output in self.outputs]
-
-    def whole(self, output: int) -> FANOutput:
-        """The rows of an output on all ranks."""
-        return FANOutput(*(self.ranks * rows for rows in self.outputs[output]))
-
-    def row_ranges(self) -> list[RowRange]:
-        """Where this rank's rows belong in the canonical maps."""
-        ranges, start = [], 0
-        for number, (periodic, linear) in enumerate(self.outputs):
-            linear_start = self.ranks * periodic + self.rank * linear
-            middle, end = start + periodic, start + periodic + linear
-            ranges.append(RowRange(number, start, middle, self.rank * periodic))
-            ranges.append(RowRange(number, middle, end, linear_start))
-            start = end
-        return [range_ for range_ in ranges if range_.end > range_.start]
-
-
-class FANActivation(torch.autograd.Function):
-    """p | g of every rank -> [cos p, sin p, g] of each output, whole on each rank; the gradient is summed once.
-
-    Backward takes cos p and sin p from the output, which the map after it keeps anyway; nothing else is saved, except
-    g where an activation follows it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, pre_sbk: Tensor, shard: FANShard, group: dist.ProcessGroup, gelu: bool) -> tuple[Tensor, ...]:
-        """Gathers the pre-activation [s, b, k] of all ranks and returns each output [s, b, w]."""
-        pre_tnk = _gather(pre_sbk, shard.ranks, group).flatten(1, 2)
-        form = fan_activation.implementation_for(pre_tnk)
-        made, kept_g = [], []
-        for number, pre_tnr in enumerate(pre_tnk.split(shard.rows, dim=-1)):
-            x_f = pre_sbk.new_empty(*pre_sbk.shape[:2], shard.whole(number).width)
-            kept_g.append(form.activate(pre_tnr, x_f.flatten(0, 1), shard.outputs[number].periodic, gelu))
-            made.append(x_f)
-        ctx.save_for_backward(*made, *kept_g)
-        ctx.shard, ctx.group = shard, group
-        return tuple(made)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """d p = d sin p * cos p - d cos p * sin p, from each rank's part of the outputs' gradients."""
-        shard: FANShard = ctx.shard
-        made, kept_g = ctx.saved_tensors[: len(grads)], ctx.saved_tensors[len(grads) :]
-        grad_pre_tsbk = grads[0].new_empty(shard.ranks, *grads[0].shape[:2], sum(shard.rows))
-        form = fan_activation.implementation_for(grad_pre_tsbk)
-        parts = grad_pre_tsbk.flatten(1, 2).split(shard.rows, dim=-1)
-        for x_f, grad, g_nv, part, rows in zip(made, grads, kept_g, parts, shard.outputs, strict=True):
-            form.differentiate(x_f.flatten(0, 1), grad.flatten(0, 1), g_nv, part, rows.periodic)
-        return _reduce_scatter(grad_pre_tsbk, shard.ranks, ctx.group), None, None, None
-
-
-def _gather(pre_sbk: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
-    if ranks == 1:
-        return pre_sbk.unsqueeze(0)
-    gathered_tsbk = pre_sbk.new_empty(ranks, *pre_sbk.shape)
-    dist.all_gather_into_tensor(gathered_tsbk.flatten(0, 1), pre_sbk.contiguous(), group=group)
-    return gathered_tsbk
-
-
-def _reduce_scatter(grad_tsbk: Tensor, ranks: int, group: dist.ProcessGroup) -> Tensor:
-    if ranks == 1:
-        return grad_tsbk.squeeze(0)
-    grad_sbk = torch.empty_like(grad_tsbk[0])
-    dist.reduce_scatter_tensor(grad_sbk, grad_tsbk.flatten(0, 1), group=group)
-    return grad_sbk
-
-
 class FANProjection(MegatronModule):
     """X [s, b, h] -> X_F [s, b, h] (and the values [s, b, v] at placement `qk_and_v`).
 
     In the `column` form both are whole on every rank, and their gradients must come in as each rank's own part: what
-    follows must not sum them (see `WholeInputColumnParallelLinear`). Under sequence parallelism X is this rank's part
+    follows must not sum them (see `ActivatedColumnParallelLinear`). Under sequence parallelism X is this rank's part
     of the sequence, which the map itself gathers. In the `sequence` form both are of this rank's part of the sequence.
 
     Args:
@@ -164,8 +61,7 @@ class FANProjection(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.shard = _shard(config, fan, form, tp_group)
-        self.tp_group = tp_group
-        self.gelu = fan.activation == "gelu"
+        self.activation = Activation(self.shard, tp_group, fan.activation == "gelu")
         rows = sum(self.shard.whole(number).rows for number in range(len(self.shard.outputs)))
         self.linear = linear(
             config.hidden_size,
@@ -182,8 +78,13 @@ class FANProjection(MegatronModule):
 
     def forward(self, x_sbh: Tensor) -> tuple[Tensor, ...]:
         """X [s, b, h] (normed already, unless the norm is fused into the map) -> its outputs [s, b, w]."""
+        made: tuple[Tensor, ...] = FANActivation.apply(self.pre_activation(x_sbh), self.activation)
+        return made
+
+    def pre_activation(self, x_sbh: Tensor) -> Tensor:
+        """X [s, b, h] -> p | g of this rank's rows [s, b, k], for a layer that makes the outputs itself."""
         pre_sbk, _ = self.linear(x_sbh)
-        return FANActivation.apply(pre_sbk, self.shard, self.tp_group, self.gelu)
+        return pre_sbk
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[tuple[int, int, int]] = (), metadata: dict | None = None

@@ -27,11 +27,11 @@ from megatron_fanformer.model.attention import FANSelfAttention, FANSelfAttentio
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.model.kernels import TransformerImpl
 from megatron_fanformer.model.local_layers import (
+    ActivatedColumnParallelLinear,
     LocalBackend,
     ReplicatedLinear,
     RMSNorm,
     TorchCoreAttention,
-    WholeInputColumnParallelLinear,
 )
 from megatron_fanformer.runtime.layout import FANForm
 
@@ -140,7 +140,7 @@ def _local_layer(fan: FANConfig, fan_form: FANForm) -> ModuleSpec:
     attention = _attention(
         fan,
         fan_form,
-        linear_qkv=WholeInputColumnParallelLinear if is_column else ColumnParallelLinear,
+        linear_qkv=ActivatedColumnParallelLinear if is_column else ColumnParallelLinear,
         fan_linear=ColumnParallelLinear if is_column else ReplicatedLinear,
         core_attention=TorchCoreAttention,
         linear_proj=RowParallelLinear,

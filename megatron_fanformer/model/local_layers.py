@@ -1,6 +1,7 @@
 """The plain-torch parts of the local layer spec.
 
-Shapes: s sequence, b micro batch, h hidden size, n heads of this rank, d head size.
+Shapes: s sequence, b micro batch, h hidden size, n heads of this rank, d head size, k this rank's rows of the FAN map,
+o those of a linear layer, w an output's width.
 """
 
 import copy
@@ -18,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_fanformer.model.fan_functions import Activation, FANActivationAndProduct
 from megatron_fanformer.ops.element_wise import rms_norm, swiglu
 from megatron_fanformer.runtime.parallel import context_chunks
 
@@ -29,11 +31,28 @@ def without_sequence_parallel(config: TransformerConfig) -> TransformerConfig:
     return config
 
 
-class WholeInputColumnParallelLinear(ColumnParallelLinear):
-    """A column parallel linear whose input is whole on every rank and whose input gradient is summed by its maker."""
+class ActivatedColumnParallelLinear(ColumnParallelLinear):
+    """A column parallel linear of X_F, which it makes itself of p | g of all ranks (see `FANActivationAndProduct`).
+
+    X_F is whole on every rank, so nothing is gathered for this layer, and its input gradient is not summed: that of
+    p | g is.
+    """
+
+    activation: Activation
+    """How X_F is made: the FAN map's, set once there is one."""
 
     def __init__(self, *args: Any, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(*args, config=without_sequence_parallel(config), disable_grad_reduce=True, **kwargs)
+
+    def forward(self, pre_sbk: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """p | g of this rank's rows [s, b, k] -> [s, b, o], and in the bias' place all of the map's outputs [s, b, w].
+
+        X_F is the first of those, without a gradient.
+        """
+        product_sbo, *made = FANActivationAndProduct.apply(
+            pre_sbk, self.weight, self.activation, self.gradient_accumulation_fusion
+        )
+        return product_sbo if self.bias is None else product_sbo + self.bias, tuple(made)
 
 
 class SwiGLU(MegatronModule):

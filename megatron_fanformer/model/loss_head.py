@@ -19,10 +19,9 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
+from megatron_fanformer.model.weight_gradients import add_product, stand_in
 from megatron_fanformer.ops.cross_entropy import to_gradient
 
-WEIGHT_ROWS_A_BLOCK = 4096
-"""Rows of the weight's gradient that are held twice where the product cannot add to a float32 one."""
 SAME_WEIGHTS = 1e-6
 """Relative: a multiple of the loss mask is one up to the rounding of a float32 product."""
 
@@ -171,7 +170,7 @@ class _Gradients:
         if self._done_tokens == len(self.x_nh):
             self._reduce()  # while the last of the weight's gradient is made
         if self.sum_vh is not None:
-            _add_product(self.sum_vh, dlogits_cv, (x_ch * factor_c.unsqueeze(-1)).to(x_ch.dtype))
+            add_product(self.sum_vh, dlogits_cv, (x_ch * factor_c.unsqueeze(-1)).to(x_ch.dtype))
 
     def _reduce(self) -> None:
         """Sum over the ranks' parts of the vocabulary; under sequence parallelism keep this rank's part."""
@@ -193,29 +192,4 @@ class _Gradients:
             x_sbh.mul_(scale)
         if not self.is_in_main_grad:
             return x_sbh, self.sum_vh if self.sum_vh is None or scale is None else self.sum_vh.mul_(scale)
-        return x_sbh, _stand_in(self.weight)
-
-
-def _stand_in(weight_vh: Any) -> Tensor | None:
-    """What to return where the gradient is in `main_grad` already, so that the weight is marked as ready for reduction.
-
-    By Megatron's own protocol of fused accumulation it is a tensor of any content, which a flag keeps from being read.
-    A weight that is also this stage's embedding has a gradient from there, which must be read: it gets none from here.
-    """
-    if getattr(weight_vh, "zero_out_wgrad", False):
-        return None
-    weight_vh.grad_added_to_main_grad = True
-    return torch.empty_like(weight_vh)
-
-
-def _add_product(sum_vh: Tensor, dlogits_cv: Tensor, x_ch: Tensor) -> None:
-    """Add the product of the first, transposed, and the second, with sums in the accumulator's type where possible."""
-    if sum_vh.dtype == x_ch.dtype:
-        sum_vh.addmm_(dlogits_cv.t(), x_ch)
-    elif sum_vh.device.type != "cpu":
-        torch.addmm(sum_vh, dlogits_cv.t(), x_ch, out_dtype=sum_vh.dtype, out=sum_vh)
-    else:  # torch has no such product for CPUs
-        for sums, dlogits in zip(
-            sum_vh.split(WEIGHT_ROWS_A_BLOCK), dlogits_cv.split(WEIGHT_ROWS_A_BLOCK, dim=1), strict=True
-        ):
-            sums.add_(dlogits.t() @ x_ch)
+        return x_sbh, stand_in(self.weight)

@@ -13,7 +13,7 @@ from megatron_fanformer.model.local_layers import without_sequence_parallel
 
 
 class WholeInputTEColumnParallelLinear(TELinear):
-    """Transformer Engine's form of `WholeInputColumnParallelLinear`.
+    """A column parallel linear whose input is whole on every rank and whose input gradient is summed by its maker.
 
     The Engine's own column parallel layer sums its input gradient inside. So each rank's shard is built as a plain
     layer of that size (megatron-core's `duplicated` mode: no communication at all), and marked as a shard, for the

@@ -11,11 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_fanformer.model.fan_layer import FANProjection
+from megatron_fanformer.model.local_layers import ActivatedColumnParallelLinear
 from megatron_fanformer.parity.tensor_parts import TensorPart, as_array
 from megatron_fanformer.runtime.parallel import RankGrid, context_chunks
 from megatron_fanformer.training.step import StepShape
 
 TOKEN_LOSS = "token loss"
+OUTPUT_MAKERS = (FANProjection, ActivatedColumnParallelLinear)
+"""What gives the outputs of a FAN map: itself, or the layer that makes them of its p | g."""
 
 
 class OutputRecorder:
@@ -53,8 +57,8 @@ class OutputRecorder:
         modules = [("embedding", chunk.embedding)] if chunk.pre_process else []
         for layer in chunk.decoder.layers:
             name = f"layers.{layer.layer_number - 1}"  # global, whatever the stage
-            if hasattr(layer.self_attention, "fan"):
-                modules.append((f"{name}.fan", layer.self_attention.fan))
+            makers = [m for m in layer.self_attention.modules() if isinstance(m, OUTPUT_MAKERS)]  # one of them runs
+            modules += [(f"{name}.fan", maker) for maker in makers]
             modules += [(f"{name}.self_attention", layer.self_attention), (f"{name}.mlp", layer.mlp), (name, layer)]
         if chunk.decoder.final_layernorm is not None:
             modules.append(("final_layernorm", chunk.decoder.final_layernorm))
@@ -69,10 +73,12 @@ class OutputRecorder:
         if chunk.post_process:
             self._keep(TOKEN_LOSS, self._forward_of[number], output.t().unsqueeze(-1))
 
-    def _note(self, number: int, name: str, _module: Any, _inputs: Any, output: Any) -> None:
+    def _note(self, number: int, name: str, module: Any, _inputs: Any, output: Any) -> None:
         if not self._inside:
             return
         if name.endswith(".fan"):
+            if isinstance(module, ActivatedColumnParallelLinear):
+                _, output = output
             for part, tensor in zip((name, name.replace(".fan", ".v_fan")), output, strict=False):
                 self._keep(part, self._forward_of[number], tensor)
         else:

@@ -8,7 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
-from megatron_fanformer.model.fan_layer import FANActivation, FANOutput, FANProjection, FANShard
+from megatron_fanformer.model.fan_functions import Activation, FANActivation
+from megatron_fanformer.model.fan_layer import FANProjection
+from megatron_fanformer.model.fan_rows import FANOutput, FANShard
 from megatron_fanformer.model.local_layers import TorchCoreAttention
 from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
@@ -21,7 +23,7 @@ CONFIG = tiny_model(hidden_size=64, ffn_hidden_size=128, vocab_size=256, seq_len
 
 def activation(pre: torch.Tensor, periodic: int, *, gelu: bool = False) -> torch.Tensor:
     shard = FANShard(1, 0, (FANOutput(periodic, pre.shape[-1] - periodic),))
-    (x_f,) = FANActivation.apply(pre, shard, None, gelu)
+    (x_f,) = FANActivation.apply(pre, Activation(shard, None, gelu))
     return x_f
 
 

@@ -88,12 +88,13 @@ def layers_output_and_gradient(gelu: bool, kernel: bool) -> list[torch.Tensor]:
     from megatron_fanformer.runtime import megatron_cpu
 
     megatron_cpu.install()
-    from megatron_fanformer.model.fan_layer import FANActivation, FANOutput, FANShard
+    from megatron_fanformer.model.fan_functions import Activation, FANActivation
+    from megatron_fanformer.model.fan_rows import FANOutput, FANShard
 
-    shard = FANShard(1, 0, (FANOutput(5, 9), FANOutput(2, 4)))
+    activation = Activation(FANShard(1, 0, (FANOutput(5, 9), FANOutput(2, 4))), None, gelu)
     pre = torch.randn(7, 2, 20, generator=torch.Generator().manual_seed(0)).requires_grad_()
     with mock.patch.object(fan_activation, "triton_reaches", lambda _: kernel):
-        made = FANActivation.apply(pre, shard, None, gelu)
+        made = FANActivation.apply(pre, activation)
         cotangents = [torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) for x in made]
         (gradient,) = torch.autograd.grad(made, pre, cotangents)
     return [*(x.detach() for x in made), gradient]

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_fanformer.model import fan_layer, local_layers
+from megatron_fanformer.model import fan_functions, fan_layer, fan_rows, local_layers
 from megatron_fanformer.parity import trial as trials
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training import step
@@ -37,19 +37,20 @@ def without_sequence_parallel_mark(layer_class: Callable[[], type[torch.nn.Modul
 
 @contextmanager
 def qkv_sums_its_input_gradient_too() -> Iterator[None]:
-    def build(self: Any, *args: Any, config: Any, **kwargs: Any) -> None:
-        config = local_layers.without_sequence_parallel(config)
-        local_layers.ColumnParallelLinear.__init__(self, *args, config=config, **kwargs)
+    def forward(self: Any, pre_sbk: torch.Tensor) -> Any:
+        made = fan_functions.FANActivation.apply(pre_sbk, self.activation)
+        self.allreduce_dgrad = True
+        return local_layers.ColumnParallelLinear.forward(self, made[0])[0], made
 
-    with mock.patch.object(local_layers.WholeInputColumnParallelLinear, "__init__", build):
+    with mock.patch.object(local_layers.ActivatedColumnParallelLinear, "forward", forward):
         yield
 
 
 @contextmanager
 def linear_rows_before_periodic_rows_on_rank_1() -> Iterator[None]:
-    right = fan_layer.FANShard.row_ranges
+    right = fan_rows.FANShard.row_ranges
 
-    def swapped(self: fan_layer.FANShard) -> list[fan_layer.RowRange]:
+    def swapped(self: fan_rows.FANShard) -> list[fan_rows.RowRange]:
         parts = right(self)
         if self.rank != 1:
             return parts
@@ -57,18 +58,18 @@ def linear_rows_before_periodic_rows_on_rank_1() -> Iterator[None]:
         rows = linear.end - linear.start
         return [linear._replace(start=0, end=rows), periodic._replace(start=rows, end=linear.end)]
 
-    with mock.patch.object(fan_layer.FANShard, "row_ranges", swapped):
+    with mock.patch.object(fan_rows.FANShard, "row_ranges", swapped):
         yield
 
 
 @contextmanager
 def bias_on_every_rank() -> Iterator[None]:
-    def forward(self: Any, x_sbh: torch.Tensor) -> Any:
-        pre_sbk, _ = self.linear(x_sbh)
-        pre_sbk = pre_sbk + (self.shard.ranks - 1) * self.linear.bias
-        return fan_layer.FANActivation.apply(pre_sbk, self.shard, self.tp_group, self.gelu)
+    right = fan_layer.FANProjection.pre_activation
 
-    with mock.patch.object(fan_layer.FANProjection, "forward", forward):
+    def biased(self: Any, x_sbh: torch.Tensor) -> torch.Tensor:
+        return right(self, x_sbh) + (self.shard.ranks - 1) * self.linear.bias
+
+    with mock.patch.object(fan_layer.FANProjection, "pre_activation", biased):
         yield
 
 
@@ -108,10 +109,10 @@ def mean_of_micro_batch_means() -> Iterator[None]:
 
 @contextmanager
 def fan_gradient_not_reduced() -> Iterator[None]:
-    def own_part(grad_tsbk: torch.Tensor, ranks: int, group: Any) -> torch.Tensor:
-        return grad_tsbk[group.rank()].contiguous() if ranks > 1 else grad_tsbk.squeeze(0)
+    def own_part(self: fan_functions.Activation, grad_tsbk: torch.Tensor) -> fan_functions.Exchanged:
+        return fan_functions.Exchanged(grad_tsbk[self.shard.rank].contiguous())
 
-    with mock.patch.object(fan_layer, "_reduce_scatter", own_part):
+    with mock.patch.object(fan_functions.Activation, "reduce_scatter", own_part):
         yield
 
 

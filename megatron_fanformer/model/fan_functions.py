@@ -1,0 +1,136 @@
+"""The autograd functions between a FAN map and the layer that reads X_F: gather, cos and sin, and back.
+
+Shapes: s sequence, b micro batch, n = s b tokens, t tensor parallel ranks (T of them), h hidden size, w an output's
+width, v = G T linear rows of an output, k the rows of one rank, of all outputs, r those of one output, o the rows of
+one rank of the layer that reads X_F.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fanformer.model.fan_rows import FANShard
+from megatron_fanformer.model.weight_gradients import weight_gradient
+from megatron_fanformer.ops import fan_activation
+
+
+class Exchanged(NamedTuple):
+    """What a collective writes, which may still be running."""
+
+    tensor: Tensor
+    work: dist.Work | None = None
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is written."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+
+class Activation(NamedTuple):
+    """How p | g of all ranks become [cos p, sin p, g] of each output, whole on each rank, and gradients come back."""
+
+    shard: FANShard
+    group: dist.ProcessGroup | None
+    """The ranks that share the map."""
+    gelu: bool
+
+    def gather(self, pre_sbk: Tensor) -> Exchanged:
+        """Start to gather the pre-activation of all ranks, [t, s, b, k]."""
+        if self.shard.ranks == 1:
+            return Exchanged(pre_sbk.unsqueeze(0))
+        gathered_tsbk = pre_sbk.new_empty(self.shard.ranks, *pre_sbk.shape)
+        work = dist.all_gather_into_tensor(
+            gathered_tsbk.flatten(0, 1), pre_sbk.contiguous(), group=self.group, async_op=True
+        )
+        return Exchanged(gathered_tsbk, work)
+
+    def activate(self, pre_tsbk: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Each output [s, b, w], and what else its gradient needs: g [n, v] where a GELU follows it."""
+        pre_tnk = pre_tsbk.flatten(1, 2)
+        form = fan_activation.implementation_for(pre_tnk)
+        made, kept_g = [], []
+        for number, pre_tnr in enumerate(pre_tnk.split(self.shard.rows, dim=-1)):
+            x_f = pre_tsbk.new_empty(*pre_tsbk.shape[1:3], self.shard.whole(number).width)
+            kept_g.append(form.activate(pre_tnr, x_f.flatten(0, 1), self.shard.outputs[number].periodic, self.gelu))
+            made.append(x_f)
+        return made, kept_g
+
+    def differentiate(self, made: Sequence[Tensor], kept_g: Sequence[Tensor | None], grads: Sequence[Tensor]) -> Tensor:
+        """d p = d sin p * cos p - d cos p * sin p, from this rank's part of the outputs' gradients: [t, s, b, k]."""
+        grad_pre_tsbk = grads[0].new_empty(self.shard.ranks, *grads[0].shape[:2], sum(self.shard.rows))
+        form = fan_activation.implementation_for(grad_pre_tsbk)
+        parts = grad_pre_tsbk.flatten(1, 2).split(self.shard.rows, dim=-1)
+        for x_f, grad, g_nv, part, rows in zip(made, grads, kept_g, parts, self.shard.outputs, strict=True):
+            form.differentiate(x_f.flatten(0, 1), grad.flatten(0, 1), g_nv, part, rows.periodic)
+        return grad_pre_tsbk
+
+    def reduce_scatter(self, grad_pre_tsbk: Tensor) -> Exchanged:
+        """Start to sum the gradient over the ranks, of which each keeps that of its rows, [s, b, k]."""
+        if self.shard.ranks == 1:
+            return Exchanged(grad_pre_tsbk.squeeze(0))
+        grad_pre_sbk = torch.empty_like(grad_pre_tsbk[0])
+        work = dist.reduce_scatter_tensor(grad_pre_sbk, grad_pre_tsbk.flatten(0, 1), group=self.group, async_op=True)
+        return Exchanged(grad_pre_sbk, work)
+
+
+class FANActivation(torch.autograd.Function):
+    """p | g of every rank -> [cos p, sin p, g] of each output, whole on each rank; the gradient is summed once.
+
+    Backward takes cos p and sin p from the output, which the map after it keeps anyway; nothing else is saved, except
+    g where an activation follows it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, pre_sbk: Tensor, activation: Activation) -> tuple[Tensor, ...]:
+        """Gathers the pre-activation [s, b, k] of all ranks and returns each output [s, b, w]."""
+        made, kept_g = activation.activate(activation.gather(pre_sbk).wait())
+        ctx.save_for_backward(*made, *kept_g)
+        ctx.activation = activation
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """The gradient of this rank's p | g."""
+        made, kept_g = ctx.saved_tensors[: len(grads)], ctx.saved_tensors[len(grads) :]
+        grad_pre_tsbk = ctx.activation.differentiate(made, kept_g, grads)
+        return ctx.activation.reduce_scatter(grad_pre_tsbk).wait(), None
+
+
+class FANActivationAndProduct(torch.autograd.Function):
+    """`FANActivation`, and the first output's product with a weight.
+
+    They are one function because of the order in backward: the gradient of p | g needs only the product's input
+    gradient, so that its sum over the ranks runs while the weight's gradient is computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, pre_sbk: Tensor, weight_oh: Tensor, activation: Activation, fuses_accumulation: bool
+    ) -> tuple[Tensor, ...]:
+        """[s, b, k], [o, h] -> the product [s, b, o], X_F [s, b, h] without a gradient, the other outputs [s, b, w]."""
+        made, kept_g = activation.activate(activation.gather(pre_sbk).wait())
+        ctx.save_for_backward(weight_oh, *made, *kept_g)
+        ctx.activation, ctx.fuses_accumulation = activation, fuses_accumulation
+        ctx.mark_non_differentiable(made[0])
+        return torch.matmul(made[0], weight_oh.t()), *made
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_sbo: Tensor, _grad_x_f: Tensor, *grads: Tensor
+    ) -> tuple[Tensor, Tensor | None, None, None]:
+        """The gradients of this rank's p | g, and of its weight."""
+        activation: Activation = ctx.activation
+        outputs = 1 + len(grads)
+        weight_oh, *saved = ctx.saved_tensors
+        made, kept_g = saved[:outputs], saved[outputs:]
+        grad_pre_tsbk = activation.differentiate(made, kept_g, [grad_sbo.matmul(weight_oh), *grads])
+        grad_pre = activation.reduce_scatter(grad_pre_tsbk)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_no, x_nh = (x.contiguous().flatten(0, 1) for x in (grad_sbo, made[0]))
+            grad_weight = weight_gradient(weight_oh, grad_no, x_nh, fuses_accumulation=ctx.fuses_accumulation)
+        return grad_pre.wait(), grad_weight, None, None

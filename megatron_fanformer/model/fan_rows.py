@@ -1,0 +1,61 @@
+"""Which rows of a FAN map one tensor parallel rank owns, and where they belong in the whole map.
+
+Shapes: P periodic and G linear rows of an output, T tensor parallel ranks.
+"""
+
+from typing import NamedTuple
+
+
+class FANOutput(NamedTuple):
+    """The rows of one output of a FAN map."""
+
+    periodic: int
+    linear: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the map."""
+        return self.periodic + self.linear
+
+    @property
+    def width(self) -> int:
+        """Width of what the map makes: [cos p, sin p, g]."""
+        return 2 * self.periodic + self.linear
+
+
+class RowRange(NamedTuple):
+    """A run of one rank's rows, and where it belongs in the canonical [p | g] map of its output."""
+
+    output: int
+    start: int
+    end: int
+    canonical_start: int
+
+
+class FANShard(NamedTuple):
+    """The rows of the FAN map that one of `ranks` owns: those of each output, one output after the other."""
+
+    ranks: int
+    rank: int
+    outputs: tuple[FANOutput, ...]
+    """A rank's part of each output: P/T and G/T."""
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of each output in turn, as they lie in a rank's pre-activation."""
+        return [output.rows for output in self.outputs]
+
+    def whole(self, output: int) -> FANOutput:
+        """The rows of an output on all ranks."""
+        return FANOutput(*(self.ranks * rows for rows in self.outputs[output]))
+
+    def row_ranges(self) -> list[RowRange]:
+        """Where this rank's rows belong in the canonical maps."""
+        ranges, start = [], 0
+        for number, (periodic, linear) in enumerate(self.outputs):
+            linear_start = self.ranks * periodic + self.rank * linear
+            middle, end = start + periodic, start + periodic + linear
+            ranges.append(RowRange(number, start, middle, self.rank * periodic))
+            ranges.append(RowRange(number, middle, end, linear_start))
+            start = end
+        return [range_ for range_ in ranges if range_.end > range_.start]
