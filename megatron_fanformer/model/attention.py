@@ -43,10 +43,11 @@ class FANSelfAttention(SelfAttention):
         *args: Any,
         fan: FANConfig,
         fan_form: FANForm = "column",
+        recompute_fan: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, submodules, layer_number, *args, **kwargs)
-        self.fan = _fan_projection(config, submodules, fan, fan_form, self.pg_collection.tp)
+        self.fan = _fan_projection(config, submodules, fan, fan_form, self.pg_collection.tp, recompute_fan)
         if isinstance(self.linear_qkv, ActivatedColumnParallelLinear):
             self.linear_qkv.activation = self.fan.activation
 
@@ -55,7 +56,9 @@ class FANSelfAttention(SelfAttention):
         if isinstance(self.linear_qkv, ActivatedColumnParallelLinear):
             return super().get_query_key_value_tensors(self.fan.pre_activation(hidden_states), *args, **kwargs)
         (x_f_sbh,) = self.fan(hidden_states)
-        return super().get_query_key_value_tensors(x_f_sbh, *args, **kwargs)
+        made = super().get_query_key_value_tensors(x_f_sbh, *args, **kwargs)
+        self.fan.discard(made[0])
+        return made
 
 
 class FANValueAttention(Attention):
@@ -73,11 +76,12 @@ class FANValueAttention(Attention):
         *,
         fan: FANConfig,
         fan_form: FANForm = "column",
+        recompute_fan: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, submodules, layer_number, attn_mask_type, attention_type="self", **kwargs)
         self.fan_form = fan_form
-        self.fan = _fan_projection(config, submodules, fan, fan_form, self.pg_collection.tp)
+        self.fan = _fan_projection(config, submodules, fan, fan_form, self.pg_collection.tp, recompute_fan)
         self.linear_qk = submodules.linear_qkv(
             config.hidden_size,
             self.query_projection_size + self.kv_projection_size,
@@ -107,17 +111,17 @@ class FANValueAttention(Attention):
         qk = qk.unflatten(-1, (groups, -1, size))
         query, key = qk.split([qk.shape[-2] - 1, 1], dim=-2)
         own_values = self._own_heads(values).unflatten(-1, (groups, size))
+        self.fan.discard(qk)
         return query.flatten(2, 3), key.squeeze(-2), own_values
 
     def _own_heads(self, values: Tensor) -> Tensor:
         """This rank's heads of the values, over the whole sequence: [s, b, v / T]."""
         group = self.pg_collection.tp
-        if group.size() == 1:
-            return values
-        if self.fan_form == "column":  # whole on every rank
-            return values.chunk(group.size(), dim=-1)[group.rank()]
-        own = all_to_all_sp2hp(values, group)  # from all heads of a part of the sequence
-        return own.unflatten(0, (-1, values.shape[1]))
+        if self.fan_form == "sequence" and group.size() > 1:
+            own = all_to_all_sp2hp(values, group)  # from all heads of a part of the sequence
+            return own.unflatten(0, (-1, values.shape[1]))
+        own = values.chunk(group.size(), dim=-1)[group.rank()]  # of what is whole on every rank
+        return own.clone() if self.fan.activation.recompute else own  # so that attention does not keep the whole
 
 
 def _fan_projection(
@@ -126,6 +130,8 @@ def _fan_projection(
     fan: FANConfig,
     form: FANForm,
     tp_group: dist.ProcessGroup,
+    recompute: bool,
 ) -> FANProjection:
     assert submodules.fan_linear is not None, "the layer spec names no linear layer for the FAN map"
-    return FANProjection(config, fan=fan, form=form, linear=submodules.fan_linear, tp_group=tp_group)
+    linear = submodules.fan_linear
+    return FANProjection(config, fan=fan, form=form, linear=linear, tp_group=tp_group, recompute=recompute)

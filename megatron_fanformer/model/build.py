@@ -64,7 +64,7 @@ def transformer_config(
         recompute_granularity=parallel.recompute_granularity,
         recompute_method=parallel.recompute_method,
         recompute_num_layers=parallel.recompute_num_layers,
-        recompute_modules=list(parallel.recompute_modules),
+        recompute_modules=[module for module in parallel.recompute_modules if module != "fan"],  # ours: see the spec
         gradient_accumulation_fusion=kernels.fuses_gradient_accumulation and grid.has_fused_gradient_kernel,
         # By the Engine's kernel, with the angles in float32. megatron-core's other fusions are for layers that this
         # model does not have: its own softmax, apex's norms, bias and dropout after a layer without either.
@@ -188,7 +188,14 @@ def _build_chunk(
     implementation = resolve_transformer_impl(kernels.transformer_impl)
     chunk = _Stage(
         config=config,
-        transformer_layer_spec=block_spec(model.fan, layers, implementation, parallel.fan_form, fp8_fan=fp8_fan),
+        transformer_layer_spec=block_spec(
+            model.fan,
+            layers,
+            implementation,
+            parallel.fan_form,
+            fp8_fan=fp8_fan,
+            recompute_fan=parallel.recomputes("fan"),
+        ),
         vocab_size=model.padded_vocab_size,
         max_sequence_length=model.seq_length,
         pre_process=grid.is_first_stage and number == 0,

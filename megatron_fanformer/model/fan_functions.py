@@ -37,6 +37,8 @@ class Activation(NamedTuple):
     group: dist.ProcessGroup | None
     """The ranks that share the map."""
     gelu: bool
+    recompute: bool = False
+    """Whether backward computes the outputs again, of p | g, so that they are not kept for it."""
 
     def gather(self, pre_sbk: Tensor) -> Exchanged:
         """Start to gather the pre-activation of all ranks, [t, s, b, k]."""
@@ -104,7 +106,8 @@ class FANActivationAndProduct(torch.autograd.Function):
     """`FANActivation`, and the first output's product with a weight.
 
     They are one function because of the order in backward: the gradient of p | g needs only the product's input
-    gradient, so that its sum over the ranks runs while the weight's gradient is computed.
+    gradient, so that its sum over the ranks runs while the weight's gradient is computed. Where the outputs are
+    recomputed, only this rank's p | g are kept, which are gathered again during the product's input gradient.
     """
 
     @staticmethod
@@ -113,7 +116,7 @@ class FANActivationAndProduct(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """[s, b, k], [o, h] -> the product [s, b, o], X_F [s, b, h] without a gradient, the other outputs [s, b, w]."""
         made, kept_g = activation.activate(activation.gather(pre_sbk).wait())
-        ctx.save_for_backward(weight_oh, *made, *kept_g)
+        ctx.save_for_backward(weight_oh, *((pre_sbk,) if activation.recompute else (*made, *kept_g)))
         ctx.activation, ctx.fuses_accumulation = activation, fuses_accumulation
         ctx.mark_non_differentiable(made[0])
         return torch.matmul(made[0], weight_oh.t()), *made
@@ -125,10 +128,14 @@ class FANActivationAndProduct(torch.autograd.Function):
         """The gradients of this rank's p | g, and of its weight."""
         activation: Activation = ctx.activation
         outputs = 1 + len(grads)
-        weight_oh, *saved = ctx.saved_tensors
-        made, kept_g = saved[:outputs], saved[outputs:]
-        grad_pre_tsbk = activation.differentiate(made, kept_g, [grad_sbo.matmul(weight_oh), *grads])
-        grad_pre = activation.reduce_scatter(grad_pre_tsbk)
+        weight_oh, *kept = ctx.saved_tensors
+        made, kept_g = kept[:outputs], kept[outputs:]
+        gathered = activation.gather(kept[0]) if activation.recompute else None
+        grad_x_f = grad_sbo.matmul(weight_oh)
+        if gathered is not None:
+            made, kept_g = activation.activate(gathered.wait())
+        grad_pre = activation.reduce_scatter(activation.differentiate(made, kept_g, [grad_x_f, *grads]))
+        del grad_x_f, gathered  # not needed beside the weight's gradient
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_no, x_nh = (x.contiguous().flatten(0, 1) for x in (grad_sbo, made[0]))

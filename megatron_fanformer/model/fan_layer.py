@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -48,6 +49,7 @@ class FANProjection(MegatronModule):
     Args:
         linear: builder of the linear map, column parallel or replicated as the form asks (with the input norm fused
             into it, or without).
+        recompute: whether the outputs are computed again in backward: what reads them must be followed by `discard`.
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class FANProjection(MegatronModule):
         form: FANForm,
         linear: Callable[..., torch.nn.Module],
         tp_group: dist.ProcessGroup,
+        recompute: bool = False,
     ) -> None:
         super().__init__(config=config)
         self.shard = _shard(config, fan, form, tp_group)
-        self.activation = Activation(self.shard, tp_group, fan.activation == "gelu")
+        self.activation = Activation(self.shard, tp_group, fan.activation == "gelu", recompute)
+        self._checkpoint: CheckpointWithoutOutput | None = None
         rows = sum(self.shard.whole(number).rows for number in range(len(self.shard.outputs)))
         self.linear = linear(
             config.hidden_size,
@@ -78,8 +82,26 @@ class FANProjection(MegatronModule):
 
     def forward(self, x_sbh: Tensor) -> tuple[Tensor, ...]:
         """X [s, b, h] (normed already, unless the norm is fused into the map) -> its outputs [s, b, w]."""
-        made: tuple[Tensor, ...] = FANActivation.apply(self.pre_activation(x_sbh), self.activation)
+        pre_sbk = self.pre_activation(x_sbh)
+        if not (self.activation.recompute and torch.is_grad_enabled()):
+            return self._activate(pre_sbk)
+        self._checkpoint = CheckpointWithoutOutput(fp8=None)  # what it runs has no FP8
+        made: tuple[Tensor, ...] = self._checkpoint.checkpoint(self._activate, pre_sbk)
         return made
+
+    def _activate(self, pre_sbk: Tensor) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = FANActivation.apply(pre_sbk, self.activation)
+        return made
+
+    def discard(self, read: Tensor) -> None:
+        """Free the outputs, if they are recomputed: that will be once the gradient of `read` is known.
+
+        Args:
+            read: what a layer has made of X_F. Nothing may hold another output by now, but to give it its gradient.
+        """
+        if self._checkpoint is not None:
+            self._checkpoint.discard_output_and_register_recompute(read)
+            self._checkpoint = None
 
     def pre_activation(self, x_sbh: Tensor) -> Tensor:
         """X [s, b, h] -> p | g of this rank's rows [s, b, k], for a layer that makes the outputs itself."""

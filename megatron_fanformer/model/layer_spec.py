@@ -83,12 +83,17 @@ def layer_spec(
     fan_form: FANForm = "column",
     *,
     fp8_fan: bool = False,
+    recompute_fan: bool = False,
 ) -> ModuleSpec:
-    """One FANformer layer (the paper's p_ratio where `fan` is not given)."""
+    """One FANformer layer (the paper's p_ratio where `fan` is not given).
+
+    Args:
+        recompute_fan: whether backward computes X_F again, of p | g, so that it is not kept.
+    """
     fan = fan or FANConfig()
     if resolve_transformer_impl(transformer_impl) == "transformer_engine":
-        return _transformer_engine_layer(fan, fan_form, fp8_fan)
-    return _local_layer(fan, fan_form)
+        return _transformer_engine_layer(fan, fan_form, fp8_fan, recompute_fan)
+    return _local_layer(fan, fan_form, recompute_fan)
 
 
 def block_spec(
@@ -98,6 +103,7 @@ def block_spec(
     fan_form: FANForm = "column",
     *,
     fp8_fan: bool = False,
+    recompute_fan: bool = False,
 ) -> TransformerBlockSubmodules:
     """`num_layers` FANformer layers and the final norm: one chunk of a pipeline stage."""
     norm: type[torch.nn.Module] = RMSNorm
@@ -105,13 +111,15 @@ def block_spec(
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
-    layers = [layer_spec(fan, transformer_impl, fan_form, fp8_fan=fp8_fan)] * num_layers
+    layer = layer_spec(fan, transformer_impl, fan_form, fp8_fan=fp8_fan, recompute_fan=recompute_fan)
+    layers = [layer] * num_layers
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _attention(
     fan: FANConfig,
     fan_form: FANForm,
+    recompute_fan: bool,
     *,
     linear_qkv: type[torch.nn.Module],
     fan_linear: type[torch.nn.Module] | None,
@@ -125,7 +133,7 @@ def _attention(
         return ModuleSpec(module=SelfAttention, params=params, submodules=SelfAttentionSubmodules(**parts))
     return ModuleSpec(
         module=FANSelfAttention if fan.placement == "qkv" else FANValueAttention,
-        params={**params, "fan": fan, "fan_form": fan_form},
+        params={**params, "fan": fan, "fan_form": fan_form, "recompute_fan": recompute_fan},
         submodules=FANSelfAttentionSubmodules(**parts, fan_linear=fan_linear),
     )
 
@@ -135,11 +143,12 @@ def _is_column(fan: FANConfig, fan_form: FANForm) -> bool:
     return fan.placement != "none" and fan_form == "column"
 
 
-def _local_layer(fan: FANConfig, fan_form: FANForm) -> ModuleSpec:
+def _local_layer(fan: FANConfig, fan_form: FANForm, recompute_fan: bool) -> ModuleSpec:
     is_column = _is_column(fan, fan_form)
     attention = _attention(
         fan,
         fan_form,
+        recompute_fan,
         linear_qkv=ActivatedColumnParallelLinear if is_column else ColumnParallelLinear,
         fan_linear=ColumnParallelLinear if is_column else ReplicatedLinear,
         core_attention=TorchCoreAttention,
@@ -158,7 +167,7 @@ def _local_layer(fan: FANConfig, fan_form: FANForm) -> ModuleSpec:
     )
 
 
-def _transformer_engine_layer(fan: FANConfig, fan_form: FANForm, fp8_fan: bool) -> ModuleSpec:
+def _transformer_engine_layer(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, recompute_fan: bool) -> ModuleSpec:
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
         TEDotProductAttention,
@@ -182,6 +191,7 @@ def _transformer_engine_layer(fan: FANConfig, fan_form: FANForm, fp8_fan: bool) 
     attention = _attention(
         fan,
         fan_form,
+        recompute_fan,
         linear_qkv=TEColumnParallelLinear if is_sequence else linear_qkv,
         fan_linear=fan_replicated if is_sequence else fan_column,
         core_attention=TEDotProductAttention,

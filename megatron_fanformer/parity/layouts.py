@@ -1,6 +1,7 @@
 """Layouts as a user writes them: "tp=2,pp=2,sp=true"."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ SHORT_NAMES = {
     "distributed_optimizer": "use_distributed_optimizer",
     "recompute": "recompute_granularity",
 }
+COMMA_BETWEEN_ITEMS = re.compile(r",(?![^\[]*\])")  # not one inside a list
 OVERLAP = "overlap"  # short for both kinds
 OVERLAPPED = ("overlap_grad_reduce", "overlap_param_gather")
 
@@ -84,7 +86,7 @@ def parse_layout(text: str, transformer_impl: TransformerImpl = "auto") -> Layou
 def _values(text: str) -> dict[str, dict[str, Any]]:
     """What a layout's text says, by section and field."""
     fields: dict[str, Any] = {}
-    for item in filter(None, text.replace(" ", "").split(",")):
+    for item in filter(None, COMMA_BETWEEN_ITEMS.split(text.replace(" ", ""))):
         name, has_value, value = item.partition("=")
         if not has_value:
             raise InputError(f"layout {text!r}: {item!r} has no value; write it as in tp=2,sp=true")
@@ -120,4 +122,6 @@ def own_layout(parallel: ParallelConfig, kernels: KernelsConfig) -> tuple[str, L
 
 
 def _written(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

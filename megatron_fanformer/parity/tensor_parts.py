@@ -89,8 +89,8 @@ def restored_output(part: TensorPart, order: Reordering) -> TensorPart:
 
 
 def as_array(tensor: Tensor) -> np.ndarray:
-    """A copy in float32."""
-    return tensor.detach().float().cpu().numpy().copy()
+    """A copy in float32, made by torch: a storage that NumPy has shared cannot be freed by recomputation."""
+    return tensor.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format).numpy()
 
 
 def gather_gradients(wrapped: list[Any]) -> None:

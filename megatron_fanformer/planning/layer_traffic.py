@@ -11,6 +11,7 @@ from megatron_fanformer.planning.step_traffic import StepTraffic, Term
 
 LOGIT_STATISTIC_BYTES = 4  # the cross entropy is computed in float32
 ROW_OUTPUT = "row-parallel output"
+PRE_ACTIVATION = "FAN pre-activation"
 
 
 def chunk_terms(step: StepTraffic, chunk: Chunk) -> Iterator[Term]:
@@ -72,11 +73,12 @@ def _recomputed(step: StepTraffic) -> Iterator[Term]:
     """What of a layer's forward runs again; the norms, which may be named too, communicate nothing."""
     if step.parallel.recompute_granularity == "full":
         yield from _layer_forward(step)
-    elif step.parallel.recompute_granularity == "selective":
-        if "core_attn" in step.parallel.recompute_modules:
-            yield from _core_attention_forward(step)
-        if "mlp" in step.parallel.recompute_modules:
-            yield from _mlp_forward(step)
+    if step.parallel.recomputes("fan") and step.has_column_fan:
+        yield Term("tp", "all-gather", PRE_ACTIVATION, _pre_activation_bytes(step))
+    if step.parallel.recomputes("core_attn"):
+        yield from _core_attention_forward(step)
+    if step.parallel.recomputes("mlp"):
+        yield from _mlp_forward(step)
 
 
 def _recomputed_layers(step: StepTraffic, layers: int) -> int:
@@ -94,7 +96,7 @@ def _before_heads(step: StepTraffic) -> Iterator[tuple[str, str, str, int]]:
     model = step.model
     if step.has_column_fan:
         # p | g of all ranks, k wide, in place of X_F; QKV, whose input is then whole, neither gathers nor sums.
-        yield "all-gather", "reduce-scatter", "FAN pre-activation", step.activation_bytes * model.fan_rows
+        yield "all-gather", "reduce-scatter", PRE_ACTIVATION, _pre_activation_bytes(step)
     elif model.fan.placement == "qk_and_v":
         # A rank made all values of its part of the sequence, [c / T, b, v], and needs its own heads' of the whole.
         values_bytes = step.activation_bytes // step.tensor_ranks * model.value_size
@@ -102,6 +104,11 @@ def _before_heads(step: StepTraffic) -> Iterator[tuple[str, str, str, int]]:
     if model.query_groups < step.tensor_ranks:
         # Megatron gathers the whole output of QKV, and each rank takes its own heads out of it.
         yield "all-gather", "reduce-scatter", "QKV of shared groups", step.activation_bytes * model.qkv_rows
+
+
+def _pre_activation_bytes(step: StepTraffic) -> int:
+    """Bytes of p | g of all ranks, [c, b, k]."""
+    return step.activation_bytes * step.model.fan_rows
 
 
 def _keys_and_values_bytes(step: StepTraffic) -> int:

@@ -10,7 +10,7 @@ from typing import Literal
 from megatron_fanformer.errors import InputError
 
 FANForm = Literal["column", "sequence"]
-RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "fan"]
 DEFAULT_RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = ("core_attn",)
 
 COUNTS = (
@@ -83,7 +83,8 @@ class ParallelConfig:
     recompute_num_layers: int | None = None
     """With `full`: see `recompute_method`."""
     recompute_modules: list[RecomputeModule] = field(default_factory=lambda: [*DEFAULT_RECOMPUTE_MODULES])
-    """With `selective`: the parts of a layer that are recomputed."""
+    """With `selective`: the parts of a layer that are recomputed; `fan` keeps p | g, of which each rank has its own
+    rows, in place of X_F (docs/parallelism.md#what-fan-keeps-for-backward)."""
 
     @property
     def model_parallel_size(self) -> int:
@@ -94,6 +95,10 @@ class ParallelConfig:
     def virtual_stages(self) -> int:
         """Chunks of layers per stage, `virtual_pipeline_model_parallel_size` resolved."""
         return self.virtual_pipeline_model_parallel_size or 1
+
+    def recomputes(self, module: RecomputeModule) -> bool:
+        """Whether that part of a layer is recomputed by itself."""
+        return self.recompute_granularity == "selective" and module in self.recompute_modules
 
     def layers_per_stage(self, num_layers: int) -> list[int] | None:
         """Layers of each pipeline stage, its chunks together; None if they do not divide evenly."""

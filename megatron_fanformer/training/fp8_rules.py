@@ -65,11 +65,7 @@ def _layer_problems(
             "latter to auto"
         )
     # megatron-core refuses it, since the scales would be updated twice.
-    if (
-        precision.fp8_recipe == "delayed"
-        and parallel.recompute_granularity == "selective"
-        and "layernorm" in parallel.recompute_modules
-    ):
+    if precision.fp8_recipe == "delayed" and parallel.recomputes("layernorm"):
         yield (
             "parallel.recompute_modules has layernorm, which cannot be recomputed with precision.fp8_recipe delayed; "
             "remove it, or choose the recipe tensorwise"

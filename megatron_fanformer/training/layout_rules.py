@@ -41,6 +41,11 @@ def _tensor_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
 
 def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
     tensor = parallel.tensor_model_parallel_size
+    if parallel.recomputes("fan") and not model.has_fan:
+        yield (
+            "parallel.recompute_modules has fan, but model.fan.placement is none, so that there is nothing to "
+            "recompute; remove it"
+        )
     if parallel.fan_form == "sequence":  # every rank holds the whole map
         return
     outputs = model.fan.outputs(model.hidden_size, model.value_size)

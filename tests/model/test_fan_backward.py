@@ -32,7 +32,7 @@ class Recorded(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "c10d":
-            self.events.append("reduce-scatter" if "reduce_scatter" in name else name)
+            self.events.append("reduce-scatter" if "reduce_scatter" in name else "all-gather")
         elif name == "mm":
             self.events.append(f"product {list(made.shape)}")
         return made
@@ -78,6 +78,20 @@ def test_the_sum_over_ranks_runs_during_the_weight_gradient(run_on_ranks: Any, p
             f"product [{rows}, 64]",
             "wait",
             "weight's gradient is there",
+        ]
+
+
+def test_p_and_g_are_gathered_again_during_the_input_gradient(run_on_ranks: Any) -> None:
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": ["fan"]}
+    parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, **recomputed)
+    for events in run_on_ranks(2, backward_events, parallel, FANConfig()):
+        assert events[:6] == [
+            "all-gather",
+            f"product [{TOKENS}, 64]",
+            "wait",
+            "reduce-scatter",
+            f"product [{ROWS}, 64]",
+            "wait",
         ]
 
 

@@ -34,6 +34,16 @@ LAYOUTS = (
     "pp=2,dp=2,recompute=full",
     "pp=2,dp=2,recompute=selective",
 )
+FAN_RECOMPUTED = (
+    "tp=2,sp=true,recompute=selective,recompute_modules=[fan]",
+    "tp=2,sp=true,fan=sequence,recompute=selective,recompute_modules=[core_attn,layernorm,mlp,fan]",
+)
+MORE_FAN_RECOMPUTED = (
+    "recompute=selective,recompute_modules=[fan]",
+    "tp=2,cp=2,sp=true,recompute=selective,recompute_modules=[fan]",
+    "tp=2,pp=2,vpp=2,recompute=selective,recompute_modules=[fan]",
+    "tp=2,dp=2,distributed_optimizer=true,overlap=true,recompute=selective,recompute_modules=[layernorm,fan]",
+)
 MORE_LAYOUTS = (
     "pp=2,num_layers_in_first_pipeline_stage=6",
     "tp=2,sp=true,cp=2,fan=sequence",
@@ -69,6 +79,19 @@ def test_combined_layouts_for_two_steps(rank_pool: RankPool, tmp_path: Path) -> 
     assert_close(compare(rank_pool, write_config(tmp_path), *COMBINED, steps=2))
 
 
+@pytest.mark.parametrize(
+    ("placement", "activation"),
+    [
+        ("qk_and_v", "gelu"),
+        *(pytest.param(*of, marks=pytest.mark.full) for of in (("qkv", "none"), ("qkv", "gelu"), ("qk_and_v", "none"))),
+    ],
+)
+def test_fan_recomputed_for_two_steps(rank_pool: RankPool, tmp_path: Path, placement: str, activation: str) -> None:
+    fan = {"placement": placement, "activation": activation}
+    file = write_config(tmp_path, model={"preset": "fanformer-1b", "fan": fan})
+    assert_close(compare(rank_pool, file, *FAN_RECOMPUTED, steps=2))
+
+
 @pytest.mark.full
 def test_every_layout_for_two_steps(rank_pool: RankPool, config_file: Path) -> None:
     assert_close(compare(rank_pool, config_file, *LAYOUTS, steps=2))
@@ -78,6 +101,11 @@ def test_every_layout_for_two_steps(rank_pool: RankPool, config_file: Path) -> N
 @pytest.mark.timeout(1800)
 def test_every_layout_for_a_hundred_steps(long_pool: RankPool, config_file: Path) -> None:
     assert_close(compare(long_pool, config_file, *LAYOUTS, steps=100))
+
+
+@pytest.mark.full
+def test_fan_recomputed_in_more_layouts(rank_pool: RankPool, tmp_path: Path) -> None:
+    assert_close(compare(rank_pool, write_config(tmp_path), *MORE_FAN_RECOMPUTED, steps=2))
 
 
 @pytest.mark.full

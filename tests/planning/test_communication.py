@@ -49,6 +49,8 @@ FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_
 BLOCK = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
 SELECTIVE = dict(recompute_granularity="selective", recompute_modules=["core_attn", "layernorm", "mlp"])
 
+FAN_AGAIN = dict(recompute_granularity="selective", recompute_modules=["fan", "mlp"])
+
 TRANSFORMER = dict(fan=FANConfig(placement="none"))
 OWN_VALUES = dict(fan=FANConfig(placement="qk_and_v", v_p_ratio=0.125))
 GROUPED = dict(num_query_groups=2)
@@ -67,6 +69,8 @@ CASES: dict[str, Case] = {
     "sp, untied, bf16": (UNTIED, dict(**SP, dtype="bf16")),
     "sp, transformer": (TRANSFORMER, SP),
     "sp, own values, grouped": ({**OWN_VALUES, **GROUPED}, SP),
+    "sp, own values, FAN recomputed": (OWN_VALUES, dict(**SP, **FAN_AGAIN)),
+    "sequence, FAN recomputed": ({}, dict(**SEQUENCE, **FAN_AGAIN)),
     "sequence": ({}, SEQUENCE),
     "sequence, own values": (OWN_VALUES, SEQUENCE),
     "sequence, recomputed": (GROUPED, dict(**SEQUENCE, **FULL)),
@@ -226,6 +230,7 @@ ALWAYS = (
     "tp, no bias, bf16",
     "sp, transformer",
     "sp, own values, grouped",
+    "sp, own values, FAN recomputed",
     "sequence, recomputed",
     "cp, selective",
     "dp plain",

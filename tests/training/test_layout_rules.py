@@ -87,6 +87,11 @@ def test_a_layout_that_contradicts_itself(fields: dict[str, Any], part: str) -> 
             },
             "choose one of 1, 2, 4, 8",
         ),
+        (
+            {"fan": FANConfig(placement="none")},
+            {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "fan"]},
+            "recompute_modules has fan, but model.fan.placement is none",
+        ),
         ({"seq_length": 1000}, {"context_parallel_size": 3}, "not a multiple of 6"),
         (
             {"seq_length": 1002},
