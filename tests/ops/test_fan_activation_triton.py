@@ -1,10 +1,13 @@
 """The FAN kernel in Triton's interpreter and the PyTorch form, both against float64; and the kernel built for a GPU."""
 
 import importlib.util
+import shutil
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -93,7 +96,7 @@ def layers_output_and_gradient(gelu: bool, kernel: bool) -> list[torch.Tensor]:
 
     activation = Activation(FANShard(1, 0, (FANOutput(5, 9), FANOutput(2, 4))), None, gelu)
     pre = torch.randn(7, 2, 20, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    with mock.patch.object(fan_activation, "triton_reaches", lambda _: kernel):
+    with triton_support.reaching("cpu") if kernel else nullcontext():
         made = FANActivation.apply(pre, activation)
         cotangents = [torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) for x in made]
         (gradient,) = torch.autograd.grad(made, pre, cotangents)
@@ -114,12 +117,41 @@ def test_pytorch_serves_where_the_kernel_cannot() -> None:
 
 
 def test_a_missing_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "triton", None)
-    monkeypatch.setattr(fan_activation, "triton_reaches", lambda _: True)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert_pytorch_serves("triton, which CUDA builds of torch include, is not installed")
+
+
+def assert_pytorch_serves(reason: str) -> None:
     triton_support.has_triton.cache_clear()
-    with pytest.warns(UserWarning, match="triton"):
-        assert fan_activation.implementation_for(torch.empty(1)) is fan_activation.EAGER
-    triton_support.has_triton.cache_clear()
+    try:
+        with triton_support.reaching("cpu"), pytest.warns(UserWarning, match=reason):
+            assert fan_activation.implementation_for(torch.empty(1)) is fan_activation.EAGER
+    finally:
+        triton_support.has_triton.cache_clear()
+
+
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@needs_triton
+def test_a_missing_c_compiler_is_said(monkeypatch: pytest.MonkeyPatch, empty_cache: None) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert_pytorch_serves("Triton cannot build .* C compiler")
+
+
+@needs_triton
+def test_missing_header_files_are_said(monkeypatch: pytest.MonkeyPatch, empty_cache: None) -> None:
+    monkeypatch.setenv("CC", "false")  # a compiler that fails
+    assert_pytorch_serves("Triton cannot build .* header files")
+
+
+@needs_triton
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+def test_triton_serves_where_it_can_build(empty_cache: None) -> None:
+    assert triton_support._problem() is None
 
 
 # -- as a GPU would run it
