@@ -41,11 +41,8 @@ def _tensor_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
 
 def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
     tensor = parallel.tensor_model_parallel_size
-    if parallel.recomputes("fan") and not model.has_fan:
-        yield (
-            "parallel.recompute_modules has fan, but model.fan.placement is none, so that there is nothing to "
-            "recompute; remove it"
-        )
+    if parallel.recomputes("fan"):
+        yield from _recomputed_fan_problems(model, tensor)
     if parallel.fan_form == "sequence":  # every rank holds the whole map
         return
     outputs = model.fan.outputs(model.hidden_size, model.value_size)
@@ -64,6 +61,22 @@ def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
         yield (
             f"parallel.tensor_model_parallel_size {tensor} does not divide the FAN map's {periodic} periodic and "
             f"{linear} linear rows (model.fan.{name} {p_ratio}); {remedy}"
+        )
+
+
+def _recomputed_fan_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
+    """Where keeping p | g in place of a map's outputs saves nothing."""
+    if not model.has_fan:
+        yield (
+            "parallel.recompute_modules has fan, but model.fan.placement is none, so that there is nothing to "
+            "recompute; remove it"
+        )
+    # Attention keeps the values, which on one rank are the map's own output: only X_F (and a GELU's g) would be freed.
+    keeps_g = model.fan.activation == "gelu"
+    if tensor == 1 and model.fan.placement == "qk_and_v" and not keeps_g and model.fan_rows >= model.hidden_size:
+        yield (
+            f"parallel.recompute_modules has fan, but at placement qk_and_v and tensor_model_parallel_size 1 it frees "
+            f"X_F, {model.hidden_size} wide, and keeps p | g of both outputs, {model.fan_rows} wide; remove it"
         )
 
 

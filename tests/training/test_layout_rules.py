@@ -92,6 +92,11 @@ def test_a_layout_that_contradicts_itself(fields: dict[str, Any], part: str) -> 
             {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "fan"]},
             "recompute_modules has fan, but model.fan.placement is none",
         ),
+        (
+            {"fan": FANConfig(placement="qk_and_v")},
+            {"recompute_granularity": "selective", "recompute_modules": ["fan"]},
+            "it frees X_F, 2048 wide, and keeps p | g of both outputs, 3072 wide",
+        ),
         ({"seq_length": 1000}, {"context_parallel_size": 3}, "not a multiple of 6"),
         (
             {"seq_length": 1002},
