@@ -50,6 +50,11 @@ class FANSelfAttention(SelfAttention):
         self.fan = _fan_projection(config, submodules, fan, fan_form, self.pg_collection.tp, recompute_fan)
         if isinstance(self.linear_qkv, ActivatedColumnParallelLinear):
             self.linear_qkv.activation = self.fan.activation
+        _keep_x_f_once(config, self.linear_qkv)
+
+    def set_for_recompute_input_layernorm(self) -> None:
+        """megatron-core asks for it in FP8, where the layer that reads the recomputed norm is FAN's here, not QKV."""
+        _keep_input_as_it_is(self.fan.linear)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Queries, keys and values [s, b, n, d] of hidden states [s, b, h] (this rank's part under SP)."""
@@ -96,7 +101,12 @@ class FANValueAttention(Attention):
         )
         if isinstance(self.linear_qk, ActivatedColumnParallelLinear):
             self.linear_qk.activation = self.fan.activation
+        _keep_x_f_once(config, self.linear_qk)
         self.q_layernorm = self.k_layernorm = None  # Megatron's attention looks for them
+
+    def set_for_recompute_input_layernorm(self) -> None:
+        """As in `FANSelfAttention`."""
+        _keep_input_as_it_is(self.fan.linear)
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor | None = None, *_args: Any, **_kwargs: Any
@@ -122,6 +132,21 @@ class FANValueAttention(Attention):
             return own.unflatten(0, (-1, values.shape[1]))
         own = values.chunk(group.size(), dim=-1)[group.rank()]  # of what is whole on every rank
         return own.clone() if self.fan.activation.recompute else own  # so that attention does not keep the whole
+
+
+def _keep_x_f_once(config: TransformerConfig, linear: torch.nn.Module) -> None:
+    """In FP8 have the layer that reads X_F keep it as it is, as FAN does, and not an FP8 copy besides.
+
+    Backward quantises it again, to the same numbers; scales of the past (`delayed`) would be others by then.
+    """
+    if config.fp8 and config.fp8_recipe != "delayed":
+        _keep_input_as_it_is(linear)
+
+
+def _keep_input_as_it_is(linear: torch.nn.Module) -> None:
+    from megatron.core.extensions.transformer_engine import set_save_original_input
+
+    set_save_original_input(linear)
 
 
 def _fan_projection(

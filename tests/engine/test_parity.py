@@ -20,6 +20,7 @@ LAYOUTS = (
     "gradient_accumulation_fusion=true",
     "recompute=full",
     "recompute=selective",
+    "recompute=selective,recompute_modules=[fan]",
     "pp=2,vpp=2",
     "tp=2,gradient_accumulation_fusion=true",
 )
@@ -31,6 +32,8 @@ MORE_LAYOUTS = (
     "dp=2,distributed_optimizer=true,overlap=true,gradient_accumulation_fusion=true",
     "pp=2,dp=2,recompute=full",
     "tp=2,sp=true,recompute=selective",
+    "tp=2,sp=true,recompute=selective,recompute_modules=[fan,core_attn,mlp]",
+    "tp=2,sp=true,fan=sequence,recompute=selective,recompute_modules=[layernorm,fan]",
     "tp=2,sp=true,fan=sequence,recompute=selective,gradient_accumulation_fusion=true",
 )
 BF16_LAYOUTS = ("tp=2", "tp=2,sp=true,fan=sequence", "dp=2,distributed_optimizer=true")
@@ -90,6 +93,7 @@ def test_bf16_layouts_are_the_same(engine_pool: RankPool, tmp_path: Path) -> Non
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_more_layouts_of_every_placement(engine_pool: RankPool, tmp_path: Path, placement: str) -> None:
     file = write_config(tmp_path, model={"preset": "fanformer-1b", "fan": PLACEMENTS[placement]})
-    forms = MORE_LAYOUTS if placement != "none" else tuple(text for text in MORE_LAYOUTS if "fan=" not in text)
-    assert_close(compare(engine_pool, file, *LAYOUTS, *forms))
+    without = {"qkv": "-", "qk_and_v": "[fan]", "none": "fan"}[placement]  # what the placement's rules refuse
+    layouts = [text for text in (*LAYOUTS, *MORE_LAYOUTS) if without not in text]
+    assert_close(compare(engine_pool, file, *layouts))
     compare(engine_pool, file, *BF16_LAYOUTS[:1], *MORE_BF16_LAYOUTS, dtype="bf16").check()

@@ -40,6 +40,7 @@ GROUPS: dict[types.ModuleType, tuple[str, ...]] = {
         "dequantize",
         "bgrad_quantize",
         "fp8_transpose",
+        "swap_first_dims",
         "compute_amax",
         "create_empty_quantized_tensor",
         "fused_amax_and_scale_update_after_reduction",

@@ -290,6 +290,12 @@ def fp8_transpose(input: Tensor, dtype: Any, *, out: Tensor | None) -> Tensor:
     return transposed if out is None else out.copy_(transposed)
 
 
+def swap_first_dims(tensor: Tensor, *, out: Tensor | None) -> Tensor:
+    """[a, b, ..] to [b, a, ..]: what ranks gathered of a transposed tensor, row by row again."""
+    swapped = tensor.transpose(0, 1).contiguous()
+    return swapped if out is None else out.copy_(swapped)
+
+
 def compute_amax(input: Tensor, amax: Tensor) -> None:
     """The largest magnitude."""
     amax.fill_(input.abs().amax().float())

@@ -16,6 +16,11 @@ HOPPER, BLACKWELL = (9, 0), (10, 0)
 GIB = 2**30
 
 
+def install_blackwell() -> None:
+    """`install` for what only Blackwell has: blocks of 32 in hardware."""
+    install(BLACKWELL)
+
+
 def install(capability: tuple[int, int] = HOPPER) -> None:
     """Make Transformer Engine importable and usable here, as on a GPU of that compute capability.
 
@@ -121,13 +126,27 @@ class _AwaitedOnce:
         self._request = None
 
 
+class _OneByOne:
+    """Several collectives that NCCL starts as one: gloo, which cannot, has done each when the next begins."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def __enter__(self) -> "_OneByOne":
+        return self
+
+    def __exit__(self, *_error: object) -> None: ...
+
+    def wait(self) -> None: ...
+
+
 def _adapt_engine() -> None:
-    """The Engine's own random states are of CUDA's generators; its ring of context parallel ranks waits twice."""
+    """The Engine's random states are of CUDA's generators; it waits twice for a request, and joins collectives."""
     import torch
     from transformer_engine.pytorch import distributed
     from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
 
     exchange = context_parallel.flash_attn_p2p_communicate
     context_parallel.flash_attn_p2p_communicate = lambda *args: [_AwaitedOnce(request) for request in exchange(*args)]
+    torch.distributed._coalescing_manager = _OneByOne  # type: ignore[assignment]
     distributed._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     distributed._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
