@@ -60,6 +60,7 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         **_pipeline_fields(parallel, grid),
         context_parallel_size=parallel.context_parallel_size,
+        cp_comm_type=parallel.cp_comm_type,
         sequence_parallel=parallel.sequence_parallel,
         recompute_granularity=parallel.recompute_granularity,
         recompute_method=parallel.recompute_method,
@@ -69,6 +70,7 @@ def transformer_config(
         # By the Engine's kernel, with the angles in float32. megatron-core's other fusions are for layers that this
         # model does not have: its own softmax, apex's norms, bias and dropout after a layer without either.
         apply_rope_fusion=grid.device != "cpu" and _is_by_engine(kernels),
+        fused_single_qkv_rope=kernels.fused_single_qkv_rope,
         attention_backend=AttnBackend[kernels.attention_backend],
         cuda_graph_impl=kernels.cuda_graph_impl,
         deterministic_mode=grid.is_deterministic,

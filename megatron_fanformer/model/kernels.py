@@ -26,6 +26,9 @@ class KernelsConfig:
     attention_backend: Literal["auto", "fused", "flash", "unfused"] = "auto"
     """Transformer Engine's core attention: cuDNN's (`fused`), flash-attn's, or plain products; `auto` leaves the
     choice to the Engine."""
+    fused_single_qkv_rope: bool = False
+    """With Transformer Engine's layers, rotate queries and keys within the one tensor that QKV makes, instead of
+    splitting it first. It has not been measured yet."""
     chunked_loss_head: bool = True
     """Compute logits, loss and their gradients for one chunk of tokens at a time, in forward; false: Megatron's own
     loss head, which keeps the logits of a whole micro batch."""

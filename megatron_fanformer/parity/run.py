@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from megatron_fanformer.errors import DivergenceError, InputError
+from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.parity.communication import FullSize, LayoutCommunication, compare_communication
 from megatron_fanformer.parity.comparison import (
@@ -29,7 +30,7 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
 from megatron_fanformer.training.config import RunConfig
-from megatron_fanformer.training.machine_rules import kernel_problems
+from megatron_fanformer.training.machine_rules import engine_problems, kernel_problems
 
 REORDERED_RUNS = 3
 JOB_SECONDS = 600.0
@@ -129,21 +130,26 @@ def run_layouts(
     Raises:
         InputError: this machine has not what a layout asks for.
     """
-    with _started_pool(run, named) if pool is None else nullcontext(pool) as ranks:
+    with _started_pool(config, run, named) if pool is None else nullcontext(pool) as ranks:
         calibration = calibrate(config, run, list(named.values()), ranks, tell)
         return compare_layouts(calibration, named, ranks, tell, communication=config.communication)
 
 
-def _started_pool(run: RunConfig, named: dict[str, Layout]) -> RankPool:
+def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> RankPool:
     kind = devices.resolve_device(run.runtime.device)
     backend = run.runtime.backend(kind)
-    _check_machine(named, backend)
+    _check_machine(run.model, named, DTYPES[config.dtype], backend)
     return RankPool(kind, JOB_SECONDS, backend=backend)
 
 
-def _check_machine(named: dict[str, Layout], backend: str) -> None:
+def _check_machine(model: FANformerConfig, named: dict[str, Layout], dtype: torch.dtype, backend: str) -> None:
     found = [
-        f"layout {text!r}: {problem}" for text, layout in named.items() for problem in kernel_problems(layout.kernels)
+        f"layout {text!r}: {problem}"
+        for text, layout in named.items()
+        for problem in (
+            *kernel_problems(layout.kernels),
+            *engine_problems(model, layout.parallel, layout.kernels, dtype),
+        )
     ]
     if found:
         raise InputError("\n".join(found))

@@ -58,6 +58,10 @@ class ParallelConfig:
     """Layers of the last stage, likewise."""
     context_parallel_size: int = 1
     """Ranks that share each sample's sequence, in attention too."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
+    """How Transformer Engine's attention exchanges keys and values over the context-parallel ranks: in a ring, which
+    runs beside the products (`p2p`), all at once, or heads against parts of the sequence (`a2a`, where the ranks divide
+    the heads); null: `p2p`. The local layers gather them."""
     data_parallel_size: int | None = None
     """Replicas of the model; null: what the world size leaves under torchrun or Slurm, else 1."""
     sequence_parallel: bool = False
@@ -135,6 +139,11 @@ class ParallelConfig:
             yield (
                 "fan_form is sequence without sequence parallelism, whose parts of the sequence it runs on; set "
                 "parallel.sequence_parallel to true, or fan_form to column"
+            )
+        if self.cp_comm_type is not None and self.context_parallel_size == 1:
+            yield (
+                f"cp_comm_type is {self.cp_comm_type} at context_parallel_size 1, where nothing is exchanged; set it "
+                "to null, or raise the context parallel size"
             )
         pipeline = self.pipeline_model_parallel_size
         if self.virtual_stages > 1 and pipeline == 1:

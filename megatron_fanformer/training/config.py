@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_fanformer.checkpoint.config import CheckpointConfig
-from megatron_fanformer.configuration import build, moved_names, overlaid, read_overrides, read_values
+from megatron_fanformer.configuration import build, moved_names, overlaid, read_overrides, read_values, value_problems
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import PRESETS, FANformerConfig, PrecisionConfig
@@ -170,9 +170,29 @@ def _tell_moved(names: list[str], tell: Callable[[str], None]) -> None:
         tell(f"{now}; use the new name, since only this version still reads the earlier one")
 
 
+REFUSED_FIELDS = {
+    "parallel.grad_reduce_in_fp32": "gradients are always summed over micro batches and replicas in float32, since "
+    "sums in bf16 lose what many small terms add; leave it out",
+    "parallel.tp_comm_overlap": "the Engine registers buffers over NVLink for it, of sizes and names that do not know "
+    "the FAN map; leave it out",
+    "precision.fp8_param_gather": "weights stored in FP8 have other tensors in checkpoints, which no other layers "
+    "could load; leave it out",
+}
+"""Fields of Megatron's that users look for in vain, and why."""
+
+
 def _built(values: dict[str, Any]) -> RunConfig:
     # YAML reads a section whose lines are all commented out as null: it has its defaults.
-    return build(_with_preset({name: value for name, value in values.items() if value is not None}), RunConfig)
+    values = {name: value for name, value in values.items() if value is not None}
+    refused = []
+    for name, reason in REFUSED_FIELDS.items():
+        section, field_name = name.split(".")
+        if isinstance(values.get(section), dict) and field_name in values[section]:
+            values[section] = {key: value for key, value in values[section].items() if key != field_name}
+            refused.append(f"{name} is an option of Megatron's that is not supported: {reason}")
+    if refused:
+        raise InputError("\n".join([*refused, *value_problems(_with_preset(values), RunConfig)]))
+    return build(_with_preset(values), RunConfig)
 
 
 def _with_preset(values: dict[str, Any]) -> dict[str, Any]:

@@ -4,12 +4,18 @@ The rules that need no machine are checked before: they need no torch, which tak
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.fp8_rules import fp8_machine_problems
+
+if TYPE_CHECKING:
+    import torch
 
 
 def machine_problems(config: RunConfig) -> list[str]:
@@ -18,7 +24,11 @@ def machine_problems(config: RunConfig) -> list[str]:
         device = devices.resolve_device(config.runtime.device)
     except InputError as error:
         return [str(error)]
-    return [*kernel_problems(config.kernels), *fp8_machine_problems(config.precision, device)]
+    return [
+        *kernel_problems(config.kernels),
+        *engine_problems(config.model, config.parallel, config.kernels, config.dtype(device)),
+        *fp8_machine_problems(config.precision, device),
+    ]
 
 
 def kernel_problems(kernels: KernelsConfig) -> list[str]:
@@ -38,5 +48,44 @@ def _kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
 
 def _has_fused_gradients(kernels: KernelsConfig) -> bool:
     """Whether this machine's layers can add weight gradients inside the product."""
-    has_engine = kernels.transformer_impl != "local" and devices.has_transformer_engine()
-    return has_engine or devices.has_fused_gradient_kernel()
+    return _has_engine(kernels) or devices.has_fused_gradient_kernel()
+
+
+def _has_engine(kernels: KernelsConfig) -> bool:
+    """Whether the layers are Transformer Engine's here."""
+    return kernels.transformer_impl != "local" and devices.has_transformer_engine()
+
+
+def engine_problems(
+    model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, dtype: "torch.dtype"
+) -> list[str]:
+    """What the layers that this machine has, the Engine's or local ones, cannot compute, one line each."""
+    return list(_engine_problems(model, parallel, kernels, str(dtype).removeprefix("torch.")))
+
+
+def _engine_problems(
+    model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, dtype: str
+) -> Iterator[str]:
+    if not _has_engine(kernels):
+        if parallel.cp_comm_type not in (None, "all_gather"):
+            yield (
+                f"parallel.cp_comm_type is {parallel.cp_comm_type}, which Transformer Engine's attention has, and the "
+                "local layers, which gather keys and values, have not; set it to null"
+            )
+        if kernels.fused_single_qkv_rope:
+            yield (
+                "kernels.fused_single_qkv_rope is true, but its kernel is Transformer Engine's, whose layers are not "
+                "in use here; set it to false"
+            )
+        return
+    size = parallel.context_parallel_size
+    if size > 1 and dtype == "float32":
+        yield (
+            f"parallel.context_parallel_size is {size} in float32, but Transformer Engine's attention over context "
+            "parallel ranks is of 16 bits alone; set the dtype to bf16, or kernels.transformer_impl to local"
+        )
+    if kernels.fused_single_qkv_rope and model.fan.placement == "qk_and_v":
+        yield (
+            "kernels.fused_single_qkv_rope is true at model.fan.placement qk_and_v, whose values are in another tensor "
+            "than queries and keys; set it to false"
+        )

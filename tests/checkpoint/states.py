@@ -13,6 +13,8 @@ from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.training_state import load_training_state, model_state
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
+from megatron_fanformer.runtime.config import DeviceKind
 from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
@@ -173,13 +175,20 @@ def _piece(shard: Any) -> tuple[str, Any, Any, torch.Tensor]:
 
 @contextmanager
 def training(
-    layout: str, model: FANformerConfig, *, dtype: torch.dtype = torch.float32, seed: int = 1, lr: float = 1e-2
+    layout: str,
+    model: FANformerConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 1,
+    lr: float = 1e-2,
+    device: DeviceKind = "cpu",
+    kernels: KernelsConfig = DEFAULT_KERNELS,
 ) -> Iterator[Training]:
     """A model at its initial weights, in a layout of the table."""
     parallel = parallel_config(layout)
-    with rank_grid(parallel, "cpu") as grid:
+    with rank_grid(parallel, device) as grid:
         seed_everything(seed)
-        stages = build_stages(model, parallel, grid, dtype=dtype, seed=seed)
+        stages = build_stages(model, parallel, grid, dtype=dtype, seed=seed, kernels=kernels)
         wrapped = wrap_stages(stages, parallel)
         optimizer = build_optimizer(
             OptimizerConfig(lr=lr),

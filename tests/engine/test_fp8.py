@@ -119,9 +119,9 @@ def saved_in_attention(recipe: str | None, placement: str) -> list[tuple[str, in
 
 @pytest.mark.parametrize("placement", ["qkv", "qk_and_v"])
 def test_x_f_is_kept_once(run_on_engine_ranks: RunOnRanks, placement: str) -> None:
-    """By FAN in bf16, which QKV shares. With `delayed` each layer must keep its own copy, whose scale is of that moment:
+    """By FAN in bf16, which QKV shares; with `delayed` each layer keeps its own copy, whose scale is of that moment.
 
-    QKV, and the one after attention, whose input is as wide.
+    (There the map after attention has one, too, of the same width.)
     """
     width = 2 * MODEL.seq_length * MODEL.hidden_size
     for recipe, copies in ((None, 0), ("tensorwise", 0), ("blockwise", 0), ("delayed", 2)):

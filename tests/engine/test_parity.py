@@ -21,6 +21,7 @@ LAYOUTS = (
     "recompute=full",
     "recompute=selective",
     "recompute=selective,recompute_modules=[fan]",
+    "fused_single_qkv_rope=true",
     "pp=2,vpp=2",
     "tp=2,gradient_accumulation_fusion=true",
 )
@@ -36,8 +37,16 @@ MORE_LAYOUTS = (
     "tp=2,sp=true,fan=sequence,recompute=selective,recompute_modules=[layernorm,fan]",
     "tp=2,sp=true,fan=sequence,recompute=selective,gradient_accumulation_fusion=true",
 )
-BF16_LAYOUTS = ("tp=2", "tp=2,sp=true,fan=sequence", "dp=2,distributed_optimizer=true")
-MORE_BF16_LAYOUTS = ("cp=4", "tp=2,cp=2,sp=true", "cp=2,pp=2", "pp=2,vpp=2", "cp=2,dp=2,distributed_optimizer=true")
+BF16_LAYOUTS = ("tp=2,sp=true,fan=sequence", "dp=2,distributed_optimizer=true", "cp=2,cp_comm_type=a2a")
+MORE_BF16_LAYOUTS = (
+    "tp=2",
+    "cp=2,cp_comm_type=all_gather",
+    "cp=4",
+    "tp=2,cp=2,sp=true",
+    "cp=2,pp=2",
+    "pp=2,vpp=2",
+    "cp=2,dp=2,distributed_optimizer=true",
+)
 ON_ENGINE = {"device": "cuda", "transformer_impl": "local"}  # of the single process; layouts name the Engine's
 
 
@@ -93,7 +102,9 @@ def test_bf16_layouts_are_the_same(engine_pool: RankPool, tmp_path: Path) -> Non
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_more_layouts_of_every_placement(engine_pool: RankPool, tmp_path: Path, placement: str) -> None:
     file = write_config(tmp_path, model={"preset": "fanformer-1b", "fan": PLACEMENTS[placement]})
-    without = {"qkv": "-", "qk_and_v": "[fan]", "none": "fan"}[placement]  # what the placement's rules refuse
-    layouts = [text for text in (*LAYOUTS, *MORE_LAYOUTS) if without not in text]
+    without = {"qkv": ("-",), "qk_and_v": ("[fan]", "rope"), "none": ("fan",)}[
+        placement
+    ]  # what the placement's rules refuse
+    layouts = [text for text in (*LAYOUTS, *MORE_LAYOUTS) if not any(part in text for part in without)]
     assert_close(compare(engine_pool, file, *layouts))
     compare(engine_pool, file, *BF16_LAYOUTS[:1], *MORE_BF16_LAYOUTS, dtype="bf16").check()

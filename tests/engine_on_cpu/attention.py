@@ -86,8 +86,6 @@ def fused_attn_fwd(
     sums = weights.sum(-1, keepdim=True)
     output = weights.to(Q.dtype).float() @ _repeated(value, query).float() / sums
     output = output.permute(FROM_BHSD[FORMATS[o_format.name]]).to(Q.dtype).contiguous()
-    if not is_training:
-        return [output]
     return [output, highest + sums.log(), torch.zeros(2, dtype=torch.int64)]
 
 

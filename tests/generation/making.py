@@ -16,7 +16,9 @@ from megatron_fanformer.generation.generate import continuation
 from megatron_fanformer.generation.models import TrainedModel, build_model, find_model
 from megatron_fanformer.generation.sampling import SamplingConfig
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.runtime.config import DeviceKind
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
+from megatron_fanformer.runtime.seeding import seed_everything
 from tests.tiny import tiny_model
 from tests.training.layouts import reference_tensors
 from tests.whole_models import export_huggingface
@@ -94,9 +96,10 @@ def greedy_ids(checkpoint: Path, prompt_ids: list[int], new_tokens: int) -> list
         return list(continuation(model, prompt_ids, max_new_tokens=new_tokens, sampling=GREEDY, end_of_text_id=None))
 
 
-def with_model(checkpoint: Path, ask: Any, *arguments: Any) -> Any:
+def with_model(checkpoint: Path, ask: Any, *arguments: Any, device: DeviceKind = "cpu") -> Any:
     """`ask(model, *arguments)`; to be called on a rank."""
-    with rank_grid(ParallelConfig(), "cpu") as grid:
+    with rank_grid(ParallelConfig(), device) as grid:
+        seed_everything(0)  # megatron-core builds layers on a GPU from random states that must exist
         return ask(build_model(find_model(checkpoint), grid), *arguments)
 
 

@@ -5,11 +5,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fanformer.model.config import FANConfig
+from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.runtime import device
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.layout_rules import graph_problems
-from megatron_fanformer.training.machine_rules import kernel_problems
+from megatron_fanformer.training.machine_rules import engine_problems, kernel_problems
+from tests.tiny import tiny_model
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -32,6 +35,34 @@ def test_fused_gradients_are_the_engines_or_apexs(
     monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
     kernels = KernelsConfig(gradient_accumulation_fusion=True, transformer_impl=transformer_impl)
     assert len(kernel_problems(kernels)) == count
+
+
+@pytest.mark.parametrize(
+    ("has_engine", "parallel", "kernels", "dtype", "part"),
+    [
+        (True, {"context_parallel_size": 2}, {}, "fp32", "context_parallel_size is 2 in float32"),
+        (True, {"context_parallel_size": 2}, {}, "bf16", None),
+        (True, {"context_parallel_size": 2}, {"transformer_impl": "local"}, "fp32", None),
+        (False, {"context_parallel_size": 2}, {}, "fp32", None),
+        (True, {"context_parallel_size": 2, "cp_comm_type": "a2a"}, {}, "bf16", None),
+        (False, {"context_parallel_size": 2, "cp_comm_type": "a2a"}, {}, "bf16", "cp_comm_type is a2a"),
+        (False, {"context_parallel_size": 2, "cp_comm_type": "all_gather"}, {}, "bf16", None),
+        (False, {}, {"fused_single_qkv_rope": True}, "bf16", "whose layers are not in use here"),
+        (True, {}, {"fused_single_qkv_rope": True}, "bf16", "at model.fan.placement qk_and_v"),
+    ],
+)
+def test_what_the_layers_at_hand_cannot_compute(
+    has_engine: bool,
+    parallel: dict[str, Any],
+    kernels: dict[str, Any],
+    dtype: str,
+    part: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device, "has_transformer_engine", lambda: has_engine)
+    model = tiny_model(fan=FANConfig(placement="qk_and_v"))
+    found = engine_problems(model, ParallelConfig(**parallel), KernelsConfig(**kernels), DTYPES[dtype])
+    assert [part in problem for problem in found] == ([] if part is None else [True])
 
 
 def test_a_layers_graph_is_not_recomputed_as_a_whole() -> None:

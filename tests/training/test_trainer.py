@@ -48,7 +48,7 @@ def train(values: dict[str, Any]) -> tuple[Any, Any]:
     from megatron_fanformer.training.trainer import Trainer
 
     config = config_from_dict(values)
-    with rank_grid(config.parallel, "cpu") as grid:
+    with rank_grid(config.parallel, "cuda" if config.runtime.device == "cuda" else "cpu") as grid:
         trainer = Trainer(config, grid)
         before = shards_of(trainer._stages, grid)
         trainer.train()

@@ -1,0 +1,132 @@
+"""Whole runs on Transformer Engine's layers: resumed bit for bit, checkpoints of either layers, generation."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fanformer.checkpoint.saving import CheckpointSaver
+from megatron_fanformer.checkpoint.tensor_table import read_table
+from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.training.metrics import read_metrics
+from tests.checkpoint.states import Pieces, small_model, training
+from tests.generation.making import all_logits, cached_logits, with_model, write_checkpoint, write_tokenizer
+from tests.small_runs import write_tokens
+from tests.training.layouts import gather
+from tests.training.test_trainer import make_runs, numbers, stored_tensors
+
+RunOnRanks = Callable[..., list[Any]]
+
+SAME_LOGITS = 2e-5  # absolute, of logits of about 4, in float32
+
+# Sizes that FP8 takes, on two ranks, too.
+MODEL = {"hidden_size": 64, "ffn_hidden_size": 64}
+BF16: dict[str, Any] = {"dtype": "bf16"}
+DELAYED: dict[str, Any] = {"dtype": "bf16", "fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 4}
+RUNS: dict[str, dict[str, dict[str, Any]]] = {
+    "tp2 sp, bf16": {
+        "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "precision": BF16,
+    },
+    "delayed": {"precision": DELAYED},
+    "dp2, delayed, fp8_fan": {"parallel": {"data_parallel_size": 2}, "precision": {**DELAYED, "fp8_fan": True}},
+    "tp2 sp, FAN sequence, tensorwise": {
+        "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "fan_form": "sequence"},
+        "precision": {**BF16, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    },
+}
+ALWAYS = ("tp2 sp, bf16", "delayed")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.full) for n in RUNS])
+def test_a_resumed_run_is_the_uninterrupted_one(run_on_engine_ranks: RunOnRanks, tmp_path: Path, name: str) -> None:
+    """Losses, norms, validation, weights, the Engine's Adam and FP8's scales; gradients are added in the products."""
+    tokens = write_tokens(tmp_path / "tokens")
+    settings = {
+        **RUNS[name],
+        "model": MODEL,
+        "kernels": {"transformer_impl": "transformer_engine"},
+        "runtime": {"device": "cuda", "distributed_backend": "gloo"},
+        "data": {"valid_data": {"random": [tokens]}},
+        "training": {"eval_interval": 4, "eval_iters": 1},
+    }
+    runs = make_runs(run_on_engine_ranks, tmp_path, tokens, settings)
+    assert numbers(runs.resumed) == numbers(runs.straight)
+    validation = [
+        [value for metrics in read_metrics(run) for key, value in metrics.items() if "random" in key]
+        for run in (runs.straight, runs.resumed)
+    ]
+    assert len(validation[0]) >= 5 and validation[0] == validation[1]
+    checkpoints = [run / "checkpoints" / "step-00000020" for run in (runs.straight, runs.resumed)]
+    [straight], [resumed] = (run_on_engine_ranks(1, stored_tensors, checkpoint) for checkpoint in checkpoints)
+    assert straight.keys() == resumed.keys()
+    saved = read_table(checkpoints[0]).state_dict_metadata
+    assert any("fp8_scales" in key for key in saved) is ("delayed" in name)
+    assert [key for key in straight if not torch.equal(straight[key], resumed[key])] == []
+
+
+# -- checkpoints of either layers
+
+
+def trained(layout: str, kernels: KernelsConfig, dtype: torch.dtype, folder: Path) -> Pieces:
+    """Weights and optimizer after two steps, which are saved."""
+    with training(layout, small_model(), dtype=dtype, device="cuda", kernels=kernels) as run:
+        run.take_steps(2)
+        run.save(CheckpointSaver(folder, run.grid, keep=None))
+        return run.pieces()
+
+
+def loaded(layout: str, kernels: KernelsConfig, dtype: torch.dtype, folder: Path) -> tuple[Pieces, list[float]]:
+    """The same of other weights once the checkpoint is loaded, and the losses of two more steps."""
+    with training(layout, small_model(), dtype=dtype, seed=2, device="cuda", kernels=kernels) as run:
+        run.load(folder / "checkpoints" / "step-00000002")
+        return run.pieces(), run.take_steps(2)
+
+
+LOCAL, ENGINE = (KernelsConfig(transformer_impl=name) for name in ("local", "transformer_engine"))
+
+
+@pytest.mark.parametrize(("saved", "other"), [(LOCAL, ENGINE), (ENGINE, LOCAL)], ids=["local-first", "engine-first"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("tp2", torch.bfloat16),
+        pytest.param("fan-sequence-plain", torch.float32, marks=pytest.mark.full),
+        pytest.param("vpp2", torch.bfloat16, marks=pytest.mark.full),
+    ],
+)
+def test_a_checkpoint_of_either_layers_loads_in_the_others(
+    run_on_engine_ranks: RunOnRanks,
+    tmp_path: Path,
+    layout: str,
+    dtype: torch.dtype,
+    saved: KernelsConfig,
+    other: KernelsConfig,
+) -> None:
+    before = gather(run_on_engine_ranks(2, trained, layout, saved, dtype, tmp_path))
+    same, goes_on = (run_on_engine_ranks(2, loaded, layout, kernels, dtype, tmp_path) for kernels in (saved, other))
+    after = gather([pieces for pieces, _ in goes_on])
+    assert before.keys() == after.keys()
+    assert sum("exp_avg_sq" in name for name in before) > 10
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    bound = 1e-5 if dtype == torch.float32 else 5e-3  # between implementations, of losses of about 4.6
+    assert goes_on[0][1] == pytest.approx(same[0][1], abs=bound, rel=0)
+
+
+# -- generation
+
+
+def test_the_cache_gives_the_logits_of_the_local_layers(
+    run_on_engine_ranks: RunOnRanks, run_on_ranks: RunOnRanks, tmp_path: Path
+) -> None:
+    ids = [[7, 99, 3, 200, 41, 5, 6, 149], [1, 2, 3, 4, 5, 6, 7, 8]]
+    run_on_ranks(1, write_checkpoint, tmp_path, "fanformer-tied", write_tokenizer(tmp_path))
+    (expected,) = run_on_ranks(1, with_model, tmp_path, all_logits, ids)
+    on_engine = functools.partial(with_model, device="cuda")
+    (whole,) = run_on_engine_ranks(1, on_engine, tmp_path, all_logits, ids)
+    (cached,) = run_on_engine_ranks(1, on_engine, tmp_path, cached_logits, ids, 3)
+    torch.testing.assert_close(torch.tensor(whole), torch.tensor(expected), atol=SAME_LOGITS, rtol=0)
+    torch.testing.assert_close(torch.tensor(cached), torch.tensor(expected)[:, 2:], atol=SAME_LOGITS, rtol=0)
