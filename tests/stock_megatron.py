@@ -85,14 +85,18 @@ def parsed_arguments(flags: list[str], world_size: int) -> Any:
     return args
 
 
-def stock_model(model: FANformerConfig, parallel: ParallelConfig, spec: list[str]) -> GPTModel:
+def stock_model(
+    model: FANformerConfig, parallel: ParallelConfig, spec: list[str], *, has_engine: bool = False
+) -> GPTModel:
     """Stock Megatron-LM's model in Megatron's present process groups, with Megatron's own initial weights."""
     if not HAS_TRAINING:
         return _model_by_hand(model, parallel, spec)
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
 
-    args = parsed_arguments(command_line(model, parallel, spec), torch.distributed.get_world_size())
+    args = parsed_arguments(
+        command_line(model, parallel, spec, has_engine=has_engine), torch.distributed.get_world_size()
+    )
     with contextlib.redirect_stdout(io.StringIO()):  # it tells how it pads the vocabulary
         return GPTModelBuilder(gpt_config_from_args(args)).build_model(ProcessGroupCollection.use_mpu_process_groups())
 

@@ -20,6 +20,7 @@ from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.model.build import build_stages, transformer_config
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.local_layers import RMSNorm
+from megatron_fanformer.runtime.config import DeviceKind
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from tests.stock_megatron import (
@@ -74,20 +75,25 @@ def numbers_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def stock_and_ours(
-    model: FANformerConfig, parallel: ParallelConfig, spec: list[str], norm: type | None = None
+    model: FANformerConfig,
+    parallel: ParallelConfig,
+    spec: list[str],
+    norm: type | None = None,
+    device: DeviceKind = "cpu",
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
     """The numbers of stock Megatron's model and of ours with the same weights, and both final norms' epsilon.
 
     Args:
         norm: takes the place of the final norm that stock Megatron chooses for itself.
+        device: on "cuda" the layers are Transformer Engine's.
     """
     with (
-        rank_grid(parallel, "cpu") as grid,
+        rank_grid(parallel, device) as grid,
         mock.patch.object(transformer_block, "LayerNormImpl", norm or transformer_block.LayerNormImpl),
     ):
         seed_everything(0)
         (ours,) = build_stages(model, parallel, grid, dtype=torch.float32, seed=3)
-        stock = stock_model(model, parallel, spec)
+        stock = stock_model(model, parallel, spec, has_engine=device == "cuda")
         stock.load_state_dict(ours.state_dict())
         return numbers_of(stock), numbers_of(ours), [m.decoder.final_layernorm.eps for m in (stock, ours)]
 
