@@ -41,6 +41,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "tp2 sp, FAN sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "fan_form": "sequence"},
 }
+X_F_RECOMPUTED = "tp2 sp, X_F recomputed"
+FIELDS = {
+    **LAYOUTS,
+    X_F_RECOMPUTED: {**LAYOUTS["tp2 sp"], "recompute_granularity": "selective", "recompute_modules": ["fan"]},
+}
+"""The layouts, and one that computes the same as another, bit for bit."""
 
 
 class Pass(NamedTuple):
@@ -64,7 +70,7 @@ def model_on_rank(
 ) -> Iterator[tuple[Any, Any]]:
     """One stage of the model with its weights of one seed, and the grid."""
     parallel, kernels = (
-        ParallelConfig(**LAYOUTS[layout], **parallel_fields),
+        ParallelConfig(**FIELDS[layout], **parallel_fields),
         KernelsConfig(transformer_impl=implementation),
     )
     with rank_grid(parallel, "cuda") as grid:
@@ -94,7 +100,7 @@ def one_pass(
         for shard in local_shards(model_state([stage], grid)["model0"]):
             if scaled_norm and shard.key.endswith(scaled_norm):
                 shard.data.data.mul_(1.5)
-        (wrapped,) = wrap_stages([stage], ParallelConfig(**LAYOUTS[layout], use_distributed_optimizer=False))
+        (wrapped,) = wrap_stages([stage], ParallelConfig(**FIELDS[layout], use_distributed_optimizer=False))
         tokens, positions = batch()
         for _ in range(passes):
             wrapped.zero_grad_buffer()
@@ -125,7 +131,7 @@ def recorded_products() -> Iterator[dict[tuple[int, ...], set[tuple[str, bool, b
 
 def ranks_of(layout: str) -> int:
     """Ranks of a layout of the table."""
-    return LAYOUTS[layout].get("tensor_model_parallel_size", 1)
+    return FIELDS[layout].get("tensor_model_parallel_size", 1)
 
 
 def whole_gradients(ranks: list[Pass]) -> dict[str, Tensor]:

@@ -8,7 +8,17 @@ import torch
 
 from megatron_fanformer.model.config import FANConfig, PrecisionConfig
 from megatron_fanformer.runtime.rank_pool import RankPool
-from tests.engine.passes import LAYOUTS, MODEL, Pass, batch, model_on_rank, one_pass, ranks_of, worst_gradient
+from tests.engine.passes import (
+    LAYOUTS,
+    MODEL,
+    X_F_RECOMPUTED,
+    Pass,
+    batch,
+    model_on_rank,
+    one_pass,
+    ranks_of,
+    worst_gradient,
+)
 from tests.engine_on_cpu import installing
 
 RunOnRanks = Callable[..., list[Any]]
@@ -128,6 +138,17 @@ def test_x_f_is_kept_once(run_on_engine_ranks: RunOnRanks, placement: str) -> No
         (saved,) = run_on_engine_ranks(1, saved_in_attention, recipe, placement)
         assert len([kind for kind, _, is_x_f in saved if is_x_f and kind == "bfloat16"]) == 1
         assert len([kind for kind, numbers, _ in saved if kind == "uint8" and numbers == width]) == copies, recipe
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.full)])
+def test_recomputing_x_f_changes_no_bit(run_on_engine_ranks: RunOnRanks, recipe: str) -> None:
+    """QKV reads an X_F in backward that was freed and made again."""
+    kept, again = (
+        run_on_engine_ranks(2, one_pass, "transformer_engine", "paper", layout, precision(recipe))
+        for layout in ("tp2 sp", X_F_RECOMPUTED)
+    )
+    assert kept[0].loss == again[0].loss
+    assert worst_gradient(again, kept) == 0.0
 
 
 # -- what crashed

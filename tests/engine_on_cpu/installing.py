@@ -150,3 +150,18 @@ def _adapt_engine() -> None:
     torch.distributed._coalescing_manager = _OneByOne  # type: ignore[assignment]
     distributed._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     distributed._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    _forget_groups(distributed)
+
+
+def _forget_groups(distributed: Any) -> None:
+    """The Engine keeps every group that it was asked the size of; one of gloo has threads, hundreds after many jobs."""
+    import torch
+
+    destroy = torch.distributed.destroy_process_group
+
+    def destroy_and_forget(*args: Any, **kwargs: Any) -> None:
+        distributed.get_distributed_world_size.cache_clear()
+        distributed.get_distributed_rank.cache_clear()
+        destroy(*args, **kwargs)
+
+    torch.distributed.destroy_process_group = destroy_and_forget
