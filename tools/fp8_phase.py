@@ -4,8 +4,9 @@
     python tools/fp8_phase.py --seeds 1 --steps 50 --output runs/short
 
 Trained are a FANformer in bf16, in FP8 with its FAN map in bf16, and in FP8 altogether, and the Transformer of the same
-width in bf16 and in FP8; on a GPU that has FP8, else by tests/engine_on_cpu, on one core. Written are a JSON file with
-every number, and two figures. A training that is in the output folder already is not repeated.
+width in bf16 and in FP8; and the FANformer in bf16 once more by other layers, whose roundings differ, for comparison.
+They run on a GPU that has FP8, else by tests/engine_on_cpu, on one core. Written are a JSON file with every number, and
+two figures. A training that is in the output folder already is not repeated.
 """
 
 import argparse
@@ -86,15 +87,15 @@ def _result(
     name = "-".join([*arm.name.lower().replace(",", "").split(), *([recipe] if arm.fp8 else []), str(seed)])
     file, run = folder / "results" / f"{name}.json", folder / "trainings" / name
     values = run_values(arm, size, recipe=recipe, seed=seed, corpus=corpus, run=run)
+    identity = {"arm": arm.name, "recipe": recipe if arm.fp8 else None, "seed": seed}
     if file.exists() and (before := json.loads(file.read_text())).pop("values") == values:
-        return before
+        return {**before, **identity}
     shutil.rmtree(run, ignore_errors=True)
     print(name, flush=True)
     (trained,) = pool.run(1, train, values)
-    result = {"arm": arm.name, "recipe": recipe, "seed": seed, **trained}
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps({"values": values, **result}) + "\n")
-    return result
+    write_atomically(file, json.dumps({"values": values, **trained}) + "\n")
+    return {**trained, **identity}
 
 
 if __name__ == "__main__":

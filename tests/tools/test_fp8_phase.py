@@ -99,7 +99,7 @@ def test_what_qkv_reads(study: ModuleType) -> None:
 
 
 @pytest.mark.full  # it trains a tokenizer and starts a rank
-def test_five_trainings_compared(
+def test_trainings_compared(
     study: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     size = {"num-layers": 1, "hidden-size": 32, "ffn-hidden-size": 32, "num-attention-heads": 2, "vocab-size": 512}
@@ -108,11 +108,11 @@ def test_five_trainings_compared(
     monkeypatch.setattr(sys, "argv", [str(TOOL), *options, "--output", str(tmp_path), "--other-recipes", "blockwise"])
     assert runpy.run_path(str(TOOL))["main"]() == 0
     report = json.loads((tmp_path / "fp8-phase.json").read_text())
-    first = {(training["arm"], training["recipe"]): training for training in report["trainings"][:5]}
-    assert len(report["trainings"]) == 2 * 5 + 1 and len(first) == 5
+    first = {(training["arm"], training["recipe"]): training for training in report["trainings"][:6]}
+    assert len(report["trainings"]) == 2 * 6 + 1 and len(first) == 6
     assert all(len(training["losses"]) == 4 for training in report["trainings"])
-    assert len({training["validation"] for training in first.values()}) == 5
-    fan, _, all_fp8, plain, _ = first.values()
+    assert len({training["validation"] for training in first.values()}) == 6
+    fan, _, _, all_fp8, plain, _ = first.values()
     assert list(fan["phases"]) == ["0", "2", "4"] and plain["phases"] == {}
     # One layer, the same initial weights and samples: the FP8 map of the formula is the one that the Engine computes.
     for formula, engine in zip(fan["phases"]["0"]["fp8_errors"], all_fp8["phases"]["0"]["fp8_errors"], strict=True):

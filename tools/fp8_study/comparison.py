@@ -1,10 +1,10 @@
-"""What the trainings of a report say of one another: losses by seed, and each FP8 one against its own bf16."""
+"""What the trainings of a report say of one another: losses by seed, and each one against that in bf16."""
 
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fp8_study.trainings import IN_BF16, Arm
+from fp8_study.trainings import BASES, Arm
 
 LAST_STEPS = 50  # whose mean is the training loss that is compared
 
@@ -12,11 +12,9 @@ Report = dict[str, Any]
 
 
 class Differences(NamedTuple):
-    """A loss of an FP8 training minus that of the bf16 one with the same seed, and how much seeds change the latter."""
+    """A loss of a training minus that of its base with the same seed: the same initial weights and samples."""
 
     by_seed: list[float]
-    seed_deviation: float
-    """Of the bf16 trainings' losses, over the seeds; NaN for one seed."""
 
     @property
     def mean(self) -> float:
@@ -30,12 +28,9 @@ class Differences(NamedTuple):
 
 
 def trainings(report: Report, arm: Arm, recipe: str | None = None) -> list[dict[str, Any]]:
-    """An arm's trainings, in the order of their seeds; by the report's own recipe if none is named."""
-    found = [
-        training
-        for training in report["trainings"]
-        if training["arm"] == arm.name and training["recipe"] == (recipe or report["recipe"])
-    ]
+    """An arm's trainings, in the order of their seeds; those in FP8 by the report's own recipe if none is named."""
+    wanted = (recipe or report["recipe"]) if arm.fp8 else None
+    found = [each for each in report["trainings"] if (each["arm"], each["recipe"]) == (arm.name, wanted)]
     return sorted(found, key=lambda training: training["seed"])
 
 
@@ -50,10 +45,9 @@ def validation_loss(training: dict[str, Any]) -> float:
 
 
 def differences(report: Report, arm: Arm, loss: Any, recipe: str | None = None) -> Differences:
-    """Of an FP8 arm from its bf16 one, by a loss: `last_loss` or `validation_loss`."""
-    in_bf16 = {training["seed"]: loss(training) for training in trainings(report, IN_BF16[arm])}
-    by_seed = [loss(training) - in_bf16[training["seed"]] for training in trainings(report, arm, recipe)]
-    return Differences(by_seed, deviation(list(in_bf16.values())))
+    """Of an arm from its base, by a loss: `last_loss` or `validation_loss`."""
+    base = {training["seed"]: loss(training) for training in trainings(report, BASES[arm])}
+    return Differences([loss(training) - base[training["seed"]] for training in trainings(report, arm, recipe)])
 
 
 def deviation(values: Sequence[float]) -> float:

@@ -7,32 +7,27 @@ import numpy as np
 
 from fp8_study.comparison import Report, trainings
 from fp8_study.tables import bin_labels
-from fp8_study.trainings import ARMS, FAN_BF16, IN_BF16
+from fp8_study.trainings import ARMS, BASES, FAN_BF16
 
 SMOOTHED_STEPS = 25  # single steps differ by their samples more than by the number format
 COLORS = {arm: f"C{number}" for number, arm in enumerate(ARMS)}
 
 
 def draw_losses(report: Report, path: Path) -> None:
-    """Training losses over the steps, and what FP8 adds to each model's, beside what a seed changes."""
+    """Training losses over the steps, and what FP8, or other roundings in bf16, add to those in bf16."""
     figure, (left, right) = _figure()
     for arm in ARMS:
         steps, losses = _smoothed(report, arm)
         left.plot(steps, losses.mean(0), linewidth=1, color=COLORS[arm], label=arm.name)
-    for arm, in_bf16 in IN_BF16.items():
+    for arm, base in BASES.items():
         steps, losses = _smoothed(report, arm)
-        apart = losses - _smoothed(report, in_bf16)[1]
+        apart = losses - _smoothed(report, base)[1]
         right.plot(steps, apart.T, linewidth=0.5, alpha=0.4, color=COLORS[arm])
         right.plot(steps, apart.mean(0), linewidth=1.5, color=COLORS[arm], label=arm.name)
-    steps, losses = _smoothed(report, FAN_BF16)
-    if len(losses) > 1:
-        spread = losses.std(0, ddof=1)
-        label = "FANformer bf16: one deviation of seeds"
-        right.fill_between(steps, -spread, spread, color="gray", alpha=0.2, label=label)
     right.axhline(0, color="gray", linewidth=0.8)
     title = f"mean of {len(losses)} seeds and of {SMOOTHED_STEPS} steps"
     left.set(xlabel="step", ylabel="training loss, nats per token", title=title)
-    right.set(xlabel="step", ylabel="loss minus the same model's in bf16", title="what FP8 adds; thin: each seed")
+    right.set(xlabel="step", ylabel="loss minus the same model's in bf16", title="thin: each seed; bold: their mean")
     _save(figure, (left, right), path)
 
 

@@ -14,7 +14,7 @@ from fp8_study.comparison import (
     validation_loss,
 )
 from fp8_study.phase_errors import EDGES, Row
-from fp8_study.trainings import ARMS, FAN_ALL_FP8, FAN_BF16, IN_BF16
+from fp8_study.trainings import ARMS, BASES, FAN_ALL_FP8, FAN_BF16
 
 LOSSES = {"validation": validation_loss, f"training, last {LAST_STEPS} steps": last_loss}
 
@@ -31,17 +31,17 @@ def _losses(report: Report) -> Iterator[str]:
         for arm in ARMS:
             found = [loss(training) for training in trainings(report, arm)]
             cells = [arm.name, f"{sum(found) / len(found):.4f}", f"{deviation(found):.4f}", "", "", ""]
-            if arm in IN_BF16:
+            if arm in BASES:
                 apart = differences(report, arm, loss)
                 by_seed = ", ".join(f"{value:+.4f}" for value in apart.by_seed)
                 cells[3:] = [f"{apart.mean:+.4f}", f"{apart.standard_error:.4f}", by_seed]
             rows.append(cells)
-        head = ["", f"{name} loss", "deviation of seeds", "minus its bf16", "± standard error", "by seed"]
+        head = ["", f"{name} loss", "deviation of seeds", "minus bf16", "standard error", "by seed"]
         yield _table(head, rows)
 
 
 def _recipes(report: Report) -> Iterator[str]:
-    recipes = sorted({training["recipe"] for training in report["trainings"]} - {report["recipe"]})
+    recipes = sorted({training["recipe"] for training in report["trainings"]} - {None, report["recipe"]})
     if not recipes:
         return
     rows = []
