@@ -1,12 +1,12 @@
 """Errors of a FAN map's phases, of their cos and sin, and of what QKV reads, against float64.
 
 [p | g] = W x + b is computed in bf16 and in FP8 from the same inputs. Both factors of an FP8 product are rounded to
-e4m3, so each of a phase's h products w_k x_k is off by a random relative error. They add up as random numbers do:
+e4m3, so each of a phase's h products w_k x_k is off by a random relative error. Independent errors add up to
 
     rms(δp) = ε √2 · √(Σ_k (w_k x_k)²)        ε: rms relative error of one rounding
 
-which does not depend on the sum p itself, and cos p moves by δp · |sin p|. Were the errors of all products to have one
-sign, δp would be about |p| · 2^-4 (e4m3's largest relative error); that is the second formula of the tables.
+which does not depend on the sum p itself, and cos p moves by δp · |sin p|. Were they aligned, all products off by the
+same relative error of 2^-4 (e4m3's largest), δp would be |p| · 2^-4. The tables have both formulas.
 
 Shapes: n tokens, h hidden size, P periodic rows, r = P + G rows of the map.
 """
@@ -70,7 +70,7 @@ def in_fp8(layer: FANMap) -> Tensor:
 
 
 def expected_error(layer: FANMap) -> Tensor:
-    """rms(δp) [n, P] of an FP8 map by the first formula."""
+    """rms(δp) [n, P] of an FP8 map by the formula for independent errors."""
     squares = normed(layer, torch.float64).square() @ layer.weight_rh[: layer.periodic].double().square().t()
     return E4M3_RMS * (2.0 * squares).sqrt()
 
@@ -81,7 +81,7 @@ def errors_by_phase(phase: Tensor, computed: Tensor, expected: Tensor) -> list[R
     Args:
         phase: exact, in float64.
         computed: the same phases with errors.
-        expected: δp of each by the first formula.
+        expected: δp of each by the formula for independent errors.
     """
     error = computed.double() - phase
     columns = {

@@ -36,7 +36,7 @@ def _losses(report: Report) -> Iterator[str]:
                 by_seed = ", ".join(f"{value:+.4f}" for value in apart.by_seed)
                 cells[3:] = [f"{apart.mean:+.4f}", f"{apart.standard_error:.4f}", by_seed]
             rows.append(cells)
-        head = ["", f"{name} loss", "deviation of seeds", "minus bf16", "standard error", "by seed"]
+        head = ["", f"{name} loss", "± seeds", "minus bf16", "± standard error", "by seed"]
         yield _table(head, rows)
 
 
@@ -57,7 +57,8 @@ def _phases(report: Report) -> Iterator[str]:
     for step, found in trainings(report, FAN_BF16)[0]["phases"].items():
         summary = found["phases"]
         yield f"Step {step}: rms of p {summary['rms']:.2f}, largest {summary['largest']:.1f}"
-        head = ["", "share", "δp", "cos", "sin", "δp", "cos", "sin", "δp, first", "cos, first", "δp, second"]
+        formats = [f"{format_}: {error}" for format_ in ("bf16", "FP8") for error in ("δp", "δcos", "δsin")]
+        head = ["size of p", "share", *formats, "independent: δp", "δcos", "aligned: δp"]
         rows = zip(found["bf16_errors"], found["fp8_errors"], strict=True)
         yield _table(head, [[label, *_errors(*pair)] for label, pair in zip(bin_labels(), rows, strict=True)])
 
@@ -90,7 +91,7 @@ def _qkv_inputs(report: Report) -> Iterator[str]:
             bf16["linear"],
         ]
         rows.append([step, *(f"{value:.4f}" for value in numbers), f"{bf16['largest']:.2f}"])
-    head = ["step", "x", "X_F, map in bf16", "X_F, map in FP8", "cos p and sin p", "g", "largest of X_F"]
+    head = ["step", "x", "X_F, map in bf16", "X_F, map in FP8", "δcos, δsin", "δg", "largest of X_F"]
     yield _table(head, rows)
 
 
