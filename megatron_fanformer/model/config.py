@@ -305,7 +305,7 @@ class PrecisionConfig:
     num_layers_at_end_in_bf16: int = 1
     """With `first_last_layers_bf16`: how many at the end."""
     fp8_fan: bool = False
-    """Whether the FAN map is in FP8 too: its output is a phase, and FP8 keeps only 3 bits of it."""
+    """Whether the FAN map is in FP8 too, which makes its phases over ten times less exact (docs/fp8-phase.md)."""
 
     def problems(self) -> list[str]:
         """Rules that this configuration breaks, one line each."""

@@ -146,11 +146,16 @@ def test_fused_attention(layout: str, mask: str) -> None:
     kind, form, masking = real.NVTE_QKV_Layout[layout], real.NVTE_QKV_Format[layout[:9]], real.NVTE_Mask_Type[mask]
     length = torch.tensor([0, keys, 2 * keys])
     common = (None, masking, None, (-1, -1), False)
-    output, statistics, state = attention.fused_attn_fwd(
-        *(queries, keys, True, 0.25, 0.0, False, kind, form, None, *common, length, length, q, k, v, q.dtype),
-        *([None] * 9),
-        *(0, False, False),
-    )
+
+    def forward(is_training: bool) -> list[Tensor]:
+        return attention.fused_attn_fwd(
+            *(queries, keys, is_training, 0.25, 0.0, False, kind, form, None, *common, length, length),
+            *(q, k, v, q.dtype, *([None] * 9), 0, False, False),
+        )
+
+    output, statistics, state = forward(True)
+    for evaluated, trained in zip(forward(False), (output, statistics, state), strict=True):
+        assert torch.equal(evaluated, trained)  # the Engine's Python takes all three apart in evaluation, too
     grads = attention.fused_attn_bwd(
         *(queries, keys, 0.25, 0.0, False, kind, form, form, kind, None, None, *common, False, length, length),
         *(q, k, v, output, grad, q.dtype, [statistics, state], None, None, None, None, None, False),

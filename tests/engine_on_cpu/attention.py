@@ -77,7 +77,10 @@ def fused_attn_fwd(
     return_max_logit: bool,
     cuda_graph: bool,
 ) -> list[Tensor]:
-    """softmax(Q Kᵀ scale) V, the logarithm of each row's sum of exponentials [b, h, s, 1], and a random state."""
+    """softmax(Q Kᵀ scale) V, the logarithm of each row's sum of exponentials [b, h, s, 1], and a random state.
+
+    All three in training and evaluation alike: the Engine's Python takes them apart in both.
+    """
     _refuse(p_dropout, s_quantizer, o_quantizer, Bias, SoftmaxOffset, page_table_k, return_max_logit)
     query, key, value = (t.permute(TO_BHSD[qkv_layout.name]) for t in (Q, K, V))
     scores = _scores(query, _repeated(key, query), attn_scale, attn_mask_type)
