@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+Backend = Literal["nccl", "gloo"]
 PLAIN = "plain"
 RESET_PEAK = "5"  # what /proc/self/clear_refs expects for it
 
@@ -57,16 +58,18 @@ def main() -> int:
     for name, value in asdict(HeadSize()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--chunk-tokens", type=int, nargs="*", default=[], help="besides the default")
+    parser.add_argument("--distributed-backend", choices=("nccl", "gloo"), help="as runs use it (by the device)")
     parser.add_argument("--json", action="store_true")
     options = vars(parser.parse_args())
     chunk_tokens, as_json = options.pop("chunk_tokens"), options.pop("json")
+    backend = options.pop("distributed_backend")
     size = HeadSize(**options)
     if not as_json:
         print(size)
         print(
             f"{'head':14} {'tokens':>7} {'ms':>9} {'ratio':>6} {'CPU ms':>9} {'ratio':>6} {'peak MB':>9} {'ratio':>6}"
         )
-    for result in measure(size, [None, *chunk_tokens]):
+    for result in measure(size, [None, *chunk_tokens], backend):
         print(json.dumps({**asdict(result), **asdict(size)}) if as_json else _line(result), flush=True)
     return 0
 
@@ -79,9 +82,12 @@ def _line(result: HeadResult) -> str:
     )
 
 
-def measure(size: HeadSize, chunk_tokens: list[int | None]) -> Iterator[HeadResult]:
+def measure(size: HeadSize, chunk_tokens: list[int | None], backend: Backend | None = None) -> Iterator[HeadResult]:
     """The plain head, then the chunked one with each number of tokens (None: the default)."""
-    with _started(size) as grid:
+    with _started(size, backend) as grid:
+        from megatron_fanformer.runtime.seeding import seed_everything  # after megatron-core was prepared
+
+        seed_everything(0)
         turns = {PLAIN: _turn(size, grid, None)}
         turns |= {f"chunked {number or ''}".strip(): _turn(size, grid, number or 0) for number in chunk_tokens}
         peaks = {case: _peak_bytes(turn, grid) for case, (turn, _) in turns.items()}  # the first, to warm up as well
@@ -105,17 +111,19 @@ def measure(size: HeadSize, chunk_tokens: list[int | None]) -> Iterator[HeadResu
         )
 
 
-def _started(size: HeadSize) -> Any:
+def _started(size: HeadSize, backend: Backend | None) -> Any:
     from megatron_fanformer.runtime import device, megatron_cpu
 
     device.quieten_libraries()
+    device.keep_launch_order()
     if size.device == "cpu":
         device.hide_gpus()
         megatron_cpu.install()
     from megatron_fanformer.runtime.config import RuntimeConfig
     from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 
-    return distributed(ParallelConfig(), runtime=RuntimeConfig(device=size.device, threads_per_rank=size.threads))
+    runtime = RuntimeConfig(device=size.device, threads_per_rank=size.threads, distributed_backend=backend)
+    return distributed(ParallelConfig(), runtime=runtime)
 
 
 def _turn(size: HeadSize, grid: Any, chunk_tokens: int | None) -> tuple[Callable[[], None], int]:

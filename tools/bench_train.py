@@ -74,6 +74,7 @@ def main() -> int:
     options = _options()
     devices.quieten_libraries()
     devices.use_huge_pages()
+    devices.keep_launch_order()
     device = devices.resolve_device(options.device)
     if device == "cpu":
         devices.hide_gpus()

@@ -6,22 +6,37 @@
 #
 # SITE_FOLDER: unpacked packages that this Python lacks (Transformer Engine and what it needs; pytest); several folders
 # are joined by colons, as in PYTHONPATH. REPORT_FOLDER: ./gpu-report; it must not exist yet. PYTHON names the
-# interpreter (python3).
+# interpreter (python3). With REHEARSAL=1 the benchmarks take sizes that a CPU computes, and all parts ten times as long
+# (docs/gpu.md).
 
 set -uo pipefail
 
-readonly TEST_SECONDS=200 # of each file in tests/gpu; all of them run at once
-readonly FAN_SECONDS=50
+# Limits; docs/gpu.md has the counts of processes that they come from. 65 + 220 + 40 + 40 + 145 and five times 5 seconds
+# to end what ran past its limit: 535, of nine minutes.
+readonly PROBE_SECONDS=65
+readonly TEST_SECONDS=220 # of each file in tests/gpu; with nine cores all of them run at once
+readonly FAN_SECONDS=40
 readonly HEAD_SECONDS=40
-readonly TRAIN_SECONDS=150
-readonly PROBE_SECONDS=90
+readonly TRAIN_SECONDS=145
 readonly KILL_AFTER=5
+# The benchmarks' sizes.
+fan_size=(--presets fanformer-1b)
+head_size=(--tokens 16384 --hidden-size 2048 --vocab-size 50304)
+train_size=(--preset fanformer-1b --seq-length 2048 --micro-batch-size 4 --rounds 3)
+patience=1
+if [[ -n ${REHEARSAL:-} ]]; then
+    fan_size=(--hidden-sizes 256 --tokens 256 --repeats 1)
+    head_size=(--tokens 1024 --hidden-size 64 --vocab-size 8192 --repeats 1 --distributed-backend gloo)
+    train_size=(--config examples/tiny-cpu.yaml --seq-length 64 --micro-batch-size 1 --rounds 1
+        --set runtime.distributed_backend '"gloo"')
+    patience=10
+fi
 # What the package, its tests on a GPU and the benchmarks import.
 readonly MODULES="torch transformer_engine.pytorch megatron.core triton numpy yaml rich tensorboard psutil safetensors
     isal msgspec pydantic pytest pytest_timeout"
 
 usage() {
-    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
     exit 2
 }
 
@@ -30,20 +45,20 @@ root=$(cd "$(dirname "$0")/.." && pwd) || exit 1
 report=${2:-gpu-report}
 python=${PYTHON:-python3}
 [[ ! -e $report ]] || { echo "gpu_check: $report exists; name another report folder" >&2; exit 2; }
-mkdir -p "$report" || exit 1
-report=$(cd "$report" && pwd) || exit 1
-
 path=$root
 IFS=: read -r -a folders <<<"$1"
 for folder in "${folders[@]}"; do
     [[ -d $folder ]] || { echo "gpu_check: $folder is no folder; name unpacked packages" >&2; exit 2; }
     path=$path:$(cd "$folder" && pwd) || exit 1
 done
+mkdir -p "$report" || exit 1
+report=$(cd "$report" && pwd) || exit 1
 export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH}
 # Transformer Engine finds CUDA's libraries where pip put them beside torch.
 libraries=$("$python" -c 'import glob, site; print(":".join(g for s in site.getsitepackages() for g in glob.glob(s + "/nvidia/*/lib")))')
 export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export PYTHONUNBUFFERED=1
+unset PYTHONDONTWRITEBYTECODE # dozens of processes import the same modules
 cd "$root" || exit 1
 
 failed=0
@@ -70,7 +85,7 @@ part() {
     local name=$1 limit=$2 output=$report/$3 errors=$report/$3 start=$SECONDS status=0
     shift 3
     [[ $output != *.json ]] || errors=$report/benchmarks.log
-    timeout --kill-after="$KILL_AFTER" "$limit" "$@" >>"$output" 2>>"$errors" </dev/null || status=$?
+    timeout --kill-after="$KILL_AFTER" "$((limit * patience))" "$@" >>"$output" 2>>"$errors" </dev/null || status=$?
     judge "$name" "$status" "$((SECONDS - start))"
 }
 
@@ -108,14 +123,18 @@ test_file() {
     local name start=$SECONDS status=0
     name=$(basename "$1" .py)
     # The tests' own conftest imports what a machine for GPU checks need not have.
-    OMP_NUM_THREADS=2 timeout --kill-after="$KILL_AFTER" "$TEST_SECONDS" "$python" -m pytest "$1" \
-        --confcutdir=tests/gpu -p no:cacheprovider -v --color=no >"$report/$name.part" 2>&1 </dev/null || status=$?
+    OMP_NUM_THREADS=2 timeout --kill-after="$KILL_AFTER" "$((TEST_SECONDS * patience))" "$python" -m pytest "$1" \
+        --confcutdir=tests/gpu -p no:cacheprovider -v --color=no \
+        --timeout="$((TEST_SECONDS * patience))" >"$report/$name.part" 2>&1 </dev/null || status=$?
     echo "$status $((SECONDS - start))" >"$report/$name.end"
 }
 
 tests() {
     local file name status seconds failures=0
     for file in tests/gpu/test_*.py; do
+        while (($(jobs -rp | wc -l) >= $(nproc))); do
+            wait -n
+        done
         test_file "$file" &
     done
     wait
@@ -139,10 +158,10 @@ if ! part "machine" "$PROBE_SECONDS" machine.txt "$python" -c "$(probe)" $MODULE
     exit 1
 fi
 tests
-part "bench_fan" "$FAN_SECONDS" bench_fan.json "$python" tools/bench_fan.py --device cuda --json
+part "bench_fan" "$FAN_SECONDS" bench_fan.json "$python" tools/bench_fan.py --device cuda "${fan_size[@]}" --json
 part "bench_loss_head" "$HEAD_SECONDS" bench_loss_head.json "$python" tools/bench_loss_head.py --device cuda \
-    --dtype bf16 --tokens 16384 --hidden-size 2048 --vocab-size 50304 --json
-part "bench_train" "$TRAIN_SECONDS" bench_train.log "$python" tools/bench_train.py --device cuda --preset fanformer-1b \
-    --dtypes bf16 fp8 --seq-length 2048 --micro-batch-size 4 --rounds 3 --json "$report/bench_train.json"
+    --dtype bf16 "${head_size[@]}" --json
+part "bench_train" "$TRAIN_SECONDS" bench_train.log "$python" tools/bench_train.py --device cuda --dtypes bf16 fp8 \
+    "${train_size[@]}" --json "$report/bench_train.json"
 tell "report in $report"
 exit "$failed"

@@ -10,7 +10,6 @@ import psutil
 import torch
 
 from megatron_fanformer.errors import DivergenceError, InputError
-from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.parity.communication import FullSize, LayoutCommunication, compare_communication
 from megatron_fanformer.parity.comparison import (
@@ -30,7 +29,7 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
 from megatron_fanformer.training.config import RunConfig
-from megatron_fanformer.training.machine_rules import engine_problems, kernel_problems
+from megatron_fanformer.training.machine_rules import backend_problems, engine_problems, kernel_problems
 
 REORDERED_RUNS = 3
 JOB_SECONDS = 600.0
@@ -138,17 +137,19 @@ def run_layouts(
 def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> RankPool:
     kind = devices.resolve_device(run.runtime.device)
     backend = run.runtime.backend(kind)
-    _check_machine(run.model, named, DTYPES[config.dtype], backend)
+    _check_machine(config, run, named, kind)
     return RankPool(kind, JOB_SECONDS, backend=backend)
 
 
-def _check_machine(model: FANformerConfig, named: dict[str, Layout], dtype: torch.dtype, backend: str) -> None:
+def _check_machine(config: ParityConfig, run: RunConfig, named: dict[str, Layout], device: devices.DeviceKind) -> None:
+    backend = run.runtime.backend(device)
     found = [
         f"layout {text!r}: {problem}"
         for text, layout in named.items()
         for problem in (
             *kernel_problems(layout.kernels),
-            *engine_problems(model, layout.parallel, layout.kernels, dtype),
+            *engine_problems(run.model, layout.parallel, layout.kernels, DTYPES[config.dtype]),
+            *backend_problems(layout.parallel, backend, device),
         )
     ]
     if found:

@@ -19,8 +19,8 @@ class RuntimeConfig:
     """Reproduce the same numbers bit for bit, on a GPU at the cost of speed; a CPU run always does
     (docs/gpu.md#the-same-numbers-every-time)."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
-    """How ranks communicate; null: over NCCL on GPUs, over gloo on CPUs. gloo also serves ranks that share a GPU, at a
-    fraction of the speed; NCCL needs one GPU a rank."""
+    """How ranks communicate; null: over NCCL on GPUs, over gloo on CPUs. gloo also serves tensor and data parallel
+    ranks that share a GPU, at a fraction of the speed; NCCL needs one GPU a rank."""
     distributed_timeout_minutes: float = 10.0
     """How long a rank waits for the others before it gives up."""
 

@@ -184,6 +184,7 @@ def prepare_launch(*, threads: int, stop_signals: str, found: Path) -> None:
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = stop_signals
     os.environ["OMP_NUM_THREADS"] = str(threads)  # OpenMP reads it when a process starts
+    keep_launch_order()
     os.environ[LAUNCHED_HERE] = str(found)
 
 
@@ -211,6 +212,14 @@ def use_huge_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def keep_launch_order() -> None:
+    """Have GPUs begin kernels in the order of their launches; must be called before torch is asked for a GPU.
+
+    Megatron's overlap of tensor-parallel communication relies on it. CUDA reads it once, when its context is made.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 def threads_per_rank(local_ranks: int) -> int:
     """CPU threads for each of the ranks on this machine: its usable cores, shared evenly."""
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)
@@ -231,8 +240,6 @@ def configure_process(device: DeviceKind, local_rank: int, threads: int, *, dete
     if device == "cuda":
         if deterministic:
             _make_deterministic()
-        # Megatron's overlap of tensor-parallel communication needs kernels to run in launch order.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(local_rank % torch.cuda.device_count())  # over gloo, ranks may share one
     else:
         torch.set_num_threads(threads)

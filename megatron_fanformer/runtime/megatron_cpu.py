@@ -1,35 +1,20 @@
 """Every patch that megatron-core needs to run on a machine without CUDA: a closed list, with reasons.
 
-Patches that only make it faster there are in `cpu_speedups`.
+Those of torch are in `cuda_on_cpu`; patches that only make it faster there are in `cpu_speedups`.
 
 None is installed where a GPU is usable. They must be installed before the first import of `megatron.core`, which binds
 names at import, and are refused after. Checked on megatron-core 0.16.1 and 0.19.2.
 """
 
-import functools
 import importlib
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils._device import _device_constructors
 
-from megatron_fanformer.runtime import cpu_speedups
+from megatron_fanformer.runtime import cpu_speedups, cuda_on_cpu
 
 _installed = False
-
-# Factories that megatron-core calls with device="cuda", device=torch.cuda.current_device() or pin_memory=True:
-# optimizer scales, gradient norms, schedules, inference buffers, the exchange of loaded tensors.
-FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
-
-# What Tensor.type() must say for gradient clipping and the distributed optimizer to accept a tensor.
-CUDA_TYPE_NAMES = {
-    torch.float32: "torch.cuda.FloatTensor",
-    torch.float16: "torch.cuda.HalfTensor",
-    torch.bfloat16: "torch.cuda.BFloat16Tensor",
-}
 
 
 def install() -> None:
@@ -56,9 +41,7 @@ def adapt(*, with_engine: bool = False) -> None:
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core was imported before runtime.megatron_cpu.install(); call install() first")
     _hide_cuda_extensions(("apex",) if with_engine else ("transformer_engine", "apex"))
-    _map_factories()
-    _map_cuda_module()
-    _map_tensor_methods()
+    cuda_on_cpu.map_cuda()
     _import_megatron_without_compiling()
     _adapt_random_state()
     _adapt_recomputation(with_engine)
@@ -76,70 +59,6 @@ def _hide_cuda_extensions(extensions: tuple[str, ...]) -> None:
         for module in [name for name in sys.modules if name == extension or name.startswith(extension + ".")]:
             del sys.modules[module]
         sys.modules[extension] = None  # type: ignore[assignment]  # the import system's own mark for "not found"
-
-
-def _map_factories() -> None:
-    # torch keeps a list of its factories, made when `with torch.device(…)` is first used, and knows them by identity:
-    # it must hold the originals, which the replacements call.
-    _device_constructors()
-    for name in FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-
-
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(factory)
-    def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
-        device = kwargs.get("device")
-        if device is not None and str(device).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        if kwargs.get("pin_memory"):  # pinning needs a GPU
-            kwargs["pin_memory"] = False
-        return factory(*args, **kwargs)
-
-    return on_cpu
-
-
-class _InertStream:
-    """A stream or event of a device that works in order: nothing to wait for."""
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
-
-    def _nothing(self, *_args: Any, **_kwargs: Any) -> None: ...
-
-    synchronize = wait_stream = wait_event = record_event = record = wait = _nothing
-
-    def query(self) -> bool:
-        return True
-
-
-def _map_cuda_module() -> None:
-    cuda: Any = torch.cuda
-    cpu = torch.device("cpu")
-    cuda.current_device = lambda: cpu  # gradient buffers, rotary embedding, distributed optimizer
-    cuda.set_device = lambda *_: None  # asynchronous save, schedules
-    cuda.device_count = lambda: 1  # the checkpoint writer divides by it
-    cuda.synchronize = lambda *_: None  # asynchronous save, timers
-    cuda.current_stream = lambda *_: _InertStream()  # overlap of gradient reduction
-    cuda.Stream = cuda.Event = _InertStream
-    cuda.stream = lambda *_: nullcontext()
-    cuda.get_rng_state = lambda *_: torch.get_rng_state()  # the tensor-parallel random tracker
-    cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
-    cuda.manual_seed = torch.manual_seed
-    cuda.FloatTensor, cuda.HalfTensor = torch.FloatTensor, torch.HalfTensor  # bound by transformer.module
-    cuda.BFloat16Tensor = torch.BFloat16Tensor
-
-
-def _map_tensor_methods() -> None:
-    plain_type = torch.Tensor.type
-
-    def type_as_on_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:
-            return plain_type(self, *args, **kwargs)
-        return CUDA_TYPE_NAMES.get(self.dtype) or plain_type(self)
-
-    tensor: Any = torch.Tensor
-    tensor.cuda = lambda self, *_args, **_kwargs: self  # gathering of optimizer state, fully parallel load
-    tensor.type = type_as_on_cuda
 
 
 def _import_megatron_without_compiling() -> None:

@@ -145,6 +145,7 @@ def _serve(connection: Any, rank: int, setting: _Setting) -> None:
     end_with_owner()
     devices.quieten_libraries()
     devices.use_huge_pages()
+    devices.keep_launch_order()
     setting.prepare()
     devices.configure_process(setting.device, rank, threads=1)
     with suppress(EOFError, OSError):  # the pool is gone

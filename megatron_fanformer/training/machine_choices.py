@@ -96,8 +96,8 @@ def _fusion(implementation: str) -> tuple[bool, str]:
 def _overlap(parallel: ParallelConfig, grid: RankGrid) -> Iterator[Choice]:
     """Communication of gradients and weights over the replicas, those of context parallelism included."""
     replicas = grid.groups.dp_cp.size()
-    pays = grid.device == "cuda" and replicas > 1
-    if grid.device == "cpu":
+    pays = grid.backend == "nccl" and replicas > 1
+    if grid.backend == "gloo":
         reason = "over gloo it would take cores from the computation"
     elif replicas == 1:
         reason = "one replica"

@@ -27,8 +27,20 @@ def machine_problems(config: RunConfig) -> list[str]:
     return [
         *kernel_problems(config.kernels),
         *engine_problems(config.model, config.parallel, config.kernels, config.dtype(device)),
+        *backend_problems(config.parallel, config.runtime.backend(device), device),
         *fp8_machine_problems(config.precision, device),
     ]
+
+
+def backend_problems(parallel: ParallelConfig, backend: str, device: devices.DeviceKind) -> list[str]:
+    """What ranks on that device cannot send each other."""
+    sends = parallel.pipeline_model_parallel_size > 1 or parallel.context_parallel_size > 1
+    if device == "cuda" and backend == "gloo" and sends:
+        return [
+            "runtime.distributed_backend is gloo, which sends no tensor from one GPU rank to another, and pipeline and "
+            "context parallel ranks do; set it to null, or the layout to tensor and data parallel"
+        ]
+    return []
 
 
 def kernel_problems(kernels: KernelsConfig) -> list[str]:

@@ -3,3 +3,4 @@
 from megatron_fanformer.runtime import device
 
 device.quieten_libraries()
+device.keep_launch_order()

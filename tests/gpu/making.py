@@ -4,15 +4,26 @@ A process of its own is what starts with CUDA's settings fresh, or without CUDA;
 """
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
+from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.training.metrics import read_metrics
-from tests.small_runs import small_run, start_command, start_program, write_config
+from tests.engine_on_cpu import installing
+from tests.small_runs import small_run, start_command, write_config
 from tests.token_pairs import write_token_pair
+
+# As runs on GPUs do by themselves, which is over NCCL; a torch without it shares the GPU over gloo.
+BACKEND = None if torch.distributed.is_nccl_available() else "gloo"
+ON_GPU = RuntimeConfig(device="cuda", distributed_backend=BACKEND)
+needs_real_gpu = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_name() == installing.NAME,
+    reason="the GPU is the stand-in of tests/engine_on_cpu",
+)
 
 VOCAB_SIZE = 512
 SEQ_LENGTH = 128
@@ -51,7 +62,7 @@ def gpu_run(tokens: str, run_dir: Path, *, steps: int = STEPS, **sections: dict[
     values = {
         "model": MODEL,
         "kernels": {"transformer_impl": "auto"},
-        "runtime": {"device": "cuda"},
+        "runtime": {"device": "cuda", "distributed_backend": BACKEND},
         "precision": {"dtype": "bf16"},
         "optimizer": {"lr": 3e-3},
         "training": {"train_iters": steps},
@@ -76,27 +87,6 @@ def finished_metrics(values: dict[str, Any], file: Path) -> list[dict[str, Any]]
     output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0, f"{output[-2000:]}\n{errors[-6000:]}"
     return read_metrics(Path(values["training"]["run_dir"]))
-
-
-def finished_ranks(values: dict[str, Any], file: Path, ranks: int) -> list[float]:
-    """Run a configuration on ranks that share one GPU, over gloo (see two_ranks.py); the losses of all steps."""
-    write_config(file, values)
-    processes = [
-        start_program(*command(rank, ranks, file), environment={"PYTHONPATH": python_path()}) for rank in range(ranks)
-    ]
-    try:
-        ends = [process.communicate(timeout=TIMEOUT_SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (output, errors) in zip(processes, ends, strict=True):
-        assert process.returncode == 0, f"{output[-2000:]}\n{errors[-6000:]}"
-    return [metrics["loss"] for metrics in read_metrics(Path(values["training"]["run_dir"]))]
-
-
-def command(rank: int, ranks: int, file: Path) -> tuple[str, ...]:
-    """Starts one of the ranks that share a GPU."""
-    return (sys.executable, "-m", "tests.gpu.two_ranks", str(rank), str(ranks), str(file))
 
 
 def python_path() -> str:

@@ -28,7 +28,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def on_cpu(tokens: str, run_dir: Path, **sections: Any) -> dict[str, Any]:
-    runtime = {"device": "cpu", "threads_per_rank": 4}
+    runtime = {"device": "cpu", "threads_per_rank": 4, "distributed_backend": None}
     return gpu_run(tokens, run_dir, runtime=runtime, precision={"dtype": "fp32"}, **sections)
 
 

@@ -13,15 +13,16 @@ from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.ops import fan_activation
 from megatron_fanformer.ops.fan_activation import EAGER, Implementation
-from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 from megatron_fanformer.runtime.seeding import seed_everything
+from tests.gpu.making import ON_GPU, needs_real_gpu
 from tests.ops import fan_numbers
 from tests.ops.fan_numbers import CASES, ROUNDED_UNITS, STRIDES, TYPES, Case
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    needs_real_gpu,  # Triton's kernels
 ]
 
 # A last bit of float32 decides a rounding to bfloat16 once in some 2^14 elements, to float16 eight times as often.
@@ -183,7 +184,7 @@ def differentiated() -> Iterator[list[Implementation]]:
 
 def losses_and_gradients(fan: FANConfig, dtype: torch.dtype) -> list[Tensor]:
     """Token losses of the initial model of seed 3, and the gradients of its weights."""
-    with distributed(ParallelConfig(), runtime=RuntimeConfig(device="cuda")) as grid:
+    with distributed(ParallelConfig(), runtime=ON_GPU) as grid:
         seed_everything(0)
         config = FANformerConfig(**{**CONFIG.__dict__, "fan": fan})
         kernels = KernelsConfig(transformer_impl="local")

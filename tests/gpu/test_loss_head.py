@@ -11,9 +11,10 @@ from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.ops import cross_entropy
-from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
+from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.step import wrap_stages
+from tests.gpu.making import ON_GPU, needs_real_gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,9 +31,10 @@ CONFIG = FANformerConfig(
     untie_embeddings_and_output_weights=True,
 )
 CHUNK_TOKENS = 192  # a rest of 64
-# Times the plain head's own distance from float32: as many roundings, others. Its weight gradient is rounded to bf16
-# before it is added to the buffer, ours is summed there.
-AS_GOOD = 1.3
+# Times the plain head's own distance from float32. At initial weights the gradient of a label's logit is -1 in bf16,
+# and the plain head rounds one result; ours rounds that entry as well, a token's factor in, and the result. Over three
+# seeds (2026-11, tests/engine_on_cpu) it was 1.40 to 1.42 for the hidden states, 1.66 to 1.69 for the weight.
+AS_GOOD = 1.8
 SAME_FP32 = 1e-5  # relative to the greatest element; without TF32
 SAME_LOSS = 1e-5  # nats, of the same logits
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8}  # relative, of exponentials of differences below 64
@@ -40,10 +42,12 @@ ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8}  # relative, of exponent
 
 @pytest.fixture(scope="module")
 def grid() -> Iterator[Any]:
-    with distributed(ParallelConfig(), runtime=RuntimeConfig(device="cuda")) as grid:
+    with distributed(ParallelConfig(), runtime=ON_GPU) as grid:
+        seed_everything(0)  # megatron-core's layers on a GPU draw weights, which are then drawn by name
         yield grid
 
 
+@needs_real_gpu
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("vocabulary", [1, 250, 50_304, 128_257])
 def test_the_kernel_is_the_torch_form(vocabulary: int, dtype: torch.dtype) -> None:
@@ -93,20 +97,25 @@ def greatest_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def test_gradients_are_the_plain_heads_and_memory_is_not(grid: Any) -> None:
-    losses, x, weight, peak = outcome(grid, torch.float32, True)
-    plain_losses, plain_x, plain_weight, plain_peak = outcome(grid, torch.float32, False)
+def test_gradients_are_the_plain_heads(grid: Any) -> None:
+    losses, x, weight, _ = outcome(grid, torch.float32, True)
+    plain_losses, plain_x, plain_weight, _ = outcome(grid, torch.float32, False)
     assert (losses - plain_losses).abs().max() < SAME_LOSS
     assert greatest_error(x, plain_x) < SAME_FP32
     assert greatest_error(weight, plain_weight) < SAME_FP32
-    assert plain_peak - peak > 4 * (CONFIG.seq_length - CHUNK_TOKENS) * CONFIG.vocab_size
 
 
 def test_bf16_is_as_near_to_float32_as_the_plain_head(grid: Any) -> None:
     _, exact_x, exact_weight, _ = outcome(grid, torch.float32, False)
-    losses, x, weight, peak = outcome(grid, torch.bfloat16, True)
-    plain_losses, plain_x, plain_weight, plain_peak = outcome(grid, torch.bfloat16, False)
+    losses, x, weight, _ = outcome(grid, torch.bfloat16, True)
+    plain_losses, plain_x, plain_weight, _ = outcome(grid, torch.bfloat16, False)
     assert (losses - plain_losses).abs().max() < SAME_LOSS
     assert distance(x, exact_x) < AS_GOOD * distance(plain_x, exact_x)
     assert distance(weight, exact_weight) < AS_GOOD * distance(plain_weight, exact_weight)
+
+
+@needs_real_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_is_less_than_the_plain_heads(grid: Any, dtype: torch.dtype) -> None:
+    peak, plain_peak = (outcome(grid, dtype, is_fused)[-1] for is_fused in (True, False))
     assert plain_peak - peak > 4 * (CONFIG.seq_length - CHUNK_TOKENS) * CONFIG.vocab_size

@@ -26,7 +26,7 @@ def test_a_resume_is_the_same_bit_by_bit(recipe: str | None, tmp_path: Path) -> 
         pytest.skip(problem)
     tokens = write_learnable_tokens(tmp_path / "learnable")
     precision = {"dtype": "bf16", **({"fp8": "hybrid", "fp8_recipe": recipe} if recipe else {})}
-    runtime = {"device": "cuda", "deterministic_mode": True}
+    runtime = {"deterministic_mode": True}
     straight = gpu_run(tokens, tmp_path / "straight", runtime=runtime, precision=precision)
     stopping = gpu_run(
         tokens,

@@ -20,6 +20,7 @@ from tests.stock_megatron import HAS_TRAINING, SPEC, command_line
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="stock Megatron starts NCCL"),
     pytest.mark.skipif(not HAS_TRAINING, reason="megatron.training comes with megatron-core 0.19"),
 ]
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_fanformer.model.layer_spec import transformer_engine_problem
 from megatron_fanformer.runtime.device import fp8_problem
-from tests.gpu.making import SAME_LOSS, finished, finished_metrics, gpu_run, write_learnable_tokens
+from tests.gpu.making import SAME_LOSS, finished, finished_metrics, gpu_run, needs_real_gpu, write_learnable_tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,6 +65,7 @@ def test_fused_gradient_accumulation_gives_the_same_gradients(tokens: str, tmp_p
             tmp_path / str(fused),
             steps=3,
             kernels={"gradient_accumulation_fusion": fused},
+            schedule={"lr_warmup_iters": 1},
             training={"train_iters": 3, "global_batch_size": 4, "micro_batch_size": 1},  # four are added up
         )
         shown[fused] = finished_metrics(values, tmp_path / f"{fused}.yaml")
@@ -76,6 +77,7 @@ def test_fused_gradient_accumulation_gives_the_same_gradients(tokens: str, tmp_p
 # -- CUDA graphs
 
 
+@needs_real_gpu
 def test_layers_replayed_as_cuda_graphs_train_the_same_model(
     tokens: str, bf16_losses: list[float], tmp_path: Path
 ) -> None:

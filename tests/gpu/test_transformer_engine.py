@@ -13,11 +13,10 @@ from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.model.layer_spec import transformer_engine_problem
-from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.device import fp8_problem
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 from megatron_fanformer.runtime.seeding import seed_everything
-from tests.gpu.making import MODEL
+from tests.gpu.making import MODEL, ON_GPU
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +36,10 @@ RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 # worst of all gradients (this model and batch, 2026-11): either may be as far off, on either side.
 BF16_LOSS = 3e-3  # nats
 BF16_GRADIENT = 0.04  # norm of the difference over the norm, a tensor
-BF16_LOGITS = 0.05  # absolute, of logits of about 4: two layers' roundings to eight bits
+# Absolute, of logits up to 5. Over three seeds of these variants (2026-11, tests/engine_on_cpu) bf16 was off float32 by
+# 0.040 to 0.067 with either layers, and one from the other by 0.034 to 0.086: both may err, on either side.
+BF16_LOGITS = 0.15
+NORM_LOGITS = 5 * BF16_LOGITS  # what a norm's weight times 1.5 moves at least; there it was 1.57 to 4.6
 
 # FP8's e4m3 keeps three bits, 16 times fewer values than bf16: its errors are as much larger.
 FP8_LOSS = 16 * BF16_LOSS
@@ -67,7 +69,7 @@ def _transformer_engine() -> None:
 def stage_of(implementation: str, fan: FANConfig, precision: PrecisionConfig | None = None) -> Iterator[Any]:
     """A whole model with its weights of one seed, and the grid that it is in."""
     parallel, kernels = ParallelConfig(), KernelsConfig(transformer_impl=implementation)
-    with distributed(parallel, runtime=RuntimeConfig(device="cuda")) as grid:
+    with distributed(parallel, runtime=ON_GPU) as grid:
         seed_everything(0)
         config = dataclasses.replace(CONFIG, fan=fan)
         (stage,) = build_stages(
@@ -138,7 +140,7 @@ def test_no_norm_is_dropped(variant: str, norm: str) -> None:
     plain = run("transformer_engine", VARIANTS[variant])
     scaled = run("transformer_engine", VARIANTS[variant], scaled_norm=norm)
     local = run("local", VARIANTS[variant], scaled_norm=norm)
-    assert (plain.logits - scaled.logits).abs().max() > 2 * BF16_LOGITS
+    assert (plain.logits - scaled.logits).abs().max() > NORM_LOGITS
     torch.testing.assert_close(scaled.logits, local.logits, atol=BF16_LOGITS, rtol=0)
 
 

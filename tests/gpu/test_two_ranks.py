@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.making import SAME_LOSS, finished, finished_ranks, gpu_run, write_learnable_tokens
+from tests.gpu.making import SAME_LOSS, finished, gpu_run, write_learnable_tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,6 +38,7 @@ def losses_of_one(tokens: str, tmp_path_factory: pytest.TempPathFactory) -> list
 def test_two_ranks_train_the_model_of_one(
     layout: dict[str, Any], tokens: str, losses_of_one: list[float], tmp_path: Path
 ) -> None:
-    parallel = {"overlap_grad_reduce": False, "overlap_param_gather": False, **layout}
-    losses = finished_ranks(gpu_run(tokens, tmp_path / "run", parallel=parallel), tmp_path / "config.yaml", 2)
+    runtime = {"distributed_backend": "gloo"}
+    values = gpu_run(tokens, tmp_path / "run", parallel=layout, runtime=runtime)
+    losses = finished(values, tmp_path / "config.yaml")
     assert losses == pytest.approx(losses_of_one, abs=SAME_LOSS)

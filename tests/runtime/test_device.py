@@ -11,6 +11,7 @@ import torch
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime import device
 from megatron_fanformer.runtime.parallel import ParallelConfig
+from tests.small_runs import ROOT, small_run, write_config, write_tokens
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR")
 
@@ -90,7 +91,7 @@ def test_deterministic_algorithms_and_an_environment_that_asks_for_others(monkey
     asked = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _number: None)
-    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", *device.DETERMINISTIC):
+    for name in ("NCCL_ALGO", *device.DETERMINISTIC):
         monkeypatch.setenv(name, "")  # put back at the end
         monkeypatch.delenv(name)
     device.configure_process("cuda", 0, 1)
@@ -102,6 +103,37 @@ def test_deterministic_algorithms_and_an_environment_that_asks_for_others(monkey
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
     with pytest.raises(InputError, match="NVTE_ALLOW_NONDETERMINISTIC_ALGO is 1 in the environment; unset it"):
         device.configure_process("cuda", 0, 1, deterministic=True)
+
+
+AT_TORCH = """
+import os, sys
+class Stop:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Stop())
+from megatron_fanformer.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("given", "kept"), [({}, "1"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8")])
+def test_the_order_of_launches_is_set_before_torch_is_imported(
+    given: dict[str, str], kept: str, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path / "run.yaml", small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run"))
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    for verb in ("train", "parity"):
+        command = [sys.executable, "-c", AT_TORCH, verb, "--config", str(config)]
+        output = subprocess.check_output(command, env={**environment, **given}, cwd=ROOT, text=True)
+        assert output == f"{kept}\n"
+
+
+def test_launched_ranks_keep_the_order_of_launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    device.prepare_launch(threads=1, stop_signals="SIGTERM", found=tmp_path)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

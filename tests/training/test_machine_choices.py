@@ -28,8 +28,9 @@ def values_of(**sections: dict[str, Any]) -> dict[str, Any]:
     return small_run("no-such-tokens", Path("no-such-run"), **sections)
 
 
-def grid_of(kind: str, replicas: int) -> Any:
-    return SimpleNamespace(device=kind, groups=SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: replicas)))
+def grid_of(kind: str, replicas: int, backend: str | None = None) -> Any:
+    groups = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: replicas))
+    return SimpleNamespace(device=kind, backend=backend or {"cpu": "gloo", "cuda": "nccl"}[kind], groups=groups)
 
 
 @pytest.fixture
@@ -87,6 +88,14 @@ def test_a_gpu_overlaps_where_there_are_replicas(
     made = chosen("cuda", replicas, **{**OPEN, "parallel": fields})
     rest = {"device": "cuda", "dtype": "bf16", "transformer_impl": "transformer_engine"}
     assert made == {**rest, "gradient_accumulation_fusion": True, **expected}
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_ranks_that_share_a_gpu_over_gloo_do_not_overlap() -> None:
+    _, choices = choose_for_machine(config_from_dict(values_of(**OPEN)), grid_of("cuda", 2, "gloo"))
+    overlap = {choice.field: choice.reason for choice in choices if choice.section == "parallel" and not choice.value}
+    assert set(overlap) == {"overlap_grad_reduce", "overlap_param_gather"}
+    assert set(overlap.values()) == {"over gloo it would take cores from the computation"}
 
 
 def test_lines_give_value_and_reason() -> None:

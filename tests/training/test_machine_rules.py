@@ -11,7 +11,7 @@ from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.runtime import device
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.layout_rules import graph_problems
-from megatron_fanformer.training.machine_rules import engine_problems, kernel_problems
+from megatron_fanformer.training.machine_rules import backend_problems, engine_problems, kernel_problems
 from tests.tiny import tiny_model
 
 
@@ -63,6 +63,15 @@ def test_what_the_layers_at_hand_cannot_compute(
     model = tiny_model(fan=FANConfig(placement="qk_and_v"))
     found = engine_problems(model, ParallelConfig(**parallel), KernelsConfig(**kernels), DTYPES[dtype])
     assert [part in problem for problem in found] == ([] if part is None else [True])
+
+
+@pytest.mark.parametrize("size", ["pipeline_model_parallel_size", "context_parallel_size"])
+def test_gloo_sends_nothing_between_gpus(size: str) -> None:
+    sending = ParallelConfig(**{size: 2})
+    (problem,) = backend_problems(sending, "gloo", "cuda")
+    assert "sends no tensor from one GPU rank to another" in problem
+    assert backend_problems(sending, "nccl", "cuda") == backend_problems(sending, "gloo", "cpu") == []
+    assert backend_problems(ParallelConfig(tensor_model_parallel_size=2), "gloo", "cuda") == []
 
 
 def test_a_layers_graph_is_not_recomputed_as_a_whole() -> None:

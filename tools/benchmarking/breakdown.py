@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity
+from torch.profiler import ProfilerActivity, supported_activities
 
 HOST = "host"
 OTHER = "other"
@@ -31,13 +31,14 @@ def breakdown(events: Any, steps: int, wall_seconds: float) -> dict[str, float]:
     On a GPU the time is that of kernels, which may overlap (communication with work): the sum may exceed the step.
     """
     seconds: Counter[str] = Counter()
+    has_kernels = ProfilerActivity.CUDA in activities()
     for event in events:
         if event.device_type != torch.autograd.DeviceType.CPU:
             continue  # kernels come with the events that launched them
         if event.kernels:
             for kernel in event.kernels:
                 seconds[category([kernel.name, *_chain(event)])] += kernel.duration / 1e6
-        elif not torch.cuda.is_available():
+        elif not has_kernels:
             seconds[category(_chain(event))] += event.self_cpu_time_total / 1e6
     total = {name: seconds[name] / steps for name in (*CATEGORIES, OTHER) if seconds[name]}
     total[HOST] = max(0.0, wall_seconds - sum(total.values()))
@@ -53,8 +54,9 @@ def category(names: list[str]) -> str:
 
 
 def activities() -> list[ProfilerActivity]:
-    """What to profile on this machine."""
-    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    """What to profile on this machine: a torch without CUDA can profile no GPU, whatever stands in for one."""
+    has_kernels = torch.cuda.is_available() and ProfilerActivity.CUDA in supported_activities()
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_kernels else [])]
 
 
 def _chain(event: Any) -> list[str]:

@@ -91,6 +91,7 @@ def _serve(connection: Any, *arguments: Any) -> None:
 def _serve_case(connection: Any, values: dict[str, Any], rank: int, world_size: int, port: int) -> None:
     devices.quieten_libraries()
     devices.use_huge_pages()
+    devices.keep_launch_order()
     from megatron_fanformer.runtime.parallel import distributed
     from megatron_fanformer.training.config import config_from_dict
 

@@ -1,0 +1,101 @@
+"""torch's part of `megatron_cpu`: what megatron-core asks of CUDA is done on the CPU.
+
+torch is imported where it is used: whoever patches it as it is imported can import this module.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# Factories that megatron-core calls with device="cuda", device=torch.cuda.current_device() or pin_memory=True:
+# optimizer scales, gradient norms, schedules, inference buffers, the exchange of loaded tensors.
+FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
+
+
+@functools.cache
+def map_cuda() -> None:
+    """Patch torch; once."""
+    _map_factories()
+    _map_cuda_module()
+    _map_tensor_methods()
+
+
+def _map_factories() -> None:
+    import torch
+    from torch.utils._device import _device_constructors
+
+    # torch keeps a list of its factories, made when `with torch.device(…)` is first used, and knows them by identity:
+    # it must hold the originals, which the replacements call.
+    _device_constructors()
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory: Callable[..., "torch.Tensor"]) -> Callable[..., "torch.Tensor"]:
+    @functools.wraps(factory)
+    def on_cpu(*args: Any, **kwargs: Any) -> "torch.Tensor":
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):  # pinning needs a GPU
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+class _InertStream:
+    """A stream or event of a device that works in order: nothing to wait for."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def _nothing(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    synchronize = wait_stream = wait_event = record_event = record = wait = _nothing
+
+    def query(self) -> bool:
+        return True
+
+
+def _map_cuda_module() -> None:
+    import torch
+
+    cuda: Any = torch.cuda
+    cpu = torch.device("cpu")
+    cuda.current_device = lambda: cpu  # gradient buffers, rotary embedding, distributed optimizer
+    cuda.set_device = lambda *_: None  # asynchronous save, schedules
+    cuda.device_count = lambda: 1  # the checkpoint writer divides by it
+    cuda.synchronize = lambda *_: None  # asynchronous save, timers
+    cuda.current_stream = lambda *_: _InertStream()  # overlap of gradient reduction
+    cuda.Stream = cuda.Event = _InertStream
+    cuda.stream = lambda *_: nullcontext()
+    cuda.get_rng_state = lambda *_: torch.get_rng_state()  # the tensor-parallel random tracker
+    cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    cuda.FloatTensor, cuda.HalfTensor = torch.FloatTensor, torch.HalfTensor  # bound by transformer.module
+    cuda.BFloat16Tensor = torch.BFloat16Tensor
+
+
+def _map_tensor_methods() -> None:
+    import torch
+
+    plain_type = torch.Tensor.type
+    # What gradient clipping and the distributed optimizer accept.
+    cuda_names = {
+        torch.float32: "torch.cuda.FloatTensor",
+        torch.float16: "torch.cuda.HalfTensor",
+        torch.bfloat16: "torch.cuda.BFloat16Tensor",
+    }
+
+    def type_as_on_cuda(self: "torch.Tensor", *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return plain_type(self, *args, **kwargs)
+        return cuda_names.get(self.dtype) or plain_type(self)
+
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_args, **_kwargs: self  # gathering of optimizer state, fully parallel load
+    tensor.type = type_as_on_cuda

@@ -1,0 +1,50 @@
+"""Whole processes on the stand-in, by the folder that installs it where they start (see tests/engine_on_cpu/site)."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.small_runs import ROOT, small_run, start_command, start_program, write_config, write_tokens
+
+SITE = ROOT / "tests" / "engine_on_cpu" / "site"
+STAND_IN = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SITE)]), "CUDA_VISIBLE_DEVICES": "0"}
+WITHOUT_TORCH = "import sys; print(sorted({'tests', 'megatron', 'torch'} & set(sys.modules)))"
+HIDDEN = "import torch; print(torch.cuda.is_available())"
+
+
+def printed(code: str, **environment: str) -> str:
+    process = start_program(sys.executable, "-c", code, environment={**STAND_IN, **environment})
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return output.strip()
+
+
+def test_a_process_without_torch_has_none_of_it() -> None:
+    assert printed(WITHOUT_TORCH) == "[]"
+
+
+@pytest.mark.full
+def test_a_process_that_hides_gpus_has_none() -> None:
+    assert printed(HIDDEN, CUDA_VISIBLE_DEVICES="") == "False"
+
+
+def test_a_run_has_the_engines_layers(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    values = small_run(
+        write_tokens(tmp_path / "tokens"),
+        run,
+        kernels={"transformer_impl": "transformer_engine"},
+        runtime={"device": "auto", "distributed_backend": "gloo"},
+        schedule={"lr_warmup_iters": 1},
+        training={"train_iters": 2},
+    )
+    process = start_command("train", "--config", str(write_config(tmp_path / "run.yaml", values)), environment=STAND_IN)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "stand-in" in output  # what runtime.device was chosen for
+    resolved = yaml.safe_load((run / "config.yaml").read_text())
+    assert resolved["kernels"]["transformer_impl"] == "transformer_engine"
+    assert resolved["runtime"]["device"] == "cuda"
