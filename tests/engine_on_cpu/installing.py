@@ -56,9 +56,7 @@ def install_engine() -> None:
 
 def _set_environment() -> None:
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # the Engine's package then loads no CUDA library when it is imported
-    os.environ["NVTE_TORCH_COMPILE"] = (
-        "0"  # else its element-wise functions go through torch's compiler, which needs one
-    )
+    os.environ["NVTE_TORCH_COMPILE"] = "0"  # else element-wise functions go through torch's compiler, which needs gcc
 
 
 def _load_stand_in() -> None:
