@@ -94,6 +94,7 @@ def test_other_layouts_are_the_same(engine_pool: RankPool, tmp_path: Path) -> No
     assert_close(compare(engine_pool, write_config(tmp_path), *LAYOUTS))
 
 
+@pytest.mark.full  # each variant's pass is compared in bf16 in every run
 def test_bf16_layouts_are_the_same(engine_pool: RankPool, tmp_path: Path) -> None:
     compare(engine_pool, write_config(tmp_path), *BF16_LAYOUTS, dtype="bf16").check()
 
