@@ -48,9 +48,7 @@ class FANSelfAttention(SelfAttention):
     ) -> None:
         super().__init__(config, submodules, layer_number, *args, **kwargs)
         self.fan = _fan_projection(config, submodules, fan, fan_form, self.pg_collection.tp, recompute_fan)
-        if isinstance(self.linear_qkv, ActivatedColumnParallelLinear):
-            self.linear_qkv.activation = self.fan.activation
-        _keep_x_f_once(config, self.linear_qkv)
+        _connect(config, self.fan, self.linear_qkv)
 
     def set_for_recompute_input_layernorm(self) -> None:
         """megatron-core asks for it in FP8, where the layer that reads the recomputed norm is FAN's here, not QKV."""
@@ -99,9 +97,7 @@ class FANValueAttention(Attention):
             tp_comm_buffer_name="qkv",
             tp_group=self.pg_collection.tp,
         )
-        if isinstance(self.linear_qk, ActivatedColumnParallelLinear):
-            self.linear_qk.activation = self.fan.activation
-        _keep_x_f_once(config, self.linear_qk)
+        _connect(config, self.fan, self.linear_qk)
         self.q_layernorm = self.k_layernorm = None  # Megatron's attention looks for them
 
     def set_for_recompute_input_layernorm(self) -> None:
@@ -134,11 +130,14 @@ class FANValueAttention(Attention):
         return own.clone() if self.fan.activation.recompute else own  # so that attention does not keep the whole
 
 
-def _keep_x_f_once(config: TransformerConfig, linear: torch.nn.Module) -> None:
-    """In FP8 have the layer that reads X_F keep it as it is, as FAN does, and not an FP8 copy besides.
+def _connect(config: TransformerConfig, fan: FANProjection, linear: torch.nn.Module) -> None:
+    """Make `linear` the reader of X_F: it makes X_F itself, or keeps it for backward as FAN does.
 
-    Backward quantises it again, to the same numbers; scales of the past (`delayed`) would be others by then.
+    In FP8 that is without an FP8 copy besides. Backward quantises X_F again, to the same numbers; scales of the past
+    (`delayed`) would be others by then.
     """
+    if isinstance(linear, ActivatedColumnParallelLinear):
+        linear.activation = fan.activation
     if config.fp8 and config.fp8_recipe != "delayed":
         _keep_input_as_it_is(linear)
 

@@ -1,5 +1,6 @@
 """FP8 by Transformer Engine's layers, emulated: which products are in FP8, in every recipe and layout, and how near."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,21 +62,18 @@ def check(run: RunOnRanks, recipe: str, layout: str, *, fp8_fan: bool) -> None:
     assert worst_gradient(fp8, bf16) <= FP8_GRADIENT
 
 
+ALWAYS = {
+    ("tensorwise", "tp2 sp", False),
+    ("tensorwise", "tp2 sp, FAN sequence", True),
+    ("delayed", "tp2", True),
+    ("delayed", "tp2 sp, FAN sequence", False),
+    ("blockwise", "tp2 sp", True),
+    ("blockwise", "one rank", False),
+}
+"""Each recipe, layout and place of the FAN map in every run; the rest is full's."""
 CASES = [
-    pytest.param(recipe, layout, fp8_fan, marks=() if (recipe, layout, fp8_fan) in ALWAYS else pytest.mark.full)
-    for ALWAYS in [
-        {
-            ("tensorwise", "tp2 sp", False),
-            ("tensorwise", "tp2 sp, FAN sequence", True),
-            ("delayed", "tp2", True),
-            ("delayed", "tp2 sp, FAN sequence", False),
-            ("blockwise", "tp2 sp", True),
-            ("blockwise", "one rank", False),
-        }
-    ]
-    for recipe in ("delayed", "tensorwise", "blockwise")
-    for layout in LAYOUTS
-    for fp8_fan in (False, True)
+    pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.full)
+    for case in itertools.product(("delayed", "tensorwise", "blockwise"), LAYOUTS, (False, True))
 ]
 
 
