@@ -31,8 +31,6 @@ class RuntimeConfig:
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
         found = []
-        if self.distributed_backend == "nccl" and self.device == "cpu":
-            found.append("runtime.distributed_backend is nccl, but runtime.device is cpu; set the former to null")
         if self.threads_per_rank is not None and self.threads_per_rank < 1:
             found.append(f"runtime.threads_per_rank is {self.threads_per_rank}; it must be at least 1, or null")
         if self.distributed_timeout_minutes <= 0:

@@ -34,6 +34,10 @@ def machine_problems(config: RunConfig) -> list[str]:
 
 def backend_problems(parallel: ParallelConfig, backend: str, device: devices.DeviceKind) -> list[str]:
     """What ranks on that device cannot send each other."""
+    if device == "cpu" and backend == "nccl":
+        return [
+            "runtime.distributed_backend is nccl, but this run is on the CPU, where ranks have gloo; set it to null"
+        ]
     sends = parallel.pipeline_model_parallel_size > 1 or parallel.context_parallel_size > 1
     if device == "cuda" and backend == "gloo" and sends:
         return [

@@ -65,6 +65,11 @@ def test_what_the_layers_at_hand_cannot_compute(
     assert [part in problem for problem in found] == ([] if part is None else [True])
 
 
+def test_nccl_is_for_gpus() -> None:
+    (problem,) = backend_problems(ParallelConfig(), "nccl", "cpu")
+    assert "distributed_backend is nccl, but this run is on the CPU" in problem
+
+
 @pytest.mark.parametrize("size", ["pipeline_model_parallel_size", "context_parallel_size"])
 def test_gloo_sends_nothing_between_gpus(size: str) -> None:
     sending = ParallelConfig(**{size: 2})
