@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.data_files import read_entry
 from megatron_fanformer.checkpoint.plain_values import COMMON, check_plain_values
+from megatron_fanformer.checkpoint.stored_files import check_stored
 from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, tensors_of
 from megatron_fanformer.errors import CorruptError
 
@@ -71,9 +72,10 @@ def open_full_tensors(checkpoint: Path) -> LazyTensors:
     Nothing in a checkpoint is executed: its table is read as data alone, its tensors as weights only.
 
     Raises:
-        CorruptError: the table cannot be read, holds more than a table, or names files elsewhere; a tensor that cannot
-            be read raises it later.
+        CorruptError: a file has changed since it was written; the table holds more than a table, or names files
+            elsewhere; a tensor that cannot be read raises it later.
     """
+    check_stored(checkpoint)
     table = read_table(checkpoint)
     check_plain_values(checkpoint, table)  # whoever loads the checkpoint later reads them, too
     weights = {name: stored for name, stored in tensors_of(table).items() if not name.startswith(OPTIMIZER_PREFIX)}

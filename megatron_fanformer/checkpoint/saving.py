@@ -6,6 +6,7 @@
 A synchronous save waits for the second inside the first; with an asynchronous one, training continues in between.
 """
 
+import functools
 import logging
 import shutil
 import time
@@ -18,6 +19,8 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_fanformer.checkpoint import megatron_versions, store
+from megatron_fanformer.checkpoint.finite import check_finite
+from megatron_fanformer.checkpoint.manifest import write_rank_sums
 from megatron_fanformer.checkpoint.training_state import training_state
 from megatron_fanformer.checkpoint.writer import watched
 from megatron_fanformer.errors import FanformerError
@@ -83,13 +86,16 @@ class CheckpointSaver:
             attachments: small files (a tokenizer) to copy into the checkpoint.
 
         Raises:
-            FanformerError: it could not be written; nothing is published.
+            DivergenceError: a tensor of it is not finite; nothing is written.
+            FanformerError: it could not be written; nothing is published, and nothing of it is left.
         """
         assert self._unpublished is None, "finish_due(blocking=True) comes before the next save"
-        folder = _on_main(step, lambda: store.temporary_folder(self._checkpoints, step))
+        state = training_state(stages, optimizer, progress, self._grid)
+        check_finite(state, step, self._grid)
+        folder = self._on_main(step, lambda: store.temporary_folder(self._checkpoints, step))
         logger.debug("writing step %d to %s", step, folder)
-        self._start_writing(training_state(stages, optimizer, progress, self._grid), folder)
         self._unpublished = _Unpublished(step=step, folder=folder, config=config, attachments=attachments)
+        self._start_writing(state, self._unpublished)
         return None if self._async_save else self.finish_due(blocking=True)
 
     def finish_due(self, *, blocking: bool) -> Path | None:
@@ -99,15 +105,18 @@ class CheckpointSaver:
             blocking: wait until they have.
 
         Raises:
-            FanformerError: a writer failed or was killed; nothing is published.
+            FanformerError: a writer failed or was killed; nothing is published, and nothing of it is left.
         """
-        if (due := self._unpublished) is None or not self._is_written(due.step, blocking=blocking):
+        if (due := self._unpublished) is None or not self._is_written(due, blocking=blocking):
             return None
         self._unpublished = None
-        remove = store.remove_in_background if self._async_save else shutil.rmtree
         logger.debug("step %d is written by every rank", due.step)
-        arguments = (due.folder, self._checkpoints, due.step, due.config, self._keep, due.attachments, remove)
-        return _on_main(due.step, lambda: store.publish_checkpoint(*arguments))
+
+        def publish() -> Path:
+            arguments = (due.folder, self._checkpoints, due.step, due.config, self._keep, due.attachments)
+            return store.publish_checkpoint(*arguments, in_background=self._async_save)
+
+        return self._on_main(due.step, publish, unfinished=due.folder)
 
     def close(self) -> None:
         """End a writer that is still running, after an error; its checkpoint is never published."""
@@ -115,14 +124,22 @@ class CheckpointSaver:
             call.async_caller.close(abort=True)
         self._calls.async_calls.clear()
 
-    def _start_writing(self, sharded_state: dict[str, Any], folder: Path) -> None:
-        request = megatron_versions.prepare_save(sharded_state, folder, self._strategy, validate=not self._is_validated)
+    def _start_writing(self, sharded_state: dict[str, Any], due: _Unpublished) -> None:
+        try:
+            request = megatron_versions.prepare_save(
+                sharded_state, due.folder, self._strategy, validate=not self._is_validated
+            )
+        except OSError as error:  # of the main rank, which writes the plain values; the others end with it
+            self._unpublished = None
+            _remove(due.folder)
+            raise self._failure(due.step, str(error)) from error
         self._is_validated = True  # what the ranks' shards are does not change
         if request.async_fn is not None:  # this rank has something to write
-            request = request._replace(async_fn=watched(request.async_fn))
+            write = _summed(request.async_fn, due.folder, self._grid.rank)
+            request = request._replace(async_fn=watched(write))
         self._calls.schedule_async_request(request)
 
-    def _is_written(self, step: int, *, blocking: bool) -> bool:
+    def _is_written(self, due: _Unpublished, *, blocking: bool) -> bool:
         try:
             # Not by its own waiting, which ends in a collective call: the others would hit its timeout waiting for a
             # slow rank.
@@ -133,25 +150,48 @@ class CheckpointSaver:
         except CheckpointException as error:  # on every rank, but only the main one knows why
             reasons = [f"rank {rank}: {_said(reason)}" for rank, (reason, _) in error.failures.items()]
             self._unpublished = None
-            raise _failure(step, on_main(lambda: "; ".join(reasons))) from None
+
+            def give_up() -> str:
+                _remove(due.folder)
+                return "; ".join(reasons)
+
+            raise self._failure(due.step, on_main(give_up)) from None
         return True
 
+    def _on_main(self, step: int, function: Callable[[], Result], unfinished: Path | None = None) -> Result:
+        """What a function returns on the main rank; if the disk fails there, every rank raises."""
 
-def _on_main(step: int, function: Callable[[], Result]) -> Result:
-    """What a function returns on the main rank; if the disk fails there, every rank raises."""
+        def told() -> Result:
+            try:
+                return function()
+            except OSError as error:
+                if unfinished is not None:
+                    _remove(unfinished)
+                raise self._failure(step, str(error)) from error
 
-    def told() -> Result:
-        try:
-            return function()
-        except OSError as error:
-            raise _failure(step, str(error)) from error
+        return on_main(told)
 
-    return on_main(told)
+    def _failure(self, step: int, reason: str) -> FanformerError:
+        return FanformerError(
+            f"the checkpoint of step {step} was not written to {self._checkpoints} ({reason}); {REMEDY}"
+        )
+
+
+def _summed(write: Callable[..., None], folder: Path, rank: int) -> Callable[..., None]:
+    """A rank's writing, followed by taking the sums of what it wrote, in the same process."""
+
+    @functools.wraps(write)
+    def write_and_sum(*arguments: Any) -> None:
+        write(*arguments)
+        write_rank_sums(folder, rank)
+
+    return write_and_sum
+
+
+def _remove(unfinished: Path) -> None:
+    """Give the space back that an unfinished checkpoint takes, which may be what was missing."""
+    shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _said(reason: BaseException) -> str:
     return str(reason).removeprefix("Worker failure: ")
-
-
-def _failure(step: int, reason: str) -> FanformerError:
-    return FanformerError(f"the checkpoint of step {step} was not written ({reason}); {REMEDY}")

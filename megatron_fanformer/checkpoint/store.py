@@ -2,24 +2,30 @@
 
     config.yaml                  the run's configuration
     metrics.jsonl, tensorboard/  what was logged
-    checkpoints/step-00000100/   one checkpoint: megatron-core's files and the run's config.yaml
+    recovery.jsonl               what was done about damage and bad numbers, if there was any
+    checkpoints/step-00000100/   one checkpoint: megatron-core's files, the run's config.yaml, and a manifest
     checkpoints/latest           the name of the newest complete one
+    checkpoints/damaged-…/       one that failed its verification and was set aside
 
-A checkpoint is written under a temporary name and renamed when it is complete; `latest` is replaced atomically. So
-whatever has a checkpoint's name is complete. torch is not imported for names: it takes seconds (`saved_model` does).
+A checkpoint is written under a temporary name and renamed when it is complete; `latest` is replaced atomically; an old
+one is renamed before it is removed. So whatever has a checkpoint's name is complete. torch is not imported for names:
+it takes seconds (`saved_model` does).
 """
 
 import json
+import logging
 import os
+import re
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.configuration import moved_names
 from megatron_fanformer.data.tokenizer import TOKENIZER_JSON, TOKENIZER_MODEL
 from megatron_fanformer.durable_files import publish, write_atomically
@@ -29,6 +35,7 @@ from megatron_fanformer.runtime.layout import MOVED_FIELDS
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
+RECOVERY = "recovery.jsonl"
 TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
@@ -36,6 +43,12 @@ VALIDATION_LOSS = "validation_loss"  # in the metrics, the first part of a valid
 # An export's tokenizer.json is the .model rewritten: the original comes first.
 TOKENIZERS = (TOKENIZER_MODEL, TOKENIZER_JSON)
 MEGATRON_METADATA = "metadata.json"  # written last by megatron-core
+_CHECKPOINT_NAME = re.compile(r"step-(\d{8,20})")
+_POINTER_BYTES = 100  # of `latest`, more than any name has
+_POINT = "write the name of a complete checkpoint into it"
+_START_ANEW = "put a complete one there, or name another training.run_dir to start anew"
+
+logger = logging.getLogger(__name__)
 
 
 def checkpoint_name(step: int) -> str:
@@ -43,13 +56,19 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(checkpoint: Path) -> int | None:
+    """The step that a folder's name states; None if it is not a checkpoint's name."""
+    match = _CHECKPOINT_NAME.fullmatch(checkpoint.name)
+    return int(match[1]) if match else None
+
+
 def temporary_folder(checkpoints: Path, step: int) -> Path:
-    """An empty folder to write a step's checkpoint into; what an interrupted save left there is removed.
+    """An empty folder to write a step's checkpoint into; what an interrupted save or removal left there is removed.
 
     Its name is unique: the writer of a killed run may outlive it, and must not write into the next run's folder.
     """
     for left in checkpoints.glob(".step-*.tmp"):
-        shutil.rmtree(left, ignore_errors=True)
+        remove(left)
     folder = _aside(checkpoints, checkpoint_name(step))
     folder.mkdir(parents=True)
     return folder
@@ -62,30 +81,70 @@ def publish_checkpoint(
     config: dict[str, Any],
     keep: int | None = None,
     attachments: Sequence[Path] = (),
-    remove: Callable[[Path], None] = shutil.rmtree,
+    *,
+    in_background: bool = False,
 ) -> Path:
-    """Give a complete checkpoint its name, point `latest` to it, and remove all but the `keep` newest."""
+    """Give a complete checkpoint its name, point `latest` to it, and remove all but the `keep` newest.
+
+    Args:
+        in_background: remove them in a thread: gigabytes take seconds to free.
+
+    Raises:
+        OSError: it could not be published. (One that cannot be removed is told in the log, and left.)
+    """
     for file in attachments:
         shutil.copy(file, temporary / attachment_name(file))
     (temporary / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
+    write_manifest(temporary, step)
     final = checkpoints / checkpoint_name(step)
-    if final.exists():  # saved before by a run that was then rewound: the new one replaces it
-        shutil.rmtree(final)
+    out_of_date = []
+    if os.path.lexists(final):  # saved before by a run that was then rewound: the new one replaces it
+        out_of_date.append(_rename_aside(final))
     publish(temporary, final)
     write_atomically(checkpoints / LATEST, final.name + "\n")
     if keep is not None:
         # later steps belong to a run that was rewound: this run neither counts nor removes them
         earlier = [folder for folder in _steps(checkpoints) if folder.name < final.name]
-        for old in earlier[: max(0, len(earlier) + 1 - keep)]:
+        out_of_date += [_rename_aside(old) for old in earlier[: max(0, len(earlier) + 1 - keep)]]
+    for old in filter(None, out_of_date):
+        if in_background:
+            threading.Thread(target=remove, args=(old,)).start()
+        else:
             remove(old)
     return final
 
 
-def remove_in_background(checkpoint: Path) -> None:
-    """Rename a checkpoint at once, and remove it in a thread: gigabytes take seconds to free."""
+def remove(folder: Path) -> None:
+    """Remove a folder, or a link to one; tell in the log if that fails."""
+    try:
+        if folder.is_symlink():
+            folder.unlink()
+        else:
+            shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("%s could not be removed (%s); remove it by hand", folder, error.strerror)
+
+
+def point_to(checkpoint: Path, damaged: Sequence[Path]) -> None:
+    """Make a checkpoint the one to go on from, and give damaged ones a name under which nothing looks for one."""
+    for other in damaged:
+        name = f"damaged-{other.name}"
+        taken = sum(1 for _ in other.parent.glob(f"{name}*"))
+        os.rename(other, other.with_name(f"{name}-{taken + 1}" if taken else name))
+    pointer = checkpoint.parent / LATEST
+    if damaged or not pointer.is_file() or _named_by(pointer) != checkpoint:
+        write_atomically(pointer, checkpoint.name + "\n")
+
+
+def _rename_aside(checkpoint: Path) -> Path | None:
+    """Take its name from a checkpoint that is to be removed: half removed, it would look like one."""
     aside = _aside(checkpoint.parent, checkpoint.name)
-    os.rename(checkpoint, aside)
-    threading.Thread(target=shutil.rmtree, args=(aside,), kwargs={"ignore_errors": True}).start()
+    try:
+        os.rename(checkpoint, aside)
+    except OSError as error:
+        logger.warning("%s could not be removed (%s); remove it by hand", checkpoint, error.strerror)
+        return None
+    return aside
 
 
 def _aside(checkpoints: Path, name: str) -> Path:
@@ -109,24 +168,65 @@ def complete_checkpoints(run: Path) -> list[Path]:
 
 
 def _steps(checkpoints: Path) -> list[Path]:
-    return sorted(path for path in checkpoints.glob("step-*") if path.is_dir())
+    return sorted(path for path in checkpoints.glob("step-*") if step_of(path) is not None and path.is_dir())
 
 
 def latest_checkpoint(run: Path) -> Path | None:
     """The newest checkpoint of a run's folder; None if it has none.
 
+    That is the one that `latest` names or, where there is no `latest`, the newest there is, which the log tells.
+
     Raises:
-        CorruptError: `latest` names a checkpoint that is missing or incomplete.
+        CorruptError: `latest` does not name a complete checkpoint.
     """
     pointer = run / CHECKPOINTS / LATEST
-    if not pointer.exists():
+    if os.path.lexists(pointer):
+        return _named_by(pointer)
+    complete = complete_checkpoints(run)
+    if not complete:
         return None
-    folder = run / CHECKPOINTS / pointer.read_text().strip()
-    if not is_checkpoint(folder):
-        raise CorruptError(
-            f"{pointer} names {folder.name}, which is not a complete checkpoint; write the name of one into it"
-        )
-    return folder
+    logger.warning("%s is missing; %s is the newest checkpoint there", pointer, complete[-1].name)
+    return complete[-1]
+
+
+def checkpoints_to_resume(run: Path) -> list[Path]:
+    """The checkpoints that a run may go on from, in the order in which to try them; none where it has none.
+
+    The one that `latest` names comes first, then those before it; all that there are, the newest first, where `latest`
+    names none, which the log tells.
+
+    Raises:
+        CorruptError: there is something of a checkpoint there, but no complete one.
+    """
+    pointer = run / CHECKPOINTS / LATEST
+    newest_first = complete_checkpoints(run)[::-1]
+    if not newest_first:
+        if os.path.lexists(pointer):
+            _named_by(pointer)  # raises
+        if left := _steps(run / CHECKPOINTS):
+            raise CorruptError(f"{left[-1]} is not a complete checkpoint, and there is no other; {_START_ANEW}")
+        return []
+    try:
+        named = _named_by(pointer)
+    except CorruptError as error:
+        logger.warning("%s; going on from the newest there, %s", str(error).partition("; ")[0], newest_first[0].name)
+        return newest_first
+    return [checkpoint for checkpoint in newest_first if checkpoint.name <= named.name]
+
+
+def _named_by(pointer: Path) -> Path:
+    """The checkpoint that a `latest` names."""
+    try:
+        if not pointer.is_file():
+            raise CorruptError(f"{pointer} is {'not a file' if os.path.lexists(pointer) else 'missing'}; {_POINT}")
+        with pointer.open("rb") as stream:
+            name = stream.read(_POINTER_BYTES).decode("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorruptError(f"{pointer} cannot be read ({error}); {_POINT}") from None
+    checkpoint = pointer.with_name(name if _CHECKPOINT_NAME.fullmatch(name) else LATEST)
+    if not is_checkpoint(checkpoint):
+        raise CorruptError(f"{pointer} names {name!r}, which is not a complete checkpoint; {_POINT}")
+    return checkpoint
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_fanformer.checkpoint import fp8_scales, megatron_versions, optimizer_state, store
 from megatron_fanformer.checkpoint.plain_values import check_plain_values
+from megatron_fanformer.checkpoint.stored_files import check_stored
 from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.runtime.parallel import RankGrid
@@ -85,7 +86,10 @@ def load_training_state(
     _load_optimizer(checkpoint, table, optimizer, tensors, group, amend_parameter_groups)
     if same_layout:
         _restore_random_state(loaded["random"])
-    return loaded["progress"]
+    progress = loaded["progress"]
+    if store.step_of(checkpoint) not in (None, progress["step"]):
+        raise CorruptError(f"{checkpoint} holds step {progress['step']}, another than its name says; rename it")
+    return progress
 
 
 def _load_optimizer(
@@ -137,13 +141,14 @@ def _set_weights(stages: list[Any], loaded: dict[str, Any]) -> None:
 
 
 def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
-    """The table of a checkpoint that holds nothing but data; each rank checks a share of it.
+    """The table of a checkpoint that is as it was written and holds nothing but data; each rank checks a share of it.
 
     What one rank refuses, all do: none is left waiting in the load, which is collective.
     """
     table = None
     refused: list[CorruptError | None] = [None] * grid.world_size
     try:
+        check_stored(checkpoint, share=grid.rank, shares=grid.world_size)
         table = read_table(checkpoint)
         check_plain_values(checkpoint, table, share=grid.rank, shares=grid.world_size)
     except CorruptError as error:

@@ -102,22 +102,22 @@ def find_checkpoint(path: str | Path) -> Path:
     return checkpoint_of(recognise(path, OURS))
 
 
-def checkpoint_to_resume(run: Path) -> Path | None:
-    """The checkpoint that a run resumes from: the latest in its folder; None: the run starts there.
+def checkpoints_to_resume(run: Path) -> list[Path]:
+    """The checkpoints that a run may go on from, the first one if it is sound; none: the run starts there.
 
     Raises:
         InputError: the folder is not a run's: a run would overwrite its configuration.
-        CorruptError: the run's pointer to its latest names none.
+        CorruptError: there is something of a checkpoint in it, but no complete one.
     """
-    if (latest := store.latest_checkpoint(run)) is not None or not run.is_dir():
-        return latest
+    if (found := store.checkpoints_to_resume(run)) or not run.is_dir():
+        return found
     kind: Kind | None = "checkpoint" if store.is_checkpoint(run) else _kind_of_model(run, [])
     if kind is not None and kind != "run":
         raise InputError(
             f"{run} is {DESCRIPTIONS[kind]}, whose configuration a run would overwrite; name a run's folder, or a new "
             "one"
         )
-    return None
+    return []
 
 
 def prefix_of(path: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import OPTIMIZER_PREFIX
+from megatron_fanformer.checkpoint.manifest import check_small_files
 from megatron_fanformer.checkpoint.plain_values import SavedProgress, check_plain_values, saved_progress
 from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
 from megatron_fanformer.formats.training_record import layout
@@ -40,6 +41,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
     Raises:
         CorruptError: it cannot be read, or holds more than data.
     """
+    check_small_files(checkpoint)
     config, saved = store.saved_model(checkpoint), store.saved_config(checkpoint)
     table = read_table(checkpoint)
     check_plain_values(checkpoint, table)

@@ -53,12 +53,13 @@ def _data() -> _Kind:
 
 
 def _checkpoint() -> _Kind:
+    from megatron_fanformer.checkpoint.stored_files import bytes_stored
     from megatron_fanformer.inspection.checkpoint import describe_checkpoint, describe_run
-    from megatron_fanformer.inspection.checkpoint_check import bytes_to_check, check_checkpoint
+    from megatron_fanformer.inspection.checkpoint_check import check_checkpoint
 
     return _Kind(
         lambda target: describe_run(target.path) if target.kind == "run" else describe_checkpoint(target.path),
-        lambda target: bytes_to_check(checkpoint_of(target)),
+        lambda target: bytes_stored(checkpoint_of(target)),
         lambda target, advance: check_checkpoint(checkpoint_of(target), advance),
     )
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.archive import check_archive
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats.huggingface import huggingface_config
 from megatron_fanformer.formats.name_table import Format, expected_shapes
 from megatron_fanformer.formats.recognition import Target
 from megatron_fanformer.formats.reference import WRAP_PREFIX, reference_config
 from megatron_fanformer.formats.weight_files import read_shapes, weight_files
-from megatron_fanformer.inspection.archive import check_archive
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows
 from megatron_fanformer.inspection.report import Advance, Report, plural, size, some
 from megatron_fanformer.model.config import FANformerConfig

@@ -23,6 +23,7 @@ from megatron_fanformer.training.fp8_rules import fp8_problems
 from megatron_fanformer.training.layout_rules import batch_problems, graph_problems, layout_problems
 from megatron_fanformer.training.logging_config import LoggingConfig
 from megatron_fanformer.training.optimizer_config import OptimizerConfig
+from megatron_fanformer.training.recovery_config import RecoveryConfig
 from megatron_fanformer.training.schedule import ScheduleConfig
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before
@@ -94,6 +95,8 @@ class RunConfig:
     """Learning rate over the steps."""
     training: TrainingConfig
     """Length and batches."""
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    """What the run does by itself about damage and bad numbers."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving and starting points."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -82,9 +82,11 @@ class ProgressLine:
         self._task = self._bar.add_task("train", total=total_steps, completed=done_steps, status="")
         self._bar.start()
 
-    def update(self, step: int, *, loss: float, tokens_per_second: float) -> None:
-        """Show a finished step."""
-        status = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
+    def update(self, step: int, metrics: dict[str, Any]) -> None:
+        """Show a finished step, by its metrics."""
+        status = "skipped"
+        if "loss" in metrics:
+            status = f"loss {metrics['loss']:.4f}  {metrics['tokens_per_second']:,.0f} tokens/s"
         self._bar.update(self._task, completed=step, status=status)
         if not self._console.is_terminal and (step % self._interval == 0 or step == self._total):
             line = f"step {step}/{self._total}  {status}  left {self._time_left(step)}"

@@ -6,17 +6,20 @@ One process does it for all ranks (see start.py); what it found is a RunStart, w
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.manifest import check_small_files
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.data.tokenizer import load_tokenizer
-from megatron_fanformer.errors import InputError
-from megatron_fanformer.formats.recognition import checkpoint_to_resume, find_checkpoint
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.formats.recognition import checkpoints_to_resume, find_checkpoint
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.machine_rules import machine_problems
+from megatron_fanformer.training.recovery import read_events
+from megatron_fanformer.training.recovery_config import RecoveryConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +28,16 @@ class RunStart:
 
     resumed: Path | None
     """The run's own checkpoint that it resumes from."""
+    earlier: tuple[Path, ...] = ()
+    """Those before it, the newest first: its tensors are read later, and may turn out to be damaged."""
+    damaged: tuple[tuple[Path, CorruptError], ...] = ()
+    """Those after it, and what is wrong with each."""
     loaded: Path | None
     """The checkpoint whose weights a new run starts with."""
     data: DataSurvey
     """The token files."""
+    events: tuple[dict[str, Any], ...] = ()
+    """What the run has done so far about damage and bad numbers."""
 
 
 def check_run(config: RunConfig, world_size: int | None) -> RunStart:
@@ -39,6 +48,7 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
         CorruptError: token files or a checkpoint are damaged.
     """
     found: list[str] = []
+    resuming = _Resuming()
     data_parallel_size = 1
     if not config.parallel.problems():
         try:
@@ -48,11 +58,11 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
     found += config.problems(data_parallel_size)
     found += _tokenizer_problems(config)
     try:
-        resumed, loaded = _starting_points(config)
+        resuming, loaded = _starting_points(config)
     except InputError as error:
         found.append(str(error))
     else:
-        found += _checkpoint_problems(resumed, loaded, config)
+        found += _checkpoint_problems(resuming.checkpoint, loaded, config)
     found = found or machine_problems(config)  # which imports torch: other problems are reported at once
     if found:
         raise InputError("\n".join(found))
@@ -60,7 +70,7 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
     train_samples, valid_samples = drawn_samples(config)
     counts = SampleCounts(data, config.model.seq_length)
     counts.check(config.data, train_samples=train_samples, valid_samples=valid_samples)
-    return RunStart(resumed=resumed, loaded=loaded, data=data)
+    return _start(config, resuming, loaded, data)
 
 
 def find_start(config: RunConfig) -> RunStart:
@@ -69,8 +79,8 @@ def find_start(config: RunConfig) -> RunStart:
     Raises:
         InputError, CorruptError: a file that it would start from is missing or damaged.
     """
-    resumed, loaded = _starting_points(config)
-    return RunStart(resumed=resumed, loaded=loaded, data=survey_data(config.data))
+    resuming, loaded = _starting_points(config)
+    return _start(config, resuming, loaded, survey_data(config.data))
 
 
 def drawn_samples(config: RunConfig) -> tuple[int, int]:
@@ -79,21 +89,58 @@ def drawn_samples(config: RunConfig) -> tuple[int, int]:
     return training.train_iters * training.global_batch_size, training.eval_iters * training.global_batch_size
 
 
-def _starting_points(config: RunConfig) -> tuple[Path | None, Path | None]:
-    """The checkpoint that a run resumes from, or the one whose weights it starts with. Raises InputError."""
+class _Resuming(NamedTuple):
+    """A run's own checkpoint to go on from, those before it, and those after it, which are damaged."""
+
+    checkpoint: Path | None = None
+    earlier: tuple[Path, ...] = ()
+    damaged: tuple[tuple[Path, CorruptError], ...] = ()
+
+
+def _start(config: RunConfig, resuming: _Resuming, loaded: Path | None, data: DataSurvey) -> RunStart:
+    checkpoint, earlier, damaged = resuming
+    events = tuple(read_events(Path(config.training.run_dir))) if checkpoint else ()
+    return RunStart(resumed=checkpoint, earlier=earlier, damaged=damaged, loaded=loaded, data=data, events=events)
+
+
+def _starting_points(config: RunConfig) -> tuple[_Resuming, Path | None]:
+    """The checkpoint that a run resumes from, or the one whose weights it starts with.
+
+    Raises:
+        InputError: what is named is not what it should be.
+        CorruptError: a checkpoint is damaged, and there is no earlier one, or it is not to be used.
+    """
     run = Path(config.training.run_dir)
     if run.exists() and not run.is_dir():
         raise InputError(f"training.run_dir {run} is a file; name a folder")
     try:
-        resumed = checkpoint_to_resume(run)
+        resuming = _resuming(checkpoints_to_resume(run), config.recovery)
     except InputError as error:
         raise InputError(f"training.run_dir: {error}") from None
-    if resumed or not config.checkpoint.load:
-        return resumed, None
+    if resuming.checkpoint or not config.checkpoint.load:
+        return resuming, None
     try:
-        return None, find_checkpoint(config.checkpoint.load)
+        return resuming, find_checkpoint(config.checkpoint.load)
     except InputError as error:
         raise InputError(f"checkpoint.load: {error}") from None
+
+
+def _resuming(candidates: list[Path], recovery: RecoveryConfig) -> _Resuming:
+    """The first checkpoint whose small files are sound; those of tensors are checked when the ranks load them."""
+    damaged: list[tuple[Path, CorruptError]] = []
+    for number, checkpoint in enumerate(candidates):
+        try:
+            check_small_files(checkpoint)
+            store.saved_config(checkpoint)
+        except CorruptError as error:
+            damaged.append((checkpoint, error))
+            if not recovery.use_earlier_checkpoint:
+                break
+        else:
+            return _Resuming(checkpoint, tuple(candidates[number + 1 :]), tuple(damaged))
+    if damaged:
+        raise damaged[0][1]
+    return _Resuming()
 
 
 def _checkpoint_problems(resumed: Path | None, loaded: Path | None, config: RunConfig) -> list[str]:
@@ -128,6 +175,12 @@ def _resume_problems(checkpoint: Path, config: RunConfig) -> list[str]:
             "checkpoint.load, and another run_dir"
         ]
     found = _model_problems(checkpoint, config)
+    step = store.step_of(checkpoint) or 0
+    if step > config.training.train_iters:
+        found.append(
+            f"training.train_iters is {config.training.train_iters}, but the run in {config.training.run_dir} is at "
+            f"step {step}; raise it, or name another training.run_dir"
+        )
     for name in ("seed", "global_batch_size"):
         present, before = getattr(config.training, name), saved["training"].get(name)
         if present != before:

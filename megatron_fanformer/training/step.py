@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,15 @@ class StepResult:
     """Tokens that the loss was taken over."""
     stop_asked: bool
     """Whether any rank was asked to stop before the step's numbers were summed."""
+
+
+class Sums(NamedTuple):
+    """Losses and tokens of a step's micro batches, on the device."""
+
+    all: Tensor
+    """[3] float64: losses, tokens, and ranks that were asked to stop, summed over all ranks."""
+    own: Tensor | None
+    """[2] float64: losses and tokens of this rank's micro batches; None where another rank has the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,28 +110,41 @@ def train_step(
     batches: Batches,
     grid: RankGrid,
     shape: StepShape,
-    *,
-    stop_asked: Callable[[], bool] = _never,
 ) -> StepResult:
     """Take a step's micro batches from `batches`, and update the weights at the optimizer's current learning rate.
 
     The host waits for the device once: where megatron-core reads the gradient norm, to clip by it. The loss is ready
     by then.
 
-    Args:
-        stop_asked: says, after backward, whether this rank was asked to stop; all ranks learn of it with the loss.
-
     Raises:
         DivergenceError: the loss or the gradient norm is not finite; the weights are unchanged.
+    """
+    result, _ = attempt_step(stages, optimizer, batches, grid, shape)
+    for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
+        if not math.isfinite(value):
+            raise DivergenceError(f"the {name} is {value}; lower optimizer.lr, or inspect the step's documents")
+    update_weights(optimizer, result.grad_norm)
+    return result
+
+
+def attempt_step(
+    stages: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    batches: Batches,
+    grid: RankGrid,
+    shape: StepShape,
+    *,
+    stop_asked: Callable[[], bool] = _never,
+) -> tuple[StepResult, Sums]:
+    """`train_step` up to the update: what the step shows, its gradients in the buffers.
+
+    Args:
+        stop_asked: says, after backward, whether this rank was asked to stop; all ranks learn of it with the loss.
     """
     sums = compute_gradients(stages, optimizer, batches, grid, shape, stop_asked=stop_asked)
     grad_norm = gradient_norm(optimizer)
     loss, tokens, stops = read_sums(sums)
-    for name, value in (("loss", loss), ("gradient norm", grad_norm)):
-        if not math.isfinite(value):
-            raise DivergenceError(f"the {name} is {value}; lower optimizer.lr, or inspect the step's documents")
-    update_weights(optimizer, grad_norm)
-    return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens, stop_asked=stops > 0)
+    return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens, stop_asked=stops > 0), sums
 
 
 def compute_gradients(
@@ -133,7 +155,7 @@ def compute_gradients(
     shape: StepShape,
     *,
     stop_asked: Callable[[], bool] = _never,
-) -> Tensor:
+) -> Sums:
     """Leave the gradients of the next global batch in the buffers; returns its sums for `read_sums`."""
     for stage in stages:
         stage.zero_grad_buffer()
@@ -141,10 +163,26 @@ def compute_gradients(
     return _run_schedule(stages, batches, grid, shape, forward_only=False, stop_asked=stop_asked)
 
 
-def read_sums(sums: Tensor) -> tuple[float, int, int]:
+def read_sums(sums: Sums) -> tuple[float, int, int]:
     """Mean loss per token, tokens, and how many ranks were asked to stop; waits for the device."""
-    loss, tokens, stops = sums.tolist()
+    loss, tokens, stops = sums.all.tolist()
     return loss / max(tokens, 1.0), int(tokens), int(stops)
+
+
+def is_stop_asked(grid: RankGrid, stop_asked: bool) -> bool:
+    """Whether any rank was asked to stop, for a step that computes nothing."""
+    return read_sums(_sum_over_ranks([], grid, stop_asked))[2] > 0
+
+
+def own_numbers(stages: list[DistributedDataParallel], sums: Sums) -> tuple[float, float]:
+    """This rank's own mean loss (0 where another rank has it), and the norm of the gradients in its buffers.
+
+    They are compared with those of another attempt at the same step, to find the rank that computed otherwise.
+    """
+    loss, tokens = (0.0, 1.0) if sums.own is None else sums.own.tolist()
+    buffers = [buffer for stage in stages for buffer in (*stage.buffers, *stage.expert_parallel_buffers)]
+    norms = [torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float64).item() for buffer in buffers]
+    return loss / max(tokens, 1.0), math.hypot(*norms)
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
@@ -180,7 +218,7 @@ def _run_schedule(
     *,
     forward_only: bool,
     stop_asked: Callable[[], bool] = _never,
-) -> Tensor:
+) -> Sums:
     # Each chunk of a stage takes all micro batches; the first to ask for one has it loaded.
     iterators = itertools.tee(itertools.islice(batches, shape.num_micro_batches), len(stages))
     reports = get_forward_backward_func()(
@@ -220,15 +258,13 @@ def _sum_loss(losses_bs: Tensor, loss_mask_bs: Tensor) -> tuple[Tensor, Tensor, 
     return loss, tokens.to(torch.int), {"loss_and_tokens": report}
 
 
-def _sum_over_ranks(reports: list[dict[str, Tensor]], grid: RankGrid, is_asked: bool) -> Tensor:
-    """Losses and tokens of all micro batches and replicas, and how many ranks were asked to stop: [3], on the device.
-
-    Only the last stage knows the loss, and each of its tensor parallel ranks knows the same one.
-    """
+def _sum_over_ranks(reports: list[dict[str, Tensor]], grid: RankGrid, is_asked: bool) -> Sums:
+    """Only the last stage knows the loss, and each of its tensor parallel ranks knows the same one."""
     sums = torch.zeros(3, dtype=torch.float64, device=grid.torch_device)
-    if grid.is_last_stage and grid.groups.tp.rank() == 0:
-        sums[:2] = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0)
+    own = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0) if reports else None
+    if own is not None and grid.is_last_stage and grid.groups.tp.rank() == 0:
+        sums[:2] = own
     if is_asked:
         sums[2] = 1
     dist.all_reduce(sums)
-    return sums
+    return Sums(sums, own)

@@ -2,7 +2,9 @@
 
 import functools
 import gc
+import itertools
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import yaml
 from rich.console import Console
 
@@ -20,7 +23,7 @@ from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.training_state import load_training_state, load_weights
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.errors import DivergenceError, Interrupted
+from megatron_fanformer.errors import CorruptError, DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.processes import STOP_SIGNALS
@@ -33,9 +36,21 @@ from megatron_fanformer.training.machine_choices import choice_lines, choose_for
 from megatron_fanformer.training.metrics import MetricsWriter, ProgressLine
 from megatron_fanformer.training.optimizer import build_optimizer, keep_hyperparameters
 from megatron_fanformer.training.preflight import RunStart, find_start
+from megatron_fanformer.training.recovery import BadSteps, EventLog
 from megatron_fanformer.training.samples import run_batches, run_datasets
 from megatron_fanformer.training.schedule import build_scheduler
-from megatron_fanformer.training.step import StepResult, StepShape, train_step, weights_in_step, wrap_stages
+from megatron_fanformer.training.step import (
+    Batches,
+    StepResult,
+    StepShape,
+    Sums,
+    attempt_step,
+    is_stop_asked,
+    own_numbers,
+    update_weights,
+    weights_in_step,
+    wrap_stages,
+)
 
 GARBAGE_INTERVAL = 100  # steps
 
@@ -92,6 +107,9 @@ class Trainer:
     def take_step(self) -> Literal["signal", "exit_interval"] | None:
         """Train one step and do all that is due after it; returns why to end now, or None."""
         metrics = self._train_one_step()
+        if self._bad_steps.are_too_many:
+            self._go_back()
+            return "signal" if self._is_stopping else None
         metrics.update(self._evaluate_if_due())
         self._log(metrics)
         stopping = self._shall_stop()
@@ -110,29 +128,94 @@ class Trainer:
 
     # -- one step
 
-    def _train_one_step(self) -> dict[str, float]:
-        """Take the next step; returns its metrics."""
+    def _train_one_step(self) -> dict[str, Any]:
+        """Take the next step, or skip it; returns its metrics."""
         started = time.monotonic()
         self.step += 1
         self._scheduler.step(1)
-        try:
-            result = train_step(
-                self._wrapped,
-                self._optimizer,
-                self._batches,
-                self.grid,
-                self._shape,
-                stop_asked=lambda: self._stop_asked,
-            )
-        except DivergenceError as error:  # on every rank
-            self._publish_if_written(blocking=True)  # of an earlier step, and sound
-            raise DivergenceError(f"step {self.step}: {error}") from None
+        batches = _StepBatches(self._batches, self._shape.num_micro_batches)
         self.consumed_samples += self.config.training.global_batch_size
+        if reason := self._bad_steps.reason_to_skip(self.step):
+            batches.skip()
+            self._is_stopping = is_stop_asked(self.grid, self._stop_asked)
+            return self._skipped(reason)
+        result, fault = self._attempt(batches)
         self._is_stopping = result.stop_asked
+        if fault is not None:
+            self._bad_steps.note_bad(self.step, fault)
+            return self._skipped(fault)
+        update_weights(self._optimizer, result.grad_norm)
+        self._bad_steps.note_good(result.loss, result.grad_norm)
         self.last_step_seconds = time.monotonic() - started
         return self._metrics_of(result)
 
-    def _metrics_of(self, result: StepResult) -> dict[str, float]:
+    def _attempt(self, batches: "_StepBatches") -> tuple[StepResult, str | None]:
+        """Compute the step, once more if its numbers are bad; returns the last numbers, and what is wrong with them."""
+        result, sums = self._compute(batches)
+        fault = self._bad_steps.fault_in(result.loss, result.grad_norm)
+        if fault is None or not self.config.recovery.compute_again:
+            return result, fault
+        own = [own_numbers(self._wrapped, sums)]
+        again, sums = self._compute(batches)
+        own.append(own_numbers(self._wrapped, sums))
+        still = self._bad_steps.fault_in(again.loss, again.grad_norm)
+        self._tell_computed_again(fault, still, own)
+        return again, still
+
+    def _compute(self, batches: "_StepBatches") -> tuple[StepResult, Sums]:
+        arguments = (self._wrapped, self._optimizer, iter(batches), self.grid, self._shape)
+        return attempt_step(*arguments, stop_asked=lambda: self._stop_asked)
+
+    def _tell_computed_again(self, first: str, second: str | None, own: list[tuple[float, float]]) -> None:
+        """Say which ranks computed otherwise when the step was repeated; a collective call."""
+        ranks: list[Any] = [own]
+        if self.grid.world_size > 1:
+            ranks = [None] * self.grid.world_size
+            dist.all_gather_object(ranks, own)
+        differing = [rank for rank, (before, after) in enumerate(ranks) if repr(before) != repr(after)]
+        who = f"rank {', '.join(map(str, differing))} computed otherwise" if differing else "every rank the same"
+        outcome = "is good" if second is None else second
+        logger.info("step %d  %s; computed again, %s (%s)", self.step, first, outcome, who)
+        self._events.add("computed_again", self.step, first=first, second=second, ranks=differing)
+
+    def _skipped(self, reason: str) -> dict[str, Any]:
+        logger.info("step %d  skipped: %s", self.step, reason)
+        self._events.add("skipped", self.step, reason=reason)
+        return {
+            "skipped": reason,
+            "learning_rate": self._optimizer.param_groups[0]["lr"],
+            "tokens": self.consumed_samples * self.config.model.seq_length,
+            **self._events.totals(),
+        }
+
+    def _go_back(self) -> None:
+        """Go on from the last checkpoint before the bad steps, which are skipped from now on.
+
+        Raises:
+            DivergenceError: there is none, or the run has gone back too often.
+        """
+        self._publish_if_written(blocking=True)
+        bad = self._bad_steps.in_a_row
+        first, last = min(bad), max(bad)
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        candidates = on_main(lambda: [path.name for path in store.checkpoints_to_resume(self.run)])
+        before = [self.run / store.CHECKPOINTS / name for name in candidates if name < store.checkpoint_name(first)]
+        if not before or not self._bad_steps.may_rewind:
+            tried = "there is no checkpoint to go back to" if not before else "the run does not go back again"
+            raise DivergenceError(
+                f"{steps}: {bad[last]}, and {tried}; lower optimizer.lr, or inspect the steps' documents"
+            )
+        skipped = self._bad_steps.note_rewind()
+        self._resume(before)
+        self._events.add("rewound", self.step, skipped=skipped)
+        self._load_data()
+        if self.grid.is_main:
+            self._metrics.close()
+            self._progress.close()
+            self._open_metrics()
+        logger.info("%s: %s; went back to step %d, and will skip them", steps, skipped[last], self.step)
+
+    def _metrics_of(self, result: StepResult) -> dict[str, Any]:
         tokens_per_second = result.tokens / self.last_step_seconds
         return {
             "loss": result.loss,
@@ -141,14 +224,16 @@ class Trainer:
             "tokens": self.consumed_samples * self.config.model.seq_length,
             "tokens_per_second": tokens_per_second,
             "model_flops_per_second": tokens_per_second * training_flops_per_token(self.config.model),
+            **self._events.totals(),
         }
 
-    def _log(self, metrics: dict[str, float]) -> None:
+    def _log(self, metrics: dict[str, Any]) -> None:
         if self.grid.is_main:
             self._metrics.write(self.step, metrics)
-            self._progress.update(self.step, loss=metrics["loss"], tokens_per_second=metrics["tokens_per_second"])
+            self._progress.update(self.step, metrics)
         if self.step % self.config.logging.log_interval == 0 or self._is_over:
-            logger.debug("step %d  %s", self.step, "  ".join(f"{name} {value:g}" for name, value in metrics.items()))
+            numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
+            logger.debug("step %d  %s", self.step, "  ".join(f"{name} {value:g}" for name, value in numbers.items()))
 
     # -- what is periodic
 
@@ -162,6 +247,12 @@ class Trainer:
         for name, dataset in self._data.valid.items():
             with weights_in_step(self._wrapped):
                 loss = evaluate_loss(self._wrapped, dataset, self.grid, self._shape, eval_iters=training.eval_iters)
+            if not math.isfinite(loss):
+                self._publish_if_written(blocking=True)  # of an earlier step, and sound
+                raise DivergenceError(
+                    f"step {self.step}: the validation loss ({name}) is {loss}; start again to go on from the last "
+                    "checkpoint, with a lower optimizer.lr if it happens again"
+                )
             losses[f"{store.VALIDATION_LOSS}/{name}"] = loss
             logger.info("step %d  validation loss (%s) %.4f", self.step, name, loss)
         return losses
@@ -169,6 +260,8 @@ class Trainer:
     def _save_if_due(self, *, force: bool) -> None:
         interval = self.config.checkpoint.save_interval
         due = interval is not None and self.step % interval == 0
+        if self._bad_steps.in_a_row:
+            due = False  # nothing has changed, and the run may go back to before them
         if not (due or force or self._is_over):
             return
         self._publish_if_written(blocking=True)  # one at a time
@@ -177,7 +270,11 @@ class Trainer:
                 step=self.step,
                 stages=self._stages,
                 optimizer=self._optimizer,
-                progress={"step": self.step, "consumed_samples": self.consumed_samples},
+                progress={
+                    "step": self.step,
+                    "consumed_samples": self.consumed_samples,
+                    "medians": self._bad_steps.medians(),
+                },
                 config=self._resolved_config(),
                 attachments=self._attachments(),
             )
@@ -189,11 +286,12 @@ class Trainer:
 
     def _tell_saved(self, folder: Path | None) -> None:
         if folder is not None:
+            self._bad_steps.note_saved()
             logger.info("step %d  saved %s", self.step, folder)  # possibly of an earlier step
 
     @property
     def _is_over(self) -> bool:
-        return self.step == self.config.training.train_iters
+        return self.step >= self.config.training.train_iters
 
     def _shall_stop(self) -> Literal["signal", "exit_interval"] | None:
         """Why to end after this step, the same on all ranks; None to continue."""
@@ -234,13 +332,7 @@ class Trainer:
             dtype=self.dtype,
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         )
-        self._scheduler = build_scheduler(
-            config.schedule,
-            self._optimizer,
-            lr=config.optimizer.lr,
-            weight_decay=config.optimizer.weight_decay,
-            train_iters=config.training.train_iters,
-        )
+        self._scheduler = self._build_scheduler()
         self._saver = CheckpointSaver(
             self.run,
             grid,
@@ -254,21 +346,64 @@ class Trainer:
             seq_length=config.model.seq_length,
         )
 
-    def _start_or_resume(self) -> None:
-        if self._start.resumed is None:
-            return
-        started = time.monotonic()
-        progress = load_training_state(
-            self._start.resumed,
-            stages=self._stages,
-            optimizer=self._optimizer,
-            config=self._resolved_config(),
-            grid=self.grid,
-            amend_parameter_groups=functools.partial(keep_hyperparameters, self._optimizer),
-            fully_parallel=self.config.checkpoint.fully_parallel_save,
+    def _build_scheduler(self) -> Any:
+        config = self.config
+        return build_scheduler(
+            config.schedule,
+            self._optimizer,
+            lr=config.optimizer.lr,
+            weight_decay=config.optimizer.weight_decay,
+            train_iters=config.training.train_iters,
         )
+
+    def _start_or_resume(self) -> None:
+        past = list(self._start.events)
+        self._events = EventLog(self.run, past, writes=self.grid.is_main)
+        self._bad_steps = BadSteps(self.config.recovery, past)
+        if self._start.resumed is not None:
+            self._resume([self._start.resumed, *self._start.earlier], list(self._start.damaged))
+
+    def _resume(self, candidates: list[Path], damaged: list[tuple[Path, CorruptError]] | None = None) -> None:
+        """Go on from the first of some checkpoints that is not damaged; those that are, are set aside.
+
+        Args:
+            damaged: others that have been found damaged, and what is wrong with each.
+
+        Raises:
+            CorruptError: all are, or the first is and no other is to be used.
+        """
+        started = time.monotonic()
+        damaged = [] if damaged is None else damaged
+        for checkpoint in candidates:
+            try:
+                self._load_checkpoint(checkpoint)
+                break
+            except CorruptError as error:
+                damaged.append((checkpoint, error))
+                if not self.config.recovery.use_earlier_checkpoint:
+                    raise
+        else:
+            raise damaged[0][1]
+        on_main(lambda: store.point_to(checkpoint, [path for path, _ in damaged]))
+        for path, reason in damaged:
+            logger.warning("%s; it is set aside, and the run goes on from %s", reason, checkpoint.name)
+            self._events.add("earlier_checkpoint", self.step, damaged=path.name, reason=str(reason))
+        logger.debug("loaded %s in %.1f s", checkpoint, time.monotonic() - started)
+
+    def _load_checkpoint(self, checkpoint: Path) -> None:
+        with weights_in_step(self._wrapped):
+            progress = load_training_state(
+                checkpoint,
+                stages=self._stages,
+                optimizer=self._optimizer,
+                config=self._resolved_config(),
+                grid=self.grid,
+                amend_parameter_groups=functools.partial(keep_hyperparameters, self._optimizer),
+                fully_parallel=self.config.checkpoint.fully_parallel_save,
+            )
         self.step, self.consumed_samples = progress["step"], progress["consumed_samples"]
-        logger.debug("loaded %s in %.1f s", self._start.resumed, time.monotonic() - started)
+        self._bad_steps.set_medians(progress.get("medians", {}))
+        self._scheduler = self._build_scheduler()
         self._scheduler.step(self.step)
 
     def _load_data(self) -> None:
@@ -312,6 +447,25 @@ class Trainer:
     def _attachments(self) -> list[Path]:
         tokenizer = self.config.data.tokenizer
         return [tokenizer_file(Path(tokenizer))] if tokenizer else []
+
+
+class _StepBatches:
+    """The micro batches of one step, taken from a stream as they are asked for, and kept to be taken again."""
+
+    def __init__(self, stream: Batches, count: int) -> None:
+        self._stream, self._count = stream, count
+        self._taken: list[dict[str, torch.Tensor]] = []
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for number in range(self._count):
+            if number == len(self._taken):
+                self._taken.append(next(self._stream))
+            yield self._taken[number]
+
+    def skip(self) -> None:
+        """Take them, for nobody."""
+        for _ in itertools.islice(self._stream, self._count):
+            pass
 
 
 @contextmanager

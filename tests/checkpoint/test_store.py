@@ -1,6 +1,10 @@
 """Publication of checkpoints, and finding one's way among them."""
 
+import os
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,11 +58,71 @@ def test_a_rewound_run_keeps_what_it_saves(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path).name == "step-00000015"
 
 
-def test_a_latest_that_names_nothing_is_corrupt(tmp_path: Path) -> None:
-    save(tmp_path, 10)
-    (tmp_path / store.CHECKPOINTS / store.LATEST).write_text("step-00000011\n")
-    with pytest.raises(CorruptError, match="step-00000011"):
+def spoiled_pointers() -> dict[str, Callable[[Path], Any]]:
+    """By name: what replaces `latest`."""
+    return {
+        "dangling": lambda path: path.write_text("step-00000011\n"),
+        "binary": lambda path: path.write_bytes(b"\xff\x00\xfe"),
+        "long": lambda path: path.write_text("x" * 5000),
+        "outside": lambda path: path.write_text("../checkpoints/step-00000010"),
+        "folder": lambda path: path.mkdir(),
+        "pipe": os.mkfifo,
+        "dangling link": lambda path: path.symlink_to("nowhere"),
+    }
+
+
+@pytest.mark.parametrize("spoiled", spoiled_pointers())
+def test_a_latest_that_names_nothing(tmp_path: Path, spoiled: str, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+    pointer = tmp_path / store.CHECKPOINTS / store.LATEST
+    pointer.unlink()
+    spoiled_pointers()[spoiled](pointer)
+    with pytest.raises(CorruptError, match=re.escape(str(pointer))) as caught:
         store.latest_checkpoint(tmp_path)
+    assert len(str(caught.value)) < 500
+    assert [path.name for path in store.checkpoints_to_resume(tmp_path)] == ["step-00000020", "step-00000010"]
+    assert "going on from the newest there, step-00000020" in caplog.text
+
+
+def test_without_latest_the_newest_is_taken_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+    (tmp_path / store.CHECKPOINTS / store.LATEST).unlink()
+    assert store.latest_checkpoint(tmp_path) == store.checkpoints_to_resume(tmp_path)[0]
+    assert "latest is missing; step-00000020 is the newest checkpoint there" in caplog.text
+    assert "latest is missing; going on from the newest there, step-00000020" in caplog.text
+
+
+def test_nothing_starts_anew_beside_checkpoints_that_are_not_complete(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 10)
+    (checkpoint / store.MEGATRON_METADATA).unlink()
+    with pytest.raises(CorruptError, match="step-00000010"):
+        store.checkpoints_to_resume(tmp_path)
+    (tmp_path / store.CHECKPOINTS / store.LATEST).unlink()
+    with pytest.raises(CorruptError, match="step-00000010 is not a complete checkpoint, and there is no other"):
+        store.checkpoints_to_resume(tmp_path)
+
+
+def test_a_run_that_was_set_back_goes_on_from_there_or_from_before(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    (tmp_path / store.CHECKPOINTS / store.LATEST).write_text("step-00000020\n")
+    first, second = store.checkpoints_to_resume(tmp_path)
+    store.point_to(second, [first])
+    assert names(tmp_path) == ["damaged-step-00000020", "latest", "step-00000010", "step-00000030"]
+    assert store.checkpoints_to_resume(tmp_path) == [second]
+
+
+def test_what_cannot_be_removed_is_told_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    elsewhere = save(tmp_path / "elsewhere", 10)
+    save(tmp_path, 20)
+    (tmp_path / store.CHECKPOINTS / "step-00000010").symlink_to(elsewhere)
+    save(tmp_path, 30, keep=1)
+    assert names(tmp_path) == ["latest", "step-00000030"]
+    assert elsewhere.is_dir()
+    store.remove(tmp_path / "nowhere")
+    assert "nowhere could not be removed" in caplog.text
 
 
 def test_a_configuration_that_states_no_model_is_corrupt(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from megatron_fanformer.formats.recognition import (
     RUNNABLE,
     Kind,
     checkpoint_of,
-    checkpoint_to_resume,
+    checkpoints_to_resume,
     find_checkpoint,
     recognise,
 )
@@ -64,18 +64,18 @@ def test_the_checkpoint_of_a_run_is_its_latest(tmp_path: Path) -> None:
     checkpoint = run / store.CHECKPOINTS / STEP
     for path in (run, run / store.CHECKPOINTS, checkpoint):
         assert checkpoint_of(recognise(path)) == find_checkpoint(path) == checkpoint
-    assert checkpoint_to_resume(run) == checkpoint
+    assert checkpoints_to_resume(run) == [checkpoint]
     (run / store.CHECKPOINTS / store.LATEST).write_text("step-00000009")
-    for asked in (find_checkpoint, checkpoint_to_resume):
-        with pytest.raises(CorruptError, match="latest names step-00000009"):
-            asked(run)
+    with pytest.raises(CorruptError, match="latest names 'step-00000009'"):
+        find_checkpoint(run)
+    assert checkpoints_to_resume(run) == [checkpoint]
 
 
 def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / store.CONFIG).write_text("training: {}\nmodel: {}\n")
     assert recognise(tmp_path / "run").kind == "run"
-    assert checkpoint_to_resume(tmp_path / "run") is None
+    assert checkpoints_to_resume(tmp_path / "run") == []
     with pytest.raises(InputError, match="is a run's folder without a checkpoint yet"):
         find_checkpoint(tmp_path / "run")
 

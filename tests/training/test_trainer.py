@@ -336,7 +336,7 @@ def test_a_number_that_is_not_finite_ends_the_run_and_changes_no_weight(
     what: str,
     degrees: dict[str, int],
 ) -> None:
-    values = small_run(tokens, tmp_path / "run", parallel=degrees)
+    values = small_run(tokens, tmp_path / "run", parallel=degrees, recovery={"max_bad_steps_in_a_row": 0})
     for message, exit_code, unchanged, metrics in run_on_ranks(2, diverge, values, spoil):
         assert message.startswith(f"step 1: {what}")
         assert (exit_code, unchanged, metrics) == (4, True, [])

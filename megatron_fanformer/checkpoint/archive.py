@@ -1,4 +1,4 @@
-"""The only checksum that weights carry: the CRC-32 of each record of a torch archive, which is a zip file."""
+"""The checksum that weights carry by themselves: the CRC-32 of each record of a torch archive, which is a zip file."""
 
 import zipfile
 from pathlib import Path

@@ -1,0 +1,198 @@
+"""`manifest.json` of a checkpoint: its step, and the size and CRC-32 of every other file in it.
+
+It is written last, when the checkpoint is published, and checked by whatever reads the checkpoint, before anything is
+used of it. Sums are taken of blocks, so that ranks share the reading of a large file, and damage is told with its
+place. A CRC-32 shows every change of up to 32 neighbouring bits, and all but one in four billion of any other; it does
+not protect against somebody who changes the manifest, too.
+
+torch is not imported here.
+"""
+
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from isal import isal_zlib
+
+from megatron_fanformer.errors import CorruptError
+
+MANIFEST = "manifest.json"
+BLOCK_BYTES = 1 << 26
+READ_BYTES = 1 << 20
+WEIGHTS_SUFFIX = ".distcp"
+_RANK_SUMS = ".sums-{rank:05d}.json"
+REMEDY = "copy it again, or use another checkpoint"
+
+
+class FileSums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file as it was written."""
+
+    bytes: int
+    crc32: list[str]
+    """Of each block of `block_bytes`, in eight hexadecimal digits; an empty file has one of no bytes."""
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a checkpoint consists of."""
+
+    step: int
+    block_bytes: int
+    files: dict[str, FileSums]
+    """By name: all files of the folder but the manifest."""
+    crc32: str
+    """Of the fields above, as `_own_sum` takes it: a damaged name may be another file's."""
+
+    def small_files(self) -> list[str]:
+        """All but the tensors."""
+        return [name for name in self.files if not name.endswith(WEIGHTS_SUFFIX)]
+
+
+class _Block(NamedTuple):
+    """A block to check: where it is, and what its file's size and its own sum should be."""
+
+    path: Path
+    file_bytes: int
+    offset: int
+    length: int
+    crc32: str
+
+
+# -- writing
+
+
+def write_rank_sums(folder: Path, rank: int) -> None:
+    """Leave the sums of the tensors that a rank has written in a folder, for `write_manifest` there."""
+    sums = {file.name: _sums_of(file) for file in folder.glob(f"__{rank}_*{WEIGHTS_SUFFIX}")}
+    (folder / _RANK_SUMS.format(rank=rank)).write_bytes(msgspec.json.encode(sums))
+
+
+def write_manifest(folder: Path, step: int) -> None:
+    """Add the manifest to a complete checkpoint; sums that no rank has left are taken now."""
+    sums: dict[str, FileSums] = {}
+    for left in sorted(folder.glob(_RANK_SUMS.format(rank=0).replace("00000", "*"))):
+        sums.update(msgspec.json.decode(left.read_bytes(), type=dict[str, FileSums]))
+        left.unlink()
+    for file in sorted(folder.iterdir()):
+        if file.name not in sums and file.name != MANIFEST:
+            sums[file.name] = _sums_of(file)
+    files = dict(sorted(sums.items()))
+    manifest = Manifest(step, BLOCK_BYTES, files, _own_sum(step, BLOCK_BYTES, files))
+    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
+
+
+def _own_sum(step: int, block_bytes: int, files: dict[str, FileSums]) -> str:
+    return f"{isal_zlib.crc32(msgspec.json.encode((step, block_bytes, files))):08x}"
+
+
+def _sums_of(file: Path) -> FileSums:
+    size = file.stat().st_size
+    return FileSums(size, [_crc32(file, offset, length) for offset, length in _blocks_of(size, BLOCK_BYTES)])
+
+
+def _blocks_of(size: int, block_bytes: int) -> Iterator[tuple[int, int]]:
+    """Offset and length of each block; one of no bytes for an empty file."""
+    for offset in range(0, max(size, 1), block_bytes):
+        yield offset, min(block_bytes, size - offset)
+
+
+def _crc32(file: Path, offset: int, length: int) -> str:
+    value = 0
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(offset)
+        while length and (read := stream.read(min(length, READ_BYTES))):
+            value = isal_zlib.crc32(read, value)
+            length -= len(read)
+    return f"{value:08x}"
+
+
+# -- reading
+
+
+def read_manifest(checkpoint: Path) -> Manifest | None:
+    """The manifest of a checkpoint; None for one that was written before there were manifests.
+
+    Raises:
+        CorruptError: it cannot be read.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CorruptError(f"{path} is not a file; {REMEDY}")
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CorruptError(f"{path} cannot be read ({error}); {REMEDY}") from error
+    if manifest.crc32 != _own_sum(manifest.step, manifest.block_bytes, manifest.files):
+        raise CorruptError(f"{path} is damaged (its own CRC-32 differs); {REMEDY}")
+    for name, file in manifest.files.items():
+        named_here = name and Path(name).name == name and name != MANIFEST
+        blocks = manifest.block_bytes > 0 and -(-max(file.bytes, 1) // manifest.block_bytes)
+        if not named_here or file.bytes < 0 or blocks != len(file.crc32):
+            raise CorruptError(f"{path} is damaged in what it says of {name!r}; {REMEDY}")
+    return manifest
+
+
+def check_files(
+    checkpoint: Path,
+    manifest: Manifest,
+    names: Iterable[str] | None = None,
+    *,
+    share: int = 0,
+    shares: int = 1,
+    advance: Callable[[int], None] = lambda _bytes: None,
+) -> None:
+    """Compare the files of a checkpoint with its manifest.
+
+    Args:
+        names: of the files; None: all.
+        share, shares: every rank checks one of this many shares of the blocks.
+        advance: is told the bytes of each block that was checked.
+
+    Raises:
+        CorruptError: a file is missing, has another size, or has changed; names it, and where.
+    """
+    blocks = list(_expected(checkpoint, manifest, manifest.files if names is None else names))
+    for block in blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]:
+        _check_block(block)
+        advance(block.length)
+
+
+def check_small_files(checkpoint: Path) -> Manifest | None:
+    """Compare all files but the tensors with the manifest, and return it; None where there is none.
+
+    Raises:
+        CorruptError: the manifest cannot be read, or does not agree.
+    """
+    manifest = read_manifest(checkpoint)
+    if manifest is not None:
+        check_files(checkpoint, manifest, manifest.small_files())
+    return manifest
+
+
+def _expected(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[_Block]:
+    for name in names:
+        file = manifest.files[name]
+        spans = _blocks_of(file.bytes, manifest.block_bytes)
+        for (offset, length), crc32 in zip(spans, file.crc32, strict=True):
+            yield _Block(checkpoint / name, file.bytes, offset, length, crc32)
+
+
+def _check_block(block: _Block) -> None:
+    path = block.path
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise CorruptError(f"{path} is not a file; {REMEDY}")
+        if found.st_size != block.file_bytes:
+            raise CorruptError(f"{path} has {found.st_size} bytes, its manifest says {block.file_bytes}; {REMEDY}")
+        crc32 = _crc32(path, block.offset, block.length)
+    except OSError as error:
+        raise CorruptError(f"{path} cannot be read ({error.strerror}); {REMEDY}") from error
+    if crc32 != block.crc32:
+        place = f"bytes {block.offset} to {block.offset + block.length}"
+        raise CorruptError(
+            f"{path} is damaged (CRC-32 of {place} is {crc32}, its manifest says {block.crc32}); {REMEDY}"
+        )

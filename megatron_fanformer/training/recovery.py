@@ -1,0 +1,156 @@
+"""What a run does about steps whose numbers are bad: which they are, what has been done, and where that is kept.
+
+    good                     the weights are updated
+    bad, good when repeated  a machine was at fault: updated by the second attempt
+    bad                      the step's samples are skipped, the weights stay
+    several bad in a row     the run goes back to the last checkpoint before them, and skips them from the start
+
+Every rank comes to the same decision: it judges numbers that all of them have. The trainer carries it out. What
+happened is appended to `recovery.jsonl` in the run's folder, from which a resumed run learns what to skip.
+"""
+
+import json
+import math
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_fanformer.checkpoint.store import RECOVERY
+from megatron_fanformer.training.recovery_config import RecoveryConfig
+
+Event = Literal["earlier_checkpoint", "computed_again", "skipped", "rewound"]
+TOTALS: dict[str, str] = {
+    "earlier_checkpoint": "recovery/damaged_checkpoints",
+    "computed_again": "recovery/recomputed_steps",
+    "skipped": "recovery/skipped_steps",
+    "rewound": "recovery/rewinds",
+}
+"""By event: the number in a step's metrics that counts it over the whole run."""
+
+
+def read_events(run: Path) -> Iterator[dict[str, Any]]:
+    """What a run has done about damage and bad numbers, the oldest first; lines that are not events are left out."""
+    try:
+        lines = (run / RECOVERY).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(event, dict) and event.get("event") in TOTALS and isinstance(event.get("step"), int):
+            yield event
+
+
+class EventLog:
+    """The events of a run, counted; every rank keeps one, and rank 0 writes them.
+
+    Args:
+        past: what `read_events` found when the run started, the same on all ranks.
+    """
+
+    def __init__(self, run: Path, past: list[dict[str, Any]], *, writes: bool) -> None:
+        self._path, self._writes = run / RECOVERY, writes
+        self._counts = Counter(str(event["event"]) for event in past)
+
+    def add(self, event: Event, step: int, **facts: Any) -> None:
+        """Record an event; `facts` are plain values."""
+        self._counts[event] += 1
+        if self._writes:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "event": event, "time": round(time.time(), 3), **facts}) + "\n")
+
+    def totals(self) -> dict[str, int]:
+        """What has happened so far, for the metrics; nothing that has not."""
+        return {TOTALS[event]: count for event, count in self._counts.items()}
+
+
+class BadSteps:
+    """Says which steps are bad, and which are to be skipped.
+
+    Args:
+        past: what `read_events` found when the run started.
+    """
+
+    def __init__(self, config: RecoveryConfig, past: list[dict[str, Any]]) -> None:
+        self._config = config
+        self._losses: deque[float] = deque(maxlen=config.spike_window)
+        self._norms: deque[float] = deque(maxlen=config.spike_window)
+        self._to_skip = dict.fromkeys(config.iterations_to_skip, "named in recovery.iterations_to_skip")
+        for event in past:
+            if event["event"] == "rewound":
+                self.skip_from_now_on(event.get("skipped", {}))
+        self.in_a_row: dict[int, str] = {}
+        """The bad steps since the last good one, and what was wrong with each."""
+        self._rewinds = 0  # without a new checkpoint in between
+
+    def reason_to_skip(self, step: int) -> str | None:
+        """Why a step is not to be computed; None if it is."""
+        return self._to_skip.get(step)
+
+    def skip_from_now_on(self, steps: dict[Any, Any]) -> None:
+        """Skip steps, for the reasons given."""
+        self._to_skip.update({int(step): str(reason) for step, reason in steps.items()})
+
+    def fault_in(self, loss: float, grad_norm: float) -> str | None:
+        """What is wrong with a step's numbers; None if nothing is."""
+        numbers = (
+            ("loss", loss, self._losses, self._config.spiky_loss_factor),
+            ("gradient norm", grad_norm, self._norms, self._config.spiky_grad_norm_factor),
+        )
+        for name, value, _, _ in numbers:
+            if self._config.check_for_nan_in_loss_and_grad and not math.isfinite(value):
+                return f"the {name} is {value}"
+        if self._config.check_for_spiky_loss and len(self._losses) >= self._config.spike_window // 10:
+            for name, value, window, factor in numbers:
+                if value > factor * (usual := statistics.median(window)):
+                    return f"the {name} is {value:.4g}, more than {factor:g} times its median of {usual:.4g}"
+        return None
+
+    def note_good(self, loss: float, grad_norm: float) -> None:
+        """A step was taken."""
+        self.in_a_row.clear()
+        if self._config.check_for_spiky_loss:
+            self._losses.append(loss)
+            self._norms.append(grad_norm)
+
+    def note_bad(self, step: int, fault: str) -> None:
+        """A step was skipped because of its numbers."""
+        self.in_a_row[step] = fault
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether skipping has not helped: the run must go back, or end."""
+        return len(self.in_a_row) >= max(1, self._config.max_bad_steps_in_a_row)
+
+    @property
+    def may_rewind(self) -> bool:
+        """Whether the run may go back once more."""
+        return self._config.max_bad_steps_in_a_row > 0 and self._rewinds < self._config.max_rewinds
+
+    def note_rewind(self) -> dict[int, str]:
+        """The run goes back, and will skip the bad steps, which are returned."""
+        skipped = dict(self.in_a_row)
+        self._rewinds += 1
+        self.skip_from_now_on(skipped)
+        self.in_a_row.clear()
+        return skipped
+
+    def note_saved(self) -> None:
+        """The run has saved a new checkpoint: what it went back for lies behind it."""
+        self._rewinds = 0
+
+    def medians(self) -> dict[str, list[float]]:
+        """What the running medians are taken over, for a checkpoint; empty where no spikes are looked for."""
+        return {"losses": list(self._losses), "grad_norms": list(self._norms)} if self._losses else {}
+
+    def set_medians(self, saved: dict[str, list[float]]) -> None:
+        """Go on from what a checkpoint has of `medians`."""
+        for window, name in ((self._losses, "losses"), (self._norms, "grad_norms")):
+            window.clear()
+            window.extend(saved.get(name, ()))

@@ -1,0 +1,414 @@
+"""What a run does by itself: about damaged checkpoints, and about steps whose numbers are bad."""
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.errors import CorruptError, DivergenceError, InputError
+from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.training.config import config_from_dict
+from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.training.preflight import check_run
+from megatron_fanformer.training.recovery import BadSteps, EventLog, read_events
+from megatron_fanformer.training.recovery_config import RecoveryConfig
+from tests.small_runs import small_run, write_tokens
+from tests.training.test_trainer import numbers, stored_tensors, train
+
+RunOnRanks = Callable[..., list[Any]]
+STEPS = 12
+LAST = store.checkpoint_name(STEPS)
+LAYOUT = {"data_parallel_size": 2}
+
+
+class Poison(NamedTuple):
+    """Gradients of one rank that are not finite."""
+
+    steps: Collection[int]
+    attempts: int = 1000
+    """How often each of the steps is spoiled before it is computed as it should be."""
+    rank: int = 1
+
+
+def train_poisoned(values: dict[str, Any], poison: Poison) -> str | None:
+    """Run a configuration with poison in it; what ended it, if anything did."""
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid)
+        left = dict.fromkeys(poison.steps, poison.attempts)
+
+        def spoil(gradient: torch.Tensor) -> torch.Tensor:
+            if grid.rank != poison.rank or left.get(trainer.step, 0) <= 0:
+                return gradient
+            left[trainer.step] -= 1
+            return gradient * float("nan")
+
+        trainer._stages[0].decoder.layers[0].mlp.linear_fc2.weight.register_hook(spoil)
+        try:
+            trainer.train()
+        except (DivergenceError, CorruptError) as error:
+            return str(error)
+        finally:
+            trainer.close()
+    return None
+
+
+def flip_a_weight(stage: Any) -> None:
+    """The highest bit of the exponent of one weight."""
+    stage.embedding.word_embeddings.weight.data.view(torch.int32)[3, 0] ^= 1 << 30
+
+
+def enlarge_weights(stage: Any) -> None:
+    """All logits."""
+    stage.decoder.final_layernorm.weight.data.mul_(30.0)
+
+
+def train_with_other_weights(values: dict[str, Any], step: int, change: Callable[[Any], None]) -> None:
+    """Run a configuration; weights change on every replica before a step."""
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid)
+        left = [1]
+
+        def change_once(*_: Any) -> None:
+            if trainer.step == step and left:
+                left.clear()
+                change(trainer._stages[0])
+
+        trainer._wrapped[0].register_forward_pre_hook(change_once)
+        trainer.train()
+        trainer.close()
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("tokens") / "random")
+
+
+@pytest.fixture(scope="module")
+def configured(tokens: str) -> Callable[..., dict[str, Any]]:
+    """`configured(run, **recovery)`: a run that saves after every fifth step."""
+
+    def configuration(run: Path, **recovery: Any) -> dict[str, Any]:
+        return small_run(
+            tokens,
+            run,
+            parallel=LAYOUT,
+            training={"train_iters": STEPS},
+            checkpoint={"save_interval": 5},
+            recovery=recovery,
+        )
+
+    return configuration
+
+
+@pytest.fixture(scope="module")
+def without(
+    run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory, configured: Callable[..., dict[str, Any]]
+) -> Callable[..., Path]:
+    """`without(3, 4)`: a run that was told to skip these steps; made when first asked for."""
+    made: dict[tuple[int, ...], Path] = {}
+
+    def run(*steps: int) -> Path:
+        if steps not in made:
+            made[steps] = tmp_path_factory.mktemp("without") / "run"
+            run_on_ranks(2, train, configured(made[steps], iterations_to_skip=list(steps)))
+        return made[steps]
+
+    return run
+
+
+def taken(run: Path) -> list[tuple[Any, ...]]:
+    """Step and numbers of the steps that were taken."""
+    return [(m["step"], m["loss"], m["grad_norm"]) for m in read_metrics(run) if "skipped" not in m]
+
+
+def assert_same_end(run_on_ranks: RunOnRanks, run: Path, expected: Path) -> None:
+    """The same steps with the same numbers, and the same checkpoint in the end, bit for bit."""
+    assert taken(run) == taken(expected)
+    [ours], [theirs] = (
+        run_on_ranks(1, stored_tensors, folder / store.CHECKPOINTS / LAST) for folder in (run, expected)
+    )
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(run) if event["event"] == kind]
+
+
+# -- bad numbers
+
+
+def test_poisoned_steps_are_skipped_as_if_they_had_been_named(
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
+) -> None:
+    values = configured(tmp_path / "run")
+    assert run_on_ranks(2, train_poisoned, values, Poison((3, 7, 9))) == [None, None]
+    assert_same_end(run_on_ranks, tmp_path / "run", without(3, 7, 9))
+    skipped = [m for m in read_metrics(tmp_path / "run") if "skipped" in m]
+    assert [m["step"] for m in skipped] == [3, 7, 9]
+    assert {m["skipped"] for m in skipped} == {"the gradient norm is nan"}
+    assert read_metrics(tmp_path / "run")[-1]["recovery/skipped_steps"] == 3
+    assert [event["ranks"] for event in events(tmp_path / "run", "computed_again")] == [[], [], []]
+
+
+def test_a_fault_of_a_machine_leaves_no_trace_but_a_line_that_names_the_rank(
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
+) -> None:
+    values = configured(tmp_path / "run")
+    assert run_on_ranks(2, train_poisoned, values, Poison((4, 11), attempts=1)) == [None, None]
+    assert_same_end(run_on_ranks, tmp_path / "run", without())
+    again = events(tmp_path / "run", "computed_again")
+    assert [(event["step"], event["first"], event["second"]) for event in again] == [
+        (4, "the gradient norm is nan", None),
+        (11, "the gradient norm is nan", None),
+    ]
+    assert all(1 in event["ranks"] for event in again)
+    assert events(tmp_path / "run", "skipped") == []
+
+
+def test_several_bad_steps_in_a_row_send_the_run_back(
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
+) -> None:
+    values = configured(tmp_path / "run")
+    assert run_on_ranks(2, train_poisoned, values, Poison((7, 8, 9))) == [None, None]
+    assert_same_end(run_on_ranks, tmp_path / "run", without(7, 8, 9))
+    (back,) = events(tmp_path / "run", "rewound")
+    assert (back["step"], list(back["skipped"])) == (5, ["7", "8", "9"])
+    assert read_metrics(tmp_path / "run")[-1]["recovery/rewinds"] == 1
+
+
+def test_a_run_that_was_killed_after_it_went_back_still_skips_the_steps(
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(without(), run)
+    shutil.rmtree(run / store.CHECKPOINTS / LAST)
+    (run / store.CHECKPOINTS / store.LATEST).write_text("step-00000005\n")
+    event = {"step": 5, "event": "rewound", "skipped": {"7": "bad", "8": "bad", "9": "bad"}}
+    (run / store.RECOVERY).write_text("not JSON\n" + json.dumps(event) + "\n")
+    run_on_ranks(2, train, configured(run))
+    assert_same_end(run_on_ranks, run, without(7, 8, 9))
+
+
+def test_a_run_goes_back_only_so_often(
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]]
+) -> None:
+    values = configured(tmp_path / "run", max_bad_steps_in_a_row=2, max_rewinds=2)
+    for told in run_on_ranks(2, train_poisoned, values, Poison(range(6, STEPS + 1))):
+        assert told is not None
+        assert told.startswith("steps 10 to 11: the gradient norm is nan, and the run does not go back again")
+    assert [list(event["skipped"]) for event in events(tmp_path / "run", "rewound")] == [["6", "7"], ["8", "9"]]
+    assert store.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / store.CHECKPOINTS / "step-00000005"
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_back_to(
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]]
+) -> None:
+    values = configured(tmp_path / "run")
+    for told in run_on_ranks(2, train_poisoned, values, Poison((2, 3, 4))):
+        assert told is not None
+        assert told.startswith("steps 2 to 4: the gradient norm is nan, and there is no checkpoint to go back to; ")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [(flip_a_weight, "the loss is inf"), (enlarge_weights, "more than 2 times its median of")],
+)
+def test_a_run_whose_weights_went_bad_goes_back_to_before_that(
+    run_on_ranks: RunOnRanks,
+    tmp_path: Path,
+    configured: Callable[..., dict[str, Any]],
+    change: Callable[[Any], None],
+    told: str,
+) -> None:
+    policy = {"check_for_spiky_loss": True, "spike_window": 10}
+    run_on_ranks(2, train_with_other_weights, configured(tmp_path / "run", **policy), 8, change)
+    (back,) = events(tmp_path / "run", "rewound")
+    assert (back["step"], list(back["skipped"])) == (5, ["8", "9", "10"])
+    assert told in back["skipped"]["8"]
+    run_on_ranks(2, train, configured(tmp_path / "named", iterations_to_skip=[8, 9, 10], **policy))
+    assert_same_end(run_on_ranks, tmp_path / "run", tmp_path / "named")
+
+
+def test_spikes_are_judged_by_the_medians_of_good_steps() -> None:
+    steps = BadSteps(RecoveryConfig(check_for_spiky_loss=True, spike_window=50), [])
+    for _ in range(4):
+        steps.note_good(2.0, 1.0)
+    assert steps.fault_in(100.0, 1.0) is None  # too early to tell
+    steps.note_good(2.0, 1.0)
+    assert steps.fault_in(4.0, 10.0) is None
+    assert steps.fault_in(4.1, 1.0) == "the loss is 4.1, more than 2 times its median of 2"
+    assert steps.fault_in(2.0, 10.1) == "the gradient norm is 10.1, more than 10 times its median of 1"
+    assert steps.fault_in(float("inf"), 1.0) == "the loss is inf"
+    unconcerned = BadSteps(RecoveryConfig(check_for_nan_in_loss_and_grad=False), [])
+    assert unconcerned.fault_in(float("nan"), float("nan")) is None
+
+
+def test_events_are_counted_over_restarts(tmp_path: Path) -> None:
+    first = EventLog(tmp_path, [], writes=True)
+    first.add("skipped", 3, reason="bad")
+    second = EventLog(tmp_path, list(read_events(tmp_path)), writes=True)
+    second.add("skipped", 5, reason="bad")
+    assert second.totals() == {"recovery/skipped_steps": 2}
+    assert [event["step"] for event in read_events(tmp_path)] == [3, 5]
+
+
+# -- what is saved
+
+
+def train_with_a_bad_tensor(values: dict[str, Any], which: str) -> str:
+    """A tensor of one rank has a value that is not finite when the last step is saved; the error."""
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid)
+
+        def spoil() -> dict[str, float]:
+            if grid.rank == 1 and trainer.step == STEPS:
+                optimizer = trainer._optimizer.chained_optimizers[0].optimizer
+                states = [state for state in optimizer.state.values() if state["exp_avg"].numel()]
+                tensor = (
+                    trainer._stages[0].decoder.final_layernorm.weight if which == "weight" else states[0]["exp_avg"]
+                )
+                tensor.data.view(-1)[0] = float("inf")
+            return {}
+
+        trainer._evaluate_if_due = spoil  # type: ignore[method-assign]
+        with pytest.raises(DivergenceError) as caught:
+            trainer.train()
+        trainer.close()
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("which", ["weight", "moment"])
+def test_what_is_not_finite_is_never_published(
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], which: str
+) -> None:
+    values = configured(tmp_path / "run")
+    values["parallel"]["use_distributed_optimizer"] = which == "moment"
+    first, second = run_on_ranks(2, train_with_a_bad_tensor, values, which)
+    assert first == second
+    name = {"weight": "decoder.final_layernorm.weight", "moment": "optimizer.state.exp_avg."}[which]
+    assert first.startswith(f"step {STEPS} was not saved: {name}")
+    assert " has the value inf on rank 1; " in first
+    names = sorted(path.name for path in (tmp_path / "run" / store.CHECKPOINTS).iterdir())
+    assert names == ["latest", "step-00000005", "step-00000010"]
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run(
+    run_on_ranks: RunOnRanks,
+    tmp_path: Path,
+    configured: Callable[..., dict[str, Any]],
+    tokens: str,
+) -> None:
+    values = configured(tmp_path / "run", check_for_nan_in_loss_and_grad=False)
+    values["data"]["valid_data"] = {"held out": [tokens]}
+    values["training"]["eval_interval"] = 3
+    for told in run_on_ranks(2, train_poisoned, values, Poison((2,))):
+        assert told is not None
+        assert told.startswith("step 3: the validation loss (held out) is nan; ")
+    assert not (tmp_path / "run" / store.CHECKPOINTS).exists()
+
+
+# -- damaged checkpoints
+
+
+def flip_a_bit(file: Path, place: float) -> None:
+    content = bytearray(file.read_bytes())
+    content[int(place * len(content))] ^= 4
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", ["__1_0.distcp", "config.yaml", "metadata.json", ".metadata", "manifest.json"])
+def test_a_run_goes_on_from_before_a_damaged_checkpoint(
+    run_on_ranks: RunOnRanks,
+    tmp_path: Path,
+    configured: Callable[..., dict[str, Any]],
+    without: Callable[..., Path],
+    file: str,
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(without(), run)
+    shutil.rmtree(run / store.CHECKPOINTS / LAST)
+    (run / store.CHECKPOINTS / store.LATEST).write_text("step-00000010\n")
+    flip_a_bit(run / store.CHECKPOINTS / "step-00000010" / file, 0.5)
+    strict = configured(run, use_earlier_checkpoint=False)
+    if file == "__1_0.distcp":  # found when it is loaded
+        told = run_on_ranks(2, train_error, strict)[0]
+    else:
+        with pytest.raises(CorruptError) as caught:
+            check_run(config_from_dict(strict), 2)
+        told = str(caught.value)
+    assert str(run / store.CHECKPOINTS / "step-00000010" / file) in told
+    run_on_ranks(2, train, configured(run))
+    assert_same_end(run_on_ranks, run, without())
+    (event,) = events(run, "earlier_checkpoint")
+    assert (event["step"], event["damaged"]) == (5, "step-00000010")
+    assert file in event["reason"]
+    assert (run / store.CHECKPOINTS / "damaged-step-00000010").is_dir()
+
+
+def train_error(values: dict[str, Any]) -> str:
+    with pytest.raises(CorruptError) as caught:
+        train(values)
+    return str(caught.value)
+
+
+def test_where_every_checkpoint_is_damaged_nothing_starts_anew(
+    tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
+) -> None:
+    shutil.copytree(without(), tmp_path / "run")
+    for checkpoint in store.complete_checkpoints(tmp_path / "run"):
+        flip_a_bit(checkpoint / "config.yaml", 0.3)
+    with pytest.raises(CorruptError, match=f"{LAST}/config.yaml is damaged"):
+        check_run(config_from_dict(configured(tmp_path / "run")), 2)
+
+
+def test_a_run_does_not_train_past_its_end(
+    tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
+) -> None:
+    values = copy.deepcopy(configured(without()))
+    values["training"]["train_iters"] = STEPS - 1
+    with pytest.raises(InputError, match=f"training.train_iters is {STEPS - 1}, but the run in .* is at step {STEPS}"):
+        check_run(config_from_dict(values), 2)
+
+
+def test_a_checkpoint_under_another_steps_name_is_refused(
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(without(), run)
+    for checkpoint in store.complete_checkpoints(run)[:-1]:
+        shutil.rmtree(checkpoint)
+    (run / store.CHECKPOINTS / LAST).rename(run / store.CHECKPOINTS / "step-00000007")
+    assert "is of step 12, another than its name says" in run_on_ranks(2, train_error, configured(run))[0]
+
+
+def test_a_checkpoint_from_before_there_were_manifests_is_checked_by_what_it_has(
+    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(without(), run)
+    for checkpoint in store.complete_checkpoints(run):
+        (checkpoint / "manifest.json").unlink()
+    shutil.rmtree(run / store.CHECKPOINTS / LAST)
+    weights = run / store.CHECKPOINTS / "step-00000010" / "__0_0.distcp"
+    content = weights.read_bytes()
+    at = content.index(b"archive/data/0") + 100  # amid a tensor's own bytes
+    weights.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+    run_on_ranks(2, train, configured(run))
+    assert "__0_0.distcp is damaged in" in events(run, "earlier_checkpoint")[0]["reason"]
+    assert numbers(run) == numbers(without())
