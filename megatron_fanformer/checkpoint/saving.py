@@ -123,6 +123,8 @@ class CheckpointSaver:
         for call in self._calls.async_calls:
             call.async_caller.close(abort=True)
         self._calls.async_calls.clear()
+        if self._unpublished is not None and self._grid.is_main:
+            _remove(self._unpublished.folder)
 
     def _start_writing(self, sharded_state: dict[str, Any], due: _Unpublished) -> None:
         try:

@@ -235,7 +235,7 @@ def test_only_the_newest_are_kept(run_on_ranks: RunOnRanks, tmp_path: Path) -> N
 def test_a_writer_that_fails_ends_the_run_and_publishes_nothing(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
     errors = run_on_ranks(2, lose_the_folder, "dp2", tmp_path)
     assert errors[0] == errors[1]
-    assert errors[0].startswith("the checkpoint of step 2 was not written (rank ")
+    assert errors[0].startswith(f"the checkpoint of step 2 was not written to {tmp_path / store.CHECKPOINTS} (rank ")
     assert "No such file or directory" in errors[0]
     assert "\n" not in errors[0]
     assert published(tmp_path) == []
@@ -244,17 +244,17 @@ def test_a_writer_that_fails_ends_the_run_and_publishes_nothing(run_on_ranks: Ru
 def test_a_writer_that_is_killed_ends_the_run_and_publishes_nothing(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
     errors = run_on_ranks(2, kill_a_writer, "dp2", tmp_path)
     assert errors[0] == errors[1]
-    assert errors[0].startswith("the checkpoint of step 2 was not written (rank 1: ")
+    assert errors[0].startswith(f"the checkpoint of step 2 was not written to {tmp_path / store.CHECKPOINTS} (rank 1: ")
     assert "killed" in errors[0]
-    assert published(tmp_path) == []
+    assert list((tmp_path / store.CHECKPOINTS).iterdir()) == []
 
 
 @pytest.mark.parametrize("async_save", [True, False], ids=["async", "sync"])
 def test_what_a_writer_starts_may_be_killed_too(run_on_ranks: RunOnRanks, tmp_path: Path, async_save: bool) -> None:
     errors = run_on_ranks(2, kill_what_a_writer_starts, "dp2", tmp_path, async_save)
     assert errors[0] == errors[1]
-    assert errors[0].startswith("the checkpoint of step 2 was not written (rank 1: ")
-    assert published(tmp_path) == []
+    assert errors[0].startswith(f"the checkpoint of step 2 was not written to {tmp_path / store.CHECKPOINTS} (rank 1: ")
+    assert list((tmp_path / store.CHECKPOINTS).iterdir()) == []
 
 
 def test_signals_to_stop_do_not_stop_a_writer(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_fanformer.checkpoint import training_state
+from megatron_fanformer.checkpoint.manifest import MANIFEST, write_manifest
 from megatron_fanformer.checkpoint.plain_values import COMMON
 from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, tensors_of
 from megatron_fanformer.cli import main
@@ -51,8 +52,10 @@ def trained(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory) 
         data={"tokenizer": str(write_tokenizer(folder, VOCAB_SIZE))},
         schedule={"lr_warmup_iters": 1},
         training={"train_iters": 2},
+        recovery={"use_earlier_checkpoint": False},
     )
     run_on_ranks(1, train, values)
+    (find_checkpoint(folder / "run") / MANIFEST).unlink()  # as whoever changes a file on purpose would
     return Run(values, folder / "run")
 
 
@@ -235,6 +238,7 @@ def test_megatron_core_and_torch_do_not_read_the_table_again(
     checkpoint = find_checkpoint(run.folder)
     table = read_table(checkpoint)
     monkeypatch.setattr(training_state, "read_table", lambda _: table)
+    monkeypatch.setattr(training_state, "check_stored", lambda *_, **__: None)
     plant_table(checkpoint, Bomb(tmp_path / "marker"))
     assert main(resume(run, tmp_path)) == 0
     assert not (tmp_path / "marker").exists()
@@ -254,7 +258,9 @@ def test_what_one_rank_refuses_all_do(run_on_ranks: RunOnRanks, run: Run, tmp_pa
     values["training"] = {**values["training"], "run_dir": str(tmp_path / "two")}
     run_on_ranks(2, train, values)
     values["training"]["train_iters"] = 4
-    plant_entries(find_checkpoint(tmp_path / "two"), Bomb(tmp_path / "marker"), {f"random/shard_{rank}_2"})
+    checkpoint = find_checkpoint(tmp_path / "two")
+    plant_entries(checkpoint, Bomb(tmp_path / "marker"), {f"random/shard_{rank}_2"})
+    write_manifest(checkpoint, 3)
     said, others = run_on_ranks(2, refusal, values)
     assert said == others and "holds more than data" in said
     assert not (tmp_path / "marker").exists()

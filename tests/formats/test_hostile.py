@@ -15,6 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.convert import convert_checkpoint
@@ -51,7 +52,9 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     convert_checkpoint(
         write(folder / "reference", BASE, random_weights(BASE)), folder / "run", to="megatron", verified=False
     )
-    return find_checkpoint(folder / "run")
+    checkpoint = find_checkpoint(folder / "run")
+    (checkpoint / MANIFEST).unlink()  # as whoever changes a file on purpose would
+    return checkpoint
 
 
 @pytest.fixture

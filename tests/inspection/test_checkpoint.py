@@ -13,6 +13,7 @@ import torch
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
+from megatron_fanformer.checkpoint.manifest import MANIFEST, write_manifest
 from megatron_fanformer.checkpoint.tensor_table import read_table, stored_parts
 from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.model.config import FANConfig
@@ -103,8 +104,12 @@ def test_a_sound_checkpoint(inspect: Inspect, trained: Path) -> None:
 
 
 def test_a_flipped_bit_of_any_tensor(inspect: Inspect, run: Path) -> None:
-    """The archives' padding alone may change unseen: a tensor's bytes stand in the middle of its archive."""
+    """By the manifest. Without one the archives' padding may change unseen: a tensor's bytes are amid its archive."""
     checkpoint = run / "checkpoints" / "step-00000004"
+    flip(checkpoint / "__0_0.distcp", 0)
+    refused(inspect(run, "--verify"), checkpoint / "__0_0.distcp", "is damaged (CRC-32 of bytes 0 to ")
+    flip(checkpoint / "__0_0.distcp", 0)
+    (checkpoint / MANIFEST).unlink()
     weights = [part for part in stored_parts(read_table(checkpoint)) if part.length > 4000]
     assert len({part.file for part in weights}) > 1
     for part in weights[::3]:
@@ -128,6 +133,7 @@ def test_truncated_and_missing_files(inspect: Inspect, run: Path, file: str) -> 
 def test_a_checkpoint_of_another_model(inspect: Inspect, run: Path) -> None:
     config = run / "checkpoints" / "step-00000004" / "config.yaml"
     config.write_text(config.read_text().replace("num_layers: 2", "num_layers: 3"))
+    write_manifest(config.parent, 4)
     refused(
         inspect(run, "--verify"), ".metadata has decoder.layers.2.", "of shape none, where the model in config.yaml"
     )
@@ -170,10 +176,11 @@ def test_a_checkpoint_made_to_do_harm(
         table = pickle.loads(file.read_bytes())
         table.planner_data = bomb
         file.write_bytes(pickle.dumps(table))
+    write_manifest(checkpoint, 4)
     refused(inspect(run, *options), file, "holds more than")
     assert not (tmp_path / "marker").exists()
 
 
 def test_a_pointer_to_what_is_not_there(inspect: Inspect, run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step-00000004")
-    refused(inspect(run), "latest names step-00000004, which is not a complete checkpoint")
+    refused(inspect(run), "latest names 'step-00000004', which is not a complete checkpoint")

@@ -1,0 +1,210 @@
+"""Kills runs at random moments until they are over, and compares how they end with a run that nobody touched.
+
+    python -m tests.faults.kills --kills 1000
+
+Runs are forked from this process, which has imported what they need: a start takes a tenth of a second, not ten.
+"""
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors
+from megatron_fanformer.checkpoint.stored_files import check_stored
+from megatron_fanformer.runtime import device, megatron_cpu
+from megatron_fanformer.training.config import RunConfig, config_from_dict
+from megatron_fanformer.training.metrics import read_metrics
+from tests.small_runs import small_run, write_tokens
+
+STEPS = 10
+NOT_FOR_EVER_SECONDS = 120.0
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "tp 2": (2, {"tensor_model_parallel_size": 2}),
+    "dp 2": (2, {"data_parallel_size": 2, "use_distributed_optimizer": True}),
+}
+
+
+class Outcome(NamedTuple):
+    """How a run ended, after all its starts."""
+
+    numbers: list[tuple[Any, ...]]
+    """Of each step."""
+    state: str
+    """SHA-256 of all tensors of the last checkpoint."""
+    kills: int
+
+
+def run_once(config: RunConfig, ranks: int, kill_after: float | None) -> bool:
+    """Start a run, and kill all its ranks after some seconds, if any are given; whether it came to its end."""
+    port = _free_port()
+    started = time.monotonic()
+    children = [_forked(functools.partial(_train, config, rank, ranks, port)) for rank in range(ranks)]
+    deadline = started + (NOT_FOR_EVER_SECONDS if kill_after is None else kill_after)
+    codes: dict[int, int] = {}
+    while len(codes) < ranks and time.monotonic() < deadline:
+        for child in children:
+            if child not in codes and (ended := os.waitpid(child, os.WNOHANG))[0]:
+                codes[child] = os.waitstatus_to_exitcode(ended[1])
+        time.sleep(0.001)
+    for child in children:
+        if child not in codes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # the writers of its checkpoints, too
+            os.waitpid(child, 0)
+    if kill_after is None and set(codes.values()) != {0}:
+        raise AssertionError(f"a run that nobody touched ended with {codes}")
+    return len(codes) == ranks and set(codes.values()) == {0}
+
+
+def _forked(function: Callable[[], None]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    os.setpgid(0, 0)
+    code = 1
+    try:
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        function()
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _train(config: RunConfig, rank: int, ranks: int, port: int) -> None:
+    from megatron_fanformer.runtime.parallel import distributed
+    from megatron_fanformer.training.trainer import Trainer
+
+    address = device.RankAddress(
+        rank=rank,
+        world_size=ranks,
+        local_rank=rank,
+        local_world_size=ranks,
+        master_address="localhost",
+        master_port=port,
+    )
+    with distributed(config.parallel, address if ranks > 1 else None, config.runtime) as grid:
+        trainer = Trainer(config, grid)
+        trainer.train()
+        trainer.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def killed_to_the_end(config: RunConfig, ranks: int, generator: random.Random, seconds: float, kills: int) -> Outcome:
+    """Start a run again and again, each time killed after up to `seconds`; the last start is left alone."""
+    done = 0
+    while done < kills and not run_once(config, ranks, generator.uniform(0, seconds)):
+        done += 1
+    run_once(config, ranks, None)
+    return _outcome(Path(config.training.run_dir), done)
+
+
+def _outcome(run: Path, kills: int) -> Outcome:
+    for checkpoint in store.complete_checkpoints(run):
+        check_stored(checkpoint)
+    last = store.latest_checkpoint(run)
+    assert last is not None and store.step_of(last) == STEPS
+    numbers = [(m["step"], m["loss"], m["grad_norm"]) for m in read_metrics(run)]
+    return Outcome(numbers, _digest(last), kills)
+
+
+def _digest(checkpoint: Path) -> str:
+    """Of every tensor, the optimizer's too, by name; not of the files, in which tensors stand in any order."""
+    from megatron_fanformer.checkpoint import full_tensors
+    from megatron_fanformer.checkpoint.tensor_table import read_table, tensors_of
+
+    table = read_table(checkpoint)
+    described = tensors_of(table)
+    places = {(index.fqn, tuple(index.offset or ())): info for index, info in table.storage_data.items()}
+    read = functools.partial(full_tensors._read_tensor, checkpoint)
+    tensors = LazyTensors(
+        {name: torch.empty(0) for name in described}, lambda name: read(described[name], places, name)
+    )
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def campaign(layout: str, *, async_save: bool, kills: int, seed: int, folder: Path) -> str:
+    """Kill runs of a layout until there were that many kills; a line of figures.
+
+    Raises:
+        AssertionError: a run ended otherwise than one that nobody touched, or left a checkpoint that does not verify.
+    """
+    ranks, parallel = LAYOUTS[layout]
+    tokens = write_tokens(folder / "tokens")
+
+    def configuration(name: str) -> RunConfig:
+        values = small_run(
+            tokens,
+            folder / name,
+            parallel=parallel,
+            training={"train_iters": STEPS},
+            checkpoint={"save_interval": 1, "keep": 3, "async_save": async_save},
+        )
+        return config_from_dict(values)
+
+    straight = configuration("straight")
+    run_once(straight, ranks, None)
+    started = time.monotonic()
+    shutil.rmtree(straight.training.run_dir)
+    run_once(straight, ranks, None)  # again, for the time, and to show that it ends the same
+    seconds = time.monotonic() - started
+    expected = _outcome(Path(straight.training.run_dir), 0)
+    generator, done, runs = random.Random(seed), 0, 0
+    while done < kills:
+        config = configuration(f"killed-{runs}")
+        outcome = killed_to_the_end(config, ranks, generator, seconds, kills - done)
+        assert outcome[:2] == expected[:2], f"{layout}, run {runs}: ended otherwise after {outcome.kills} kills"
+        shutil.rmtree(config.training.run_dir)
+        done, runs = done + outcome.kills, runs + 1
+    how = "asynchronous" if async_save else "synchronous"
+    return f"{layout}, {how} saves: {done} kills in {runs} runs of {seconds:.1f} s, every one ended the same"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=60, help="in all, spread over layouts and kinds of saves (60)")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    device.hide_gpus()
+    device.quieten_libraries()
+    megatron_cpu.install()
+    torch.set_num_threads(1)
+    import megatron_fanformer.training.trainer  # noqa: F401  # before the forks
+
+    cases = [(layout, async_save) for layout in LAYOUTS for async_save in (False, True)]
+    for number, (layout, async_save) in enumerate(cases):
+        with tempfile.TemporaryDirectory() as folder:
+            kills = options.kills // len(cases) + (number < options.kills % len(cases))
+            seed = options.seed + number
+            print(campaign(layout, async_save=async_save, kills=kills, seed=seed, folder=Path(folder)), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
