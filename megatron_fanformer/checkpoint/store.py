@@ -46,7 +46,6 @@ MEGATRON_METADATA = "metadata.json"  # written last by megatron-core
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,20})")
 _POINTER_BYTES = 100  # of `latest`, more than any name has
 _POINT = "write the name of a complete checkpoint into it"
-_START_ANEW = "put a complete one there, or name another training.run_dir to start anew"
 
 logger = logging.getLogger(__name__)
 
@@ -177,11 +176,13 @@ def latest_checkpoint(run: Path) -> Path | None:
     That is the one that `latest` names or, where there is no `latest`, the newest there is, which the log tells.
 
     Raises:
-        CorruptError: `latest` does not name a complete checkpoint.
+        CorruptError: `latest` does not name a checkpoint, or the checkpoint is not complete.
     """
     pointer = run / CHECKPOINTS / LATEST
     if os.path.lexists(pointer):
-        return _named_by(pointer)
+        checkpoint = _named_by(pointer)
+        check_complete(checkpoint)
+        return checkpoint
     complete = complete_checkpoints(run)
     if not complete:
         return None
@@ -190,21 +191,19 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 
 def checkpoints_to_resume(run: Path) -> list[Path]:
-    """The checkpoints that a run may go on from, in the order in which to try them; none where it has none.
+    """The checkpoints that a run may go on from, sound or not, in the order in which to try them.
 
     The one that `latest` names comes first, then those before it; all that there are, the newest first, where `latest`
     names none, which the log tells.
 
     Raises:
-        CorruptError: there is something of a checkpoint there, but no complete one.
+        CorruptError: `latest` names one, and there is none at all.
     """
     pointer = run / CHECKPOINTS / LATEST
-    newest_first = complete_checkpoints(run)[::-1]
+    newest_first = _steps(run / CHECKPOINTS)[::-1]
     if not newest_first:
         if os.path.lexists(pointer):
             _named_by(pointer)  # raises
-        if left := _steps(run / CHECKPOINTS):
-            raise CorruptError(f"{left[-1]} is not a complete checkpoint, and there is no other; {_START_ANEW}")
         return []
     try:
         named = _named_by(pointer)
@@ -223,10 +222,17 @@ def _named_by(pointer: Path) -> Path:
             name = stream.read(_POINTER_BYTES).decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise CorruptError(f"{pointer} cannot be read ({error}); {_POINT}") from None
-    checkpoint = pointer.with_name(name if _CHECKPOINT_NAME.fullmatch(name) else LATEST)
-    if not is_checkpoint(checkpoint):
-        raise CorruptError(f"{pointer} names {name!r}, which is not a complete checkpoint; {_POINT}")
+    checkpoint = pointer.parent / name
+    if not _CHECKPOINT_NAME.fullmatch(name) or not checkpoint.is_dir():  # in this order: a name may be anything
+        raise CorruptError(f"{pointer} names {name!r}, which is not a checkpoint; {_POINT}")
     return checkpoint
+
+
+def check_complete(checkpoint: Path) -> None:
+    """Raise CorruptError for a folder with a checkpoint's name that lacks what every checkpoint has."""
+    for name in (CONFIG, MEGATRON_METADATA):
+        if not (checkpoint / name).is_file():
+            raise CorruptError(f"{checkpoint} is not complete: {name} is missing; copy it again, or use another")
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -130,6 +130,7 @@ def _resuming(candidates: list[Path], recovery: RecoveryConfig) -> _Resuming:
     damaged: list[tuple[Path, CorruptError]] = []
     for number, checkpoint in enumerate(candidates):
         try:
+            store.check_complete(checkpoint)
             check_small_files(checkpoint)
             store.saved_config(checkpoint)
         except CorruptError as error:

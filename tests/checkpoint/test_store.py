@@ -94,14 +94,13 @@ def test_without_latest_the_newest_is_taken_and_told(tmp_path: Path, caplog: pyt
     assert "latest is missing; going on from the newest there, step-00000020" in caplog.text
 
 
-def test_nothing_starts_anew_beside_checkpoints_that_are_not_complete(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_complete_is_no_reason_to_start_anew(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 10)
     (checkpoint / store.MEGATRON_METADATA).unlink()
-    with pytest.raises(CorruptError, match="step-00000010"):
-        store.checkpoints_to_resume(tmp_path)
-    (tmp_path / store.CHECKPOINTS / store.LATEST).unlink()
-    with pytest.raises(CorruptError, match="step-00000010 is not a complete checkpoint, and there is no other"):
-        store.checkpoints_to_resume(tmp_path)
+    assert store.checkpoints_to_resume(tmp_path) == [checkpoint]
+    for reader in (lambda: store.latest_checkpoint(tmp_path), lambda: store.check_complete(checkpoint)):
+        with pytest.raises(CorruptError, match=r"step-00000010 is not complete: metadata.json is missing"):
+            reader()
 
 
 def test_a_run_that_was_set_back_goes_on_from_there_or_from_before(tmp_path: Path) -> None:

@@ -183,4 +183,4 @@ def test_a_checkpoint_made_to_do_harm(
 
 def test_a_pointer_to_what_is_not_there(inspect: Inspect, run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step-00000004")
-    refused(inspect(run), "latest names 'step-00000004', which is not a complete checkpoint")
+    refused(inspect(run), "latest names 'step-00000004', which is not a checkpoint")
