@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.inspection.report import escaped, plural
 from megatron_fanformer.inspection.step import Passage, Sample, StepSamples
+from megatron_fanformer.training.recovery import read_events
 
 HEAD_CHARACTERS, TAIL_CHARACTERS = 100, 40  # of a shortened text
 SHOWN_IDS = 16  # where no tokenizer is known
@@ -43,6 +45,15 @@ def _heading(samples: StepSamples) -> Iterator[str]:
         f"{plural(samples.data_parallel_size, 'data parallel rank')} x {batches} micro batches"
         f" x {plural(config.training.micro_batch_size, 'sample')}"
     )
+    if reason := _skipped(samples):
+        yield f"skipped: {escaped(reason)}"
+
+
+def _skipped(samples: StepSamples) -> str | None:
+    """Why the run has skipped the step, if it has; the last time that it came to it."""
+    events = read_events(Path(samples.config.training.run_dir))
+    reasons = [event.get("reason") for event in events if event["event"] == "skipped" and event["step"] == samples.step]
+    return str(reasons[-1]) if reasons else None
 
 
 def _sample_lines(samples: StepSamples, sample: Sample, *, full: bool) -> Iterator[str]:
@@ -121,6 +132,7 @@ def as_object(samples: StepSamples, *, full: bool) -> dict[str, Any]:
     return {
         "kind": "training step",
         "step": samples.step,
+        "skipped": _skipped(samples),
         "first_sample": samples.first,
         "end_sample": samples.end,
         "data_parallel_size": samples.data_parallel_size,

@@ -211,6 +211,19 @@ def test_a_run_knows_its_own_configuration(
     assert inspect(run, "--step", 3).out == inspect(texts[0], "--step", 3).out
 
 
+def test_a_step_that_was_skipped_says_why(
+    inspect: Callable[..., Said], texts: tuple[Path, list[list[int]]], tmp_path: Path
+) -> None:
+    def shown(step: int, *options: str) -> str:
+        return inspect(texts[0], "--step", step, "--training.run_dir", str(tmp_path), *options).out
+
+    assert "skipped" not in shown(2)
+    assert json.loads(shown(2, "--json"))["skipped"] is None
+    (tmp_path / "recovery.jsonl").write_text('{"step": 2, "event": "skipped", "reason": "the loss is \\u001b"}\n')
+    assert shown(2).splitlines()[2] == "skipped: the loss is \\x1b"
+    assert "skipped" not in shown(1)
+
+
 def test_a_blend_is_narrowed_down_to_a_prefix(
     inspect: Callable[..., Said], sources: dict[str, list[str]], tmp_path: Path
 ) -> None:

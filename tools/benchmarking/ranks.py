@@ -120,8 +120,8 @@ class _Rank:
     def __init__(self, config: Any, grid: Any) -> None:
         from megatron_fanformer.training import step, trainer
 
-        for name in ("gradient_norm", "update_weights"):  # for the breakdown
-            setattr(step, name, _labelled("optimizer", getattr(step, name)))
+        for module, name in ((step, "gradient_norm"), (trainer, "update_weights")):  # for the breakdown
+            setattr(module, name, _labelled("optimizer", getattr(module, name)))
         self.trainer = trainer.Trainer(config, grid)
         self._config = config
         self._is_cuda = grid.device == "cuda"
