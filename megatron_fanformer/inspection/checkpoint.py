@@ -9,6 +9,7 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import OPTIMIZER_PREFIX
 from megatron_fanformer.checkpoint.plain_values import SavedProgress, check_plain_values, saved_progress
 from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
+from megatron_fanformer.data.identity import SHOWN_DIGITS, DataIdentity, SetIdentity, identity_from_plain
 from megatron_fanformer.formats.training_record import layout
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows
 from megatron_fanformer.inspection.report import Report, plural, size, some
@@ -44,6 +45,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
     table = read_table(checkpoint)
     check_plain_values(checkpoint, table)
     progress = saved_progress(checkpoint, table)
+    data = identity_from_plain(progress.data, checkpoint) if progress else None
     tokenizer = store.attached_tokenizer(checkpoint)
     files = [path for path in checkpoint.iterdir() if path.is_file()]
     total = sum(path.stat().st_size for path in files)
@@ -55,6 +57,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
         "consumed_samples": progress.consumed_samples if progress else None,
         "model": {**dataclasses.asdict(config), **model_facts(config)},
         "layout": saved.get("parallel"),
+        "data": data.as_plain() if data else None,
         "dtype": saved.get("precision", {}).get("dtype"),
         "format": "torch_dist",
         "tensors": weights,
@@ -65,6 +68,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
     }
     rows = [
         *_progress_rows(progress, config.seq_length),
+        *(_data_rows(data) if data else []),
         *model_rows(config),
         *([("layout", layout(saved))] if "parallel" in saved else []),
         ("stored", f"{plural(weights, 'tensor')}, {states:,} of the optimizer; torch_dist, {_types(table)}"),
@@ -77,8 +81,23 @@ def describe_checkpoint(checkpoint: Path) -> Report:
 def _progress_rows(progress: SavedProgress | None, seq_length: int) -> Rows:
     if progress is None:
         return [("step", "none: converted weights, not a run's")]
-    step, samples = progress
+    step, samples = progress.step, progress.consumed_samples
     return [("step", f"{step:,}, after {samples:,} samples, {samples * seq_length:,} tokens")]
+
+
+def _data_rows(data: DataIdentity) -> Rows:
+    sets = [("training data", data.train), *((f"validation data, {name}", own) for name, own in data.valid.items())]
+    return [
+        *(
+            (label, f"{plural(sum(file.tokens for file in own.files), 'token')} of {_files(own)}")
+            for label, own in sets
+        ),
+        *(("data changed", f"after step {each.step:,}: {each.name}: {each.what}") for each in data.changes),
+    ]
+
+
+def _files(data: SetIdentity) -> str:
+    return some(f"{file.path} ({file.content[:SHOWN_DIGITS]})" for file in data.files)
 
 
 def last_metrics(run: Path) -> dict[str, Any] | None:

@@ -4,11 +4,14 @@ One process does it for all ranks (see start.py); what it found is a RunStart, w
 """
 
 import dataclasses
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.data.identity import DataIdentity, identify_data, identity_from_plain, resumed_identity
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.data.tokenizer import load_tokenizer
@@ -17,6 +20,8 @@ from megatron_fanformer.formats.recognition import checkpoint_to_resume, find_ch
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.machine_rules import machine_problems
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +34,16 @@ class RunStart:
     """The checkpoint whose weights a new run starts with."""
     data: DataSurvey
     """The token files."""
+    identity: DataIdentity
+    """Which data they are."""
 
 
 def check_run(config: RunConfig, world_size: int | None) -> RunStart:
     """Check a run in a world of that many ranks (None: to be launched here), and return what it starts from.
 
     Raises:
-        InputError: every problem, one line each; what this machine lacks, if nothing else is wrong.
+        InputError: every problem, one line each; what this machine lacks, if nothing else is wrong; data that are not
+            what the run has used so far.
         CorruptError: token files or a checkpoint are damaged.
     """
     found: list[str] = []
@@ -60,7 +68,8 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
     train_samples, valid_samples = drawn_samples(config)
     counts = SampleCounts(data, config.model.seq_length)
     counts.check(config.data, train_samples=train_samples, valid_samples=valid_samples)
-    return RunStart(resumed=resumed, loaded=loaded, data=data)
+    identity = _identity(config, data, resumed, allowed=config.data.allow_change)
+    return RunStart(resumed=resumed, loaded=loaded, data=data, identity=identity)
 
 
 def find_start(config: RunConfig) -> RunStart:
@@ -70,7 +79,35 @@ def find_start(config: RunConfig) -> RunStart:
         InputError, CorruptError: a file that it would start from is missing or damaged.
     """
     resumed, loaded = _starting_points(config)
-    return RunStart(resumed=resumed, loaded=loaded, data=survey_data(config.data))
+    data = survey_data(config.data)
+    identity = _identity(config, data, resumed, allowed=None)
+    return RunStart(resumed=resumed, loaded=loaded, data=data, identity=identity)
+
+
+def _identity(
+    config: RunConfig, data: DataSurvey, resumed: Path | None, *, allowed: Sequence[str] | None
+) -> DataIdentity:
+    """Which data a run has from here on, and what of them has changed; raises like `resumed_identity`."""
+    train_samples, valid_samples = drawn_samples(config)
+    is_repeated = SampleCounts(data, config.model.seq_length).repeats_pairs(
+        config.data, train_samples=train_samples, valid_samples=valid_samples
+    )
+    present = identify_data(config.data, data, samples=train_samples if is_repeated else None)
+    if resumed is None:
+        return present
+    from megatron_fanformer.checkpoint.plain_values import saved_progress  # imports torch
+    from megatron_fanformer.checkpoint.tensor_table import read_table
+
+    progress = saved_progress(resumed, read_table(resumed))
+    step, values = (0, None) if progress is None else (progress.step, progress.data)
+    before = identity_from_plain(values, resumed)
+    if before is None:
+        logger.info("%s does not say which data it was trained on; taking those of this configuration", resumed)
+        return present
+    found = resumed_identity(before, present, step=step, allowed=allowed, run=config.training.run_dir)
+    for change in found.changes[len(before.changes) :]:
+        logger.info("data changed after step %d: %s: %s", change.step, change.name, change.what)
+    return found
 
 
 def drawn_samples(config: RunConfig) -> tuple[int, int]:

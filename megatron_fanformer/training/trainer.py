@@ -177,7 +177,11 @@ class Trainer:
                 step=self.step,
                 stages=self._stages,
                 optimizer=self._optimizer,
-                progress={"step": self.step, "consumed_samples": self.consumed_samples},
+                progress={
+                    "step": self.step,
+                    "consumed_samples": self.consumed_samples,
+                    "data": self._start.identity.as_plain(),
+                },
                 config=self._resolved_config(),
                 attachments=self._attachments(),
             )
