@@ -2,6 +2,7 @@
 
     config.yaml                  the run's configuration
     metrics.jsonl, tensorboard/  what was logged
+    run.lock                     who writes into the folder, while somebody does (run_lock.py)
     checkpoints/step-00000100/   one checkpoint: megatron-core's files and the run's config.yaml
     checkpoints/latest           the name of the newest complete one
 
@@ -32,6 +33,7 @@ METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
+LOCK = "run.lock"
 VALIDATION_LOSS = "validation_loss"  # in the metrics, the first part of a validation loss's name, before its set's
 # An export's tokenizer.json is the .model rewritten: the original comes first.
 TOKENIZERS = (TOKENIZER_MODEL, TOKENIZER_JSON)

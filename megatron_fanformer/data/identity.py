@@ -252,12 +252,10 @@ def _set_differences(old: SetIdentity, new: SetIdentity) -> Iterator[str]:
         yield f"split {new.split} for {old.split}"
     if [len(source.files) for source in old.sources] != [len(source.files) for source in new.sources]:
         yield f"{_counted(new)} for {_counted(old)}"
-    elif any(found := [_file_difference(*pair) for pair in zip(old.files, new.files, strict=True)]):
-        if sorted(map(_key, old.files)) == sorted(map(_key, new.files)):
-            yield f"another order of sources, {_named(new.files)} for {_named(old.files)}"
-        else:
-            first, *others = filter(None, found)
-            yield first + (f" and {len(others)} more differ" if others else "")
+    elif _is_reordered(old.files, new.files):
+        yield f"another order of sources, {_named(new.files)} for {_named(old.files)}"
+    elif found := [*filter(None, map(_file_difference, old.files, new.files))]:
+        yield found[0] + (f" and {len(found) - 1} more differ" if found[1:] else "")
     if len(old.sources) == len(new.sources) and _weights(old) != _weights(new):
         yield f"weights {_weights(new)} for {_weights(old)}"
     if old.samples != new.samples:
@@ -267,8 +265,9 @@ def _set_differences(old: SetIdentity, new: SetIdentity) -> Iterator[str]:
         )
 
 
-def _key(file: FileIdentity) -> tuple[str, str]:
-    return file.form, file.content
+def _is_reordered(old: list[FileIdentity], new: list[FileIdentity]) -> bool:
+    before, after = ([(file.form, file.content) for file in files] for files in (old, new))
+    return before != after and sorted(before) == sorted(after)
 
 
 def _file_difference(old: FileIdentity, new: FileIdentity) -> str | None:

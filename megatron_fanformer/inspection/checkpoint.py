@@ -1,7 +1,6 @@
 """Describes a run and its checkpoints; no weights are read. It needs only torch, and no process group."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from megatron_fanformer.data.identity import SHOWN_DIGITS, DataIdentity, SetIden
 from megatron_fanformer.formats.training_record import layout
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows
 from megatron_fanformer.inspection.report import Report, plural, size, some
+from megatron_fanformer.training.metrics import metrics_entry
 
 METRICS_TAIL_BYTES = 1 << 16
 
@@ -101,14 +101,15 @@ def _files(data: SetIdentity) -> str:
 
 
 def last_metrics(run: Path) -> dict[str, Any] | None:
-    """The last complete line of a run's metrics.jsonl."""
+    """The last line of a run's metrics.jsonl that is a step's and complete."""
     try:
         with (run / store.METRICS).open("rb") as stream:
             stream.seek(max(0, (run / store.METRICS).stat().st_size - METRICS_TAIL_BYTES))
             lines = stream.read().split(b"\n")
     except FileNotFoundError:
         return None
-    return json.loads(lines[-2]) if len(lines) > 1 else None  # after the last line end: a partial line, or nothing
+    # after the last line end: a partial line, or nothing
+    return next((entry for line in reversed(lines[:-1]) if (entry := metrics_entry(line)) is not None), None)
 
 
 # -- what is in it
