@@ -1,8 +1,7 @@
 """Reads the sequences of a .bin and .idx pair while a run goes on.
 
 megatron-core maps both files into memory. A process does not survive the use of a mapped page that its file has lost,
-and nothing is printed: here files are read, and one that was cut off is an error with a name. For samples of 2,049
-tokens that takes as long as copying them out of a map (tools/bench_pairs.py).
+and nothing is printed: here files are read, and one that was cut off is an error with a name.
 """
 
 import os
@@ -16,7 +15,7 @@ import numpy as np
 from megatron_fanformer.data.token_files import INDEX_HEADER, bin_path, idx_path
 from megatron_fanformer.errors import CorruptError
 
-LENGTH, POINTER = struct.Struct("<i"), struct.Struct("<q")
+POINTERS = struct.Struct("<qq")
 
 
 class PairReader:
@@ -28,12 +27,14 @@ class PairReader:
         sequences: the number of sequences.
 
     Raises:
-        CorruptError: a file cannot be opened.
+        CorruptError: a file cannot be read.
     """
 
     def __init__(self, prefix: str, dtype: np.dtype[Any], sequences: int) -> None:
-        self._dtype, self._sequences = dtype, sequences
+        self._size, self._dtype = dtype.itemsize, dtype
         self._tokens, self._index = _File(bin_path(prefix)), _File(idx_path(prefix))
+        self._first_pointer = INDEX_HEADER.size + 4 * sequences  # after the lengths
+        self._last, self._end = sequences - 1, self._tokens.size
 
     def place(self, sequence: int) -> tuple[int, int]:
         """The number of a sequence's first token in the .bin file, and its length in tokens.
@@ -41,11 +42,12 @@ class PairReader:
         Raises:
             CorruptError: the index has become shorter, or cannot be read.
         """
-        lengths = INDEX_HEADER.size
-        pointers = lengths + self._sequences * LENGTH.size
-        (length,) = LENGTH.unpack(self._index.read(LENGTH.size, lengths + int(sequence) * LENGTH.size))
-        (pointer,) = POINTER.unpack(self._index.read(POINTER.size, pointers + int(sequence) * POINTER.size))
-        return pointer // self._dtype.itemsize, length
+        offset = self._first_pointer + 8 * int(sequence)
+        if sequence < self._last:
+            begin, end = POINTERS.unpack(self._index.read(16, offset))
+        else:
+            begin, end = int.from_bytes(self._index.read(8, offset), "little"), self._end
+        return begin // self._size, (end - begin) // self._size
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """[length] tokens of sequence `idx` from its token `offset` on; None: all that follow.
@@ -54,8 +56,8 @@ class PairReader:
             CorruptError: a file has become shorter, or cannot be read.
         """
         first, whole = self.place(idx)
-        count, size = whole - offset if length is None else int(length), self._dtype.itemsize
-        return np.frombuffer(self._tokens.read(count * size, (first + offset) * size), dtype=self._dtype)
+        count = whole - offset if length is None else int(length)
+        return np.frombuffer(self._tokens.read(count * self._size, (first + offset) * self._size), self._dtype)
 
 
 class _File:
@@ -65,6 +67,7 @@ class _File:
         self._path = path
         try:
             self._descriptor = os.open(path, os.O_RDONLY)
+            self.size = os.fstat(self._descriptor).st_size
         except OSError as error:
             raise self._unreadable(error) from error
         weakref.finalize(self, os.close, self._descriptor)
