@@ -69,8 +69,8 @@ def run_lock(run: Path) -> Iterator[None]:
         run.mkdir(parents=True, exist_ok=True)
         token = _take(run)
     except OSError as error:
-        reason = "is a file" if run.is_file() else f"cannot be written ({error.strerror})"
-        raise InputError(f"training.run_dir {run} {reason}; name another folder") from error
+        reason = "is a file; name a folder" if run.is_file() else f"cannot be written ({error.strerror}); name another"
+        raise InputError(f"training.run_dir {run} {reason}") from error
     ended = threading.Event()
     beats = threading.Thread(target=_beat, args=(run / LOCK, token, ended), name="run_lock", daemon=True)
     beats.start()

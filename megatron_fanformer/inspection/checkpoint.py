@@ -8,6 +8,7 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import OPTIMIZER_PREFIX
 from megatron_fanformer.checkpoint.plain_values import SavedProgress, check_plain_values, saved_progress
 from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
+from megatron_fanformer.data.config import TRAINING
 from megatron_fanformer.data.identity import SHOWN_DIGITS, DataIdentity, SetIdentity, identity_from_plain
 from megatron_fanformer.formats.training_record import layout
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows
@@ -86,18 +87,15 @@ def _progress_rows(progress: SavedProgress | None, seq_length: int) -> Rows:
 
 
 def _data_rows(data: DataIdentity) -> Rows:
-    sets = [("training data", data.train), *((f"validation data, {name}", own) for name, own in data.valid.items())]
     return [
-        *(
-            (label, f"{plural(sum(file.tokens for file in own.files), 'token')} of {_files(own)}")
-            for label, own in sets
-        ),
-        *(("data changed", f"after step {each.step:,}: {each.name}: {each.what}") for each in data.changes),
+        *(("data", f"{name}: {_files(own)}") for name, own in [(TRAINING, data.train), *data.valid.items()]),
+        *(("changed", f"after step {each.step:,}, {each.name}: {each.what}") for each in data.changes),
     ]
 
 
 def _files(data: SetIdentity) -> str:
-    return some(f"{file.path} ({file.content[:SHOWN_DIGITS]})" for file in data.files)
+    named = some(f"{file.path} ({file.content[:SHOWN_DIGITS]})" for file in data.files)
+    return f"{plural(sum(file.tokens for file in data.files), 'token')} of {named}"
 
 
 def last_metrics(run: Path) -> dict[str, Any] | None:

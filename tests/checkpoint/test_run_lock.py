@@ -181,7 +181,7 @@ def test_a_folder_that_is_made_and_left_empty_is_removed(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["file", "file/run"])
 def test_what_cannot_be_a_folder_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"training\.run_dir .*; name another folder"):
+    with pytest.raises(InputError, match=r"training\.run_dir .*; name a"):
         run_lock(tmp_path / name).__enter__()
 
 

@@ -71,8 +71,8 @@ def test_a_replaced_file_is_refused_or_its_change_recorded(half: Values, run_on_
     assert start(half).identity.changes == allowed.identity.changes  # accepted once and for all, and not forgotten
     (checkpoint,) = describe_run(Path(half["training"]["run_dir"])).parts
     rows = dict(checkpoint.rows)
-    assert rows["data changed"].startswith("after step 4: train: ")
-    assert "tokens (" in rows["training data"]
+    assert rows["changed"].startswith("after step 4, train: ")
+    assert rows["data"].startswith("train: 4,170 tokens of ")
     assert checkpoint.facts["data"] == allowed.identity.as_plain()
 
 
