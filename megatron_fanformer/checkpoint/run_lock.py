@@ -229,8 +229,8 @@ class FolderWatch:
     """A run's folder as it is when a run begins to write into it."""
 
     def __init__(self, run: Path) -> None:
-        self._run = run
-        self._folder, self._lock = _file_of(run), _file_of(run / LOCK)
+        self._run, self._lock = str(run), str(run / LOCK)
+        self._seen, self._lock_seen = file_of(self._run), file_of(self._lock)
 
     def check(self) -> None:
         """Look whether the folder is still there, and nobody else's. It costs microseconds.
@@ -238,22 +238,22 @@ class FolderWatch:
         Raises:
             FanformerError: it is not: nothing more can be saved in it.
         """
-        if _file_of(self._run) != self._folder:
+        if file_of(self._run) != self._seen:
             raise FanformerError(
                 f"{self._run} was removed or renamed during the run, nothing more can be saved there; put it back, and"
                 " start again to resume from its last checkpoint"
             )
-        if (lock := _file_of(self._run / LOCK)) != self._lock and lock is not None:
+        if (lock := file_of(self._lock)) != self._lock_seen and lock is not None:
             raise FanformerError(
                 f"{self._run} was taken over by another run, which found no sign of life of this one; let that one go"
                 " on, or stop it and start again"
             )
 
 
-def _file_of(path: Path) -> tuple[int, int] | None:
-    """What a name stands for; None where it is nothing."""
+def file_of(name: str | int) -> tuple[int, int] | None:
+    """Which file, or folder, a path or a descriptor stands for; None where it is nothing."""
     try:
-        found = path.stat()
+        found = os.stat(name)
     except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_dev, found.st_ino

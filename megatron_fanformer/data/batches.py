@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from megatron_fanformer.errors import FanformerError
 
@@ -58,7 +58,7 @@ def micro_batches(
     return _raised(iter(loader))  # whose processes have begun
 
 
-class _ErrorsAsSamples:
+class _ErrorsAsSamples(Dataset[Any]):
     """A dataset that returns its errors for the user: torch turns those raised in its processes into tracebacks."""
 
     def __init__(self, dataset: Any) -> None:

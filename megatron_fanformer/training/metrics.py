@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_fanformer.checkpoint.run_lock import FolderWatch
+from megatron_fanformer.checkpoint.run_lock import FolderWatch, file_of
 from megatron_fanformer.checkpoint.store import METRICS, TENSORBOARD
 from megatron_fanformer.durable_files import write_atomically
 
@@ -26,7 +26,7 @@ class MetricsWriter:
     def __init__(self, run: Path, *, first_step: int, tensorboard: bool) -> None:
         self._path = run / METRICS
         _drop_steps_from(self._path, first_step)
-        self._path.touch()
+        self._file = self._path.open("a")
         self._watch = FolderWatch(run)
         self._tensorboard: Any = None
         if tensorboard:
@@ -41,15 +41,19 @@ class MetricsWriter:
             FanformerError: the run's folder is gone, or another run's by now.
         """
         self._watch.check()
-        with self._path.open("a") as file:  # each time: one that was replaced meanwhile is found again
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        if file_of(str(self._path)) != file_of(self._file.fileno()):  # removed, or replaced, as editors do
+            self._file.close()
+            self._file = self._path.open("a")
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
         if self._tensorboard is not None:
             for name, value in metrics.items():
                 if isinstance(value, int | float):
                     self._tensorboard.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flush and close what is open."""
+        """Flush and close the files."""
+        self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 

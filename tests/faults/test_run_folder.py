@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.cli import main
+from megatron_fanformer.demo.demo import MARK
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
-from tests.small_runs import small_run, start_command, write_config, write_tokens
+from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
 
 START_SECONDS = 240
 ENDED_SECONDS = 30.0
@@ -77,6 +79,22 @@ def test_one_run_at_a_time_has_a_folder_and_a_killed_one_is_gone_on_with_at_once
     (line,) = errors.splitlines()
     assert f"{run} was removed or renamed during the run" in line
     assert not run.exists()
+
+
+def test_nothing_is_put_among_the_checkpoints_of_a_run_in_progress(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "demo" / "run"
+    destination = run / store.CHECKPOINTS / store.checkpoint_name(1)
+    convert = ["convert", str(ROOT / "tests" / "reference" / "atl"), str(destination), "--to", "megatron"]
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / MARK).touch()
+    with run_lock(run):
+        for command in (convert, ["demo", "--output", str(tmp_path / "demo")]):
+            assert main(command) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert f"{run} is in use by a run on" in line
+        assert not destination.parent.exists()
 
 
 def cut_off_during_training(values: dict[str, Any], file: Path) -> tuple[int, str]:
