@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "data",
         "model",
         "preparation",
+        "checkpoint.run_lock",
         "checkpoint.store",
         "formats",
         "training",

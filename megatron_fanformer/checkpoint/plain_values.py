@@ -20,6 +20,9 @@ class SavedProgress(NamedTuple):
 
     step: int
     consumed_samples: int
+    data: Any = None
+    """Which data it has been trained on (data/identity.py), as plain values; None in a checkpoint of an earlier version
+    of this package."""
 
 
 def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
@@ -36,7 +39,7 @@ def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
     step, samples = found.get("step"), found.get("consumed_samples")
     if not isinstance(step, int) or not isinstance(samples, int):
         raise CorruptError(f"{checkpoint / file} holds no step and samples ({progress!r}); use another checkpoint")
-    return SavedProgress(step, samples)
+    return SavedProgress(step, samples, found.get("data"))
 
 
 def _common_values(checkpoint: Path, table: Table) -> tuple[str, Any]:

@@ -3,6 +3,7 @@
     config.yaml                  the run's configuration
     metrics.jsonl, tensorboard/  what was logged
     recovery.jsonl               what was done about damage and bad numbers, if there was any
+    run.lock                     who writes into the folder, while somebody does (run_lock.py)
     checkpoints/step-00000100/   one checkpoint: megatron-core's files, the run's config.yaml, and a manifest
     checkpoints/latest           the name of the newest complete one
     checkpoints/damaged-…/       one that failed its verification and was set aside
@@ -39,6 +40,7 @@ RECOVERY = "recovery.jsonl"
 TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
+LOCK = "run.lock"
 VALIDATION_LOSS = "validation_loss"  # in the metrics, the first part of a validation loss's name, before its set's
 # An export's tokenizer.json is the .model rewritten: the original comes first.
 TOKENIZERS = (TOKENIZER_MODEL, TOKENIZER_JSON)

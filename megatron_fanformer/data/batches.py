@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_fanformer.errors import FanformerError
 
 BATCH_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -29,6 +31,9 @@ def micro_batches(
     on whatever ranks, and a resumed run skips what it has consumed. Past its end the dataset starts over.
 
     Yields `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [b, s], on the CPU.
+
+    Raises:
+        FanformerError: what the dataset raises, as it is, also from a loader process.
     """
     numbers = sample_numbers(
         len(dataset),
@@ -38,7 +43,7 @@ def micro_batches(
         data_parallel_size=data_parallel_size,
     )
     loader = DataLoader(
-        dataset,
+        _ErrorsAsSamples(dataset),
         batch_sampler=numbers,
         num_workers=num_workers,
         # Forked workers start at once; a spawned worker first imports megatron-core, which takes seconds.
@@ -50,7 +55,27 @@ def micro_batches(
         generator=torch.Generator(),
         worker_init_fn=_leave_signals_to_the_rank,
     )
-    return iter(loader)
+    return _raised(iter(loader))  # whose processes have begun
+
+
+class _ErrorsAsSamples(Dataset[Any]):
+    """A dataset that returns its errors for the user: torch turns those raised in its processes into tracebacks."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, sample: int) -> Any:
+        try:
+            return self._dataset[sample]
+        except FanformerError as error:
+            return error
+
+
+def _raised(batches: Iterator[Any]) -> Iterator[dict[str, Tensor]]:
+    for batch in batches:
+        if isinstance(batch, FanformerError):
+            raise batch
+        yield batch
 
 
 def sample_numbers(
@@ -74,6 +99,8 @@ def _leave_signals_to_the_rank(_worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _stack(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """One batch of samples; what a blend adds about their source is left out."""
+def _stack(samples: list[Any]) -> dict[str, Tensor] | FanformerError:
+    """One batch of samples, or the first error among them; what a blend adds about their source is left out."""
+    if error := next((sample for sample in samples if isinstance(sample, FanformerError)), None):
+        return error
     return {name: torch.stack([sample[name] for sample in samples]) for name in BATCH_FIELDS}

@@ -7,6 +7,8 @@ from pathlib import Path
 from megatron_fanformer.data.blends import Source, blend_problems, parse_blend, split_problems
 from megatron_fanformer.data.npy_files import NpyType
 
+TRAINING, TOKENIZER = "train", "tokenizer"  # in `allow_change`, beside the names of validation sets
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -30,6 +32,9 @@ class DataConfig:
     `train_data`."""
     num_workers: int = 0
     """Loader processes per rank; 0 loads in the rank's own process."""
+    allow_change: list[str] = field(default_factory=list)
+    """What may differ from the data that a resumed run has used so far: `train`, `tokenizer`, or names of `valid_data`
+    (docs/data.md). Better stated for one start than kept: `--data.allow_change "[train]"`."""
 
     def problems(self) -> list[str]:
         """Everything that is wrong with it, one line each; no token file is opened."""
@@ -49,6 +54,12 @@ class DataConfig:
             problems.append(f"data.tokenizer: {self.tokenizer} does not exist; name a .model or tokenizer.json")
         if self.num_workers < 0:
             problems.append(f"data.num_workers: {self.num_workers} is negative; 0 loads in the rank's own process")
+        names = (TRAINING, TOKENIZER, *self.valid_data)
+        problems += [
+            f"data.allow_change: {name} is no set of data; name one of {', '.join(names)}"
+            for name in self.allow_change
+            if name not in names
+        ]
         return problems
 
     @property

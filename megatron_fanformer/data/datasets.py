@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.index_cache import indices_in
 from megatron_fanformer.data.npy_dataset import NpyDataset
+from megatron_fanformer.data.pair_reader import PairReader
 from megatron_fanformer.data.sample_counts import TRAIN, VALIDATION, SampleCounts, Sizes, refuse_npy
 from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.runtime.agreement import on_main
@@ -101,6 +104,17 @@ class OneOfBlend:
         return item
 
 
+def _read_unmapped(built: Sequence[Any]) -> None:
+    """Have built datasets read their pairs through PairReader; the parts of a split share one."""
+    readers: dict[str, PairReader] = {}
+    for top in filter(None, built):
+        for dataset in getattr(top, "datasets", [top]):
+            path, pair = dataset.dataset_path, dataset.dataset
+            if path not in readers:
+                readers[path] = PairReader(path, np.dtype(pair.index.dtype), len(pair))
+            dataset.dataset = readers[path]
+
+
 class _DatasetBuilder:
     """Builds datasets in one cache, with one sequence length and seed, after checking what megatron-core assumes."""
 
@@ -170,7 +184,9 @@ class _DatasetBuilder:
         }
         with indices_in(self._survey.cache, identity) as folder:
             config = self._config(folder, blend.sources, plan.weights, min(sizes), split)
-            return list(BlendedMegatronDatasetBuilder(GPTDataset, plan.requested, lambda: True, config).build())
+            built = list(BlendedMegatronDatasetBuilder(GPTDataset, plan.requested, lambda: True, config).build())
+        _read_unmapped(built)
+        return built
 
     def _identities(self, sources: Sequence[Source]) -> list[str]:
         return [self._survey.pair(source).identity for source in sources if not source.is_npy]

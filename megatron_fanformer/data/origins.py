@@ -38,13 +38,12 @@ def _runs(dataset: Any, index: int) -> Iterator[Span]:
     """The part of each sequence that a GPTDataset's sample takes, by its three indices."""
     sample = int(dataset.shuffle_index[index])
     (begin, begin_offset), (end, end_offset) = (map(int, dataset.sample_index[sample + ahead]) for ahead in (0, 1))
-    sequences = dataset.dataset.index
     for place in range(begin, end + 1):
         sequence = int(dataset.document_index[place])
+        first, length = dataset.dataset.place(sequence)
         offset = begin_offset if place == begin else 0
-        stop = end_offset + 1 if place == end else int(sequences.sequence_lengths[sequence])
-        first = int(sequences.sequence_pointers[sequence]) // sequences.dtype_size + offset
-        yield Span(dataset.dataset_path, first, stop - offset)
+        stop = end_offset + 1 if place == end else length
+        yield Span(dataset.dataset_path, first + offset, stop - offset)
 
 
 def _merged(spans: Iterable[Span]) -> Iterator[Span]:

@@ -15,6 +15,8 @@ from megatron_fanformer.errors import InputError
 
 TRAIN, VALIDATION = 0, 1  # positions in PART_NAMES, and in megatron-core's lists
 
+MID_LEVEL_SURPLUS = 0.005  # by which megatron-core asks each source of a blend for more than its share
+
 Sizes = dict[int, int | None]
 """Samples by part; None: one epoch."""
 
@@ -67,6 +69,36 @@ class SampleCounts:
                 self._check_blend(Blend([source], None), part, share)
         else:
             whole_samples(self._survey.files(blend.sources[0]), self._seq_length)
+
+    def repeats_pairs(self, config: DataConfig, *, train_samples: int, valid_samples: int | None) -> bool:
+        """Whether training may read a pair more than once: its order then depends on the number of samples.
+
+        megatron-core shuffles all epochs of a pair together. (Those of .npy files are shuffled one by one.) In doubt,
+        within a hundredth of an epoch, it is true.
+        """
+        blend, is_split = self._survey.train, config.applied_split is not None
+        if all(source.is_npy for source in blend.sources):
+            return False
+        if any(source.is_npy for source in blend.sources):
+            weights: list[float] | None = self.of_mixed(blend, train_samples).weights
+        else:
+            sizes = {TRAIN: train_samples, **({VALIDATION: valid_samples} if is_split else {})}
+            weights = self.of_pairs(blend, sizes, is_split=is_split).weights
+        if weights is None and len(blend.sources) > 1:
+            return False  # one epoch of each suffices
+        shares = np.array(weights or [1.0]) / sum(weights or [1.0]) * train_samples
+        surplus = (MID_LEVEL_SURPLUS, 3) if len(shares) > 1 else (0, 0)  # it rounds up twice
+        return any(
+            share * (1 + surplus[0]) + surplus[1] > (tokens - 1) // self._seq_length
+            for share, tokens in zip(shares, self._tokens_to_train_on(blend, is_split), strict=True)
+            if tokens is not None
+        )
+
+    def _tokens_to_train_on(self, blend: Blend, is_split: bool) -> list[int | None]:
+        """Of each source; None for .npy files."""
+        if is_split:
+            return list(self._tokens_of(blend, TRAIN, is_split))
+        return [None if source.is_npy else self._survey.pair(source).tokens for source in blend.sources]
 
     def epoch_of(self, source: Source) -> float:
         """The samples of an epoch; for a source too short for one, which is repeated, the fraction that it fills."""

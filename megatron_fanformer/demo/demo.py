@@ -20,6 +20,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
 from megatron_fanformer.data.tokenizer import TOKENIZER_MODEL, load_tokenizer, train_sentencepiece
 from megatron_fanformer.demo.corpus import Corpus, pack_standard_library
@@ -90,7 +91,7 @@ def run_demo(output: Path) -> None:
     """Run the whole demo in the folder `output`, and print the results.
 
     Raises:
-        InputError: the folder exists and is not an earlier demo's.
+        InputError: the folder exists and is not an earlier demo's, or one is running in it.
         FanformerError: a step did not do what it should.
     """
     started = time.monotonic()
@@ -137,7 +138,8 @@ def _claim(root: Path) -> None:
     if root.exists():
         if not (root / MARK).exists():
             raise InputError(f"{root} exists and is not an earlier demo's folder; name another with --output")
-        shutil.rmtree(root)
+        with run_lock(Places(root).run):
+            shutil.rmtree(root)
     root.mkdir(parents=True)
     (root / MARK).touch()
 

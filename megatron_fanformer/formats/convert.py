@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors
+from megatron_fanformer.checkpoint.run_lock import run_lock
+from megatron_fanformer.checkpoint.store import CHECKPOINTS
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.durable_files import new_folder
 from megatron_fanformer.errors import CorruptError, InputError
@@ -72,7 +75,7 @@ def convert_checkpoint(
         max_shard_size=max_shard_size,
         training=training_record(opened.format, opened.path) if to == "hf" else "",
     )
-    with new_folder(destination) as folder:
+    with _lock_of_run(destination), new_folder(destination) as folder:
         used = _write(to, folder, opened, padded_vocab_size, None if dtype is None else DTYPES[dtype], extras)
         written = open_checkpoint(folder)
         checks = _verified(opened, used, written) if verified else None
@@ -84,6 +87,12 @@ def convert_checkpoint(
         if to == "hf":
             _add_receipt(folder, content if verified else None)
     return Conversion(checks, _notes(opened, rows))
+
+
+def _lock_of_run(destination: Path) -> AbstractContextManager[None]:
+    """For a checkpoint that is put among a run's: not while the run goes on, which would remove it, or resume it."""
+    checkpoints = destination.absolute().parent
+    return run_lock(checkpoints.parent) if checkpoints.name == CHECKPOINTS else nullcontext()
 
 
 def _write(

@@ -1,7 +1,6 @@
 """Describes a run and its checkpoints; no weights are read. It needs only torch, and no process group."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,12 @@ from megatron_fanformer.checkpoint.full_tensors import OPTIMIZER_PREFIX
 from megatron_fanformer.checkpoint.manifest import check_small_files
 from megatron_fanformer.checkpoint.plain_values import SavedProgress, check_plain_values, saved_progress
 from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
+from megatron_fanformer.data.config import TRAINING
+from megatron_fanformer.data.identity import SHOWN_DIGITS, DataIdentity, SetIdentity, identity_from_plain
 from megatron_fanformer.formats.training_record import layout
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows
 from megatron_fanformer.inspection.report import Report, plural, size, some
+from megatron_fanformer.training.metrics import metrics_entry
 
 METRICS_TAIL_BYTES = 1 << 16
 
@@ -46,6 +48,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
     table = read_table(checkpoint)
     check_plain_values(checkpoint, table)
     progress = saved_progress(checkpoint, table)
+    data = identity_from_plain(progress.data, checkpoint) if progress else None
     tokenizer = store.attached_tokenizer(checkpoint)
     files = [path for path in checkpoint.iterdir() if path.is_file()]
     total = sum(path.stat().st_size for path in files)
@@ -57,6 +60,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
         "consumed_samples": progress.consumed_samples if progress else None,
         "model": {**dataclasses.asdict(config), **model_facts(config)},
         "layout": saved.get("parallel"),
+        "data": data.as_plain() if data else None,
         "dtype": saved.get("precision", {}).get("dtype"),
         "format": "torch_dist",
         "tensors": weights,
@@ -67,6 +71,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
     }
     rows = [
         *_progress_rows(progress, config.seq_length),
+        *(_data_rows(data) if data else []),
         *model_rows(config),
         *([("layout", layout(saved))] if "parallel" in saved else []),
         ("stored", f"{plural(weights, 'tensor')}, {states:,} of the optimizer; torch_dist, {_types(table)}"),
@@ -79,19 +84,32 @@ def describe_checkpoint(checkpoint: Path) -> Report:
 def _progress_rows(progress: SavedProgress | None, seq_length: int) -> Rows:
     if progress is None:
         return [("step", "none: converted weights, not a run's")]
-    step, samples = progress
+    step, samples = progress.step, progress.consumed_samples
     return [("step", f"{step:,}, after {samples:,} samples, {samples * seq_length:,} tokens")]
 
 
+def _data_rows(data: DataIdentity) -> Rows:
+    return [
+        *(("data", f"{name}: {_files(own)}") for name, own in [(TRAINING, data.train), *data.valid.items()]),
+        *(("changed", f"after step {each.step:,}, {each.name}: {each.what}") for each in data.changes),
+    ]
+
+
+def _files(data: SetIdentity) -> str:
+    named = some(f"{file.path} ({file.content[:SHOWN_DIGITS]})" for file in data.files)
+    return f"{plural(sum(file.tokens for file in data.files), 'token')} of {named}"
+
+
 def last_metrics(run: Path) -> dict[str, Any] | None:
-    """The last complete line of a run's metrics.jsonl."""
+    """The last line of a run's metrics.jsonl that is a step's and complete."""
     try:
         with (run / store.METRICS).open("rb") as stream:
             stream.seek(max(0, (run / store.METRICS).stat().st_size - METRICS_TAIL_BYTES))
             lines = stream.read().split(b"\n")
     except FileNotFoundError:
         return None
-    return json.loads(lines[-2]) if len(lines) > 1 else None  # after the last line end: a partial line, or nothing
+    # after the last line end: a partial line, or nothing
+    return next((entry for line in reversed(lines[:-1]) if (entry := metrics_entry(line)) is not None), None)
 
 
 # -- what is in it

@@ -1,6 +1,7 @@
 """What a run reports as it runs: a progress line, metrics.jsonl and TensorBoard."""
 
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -8,20 +9,25 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megatron_fanformer.checkpoint.run_lock import FolderWatch, file_of
 from megatron_fanformer.checkpoint.store import METRICS, TENSORBOARD
 from megatron_fanformer.durable_files import write_atomically
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
     """Appends one JSON object per step to metrics.jsonl, and the numbers to TensorBoard.
 
-    A resumed run drops what was logged after the checkpoint that it resumes from, so that each step appears once.
+    A resumed run drops what was logged after the checkpoint that it resumes from, so that each step appears once. Lines
+    that no run wrote are kept as they are.
     """
 
     def __init__(self, run: Path, *, first_step: int, tensorboard: bool) -> None:
         self._path = run / METRICS
         _drop_steps_from(self._path, first_step)
         self._file = self._path.open("a")
+        self._watch = FolderWatch(run)
         self._tensorboard: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -29,7 +35,15 @@ class MetricsWriter:
             self._tensorboard = SummaryWriter(str(run / TENSORBOARD), purge_step=first_step)
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Record the metrics of one step."""
+        """Record the metrics of one step.
+
+        Raises:
+            FanformerError: the run's folder is gone, or another run's by now.
+        """
+        self._watch.check()
+        if file_of(str(self._path)) != file_of(self._file.fileno()):  # removed, or replaced, as editors do
+            self._file.close()
+            self._file = self._path.open("a")
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
         if self._tensorboard is not None:
@@ -47,20 +61,26 @@ class MetricsWriter:
 def _drop_steps_from(path: Path, first_step: int) -> None:
     if not path.exists():
         return
-    kept = [line for line in path.read_text().splitlines() if _step_of(line) < first_step]
-    write_atomically(path, "".join(line + "\n" for line in kept))
+    *lines, _torn = path.read_bytes().split(b"\n")  # a crash in the middle of a write leaves a line without its end
+    steps = [None if entry is None else entry["step"] for entry in map(metrics_entry, lines)]
+    if None in steps:
+        logger.warning("%s: line %d is not a step's metrics; such lines are kept", path, steps.index(None) + 1)
+    kept = [line + b"\n" for line, step in zip(lines, steps, strict=True) if step is None or step < first_step]
+    write_atomically(path, b"".join(kept))
 
 
-def _step_of(line: str) -> float:
+def metrics_entry(line: bytes) -> dict[str, Any] | None:
+    """What a line says of a step; None for one that is not a step's."""
     try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError):
-        return float("inf")  # torn by a crash in the middle of a write
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """All objects of a run's metrics.jsonl, in their order."""
-    return [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    """The metrics of every step in a run's metrics.jsonl, in their order; lines that are not a step's are left out."""
+    return [entry for line in (run / METRICS).read_bytes().splitlines() if (entry := metrics_entry(line)) is not None]
 
 
 class ProgressLine:

@@ -4,12 +4,15 @@ One process does it for all ranks (see start.py); what it found is a RunStart, w
 """
 
 import dataclasses
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.manifest import check_small_files
+from megatron_fanformer.data.identity import DataIdentity, identify_data, identity_from_plain, resumed_identity
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.data.tokenizer import load_tokenizer
@@ -20,6 +23,8 @@ from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.machine_rules import machine_problems
 from megatron_fanformer.training.recovery import read_events
 from megatron_fanformer.training.recovery_config import RecoveryConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,8 @@ class RunStart:
     """The checkpoint whose weights a new run starts with."""
     data: DataSurvey
     """The token files."""
+    identity: DataIdentity
+    """Which data they are."""
     events: tuple[dict[str, Any], ...] = ()
     """What the run has done so far about damage and bad numbers."""
 
@@ -44,7 +51,8 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
     """Check a run in a world of that many ranks (None: to be launched here), and return what it starts from.
 
     Raises:
-        InputError: every problem, one line each; what this machine lacks, if nothing else is wrong.
+        InputError: every problem, one line each; what this machine lacks, if nothing else is wrong; data that are not
+            what the run has used so far.
         CorruptError: token files or a checkpoint are damaged.
     """
     found: list[str] = []
@@ -70,7 +78,8 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
     train_samples, valid_samples = drawn_samples(config)
     counts = SampleCounts(data, config.model.seq_length)
     counts.check(config.data, train_samples=train_samples, valid_samples=valid_samples)
-    return _start(config, resuming, loaded, data)
+    identity = _identity(config, data, resuming.checkpoint, allowed=config.data.allow_change)
+    return _start(config, resuming, loaded, data, identity)
 
 
 def find_start(config: RunConfig) -> RunStart:
@@ -80,7 +89,38 @@ def find_start(config: RunConfig) -> RunStart:
         InputError, CorruptError: a file that it would start from is missing or damaged.
     """
     resuming, loaded = _starting_points(config)
-    return _start(config, resuming, loaded, survey_data(config.data))
+    data = survey_data(config.data)
+    return _start(config, resuming, loaded, data, _identity(config, data, resuming.checkpoint, allowed=None))
+
+
+def _identity(
+    config: RunConfig, data: DataSurvey, resumed: Path | None, *, allowed: Sequence[str] | None
+) -> DataIdentity:
+    """Which data a run has from here on, and what of them has changed; raises like `resumed_identity`."""
+    train_samples, valid_samples = drawn_samples(config)
+    is_repeated = SampleCounts(data, config.model.seq_length).repeats_pairs(
+        config.data, train_samples=train_samples, valid_samples=valid_samples
+    )
+    present = identify_data(config.data, data, samples=train_samples if is_repeated else None)
+    if resumed is None:
+        return present
+    from megatron_fanformer.checkpoint.plain_values import saved_progress  # imports torch
+    from megatron_fanformer.checkpoint.tensor_table import read_table
+
+    try:
+        progress = saved_progress(resumed, read_table(resumed))
+    except CorruptError as error:  # as the ranks will find, which go on from an earlier one if they may
+        logger.info("%s; its data cannot be compared with those of this configuration", error)
+        return present
+    step, values = (0, None) if progress is None else (progress.step, progress.data)
+    before = identity_from_plain(values, resumed)
+    if before is None:
+        logger.info("%s does not say which data it was trained on; taking those of this configuration", resumed)
+        return present
+    found = resumed_identity(before, present, step=step, allowed=allowed, run=config.training.run_dir)
+    for change in found.changes[len(before.changes) :]:
+        logger.info("data changed after step %d: %s: %s", change.step, change.name, change.what)
+    return found
 
 
 def drawn_samples(config: RunConfig) -> tuple[int, int]:
@@ -97,10 +137,19 @@ class _Resuming(NamedTuple):
     damaged: tuple[tuple[Path, CorruptError], ...] = ()
 
 
-def _start(config: RunConfig, resuming: _Resuming, loaded: Path | None, data: DataSurvey) -> RunStart:
+def _start(
+    config: RunConfig, resuming: _Resuming, loaded: Path | None, data: DataSurvey, identity: DataIdentity
+) -> RunStart:
     checkpoint, earlier, damaged = resuming
-    events = tuple(read_events(Path(config.training.run_dir))) if checkpoint else ()
-    return RunStart(resumed=checkpoint, earlier=earlier, damaged=damaged, loaded=loaded, data=data, events=events)
+    return RunStart(
+        resumed=checkpoint,
+        earlier=earlier,
+        damaged=damaged,
+        loaded=loaded,
+        data=data,
+        identity=identity,
+        events=tuple(read_events(Path(config.training.run_dir))) if checkpoint else (),
+    )
 
 
 def _starting_points(config: RunConfig) -> tuple[_Resuming, Path | None]:

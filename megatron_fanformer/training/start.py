@@ -1,9 +1,11 @@
 """Starts a run: checks it, then runs it in this process, launches local ranks, or joins the ranks it is given."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.training.config import RunConfig, load_config, tell_on_stderr
@@ -25,7 +27,8 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
         InputError: the configuration is wrong; nothing was written.
     """
     config = load_config(file, overrides)
-    with run_log(rank=0) as started:
+    # Before its checkpoint is chosen: a run that is about to end may be saving another one.
+    with run_log(rank=0) as started, run_lock(Path(config.training.run_dir)):
         start = check_run(config, None)
         import torch  # after errors are reported
 
@@ -70,10 +73,17 @@ def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress,
     from megatron_fanformer.runtime.launch import read_found
     from megatron_fanformer.runtime.parallel import process_group, rank_grid
 
-    with run_log(address.rank) as started:
+    with run_log(address.rank) as started, ExitStack() as held:
         started.write_to(log_file(config.logging, log, rank=address.rank, world_size=address.world_size))
         with process_group(config.runtime, address) as kind:
-            start = on_main(lambda: read_found() or check_run(config, address.world_size))
+
+            def find() -> RunStart:
+                if (found := read_found()) is not None:
+                    return cast(RunStart, found)
+                held.enter_context(run_lock(Path(config.training.run_dir)))
+                return check_run(config, address.world_size)
+
+            start = on_main(find)
             with rank_grid(config.parallel, kind, config.runtime) as grid:
                 _train(config, grid, start, started)
 

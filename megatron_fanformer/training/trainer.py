@@ -274,6 +274,7 @@ class Trainer:
                     "step": self.step,
                     "consumed_samples": self.consumed_samples,
                     "medians": self._bad_steps.medians(),
+                    "data": self._start.identity.as_plain(),
                 },
                 config=self._resolved_config(),
                 attachments=self._attachments(),

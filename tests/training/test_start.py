@@ -1,5 +1,6 @@
 """The start of a run of many ranks: one of them looks at the files, and all go by what it found."""
 
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.cli import main
 from megatron_fanformer.data import datasets, index_cache
 from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
@@ -182,6 +184,19 @@ def test_what_the_main_rank_refuses_ends_every_rank_alike(
     assert {error[:3] for error in errors} == {(kind, errors[0][1], code)}
     assert said in errors[0][1]
     assert [error[3] for error in errors] == [False, True, True, True]
+
+
+def test_a_run_in_progress_keeps_ranks_that_another_program_started_out(
+    run_on_ranks: RunOnRanks, tmp_path: Path
+) -> None:
+    values = small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run", training={"micro_batch_size": 1})
+    file = write_config(tmp_path / "config.yaml", values)
+    with run_lock(tmp_path / "run"):
+        errors = [rank["error"] for rank in run_on_ranks(2, start_here, file)]
+    assert [(kind, code, told) for kind, _, code, told in errors] == [("InputError", 2, False), ("InputError", 2, True)]
+    assert f"is in use by a run on {os.uname().nodename} (process {os.getpid()})" in errors[0][1]
+    assert all("samples" in rank for rank in run_on_ranks(2, start_here, file))
+    assert not (tmp_path / "run").exists()  # rank 0 let it go again
 
 
 def looks_at_latest(file: Path) -> int:

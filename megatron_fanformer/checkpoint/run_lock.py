@@ -1,0 +1,259 @@
+"""One writer for a run's folder: the file `run.lock` in it, from before its checkpoint is chosen until the run ends.
+
+It must hold on file systems that several machines share, where advisory locks may be missing or local to one machine,
+and a run that crashed must not keep the next one out. So the lock is a file with the holder's entry.
+
+**Taking it.** The entry is written under a name of its own, and linked to `run.lock`: link(2) is atomic, and fails
+where that exists. Who finds the entry of a dead holder links to `run.lock.TOKEN`, with the dead holder's token: of all
+that find it, one succeeds, whose file then replaces `run.lock`. One that dies before it does is succeeded in the same
+way, by its own token.
+
+**Dead** is a holder in the same place (machine, boot and process namespace) whose process is gone, or another one by
+its start time, or whose entry was copied along with its folder. Of a holder in another place the file's modification
+time is watched, which the holder renews: dead is who has not for `STALE_SECONDS`, or has not for some beats and is that
+late by the times of files that are written beside it (never by this machine's clock).
+"""
+
+import errno
+import logging
+import os
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from pathlib import Path
+
+import msgspec
+
+from megatron_fanformer.checkpoint.store import LOCK
+from megatron_fanformer.errors import FanformerError, InputError
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 10.0
+STALE_SECONDS = 120.0
+"""Longer than a process is held up by one call into a library, and than file systems keep times to themselves."""
+LOOK_SECONDS = 1.0
+WATCHED_BEATS = 3  # at least, whatever the age of the last one: machines' clocks may differ
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""The errors of a file system without hard links."""
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds a lock."""
+
+    token: str
+    host: str
+    pid: int
+    since: str
+    place: str = ""
+    """Where the process numbers are those of this holder."""
+    started: str = ""
+    """The process's start time, as its kernel counts; tells it from a later one of the same number."""
+    folder: str = ""
+    """The absolute path of the run's folder there."""
+
+
+@contextmanager
+def run_lock(run: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder, which is made if missing, and removed again if nothing is put into it.
+
+    Raises:
+        InputError: another run holds it, or the folder cannot be written.
+    """
+    parents = [folder for folder in (run, *run.absolute().parents) if not folder.exists()]
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        token = _take(run)
+    except OSError as error:
+        reason = "is a file; name a folder" if run.is_file() else f"cannot be written ({error.strerror}); name another"
+        raise InputError(f"training.run_dir {run} {reason}") from error
+    ended = threading.Event()
+    beats = threading.Thread(target=_beat, args=(run / LOCK, token, ended), name="run_lock", daemon=True)
+    beats.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        beats.join()
+        with suppress(OSError):  # the folder is gone, or another run's by now
+            if _holder(run / LOCK).token == token:
+                (run / LOCK).unlink()
+        for folder in parents:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _take(run: Path) -> str:
+    """Take the lock; returns the token. Raises InputError if another process holds it."""
+    own = Holder(
+        token=uuid.uuid4().hex,
+        host=platform.node(),
+        pid=os.getpid(),
+        since=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        place=_place(),
+        started=_start_time(os.getpid()) or "",
+        folder=str(run.absolute()),
+    )
+    entry = run / f".{LOCK}.{own.token}.tmp"
+    entry.write_bytes(msgspec.json.encode(own))
+    try:
+        while not _has_taken(run, entry):
+            pass  # another one was faster, or is just letting it go
+    finally:
+        entry.unlink(missing_ok=True)
+    return own.token
+
+
+def _has_taken(run: Path, entry: Path) -> bool:
+    """Try to take the lock; False if it has changed meanwhile. Raises InputError if another process holds it."""
+    path, dead = run / LOCK, dict[Path, str]()
+    while not _links(entry, path):
+        try:
+            holder = _holder(path)
+        except FileNotFoundError:
+            return False
+        if _is_alive(run, path, holder, entry):
+            raise InputError(
+                f"{run} is in use by a run on {holder.host} (process {holder.pid}) since {holder.since}; wait for its"
+                " end, stop it, or name another folder"
+            )
+        dead[path] = holder.token
+        path = run / f"{LOCK}.{holder.token}"
+    try:
+        is_unchanged = all(_holder(place).token == token for place, token in dead.items())
+    except FileNotFoundError:
+        is_unchanged = False
+    if not is_unchanged:
+        path.unlink()
+        return False
+    if dead:
+        os.replace(path, run / LOCK)
+        for place in dead.keys() - {run / LOCK}:
+            place.unlink(missing_ok=True)
+    return True
+
+
+def _links(entry: Path, path: Path) -> bool:
+    try:
+        os.link(entry, path)
+    except FileExistsError:
+        return entry.stat().st_nlink > 1  # over NFS, a link that was made may be reported as one that was in the way
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        with suppress(FileExistsError), path.open("xb") as stream:
+            stream.write(entry.read_bytes())
+            return True
+        return False
+    return True
+
+
+def _holder(path: Path) -> Holder:
+    """Who holds a lock. Of one that is empty or damaged nobody is known, and its times decide."""
+    content = path.read_bytes()
+    try:
+        return msgspec.json.decode(content, type=Holder)
+    except msgspec.MsgspecError:
+        return Holder(token=f"unknown-{path.stat().st_ino}", host="an unknown host", pid=0, since="an unknown time")
+
+
+# -- whether a holder lives
+
+
+def _is_alive(run: Path, path: Path, holder: Holder, entry: Path) -> bool:
+    if holder.place != _place():
+        return _is_renewed(path, holder, entry)
+    try:
+        is_its_folder = os.path.samefile(holder.folder, run)
+    except OSError:  # it was moved: its run ends
+        is_its_folder = False
+    return is_its_folder and _start_time(holder.pid) == holder.started
+
+
+def _is_renewed(path: Path, holder: Holder, entry: Path) -> bool:
+    """Watch a lock until it is renewed, or until that is overdue."""
+    logger.info("%s was left by a run on %s, or is in use: waiting for a sign of life", path.parent, holder.host)
+    begun, watched, late = time.monotonic(), 0.0, 0.0
+    try:
+        first = _modified(path)
+        while watched <= STALE_SECONDS and (watched <= WATCHED_BEATS * BEAT_SECONDS or late <= STALE_SECONDS):
+            time.sleep(LOOK_SECONDS)
+            os.utime(entry)
+            if (last := _modified(path)) != first:
+                return True
+            watched, late = time.monotonic() - begun, _modified(entry) - last
+    except FileNotFoundError:  # it was given back
+        pass
+    return False
+
+
+def _modified(path: Path) -> float:
+    """A file's modification time, in seconds; of a file that is opened, since what NFS remembers may be old."""
+    with path.open("rb") as stream:
+        return os.fstat(stream.fileno()).st_mtime
+
+
+def _beat(path: Path, token: str, ended: threading.Event) -> None:
+    while not ended.wait(BEAT_SECONDS):
+        with suppress(OSError):
+            if _holder(path).token == token:
+                os.utime(path)
+
+
+def _place() -> str:
+    """This machine, its boot and its process namespace: where a process number means the same process."""
+    facts = [platform.node()]
+    with suppress(OSError):
+        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        facts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(facts)
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process started, in its kernel's ticks; None if there is none, or if it has ended and is not reaped."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else fields[18]
+
+
+# -- whether a run is still in its folder
+
+
+class FolderWatch:
+    """A run's folder as it is when a run begins to write into it."""
+
+    def __init__(self, run: Path) -> None:
+        self._run, self._lock = str(run), str(run / LOCK)
+        self._seen, self._lock_seen = file_of(self._run), file_of(self._lock)
+
+    def check(self) -> None:
+        """Look whether the folder is still there, and nobody else's. It costs microseconds.
+
+        Raises:
+            FanformerError: it is not: nothing more can be saved in it.
+        """
+        if file_of(self._run) != self._seen:
+            raise FanformerError(
+                f"{self._run} was removed or renamed during the run, nothing more can be saved there; put it back, and"
+                " start again to resume from its last checkpoint"
+            )
+        if (lock := file_of(self._lock)) != self._lock_seen and lock is not None:
+            raise FanformerError(
+                f"{self._run} was taken over by another run, which found no sign of life of this one; let that one go"
+                " on, or stop it and start again"
+            )
+
+
+def file_of(name: str | int) -> tuple[int, int] | None:
+    """Which file, or folder, a path or a descriptor stands for; None where it is nothing."""
+    try:
+        found = os.stat(name)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino

@@ -1,0 +1,305 @@
+"""Which data a run is trained on: recorded in every checkpoint, and compared when the run resumes.
+
+A set is identified by what its samples depend on: the sources in their order, their weights, the split, and of each
+file the lengths of its sequences and its content. Where the files are, and when they were written, is not part of it:
+a copy is the same data. Contents are identified by blocks spread over each file, first and last included, so that
+terabytes are not read at every start; data that were prepared differently differ nearly everywhere. A few bytes
+changed in between show only in the manifest's SHA-256, which is compared where there is one.
+"""
+
+import hashlib
+import os
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_fanformer.data.blends import Blend, Source
+from megatron_fanformer.data.config import TOKENIZER, TRAINING, DataConfig
+from megatron_fanformer.data.manifest import read_any_manifest, token_files_record
+from megatron_fanformer.data.npy_files import SUFFIX, npy_prefix
+from megatron_fanformer.data.survey import DataSurvey
+from megatron_fanformer.data.tokenizer import tokenizer_file
+from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.errors import CorruptError, InputError
+
+# 256 KiB in all of each file. What is replaced in one piece is noticed from 1/31 of the file on.
+BLOCKS = 32
+BLOCK_BYTES = 1 << 13
+# Blocks of a cold file on a shared file system take milliseconds each, in which others can be waited for.
+THREADS = 16
+BIN_SUFFIX = ".bin"
+SHOWN_DIGITS = 12  # of a fingerprint
+
+
+class _Part(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what identifies data. Unknown fields are left out: a later version may record more."""
+
+
+class FileIdentity(_Part, frozen=True, kw_only=True):
+    """A pair, or a .npy file."""
+
+    path: str
+    """As it was named; a pair's prefix. Not compared."""
+    tokens: int
+    form: str
+    """The type of the tokens; of a pair also the number of its sequences and a checksum of their lengths."""
+    content: str
+    """A fingerprint of the .bin or .npy file."""
+    sha256: str | None = None
+    """Of that file, by its manifest; None: it has none."""
+    tokenizer: str | None = None
+    """SHA-256 of the tokenizer that made the tokens, by the manifest."""
+
+
+class SourceIdentity(_Part, frozen=True, kw_only=True):
+    """One source of a blend."""
+
+    files: list[FileIdentity]
+    weight: float | None = None
+    """Its part of all weights; None: the blend has none."""
+
+
+class SetIdentity(_Part, frozen=True, kw_only=True):
+    """A training or validation set."""
+
+    sources: list[SourceIdentity]
+    split: str | None = None
+    """How the documents are cut into training and validation, where they are."""
+    samples: int | None = None
+    """The number of samples asked for, where their order depends on it."""
+
+    @property
+    def files(self) -> list[FileIdentity]:
+        """The files of all sources, in their order."""
+        return [file for source in self.sources for file in source.files]
+
+
+class DataChange(_Part, frozen=True, kw_only=True):
+    """A change of data that `data.allow_change` allowed."""
+
+    step: int
+    """After which it was made."""
+    name: str
+    what: str
+
+
+class DataIdentity(_Part, frozen=True, kw_only=True):
+    """The data of a run."""
+
+    train: SetIdentity
+    valid: dict[str, SetIdentity] = {}
+    tokenizer: str | None = None
+    """SHA-256 of the file that `data.tokenizer` names."""
+    changes: list[DataChange] = []
+    """What was allowed to change so far, the earliest first."""
+
+    def as_plain(self) -> dict[str, Any]:
+        """As a checkpoint holds it."""
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
+
+
+def identity_from_plain(values: Any, where: Path) -> DataIdentity | None:
+    """The identity in a checkpoint; None for a checkpoint of a version that recorded none.
+
+    Raises:
+        CorruptError: it is not one; names the file `where`.
+    """
+    if values is None:
+        return None
+    try:
+        return msgspec.convert(values, DataIdentity)
+    except msgspec.ValidationError as error:
+        raise CorruptError(f"{where} holds no identity of data ({error}); use another checkpoint") from None
+
+
+def identify_data(config: DataConfig, survey: DataSurvey, *, samples: int | None = None) -> DataIdentity:
+    """Identify the data of a run by the files that `survey` found.
+
+    Args:
+        samples: the number of training samples asked for, where their order depends on it.
+
+    Raises:
+        InputError, CorruptError: a file, a manifest or the tokenizer cannot be read.
+    """
+    blends = [survey.train, *survey.valid.values()]
+    sources = list(dict.fromkeys(source for blend in blends for source in blend.sources))
+    with ThreadPoolExecutor(THREADS) as threads:
+        surveyed = (file for source in sources for file in _surveyed(source, survey))
+        identified = threads.map(lambda file: _identify(*file), surveyed)
+        files = {source: [next(identified) for _ in source.paths] for source in sources}
+    return DataIdentity(
+        train=SetIdentity(sources=_sources(survey.train, files), split=config.applied_split, samples=samples),
+        valid={name: SetIdentity(sources=_sources(blend, files)) for name, blend in survey.valid.items()},
+        tokenizer=sha256_of(tokenizer_file(Path(config.tokenizer))) if config.tokenizer else None,
+    )
+
+
+def _sources(blend: Blend, files: dict[Source, list[FileIdentity]]) -> list[SourceIdentity]:
+    total = sum(blend.weights or ())
+    weights = [weight / total for weight in blend.weights] if blend.weights else [None] * len(blend.sources)
+    return [
+        SourceIdentity(files=files[source], weight=weight)
+        for source, weight in zip(blend.sources, weights, strict=True)
+    ]
+
+
+def _surveyed(source: Source, survey: DataSurvey) -> Iterator[tuple[str, str, str, int, str]]:
+    """Path, prefix, suffix of the tokens, their number and the form of each file of a source."""
+    if not source.is_npy:
+        facts = survey.pair(source)
+        yield source.paths[0], source.paths[0], BIN_SUFFIX, facts.tokens, facts.identity
+        return
+    for file in survey.files(source):
+        yield file.path, npy_prefix(file.path), SUFFIX, file.tokens, file.dtype.str
+
+
+def _identify(path: str, prefix: str, suffix: str, tokens: int, form: str) -> FileIdentity:
+    file, manifest, record = Path(prefix + suffix), read_any_manifest(prefix), token_files_record(prefix)
+    said = record.files.get(suffix) if record else None
+    is_of_this = said is not None and said.bytes == file.stat().st_size
+    return FileIdentity(
+        path=path,
+        tokens=tokens,
+        form=form,
+        content=fingerprint(file),
+        sha256=said.sha256 or None if said and is_of_this else None,
+        tokenizer=manifest.tokenizer.sha256 or None if manifest and is_of_this else None,
+    )
+
+
+def fingerprint(path: Path) -> str:
+    """Hexadecimal hash of a file's size and of blocks spread evenly over it; of a small file it is of every byte.
+
+    Raises:
+        CorruptError: it cannot be read, or becomes shorter meanwhile.
+    """
+    try:
+        with path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
+            for offset, length in _blocks(size):
+                block = os.pread(stream.fileno(), length, offset)
+                if len(block) < length:
+                    raise CorruptError(f"{path} has become shorter while it was read; copy it again")
+                digest.update(block)
+    except OSError as error:
+        raise CorruptError(f"{path} cannot be read ({error.strerror}); copy it again") from error
+    return digest.hexdigest()
+
+
+def _blocks(size: int) -> Iterator[tuple[int, int]]:
+    """Offset and length of each block of a file."""
+    if size <= BLOCKS * BLOCK_BYTES:
+        yield 0, size
+        return
+    for number in range(BLOCKS):
+        yield (size - BLOCK_BYTES) * number // (BLOCKS - 1), BLOCK_BYTES
+
+
+# -- what changed
+
+
+def resumed_identity(
+    before: DataIdentity | None, present: DataIdentity, *, step: int, allowed: Collection[str] | None, run: str
+) -> DataIdentity:
+    """The identity of a run that resumes: the present one, with all changes so far.
+
+    Sets that are added or left out are no change: what a set's name stands for stays the same.
+
+    Args:
+        before: what the checkpoint has; None: it was saved by a version that recorded none.
+        step: the checkpoint's.
+        allowed: the names of sets that may change; None: all may.
+        run: how messages call the run.
+
+    Raises:
+        InputError: other sets have changed, one line each.
+    """
+    if before is None:
+        return present
+    changed = dict(_differences(before, present))
+    refused = [name for name in changed if allowed is not None and name not in allowed]
+    if refused:
+        raise InputError("\n".join(_refusal(name, changed[name], run) for name in refused))
+    made = [DataChange(step=step, name=name, what=what) for name, what in changed.items()]
+    return msgspec.structs.replace(present, changes=[*before.changes, *made])
+
+
+def _refusal(name: str, what: str, run: str) -> str:
+    field = {TRAINING: "data.train_data", TOKENIZER: "data.tokenizer"}.get(name, f"data.valid_data.{name}")
+    return (
+        f"{field} is not what the run in {run} has used so far: {what}; change it back, or name it in"
+        f" data.allow_change, as [{name}]"
+    )
+
+
+def _differences(before: DataIdentity, present: DataIdentity) -> Iterator[tuple[str, str]]:
+    """The name of each set in both that differs, and what differs in words."""
+    pairs = [(name, before.valid[name], own) for name, own in present.valid.items() if name in before.valid]
+    for name, old, new in [(TRAINING, before.train, present.train), *pairs]:
+        if found := list(_set_differences(old, new)):
+            yield name, "; ".join(found)
+    if before.tokenizer and present.tokenizer and before.tokenizer != present.tokenizer:
+        yield TOKENIZER, f"SHA-256 {_short(present.tokenizer)} for {_short(before.tokenizer)}"
+
+
+def _set_differences(old: SetIdentity, new: SetIdentity) -> Iterator[str]:
+    if old.split != new.split:
+        yield f"split {new.split} for {old.split}"
+    if [len(source.files) for source in old.sources] != [len(source.files) for source in new.sources]:
+        yield f"{_counted(new)} for {_counted(old)}"
+    elif _is_reordered(old.files, new.files):
+        yield f"another order of sources, {_named(new.files)} for {_named(old.files)}"
+    elif found := [*filter(None, map(_file_difference, old.files, new.files))]:
+        yield found[0] + (f" and {len(found) - 1} more differ" if found[1:] else "")
+    if len(old.sources) == len(new.sources) and _weights(old) != _weights(new):
+        yield f"weights {_weights(new)} for {_weights(old)}"
+    if old.samples != new.samples:
+        yield (
+            f"the order for {_wanted(new)} in the place of that for {_wanted(old)} (past one epoch it depends on"
+            " training.train_iters × training.global_batch_size)"
+        )
+
+
+def _is_reordered(old: list[FileIdentity], new: list[FileIdentity]) -> bool:
+    before, after = ([(file.form, file.content) for file in files] for files in (old, new))
+    return before != after and sorted(before) == sorted(after)
+
+
+def _file_difference(old: FileIdentity, new: FileIdentity) -> str | None:
+    path = new.path if new.path == old.path else f"{new.path}, in the place of {old.path},"
+    if (old.tokens, old.form) != (new.tokens, new.form):
+        if old.tokens != new.tokens:
+            return f"{path} holds {new.tokens:,} tokens for {old.tokens:,}"
+        return f"{path} has other sequences or another type ({new.form} for {old.form})"
+    if old.content != new.content:
+        return f"{path} has other content, fingerprint {_short(new.content)} for {_short(old.content)}"
+    for what, then, now in (("SHA-256", old.sha256, new.sha256), ("tokenizer", old.tokenizer, new.tokenizer)):
+        if then and now and then != now:
+            return f"{path} has another {what} in its manifest, {_short(now)} for {_short(then)}"
+    return None
+
+
+def _weights(identity: SetIdentity) -> str:
+    weights = [source.weight for source in identity.sources if source.weight is not None]
+    return " ".join(map(str, weights)) if len(weights) > 1 else "by size"  # which one source alone is too
+
+
+def _wanted(identity: SetIdentity) -> str:
+    return "one epoch" if identity.samples is None else f"{identity.samples:,} samples"
+
+
+def _counted(identity: SetIdentity) -> str:
+    return f"{len(identity.sources)} sources of {len(identity.files)} files"
+
+
+def _named(files: Sequence[FileIdentity]) -> str:
+    return " ".join(file.path for file in files[:4]) + (" …" if len(files) > 4 else "")
+
+
+def _short(digest: str) -> str:
+    return digest[:SHOWN_DIGITS]

@@ -1,0 +1,229 @@
+"""The lock of a run's folder: one holder at a time, and none that is dead."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatron_fanformer.checkpoint import run_lock as locks
+from megatron_fanformer.checkpoint.run_lock import FolderWatch, Holder, run_lock
+from megatron_fanformer.checkpoint.store import LOCK
+from megatron_fanformer.errors import FanformerError, InputError
+
+HOLD = """
+import sys, time, pathlib
+from megatron_fanformer.checkpoint.run_lock import run_lock
+with run_lock(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+BEAT, STALE = 0.05, 0.5
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("BEAT_SECONDS", BEAT), ("STALE_SECONDS", STALE), ("LOOK_SECONDS", BEAT / 2)):
+        monkeypatch.setattr(locks, name, seconds)
+
+
+@contextlib.contextmanager
+def held_by_another_process(run: Path) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def leave(run: Path, name: str = LOCK, **changes: Any) -> Holder:
+    """An entry as a process that was killed leaves it: of this machine, unless the changes say otherwise."""
+    facts = {"token": "1" * 32, "host": "here", "pid": 2**22 + 1, "since": "once", "place": locks._place()}
+    holder = Holder(**{**facts, "started": "5", "folder": str(run.absolute()), **changes})
+    (run / name).write_bytes(msgspec.json.encode(holder))
+    return holder
+
+
+def is_free(run: Path) -> bool:
+    """Whether the lock can be taken; nothing is left behind if so."""
+    try:
+        with run_lock(run):
+            assert [path.name for path in run.iterdir()] == [LOCK]
+    except InputError:
+        return False
+    assert list(run.iterdir()) == []
+    return True
+
+
+def test_a_run_in_progress_is_named_and_a_killed_one_is_succeeded_at_once(run: Path) -> None:
+    with held_by_another_process(run) as process:
+        with pytest.raises(InputError, match=rf"in use by a run on {os.uname().nodename} \(process {process.pid}\) si"):
+            run_lock(run).__enter__()
+        os.kill(process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while locks._start_time(process.pid) is not None:
+            assert time.monotonic() < deadline
+        assert is_free(run)  # though its parent has not reaped it
+
+
+def test_a_later_process_of_the_same_number_is_not_the_holder(run: Path) -> None:
+    started = locks._start_time(os.getpid()) or ""
+    leave(run, pid=os.getpid(), started=started)
+    assert not is_free(run)
+    leave(run, pid=os.getpid(), started=started + "0")
+    assert is_free(run)
+
+
+def test_a_copy_of_a_folder_in_use_is_free(run: Path, tmp_path: Path) -> None:
+    with run_lock(run):
+        shutil.copytree(run, tmp_path / "copy")
+        assert is_free(tmp_path / "copy")
+
+
+@pytest.mark.usefixtures("in_a_hurry")
+def test_a_holder_elsewhere_lives_as_long_as_it_renews_its_entry(run: Path) -> None:
+    leave(run, place="elsewhere", pid=os.getpid())
+    ended = threading.Event()
+    beats = threading.Thread(target=locks._beat, args=(run / LOCK, "1" * 32, ended))
+    beats.start()
+    os.utime(run / LOCK, (1, 1))  # however old: clocks may differ
+    assert not is_free(run)
+    ended.set()
+    beats.join()
+    begun = time.monotonic()
+    assert is_free(run)
+    assert time.monotonic() - begun > STALE / 2
+
+
+@pytest.mark.usefixtures("in_a_hurry")
+def test_an_entry_that_says_nothing_goes_by_its_time(run: Path) -> None:
+    (run / LOCK).touch()
+    assert is_free(run)
+
+
+def test_who_died_while_taking_over_is_succeeded_too(run: Path) -> None:
+    leave(run)
+    leave(run, f"{LOCK}.{'1' * 32}", token="2" * 32)
+    assert is_free(run)
+    leave(run)
+    leave(run, f"{LOCK}.{'1' * 32}", token="2" * 32, pid=os.getpid(), started=locks._start_time(os.getpid()))
+    with pytest.raises(InputError, match="in use"):
+        run_lock(run).__enter__()
+
+
+def test_a_successor_of_an_entry_that_was_replaced_meanwhile_has_nothing(run: Path) -> None:
+    """It read the dead entry, and links to its token when another one has already taken its place."""
+    dead = leave(run)
+    with run_lock(run):
+        living = (run / LOCK).read_bytes()
+        entry = run / "entry"
+        entry.write_bytes(msgspec.json.encode(dead))
+        read, locks_read = [dead], locks._holder
+
+        def late(path: Path) -> Holder:
+            return read.pop() if read else locks_read(path)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(locks, "_holder", late)
+            assert not locks._has_taken(run, entry)
+        assert (run / LOCK).read_bytes() == living
+        assert not (run / f"{LOCK}.{dead.token}").exists()
+
+
+def test_of_many_that_find_a_dead_holder_one_succeeds(run: Path) -> None:
+    for _ in range(20):
+        leave(run)
+        leave(run, f"{LOCK}.{'1' * 32}", token="2" * 32)
+        count, won, done = 8, [], threading.Barrier(8)
+        begin = threading.Barrier(count)
+
+        def take(begin: threading.Barrier = begin, done: threading.Barrier = done, won: list[int] = won) -> None:
+            begin.wait()
+            try:
+                with run_lock(run):
+                    won.append(1)
+                    done.wait()
+            except InputError:
+                done.wait()
+
+        threads = [threading.Thread(target=take) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert won == [1]
+        assert list(run.iterdir()) == []
+
+
+def test_a_folder_that_is_made_and_left_empty_is_removed(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="wrong"), run_lock(tmp_path / "runs" / "new"):
+        raise InputError("wrong")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["file", "file/run"])
+def test_what_cannot_be_a_folder_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"training\.run_dir .*; name a"):
+        run_lock(tmp_path / name).__enter__()
+
+
+def test_a_file_system_without_links_has_the_lock_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    with run_lock(run):
+        assert not is_free(run)
+    leave(run)
+    assert is_free(run)
+
+
+def replace_folder(run: Path) -> None:
+    run.rename(run.parent / "old")
+    run.mkdir()
+
+
+def take_over(run: Path) -> None:
+    leave(run, ".next")
+    os.replace(run / ".next", run / LOCK)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (shutil.rmtree, "was removed or renamed"),
+        (lambda run: run.rename(run.parent / "new"), "was removed or renamed"),
+        (replace_folder, "was removed or renamed"),
+        (take_over, "was taken over by another run"),
+        (lambda run: (run / LOCK).unlink(), None),
+    ],
+    ids=["removed", "renamed", "another of its name", "taken over", "lock removed"],
+)
+def test_a_folder_that_is_lost_is_noticed(run: Path, change: Any, said: str | None) -> None:
+    with run_lock(run):
+        watch = FolderWatch(run)
+        watch.check()
+        change(run)
+        if said is None:
+            watch.check()
+        else:
+            with pytest.raises(FanformerError, match=said):
+                watch.check()

@@ -1,0 +1,203 @@
+"""What counts as other data on resuming, and what does not."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.datasets import build_datasets
+from megatron_fanformer.data.identity import (
+    BLOCK_BYTES,
+    BLOCKS,
+    DataIdentity,
+    fingerprint,
+    identify_data,
+    identity_from_plain,
+    resumed_identity,
+)
+from megatron_fanformer.data.sample_counts import SampleCounts
+from megatron_fanformer.data.survey import survey_data
+from megatron_fanformer.errors import CorruptError, InputError
+from tests.data.token_making import write_manifest, write_npy, write_pair
+
+DOCUMENTS = [[300 + 10 * number] for number in range(12)]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder of two pairs of the same lengths and a .npy file."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_pair(folder / "a", DOCUMENTS)
+    write_pair(folder / "b", DOCUMENTS, seed=500)
+    write_npy(folder / "c.npy", 1000)
+    return folder
+
+
+def identify(folder: Path, train: str = "1 a 3 b", split: str | None = None, **valid: str) -> DataIdentity:
+    def words(text: str) -> list[str]:
+        return [word if word.replace(".", "").isdigit() else str(folder / word) for word in text.split()]
+
+    sets = {name: words(text) for name, text in valid.items()}
+    config = DataConfig(train_data=words(train), valid_data=sets, split=split)
+    return identify_data(config, survey_data(config))
+
+
+def refusal(before: DataIdentity, present: DataIdentity, allowed: tuple[str, ...] = ()) -> str:
+    """What a resume with `present` data is refused with; empty if it is not."""
+    before = identity_from_plain(msgspec.json.decode(msgspec.json.encode(before.as_plain())), Path("step")) or present
+    try:
+        resumed_identity(before, present, step=5, allowed=allowed, run="runs/a")
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_copy_with_other_times_is_the_same_data(data: Path, tmp_path: Path) -> None:
+    before = identify(data, v="c.npy")
+    copy = Path(shutil.copytree(data, tmp_path / "copy"))
+    for file in copy.iterdir():
+        os.utime(file, (1, 1))
+    assert refusal(before, identify(copy, v="c.npy")) == ""
+
+
+def test_weights_count_by_their_proportions(data: Path) -> None:
+    assert refusal(identify(data, "1 a 3 b"), identify(data, "0.25 a 0.75 b")) == ""
+
+
+def flip(file: Path, place: int = 100) -> None:
+    """Change a file under its name, its size and its time."""
+    times = file.stat()
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+Change = Callable[[Path], DataIdentity]
+
+
+def after_flipping(name: str) -> Change:
+    def change(data: Path) -> DataIdentity:
+        flip(data / name)
+        return identify(data, v="c.npy")
+
+    return change
+
+
+def with_other_lengths(data: Path) -> DataIdentity:
+    write_pair(data / "b", [[301], [309], *DOCUMENTS[2:]], seed=500)
+    return identify(data, v="c.npy")
+
+
+CHANGES: dict[str, tuple[Change, str]] = {
+    "bin replaced": (after_flipping("b.bin"), "data.train_data is not what the run in runs/a has used so far: "),
+    "npy replaced": (after_flipping("c.npy"), "data.valid_data.v is not"),
+    "lengths": (with_other_lengths, "b has other sequences"),
+    "order": (lambda data: identify(data, "1 b 3 a", v="c.npy"), "another order of sources"),
+    "weights": (lambda data: identify(data, "1 a 2 b", v="c.npy"), "weights 0.333"),
+    "fewer": (lambda data: identify(data, "1 a", v="c.npy"), "1 sources of 1 files for 2 sources of 2 files"),
+    "other": (lambda data: identify(data, "1 a 3 c.npy", v="c.npy"), "c.npy, in the place of"),
+    "split": (lambda data: identify(data, split="90,10"), "split 90,10 for None"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_change_is_refused_in_one_line_and_allowed_by_name(data: Path, name: str) -> None:
+    change, said = CHANGES[name]
+    before = identify(data, v="c.npy")
+    present = change(data)
+    line = refusal(before, present)
+    assert said in line and len(line.splitlines()) == 1
+    changed = "v" if "valid_data" in said else "train"
+    assert f"data.allow_change, as [{changed}]" in line
+    assert refusal(before, present, allowed=(changed,)) == ""
+    assert refusal(before, present, allowed=("v" if changed == "train" else "train",)) == line
+
+
+def test_sets_that_come_and_go_change_no_other(data: Path) -> None:
+    assert refusal(identify(data, v="a", w="b"), identify(data, w="b", x="a")) == ""
+
+
+def test_every_changed_set_has_its_line(data: Path) -> None:
+    before = identify(data, v="b", w="c.npy", x="a")
+    flip(data / "b.bin")
+    flip(data / "c.npy")
+    lines = refusal(before, identify(data, v="b", w="c.npy", x="a")).splitlines()
+    assert [line.split()[0] for line in lines] == ["data.train_data", "data.valid_data.v", "data.valid_data.w"]
+
+
+def test_what_a_manifest_says_is_compared_where_both_have_one(data: Path) -> None:
+    """A change between the blocks that are read shows there alone."""
+    without = identify(data)
+    write_manifest(str(data / "a"), dtype="uint16", max_token_id=599)
+    manifest = data / "a.manifest.json"
+    manifest.write_text(manifest.read_text().replace('"sha256": ""', f'"sha256": "{"1" * 64}"'))
+    first = identify(data)
+    manifest.write_text(manifest.read_text().replace("1" * 64, "2" * 64))
+    assert "a has another SHA-256 in its manifest, 222222222222 for 111111111111" in refusal(first, identify(data))
+    assert refusal(without, first) == refusal(first, without) == ""
+
+
+def test_a_large_files_fingerprint_reads_blocks_from_end_to_end(tmp_path: Path) -> None:
+    size = 3 * BLOCKS * BLOCK_BYTES
+    file = tmp_path / "large.bin"
+    file.write_bytes(bytes(size))
+    before = fingerprint(file)
+    for place in (0, (size - BLOCK_BYTES) // (BLOCKS - 1), size - 1):
+        flip(file, place)
+        assert fingerprint(file) != before
+        flip(file, place)
+    assert fingerprint(file) == before
+    file.write_bytes(bytes(size + 1))
+    assert fingerprint(file) != before
+
+
+def test_the_changes_of_a_run_are_kept(data: Path) -> None:
+    first = identify(data)
+    flip(data / "a.bin")
+    second = resumed_identity(first, identify(data), step=5, allowed=["train"], run="r")
+    third = resumed_identity(second, identify(data), step=9, allowed=[], run="r")
+    flip(data / "a.bin")
+    fourth = resumed_identity(third, identify(data), step=12, allowed=["train"], run="r")
+    assert [(change.step, change.name) for change in fourth.changes] == [(5, "train"), (12, "train")]
+
+
+@pytest.mark.parametrize("values", [[], {"train": 3}, {"train": {"sources": [{"files": [{"path": 1}]}]}}])
+def test_an_identity_that_is_none_is_corrupt(values: Any) -> None:
+    with pytest.raises(CorruptError, match="step-1 holds no identity of data"):
+        identity_from_plain(values, Path("step-1"))
+
+
+# -- how the order of samples depends on their number
+
+
+BLENDS = ["a", "a b", "1 a 3 b", "a c.npy", "1 c.npy 1 a"]
+
+
+@pytest.mark.parametrize("blend", BLENDS)
+def test_the_order_is_the_same_for_any_number_of_samples_that_repeats_no_pair(data: Path, blend: str) -> None:
+    """And it changes with the number where one is repeated, else there were no reason to refuse that."""
+    words = [str(data / word) if word[0] in "abc" else word for word in blend.split()]
+    config = DataConfig(train_data=words)
+    counts = SampleCounts(survey_data(config), 64)
+
+    def order(samples: int) -> list[Any]:
+        train = build_datasets(
+            config, seq_length=64, train_samples=samples, valid_samples=8, seed=1, vocab_size=600, eod_id=1
+        ).train
+        return [train[sample]["tokens"] for sample in range(30)]
+
+    numbers = (30, 45, 60, 66, 100, 130, 250)
+    repeats = {n: counts.repeats_pairs(config, train_samples=n, valid_samples=8) for n in numbers}
+    assert (repeats[30], repeats[250]) == (False, True)
+    first = order(30)
+    same = {n: all(map(torch.equal, first, order(n))) for n in numbers}
+    assert all(same[n] for n in numbers if not repeats[n])
+    assert not same[250]

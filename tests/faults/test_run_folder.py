@@ -1,0 +1,126 @@
+"""A run's folder and data, changed under it: by another run, by a kill, by whoever moves or cuts off files."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.run_lock import run_lock
+from megatron_fanformer.cli import main
+from megatron_fanformer.demo.demo import MARK
+from megatron_fanformer.errors import FanformerError
+from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.training.config import config_from_dict
+from megatron_fanformer.training.metrics import read_metrics
+from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
+
+START_SECONDS = 240
+ENDED_SECONDS = 30.0
+
+ENDLESS = {"train_iters": 100_000}
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> str:
+    return write_tokens(tmp_path / "tokens")
+
+
+def wait_until(is_so: Callable[[], Any], process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not is_so():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def last_step(run: Path) -> int:
+    try:
+        return max((entry["step"] for entry in read_metrics(run)), default=0)
+    except FileNotFoundError:
+        return 0
+
+
+def test_one_run_at_a_time_has_a_folder_and_a_killed_one_is_gone_on_with_at_once(
+    tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second run is then left without its folder."""
+    run = tmp_path / "run"
+    values = small_run(
+        tokens,
+        run,
+        training=ENDLESS,
+        checkpoint={"save_interval": 50, "keep": 2},
+        data={"allow_change": ["train"]},  # past one epoch
+    )
+    command = ("train", "--config", str(write_config(tmp_path / "config.yaml", values)))
+    first = start_command(*command)
+    wait_until(lambda: store.latest_checkpoint(run), first)
+    assert main(list(command)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{run} is in use by a run on {os.uname().nodename} (process {first.pid}) since 2" in line
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    saved = store.latest_checkpoint(run)
+    assert saved is not None and (run / store.LOCK).exists()
+    left, reached = (run / store.METRICS).stat().st_ino, int(saved.name.removeprefix("step-"))
+
+    second = start_command(*command)
+    wait_until(lambda: (run / store.METRICS).stat().st_ino != left and last_step(run) > reached, second)
+    run.rename(tmp_path / "renamed")
+    output, errors = second.communicate(timeout=ENDED_SECONDS)
+    assert second.returncode == 1
+    assert f"continuing after step {reached} of" in output
+    (line,) = errors.splitlines()
+    assert f"{run} was removed or renamed during the run" in line
+    assert not run.exists()
+
+
+def test_nothing_is_put_among_the_checkpoints_of_a_run_in_progress(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "demo" / "run"
+    destination = run / store.CHECKPOINTS / store.checkpoint_name(1)
+    convert = ["convert", str(ROOT / "tests" / "reference" / "atl"), str(destination), "--to", "megatron"]
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / MARK).touch()
+    with run_lock(run):
+        for command in (convert, ["demo", "--output", str(tmp_path / "demo")]):
+            assert main(command) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert f"{run} is in use by a run on" in line
+        assert not destination.parent.exists()
+
+
+def cut_off_during_training(values: dict[str, Any], file: Path) -> tuple[int, str]:
+    """Train, and cut a file off after two steps; exit code and message of the error that follows."""
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid)
+        try:
+            trainer.take_step()
+            trainer.take_step()
+            os.truncate(file, 0)
+            trainer.train()
+        except FanformerError as error:
+            return error.exit_code, str(error)
+        finally:
+            trainer.close()
+    return 0, ""
+
+
+@pytest.mark.parametrize(("suffix", "workers"), [(".bin", 0), (".bin", 1), (".idx", 0)])
+def test_a_token_file_that_is_cut_off_ends_a_run_with_its_name(
+    run_on_ranks: Callable[..., list[Any]], tmp_path: Path, tokens: str, suffix: str, workers: int
+) -> None:
+    values = small_run(tokens, tmp_path / "run", data={"num_workers": workers})
+    file = Path(tokens + suffix)
+    [(code, message)] = run_on_ranks(1, cut_off_during_training, values, file)
+    assert (code, message) == (3, f"{file} has become shorter since the run began; copy it again and resume")

@@ -1,0 +1,106 @@
+"""A run goes on with the data that it began with, or says what changed."""
+
+import copy
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fanformer.checkpoint import plain_values, store
+from megatron_fanformer.checkpoint.plain_values import SavedProgress
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.inspection.checkpoint import describe_run
+from megatron_fanformer.training.config import config_from_dict
+from megatron_fanformer.training.preflight import RunStart, check_run
+from tests.small_runs import small_run, write_tokens
+from tests.training.test_trainer import train
+
+RunOnRanks = Callable[..., list[Any]]
+Values = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def begun(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory) -> Values:
+    """A run of 6 steps, after its 4th."""
+    folder = tmp_path_factory.mktemp("begun")
+    training = {"train_iters": 6, "exit_interval": 4}
+    tokens = write_tokens(folder / "tokens")
+    values = small_run(tokens, folder / "run", training=training, schedule={"lr_warmup_iters": 1})
+    run_on_ranks(1, train, values)
+    return values
+
+
+@pytest.fixture
+def half(begun: Values, tmp_path: Path) -> Values:
+    """A copy of it, with its data."""
+    folder = Path(begun["training"]["run_dir"]).parent
+    shutil.copytree(folder, tmp_path / "copy")
+    values = copy.deepcopy(begun)
+    values["training"]["run_dir"] = str(tmp_path / "copy" / "run")
+    values["data"]["train_data"] = [str(tmp_path / "copy" / "tokens")]
+    return values
+
+
+def start(values: Values, **data: Any) -> RunStart:
+    return check_run(config_from_dict({**values, "data": {**values["data"], **data}}), None)
+
+
+def replace_tokens(values: Values) -> None:
+    """Another .bin file under the same name, of the same size."""
+    file = Path(values["data"]["train_data"][0] + ".bin")
+    content = file.read_bytes()
+    file.write_bytes(content[200:] + content[:200])
+
+
+def test_a_copy_of_the_data_is_the_same_data(half: Values) -> None:
+    assert start(half).identity.changes == []
+
+
+def test_a_replaced_file_is_refused_or_its_change_recorded(half: Values, run_on_ranks: RunOnRanks) -> None:
+    replace_tokens(half)
+    with pytest.raises(InputError, match=r"tokens, in the place of .*, has other content, fingerprint"):
+        start(half)
+    allowed = start(half, allow_change=["train"])
+    assert [(change.step, change.name) for change in allowed.identity.changes] == [(4, "train")]
+    half["data"]["allow_change"] = ["train"]
+    run_on_ranks(1, train, half)
+    del half["data"]["allow_change"]
+    assert start(half).identity.changes == allowed.identity.changes  # accepted once and for all, and not forgotten
+    (checkpoint,) = describe_run(Path(half["training"]["run_dir"])).parts
+    rows = dict(checkpoint.rows)
+    assert rows["changed"].startswith("after step 4, train: ")
+    assert rows["data"].startswith("train: 4,170 tokens of ")
+    assert checkpoint.facts["data"] == allowed.identity.as_plain()
+
+
+def test_more_steps_are_refused_where_they_would_change_the_order(half: Values) -> None:
+    half["training"]["train_iters"] = 60  # of an epoch of 260 samples, 240
+    start(half)
+    half["training"]["train_iters"] = 70
+    with pytest.raises(InputError, match="the order for 280 samples in the place of that for one epoch"):
+        start(half)
+
+
+def test_a_run_that_loads_weights_may_have_any_data(half: Values, tmp_path: Path) -> None:
+    replace_tokens(half)
+    half["checkpoint"] = {"load": half["training"]["run_dir"]}
+    half["training"]["run_dir"] = str(tmp_path / "fresh")
+    assert start(half).identity.changes == []
+
+
+def test_a_checkpoint_that_records_no_data_is_gone_on_from_with_a_notice(
+    half: Values, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    replace_tokens(half)
+    monkeypatch.setattr(plain_values, "saved_progress", lambda *_: SavedProgress(4, 16))
+    with caplog.at_level(logging.INFO, "megatron_fanformer"):
+        assert start(half).resumed is not None
+    assert f"{store.checkpoint_name(4)} does not say which data" in caplog.text
+
+
+def test_a_set_that_does_not_exist_cannot_be_allowed_to_change(half: Values) -> None:
+    with pytest.raises(InputError, match=r"data\.allow_change: wiki is no set of data; name one of train, tokenizer"):
+        start(half, allow_change=["wiki"])
