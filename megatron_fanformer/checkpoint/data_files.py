@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError, FanformerError
 
 _UNREADABLE: tuple[type[BaseException], ...] = (
@@ -50,7 +51,7 @@ def read_entry(path: Path, offset: int, length: int) -> Any:
     Raises:
         CorruptError: it is damaged, or holds more than data.
     """
-    with damage_told(path), path.open("rb") as stream:
+    with damage_told(path), regular_file(path).open("rb") as stream:
         size = path.stat().st_size
         if offset + length > size:
             raise CorruptError(f"{path} ends too early; {EARLIER}")

@@ -31,6 +31,7 @@ from torch.futures import Future
 from megatron_fanformer.checkpoint.data_files import EARLIER, damage_told, first_line
 from megatron_fanformer.checkpoint.tensor_table import Table
 from megatron_fanformer.checkpoint.writer import ResultsFile
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError, FanformerError
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def _reading_data_alone(table: Table) -> Iterator[None]:
             by_file.setdefault(reader.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
             with damage_told(Path(reader.path) / name):
+                regular_file(Path(reader.path) / name)
                 read_data(reader, dataclasses.replace(plan, items=items), planner)
         done: Future[None] = Future()
         done.set_result(None)
@@ -118,7 +120,7 @@ def _reading_data_alone(table: Table) -> Iterator[None]:
         if not isinstance(file, str | Path):  # a part of a file, which data_of_files names
             return load_archive(file, *args, **options)
         with damage_told(Path(file)):
-            return load_archive(file, *args, **options)
+            return load_archive(regular_file(Path(file)), *args, **options)
 
     MultiStorageClientFeature.disable()
     FileSystemReader.read_metadata = table_as_read  # type: ignore[assignment,method-assign]

@@ -1,5 +1,7 @@
 """Tokenizers behind one small interface: sentencepiece models and Hugging Face `tokenizer.json` files."""
 
+import queue
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +18,15 @@ SPACE_MARK = "\u2581"
 
 # The most text that is given to the sentencepiece trainer: it holds all of it in memory, several times over.
 TRAINING_TEXT_BYTES = 100_000_000
+
+# A tokenizer.json brings a regular expression, and there are some that take longer than the universe is old. The
+# slowest sound one is a hundred times faster than this on a busy machine.
+ENCODE_SECONDS = 60.0
+ENCODE_CHARACTERS_PER_SECOND = 10_000
+
+
+class TokenizerTooSlow(InputError):
+    """A text takes a tokenizer too long."""
 
 
 class Tokenizer(Protocol):
@@ -63,7 +74,9 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None) -> Tokenizer:
         return SentencePieceTokenizer(file, eod_id=eod_id)
     except InputError:
         raise
-    except Exception as error:  # what the libraries raise for a file of another format
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # what the libraries raise for another format; panics are not subclasses of Exception
         kind = "a Hugging Face tokenizer.json" if file.suffix == ".json" else "a sentencepiece model"
         reason = " ".join(str(error).split())
         raise InputError(f"tokenizer {file} cannot be read as {kind}: {reason}") from error
@@ -144,6 +157,7 @@ class HuggingFaceTokenizer:
 
         self.path = path
         self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+        self._has_regex = '"Regex"' in path.read_text(encoding="utf-8")
         # The file may carry settings meant for batches of fixed length; documents must stay whole.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -158,8 +172,38 @@ class HuggingFaceTokenizer:
         return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without special tokens added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """The ids of `text`, without special tokens added.
+
+        Raises:
+            TokenizerTooSlow: the file's own regular expression takes more than a minute and its share of the text.
+            InputError: it cannot be matched against the text.
+        """
+        if not self._has_regex:
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # A thread that is too slow can only be left behind: it ends with the process.
+        threading.Thread(target=self._encode_into, args=(text, outcome), daemon=True).start()
+        seconds = ENCODE_SECONDS + len(text) / ENCODE_CHARACTERS_PER_SECOND
+        try:
+            found = outcome.get(timeout=seconds)
+        except queue.Empty:
+            raise TokenizerTooSlow(
+                f"tokenizer {self.path} takes more than {seconds:.0f} s for a text of {len(text)} characters that begins "
+                f"{text[:20]!r}; its regular expression can match it in too many ways: use another tokenizer"
+            ) from None
+        if isinstance(found, BaseException):
+            reason = " ".join(str(found).split())
+            raise InputError(
+                f"tokenizer {self.path} cannot encode a text that begins {text[:20]!r} ({reason}); use another"
+            )
+        return list(found)
+
+    def _encode_into(self, text: str, outcome: "queue.SimpleQueue[Any]") -> None:
+        try:  # by a batch of one: only for batches does the library let other threads run
+            (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+            outcome.put(encoded.ids)
+        except BaseException as error:  # its panics are not subclasses of Exception
+            outcome.put(error)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text; the library's own batches would start a thread pool in every worker."""

@@ -17,6 +17,7 @@ from megatron_fanformer.formats.model_card import RECEIPT, receipt_section
 from megatron_fanformer.formats.name_table import Format, convert
 from megatron_fanformer.formats.training_record import training_record
 from megatron_fanformer.formats.verify.receipt import Json, failures, report, verify, vocabulary
+from megatron_fanformer.formats.weight_files import shard_bytes
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.runtime.config import RuntimeConfig
@@ -64,6 +65,7 @@ def convert_checkpoint(
     """
     if destination.exists():
         raise InputError(f"{destination} already exists; name a folder that does not, or remove it")
+    shard_bytes(max_shard_size)  # refused before anything is read
     opened = open_checkpoint(source)
     extras = Extras(
         name=destination.name,

@@ -1,7 +1,6 @@
 """Describes a run and its checkpoints; no weights are read. It needs only torch, and no process group."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,8 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import OPTIMIZER_PREFIX
 from megatron_fanformer.checkpoint.plain_values import SavedProgress, check_plain_values, saved_progress
 from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
-from megatron_fanformer.formats.training_record import layout
+from megatron_fanformer.durable_files import regular_file
+from megatron_fanformer.formats.training_record import layout, parsed_line
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows
 from megatron_fanformer.inspection.report import Report, plural, size, some
 
@@ -82,14 +82,16 @@ def _progress_rows(progress: SavedProgress | None, seq_length: int) -> Rows:
 
 
 def last_metrics(run: Path) -> dict[str, Any] | None:
-    """The last complete line of a run's metrics.jsonl."""
+    """The last object in a run's metrics.jsonl, whatever else is in it; its numbers alone."""
     try:
-        with (run / store.METRICS).open("rb") as stream:
+        with regular_file(run / store.METRICS).open("rb") as stream:
             stream.seek(max(0, (run / store.METRICS).stat().st_size - METRICS_TAIL_BYTES))
             lines = stream.read().split(b"\n")
-    except FileNotFoundError:
+    except OSError:
         return None
-    return json.loads(lines[-2]) if len(lines) > 1 else None  # after the last line end: a partial line, or nothing
+    whole_lines = (parsed_line(line) for line in reversed(lines[:-1]))  # after the last line end there may be a part
+    found = next((entry for entry in whole_lines if isinstance(entry, dict)), None)
+    return found and {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 
 # -- what is in it

@@ -11,6 +11,7 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.data_files import Section, damage_told
 from megatron_fanformer.checkpoint.plain_values import COMMON, common_state
 from megatron_fanformer.checkpoint.tensor_table import METADATA, Stored, Table, read_table, stored_parts, tensors_of
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.inspection.archive import check_archive
@@ -34,7 +35,7 @@ def check_checkpoint(checkpoint: Path, advance: Advance) -> str:
     _check_shapes(checkpoint, table)
     parts = list(stored_parts(table))
     if common_state(table) is None:
-        with damage_told(checkpoint / COMMON), (checkpoint / COMMON).open("rb") as stream:
+        with damage_told(checkpoint / COMMON), regular_file(checkpoint / COMMON).open("rb") as stream:
             check_archive(checkpoint / COMMON, "its plain values", stream)
     for part in parts:
         _check_part(checkpoint, part)
@@ -60,7 +61,7 @@ def _check_shapes(checkpoint: Path, table: Table) -> None:
 
 def _check_part(checkpoint: Path, part: Stored) -> None:
     path = checkpoint / part.file
-    with damage_told(path), path.open("rb") as stream:
+    with damage_told(path), regular_file(path).open("rb") as stream:
         if part.offset + part.length > path.stat().st_size:
             raise CorruptError(f"{path} ends before {part.name}; use another checkpoint")
         check_archive(path, part.name, io.BufferedReader(Section(stream, part.offset, part.length), READ_BYTES))
