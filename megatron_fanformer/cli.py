@@ -182,7 +182,9 @@ def _size(text: str) -> int:
 def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
     from megatron_fanformer.preparation.prepare import PrepareConfig, available_cores, prepare
     from megatron_fanformer.preparation.progress import progress_line
+    from megatron_fanformer.runtime.device import quieten_libraries
 
+    quieten_libraries()
     config = PrepareConfig(
         inputs=tuple(options.inputs),
         output=options.output,

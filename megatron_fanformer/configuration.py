@@ -40,6 +40,7 @@ IN_WORDS: dict[Any, tuple[str, str]] = {
     NoneType: ("null", "null"),
 }
 MOST_SHOWN = 80  # characters of a wrong value
+LARGEST_INTEGER = 2**63 - 1
 
 
 # -- from plain values
@@ -91,6 +92,8 @@ def _value_problems(values: Mapping[str, Any], owner: Any, prefix: str) -> Itera
             yield f"{name} is missing; it must be {_demand(hint)}"
         elif present and not _fits(value, hint):
             yield f"{name} is {_shown(value)}; it must be {_demand(hint)}"
+        elif present and _is_beyond(value):
+            yield f"{name} is {_shown(value)}; no value may hold a zero character, or exceed {LARGEST_INTEGER}"
 
 
 def _unknown_keys(values: Mapping[str, Any], known: Mapping[str, Any], prefix: str) -> Iterator[str]:
@@ -112,6 +115,15 @@ def _fits(value: Any, hint: Any) -> bool:
     except ValidationError:
         return False
     return True
+
+
+def _is_beyond(value: Any) -> bool:
+    """Whether a value of the right type is none that a path, or a processor's integer, can be."""
+    if isinstance(value, Mapping):
+        return _is_beyond([*value, *value.values()])
+    if isinstance(value, list):
+        return any(map(_is_beyond, value))
+    return "\0" in value if isinstance(value, str) else isinstance(value, int) and abs(value) > LARGEST_INTEGER
 
 
 def _is_section(hint: Any) -> bool:

@@ -47,7 +47,12 @@ def write_atomically(path: Path, content: str | bytes, *, aside: Path | None = N
 
     Args:
         aside: the folder, on the same disk, in which it is written; None: its own.
+
+    Raises:
+        OSError: it cannot be written; what has its name is not a file. (As root, it would replace /dev/null.)
     """
+    if path.exists():
+        regular_file(path)
     partial = temporary_name((aside or path.parent) / path.name)
     try:
         _remove(partial)

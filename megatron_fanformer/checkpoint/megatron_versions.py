@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
 
-from megatron_fanformer.checkpoint.data_files import EARLIER, damage_told, first_line
+from megatron_fanformer.checkpoint.data_files import EARLIER, damage_told, first_line, refuse_compressed
 from megatron_fanformer.checkpoint.tensor_table import Table
 from megatron_fanformer.checkpoint.writer import ResultsFile
 from megatron_fanformer.durable_files import regular_file
@@ -118,9 +118,11 @@ def _reading_data_alone(table: Table) -> Iterator[None]:
     def data_of_archive(file: Any, *args: Any, **options: Any) -> Any:
         options["weights_only"] = True
         if not isinstance(file, str | Path):  # a part of a file, which data_of_files names
+            refuse_compressed(file)
             return load_archive(file, *args, **options)
         with damage_told(Path(file)):
-            return load_archive(regular_file(Path(file)), *args, **options)
+            refuse_compressed(regular_file(Path(file)))
+            return load_archive(file, *args, **options)
 
     MultiStorageClientFeature.disable()
     FileSystemReader.read_metadata = table_as_read  # type: ignore[assignment,method-assign]

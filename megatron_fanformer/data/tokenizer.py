@@ -76,7 +76,9 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None) -> Tokenizer:
         raise
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # what the libraries raise for another format; panics are not subclasses of Exception
+    except (
+        BaseException
+    ) as error:  # what the libraries raise for another format; panics are not subclasses of Exception
         kind = "a Hugging Face tokenizer.json" if file.suffix == ".json" else "a sentencepiece model"
         reason = " ".join(str(error).split())
         raise InputError(f"tokenizer {file} cannot be read as {kind}: {reason}") from error
@@ -188,7 +190,7 @@ class HuggingFaceTokenizer:
             found = outcome.get(timeout=seconds)
         except queue.Empty:
             raise TokenizerTooSlow(
-                f"tokenizer {self.path} takes more than {seconds:.0f} s for a text of {len(text)} characters that begins "
+                f"tokenizer {self.path} takes more than {seconds:.0f} s for {len(text)} characters that begin "
                 f"{text[:20]!r}; its regular expression can match it in too many ways: use another tokenizer"
             ) from None
         if isinstance(found, BaseException):

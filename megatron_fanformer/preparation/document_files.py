@@ -297,8 +297,8 @@ def _largest_dictionary(path: Path, raw: io.FileIO, metadata: Any, names: Sequen
                 largest = max(largest, size if kind == DICTIONARY_PAGE else 0)
     if largest > LARGEST_DICTIONARY_BYTES:
         raise InputError(
-            f"{path} has a dictionary of {largest} bytes, more than the {LARGEST_DICTIONARY_BYTES} allowed, since it can"
-            " repeat each value any number of times; write the file again without dictionaries (use_dictionary=False)"
+            f"{path} has a dictionary of {largest} bytes, more than {LARGEST_DICTIONARY_BYTES}, of which a few bytes"
+            " can repeat any value any number of times; write it again without dictionaries (use_dictionary=False)"
         )
     return largest
 
