@@ -67,8 +67,10 @@ def entry_point() -> None:
 def _tell(message: str, exit_code: int) -> int:
     """Print an error, unless this rank's launcher will: then it is printed there, once."""
     if not _launcher_tells():
-        for line in message.splitlines() or [""]:
-            print(f"{PROGRAM}: {line}", file=sys.stderr)
+        for line in message.split("\n"):
+            # A name from a file may hold what moves a terminal's cursor.
+            shown = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line)
+            print(f"{PROGRAM}: {shown}", file=sys.stderr)
     return exit_code
 
 

@@ -309,7 +309,8 @@ def _page_header(data: bytes) -> tuple[int, int]:
     Source: parquet.thrift, `PageHeader`, in Thrift's compact protocol: a byte 0x15 (the next field, an integer) before
     each, then the integer in groups of seven bits, its sign the lowest.
     """
-    values, at = [], 0
+    values: list[int] = []
+    at = 0
     while len(values) < 2 and data[at : at + 1] == b"\x15":
         number = shift = 0
         at += 1

@@ -38,7 +38,7 @@ class Ended:
 
     def unlike(self, codes: Sequence[int], *, most_lines: int) -> str | None:
         """What a user must not see of it, if anything."""
-        lines = self.errors.splitlines()
+        lines = self.errors.rstrip("\n").split("\n") if self.errors else []
         if self.code not in codes:
             return f"exit code {self.code}"
         if "Traceback" in self.output + self.errors or "--debug shows where" in self.errors:

@@ -288,4 +288,4 @@ def _some_word(chance: random.Random, names: Sequence[str]) -> str:
         if chance.random() < 0.9
         else chance.randbytes(20).decode("latin-1")
     )
-    return str(word)
+    return str(word).replace("\n", " ")  # in a path it would end the line that names it
