@@ -76,7 +76,7 @@ def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares
     stated = store.read_mapping(checkpoint / store.MEGATRON_METADATA)
     if stated.get("sharded_backend") != FORMAT:
         raise CorruptError(f"{checkpoint / store.MEGATRON_METADATA} does not state the format {FORMAT}; {EARLIER}")
-    if (checkpoint / COMMON).exists():
+    if common_state(table) is None or (checkpoint / COMMON).exists():
         _read_common(checkpoint)
     tensors = tensors_of(table)
     others = [part for part in stored_parts(table) if part.name not in tensors]

@@ -21,6 +21,7 @@ TRAINING_TEXT_BYTES = 100_000_000
 
 # A tokenizer.json brings a regular expression, and there are some that take longer than the universe is old. The
 # slowest sound one is a hundred times faster than this on a busy machine.
+MOST_IDS = 2**31
 ENCODE_SECONDS = 60.0
 ENCODE_CHARACTERS_PER_SECOND = 10_000
 
@@ -69,9 +70,13 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None) -> Tokenizer:
     """
     file = tokenizer_file(Path(path))
     try:
-        if file.suffix == ".json":
-            return HuggingFaceTokenizer(file, eod_id=eod_id)
-        return SentencePieceTokenizer(file, eod_id=eod_id)
+        kind = HuggingFaceTokenizer if file.suffix == ".json" else SentencePieceTokenizer
+        tokenizer: Tokenizer = kind(file, eod_id=eod_id)
+        if tokenizer.vocab_size > MOST_IDS:
+            raise InputError(
+                f"tokenizer {file} has an id of {tokenizer.vocab_size - 1}; token files hold ids to 2^31 - 1"
+            )
+        return tokenizer
     except InputError:
         raise
     except (KeyboardInterrupt, SystemExit):
@@ -79,9 +84,9 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None) -> Tokenizer:
     except (
         BaseException
     ) as error:  # what the libraries raise for another format; panics are not subclasses of Exception
-        kind = "a Hugging Face tokenizer.json" if file.suffix == ".json" else "a sentencepiece model"
+        said = "a Hugging Face tokenizer.json" if file.suffix == ".json" else "a sentencepiece model"
         reason = " ".join(str(error).split())
-        raise InputError(f"tokenizer {file} cannot be read as {kind}: {reason}") from error
+        raise InputError(f"tokenizer {file} cannot be read as {said}: {reason}") from error
 
 
 def tokenizer_file(path: Path) -> Path:
