@@ -18,10 +18,10 @@ SPACE_MARK = "\u2581"
 
 # The most text that is given to the sentencepiece trainer: it holds all of it in memory, several times over.
 TRAINING_TEXT_BYTES = 100_000_000
+MOST_IDS = 2**31  # what token files hold
 
 # A tokenizer.json brings a regular expression, and there are some that take longer than the universe is old. The
 # slowest sound one is a hundred times faster than this on a busy machine.
-MOST_IDS = 2**31
 ENCODE_SECONDS = 60.0
 ENCODE_CHARACTERS_PER_SECOND = 10_000
 
