@@ -81,7 +81,8 @@ class Saves:
         self._file = write_config(folder / "config.yaml", self.values)
         assert self._command("--training.exit_interval", "1").code == 0
         shutil.copytree(self.run, self._before)
-        self.number = self._failing(0, "full")[1]
+        ended, self.number = self._failing(0, "full")
+        assert ended.code == 0, ended.errors
         self.losses = losses(self.run)
         assert len(self.losses) == STEPS and self.number > 0
 
