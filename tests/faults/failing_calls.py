@@ -1,8 +1,8 @@
 """Makes calls to the system fail: the k-th one below a folder, in this process and in all that are forked from it.
 
 Calls are counted in one place for all these processes: the writers of a checkpoint are forks of their rank. What is
-written through a stream is counted by the stream's own `write`: Python makes no call of `os` for it. There are thousands
-of these, since torch writes headers and padding on their own: of each stream, the 1st, 2nd, 4th, 8th, … is counted.
+written through a stream is counted by the stream's own `write`: Python makes no call of `os` for it. There are
+thousands of these, since torch writes headers and padding on their own: of each stream, the 1st, 2nd, 4th, … is counted.
 """
 
 import builtins
