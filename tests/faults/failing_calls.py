@@ -2,7 +2,7 @@
 
 Calls are counted in one place for all these processes: the writers of a checkpoint are forks of their rank. What is
 written through a stream is counted by the stream's own `write`: Python makes no call of `os` for it. There are
-thousands of these, since torch writes headers and padding on their own: of each stream, the 1st, 2nd, 4th, … is counted.
+thousands of these, since torch writes headers and padding on their own: the 1st, 2nd, 4th, … of each stream is counted.
 """
 
 import builtins

@@ -110,6 +110,15 @@ class Saves:
         return ended.code != 0
 
 
+def test_a_disk_that_is_full_at_the_start(things: Things, tmp_path: Path) -> None:
+    file = write_config(tmp_path / "config.yaml", configuration(things, tmp_path / "run", is_async=False))
+    with FailingCalls(tmp_path / "run", 1, "full").planted():
+        ended = commands.run(["train", "--config", str(file)])
+    assert not ended.unlike((2,), most_lines=1), ended.errors
+    assert str(tmp_path / "run") in ended.errors
+    assert commands.run(["train", "--config", str(file)]).code == 0
+
+
 SYNC = [pytest.param(False, id="sync"), pytest.param(True, id="async", marks=pytest.mark.full)]
 KINDS: tuple[Kind, ...] = ("full", "broken", "short")
 
