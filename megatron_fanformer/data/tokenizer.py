@@ -179,42 +179,49 @@ class HuggingFaceTokenizer:
         return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without special tokens added.
+        """The ids of `text`, without special tokens added; raises like `encode_batch`."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text.
 
         Raises:
-            TokenizerTooSlow: the file's own regular expression takes more than a minute and its share of the text.
-            InputError: it cannot be matched against the text.
+            TokenizerTooSlow: the file's own regular expression takes more than a minute and the texts' share.
+            InputError: it cannot be matched against a text.
         """
         if not self._has_regex:
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            return list(self._encoded(texts))
         outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # A thread that is too slow can only be left behind: it ends with the process.
-        threading.Thread(target=self._encode_into, args=(text, outcome), daemon=True).start()
-        seconds = ENCODE_SECONDS + len(text) / ENCODE_CHARACTERS_PER_SECOND
+        threading.Thread(target=self._encode_into, args=(texts, outcome), daemon=True).start()
+        characters = sum(map(len, texts))
+        seconds = ENCODE_SECONDS + characters / ENCODE_CHARACTERS_PER_SECOND
         try:
             found = outcome.get(timeout=seconds)
         except queue.Empty:
             raise TokenizerTooSlow(
-                f"tokenizer {self.path} takes more than {seconds:.0f} s for {len(text)} characters that begin "
-                f"{text[:20]!r}; its regular expression can match it in too many ways: use another tokenizer"
+                f"tokenizer {self.path} takes more than {seconds:.0f} s for {characters} characters that begin "
+                f"{texts[0][:20]!r}; its regular expression can match them in too many ways: use another tokenizer"
             ) from None
         if isinstance(found, BaseException):
             reason = " ".join(str(found).split())
             raise InputError(
-                f"tokenizer {self.path} cannot encode a text that begins {text[:20]!r} ({reason}); use another"
+                f"tokenizer {self.path} cannot encode a text, of those that begin {texts[0][:20]!r} ({reason}); use "
+                "another tokenizer"
             )
         return list(found)
 
-    def _encode_into(self, text: str, outcome: "queue.SimpleQueue[Any]") -> None:
-        try:  # by a batch of one: only for batches does the library let other threads run
-            (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
-            outcome.put(encoded.ids)
-        except BaseException as error:  # its panics are not subclasses of Exception
+    def _encode_into(self, texts: Sequence[str], outcome: "queue.SimpleQueue[Any]") -> None:
+        try:
+            outcome.put(list(self._encoded(texts)))
+        except BaseException as error:  # the library's panics are not subclasses of Exception
             outcome.put(error)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text; the library's own batches would start a thread pool in every worker."""
-        return [self.encode(text) for text in texts]
+    def _encoded(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """By the library's batches of one, on this thread: only for a batch does it let other threads run."""
+        for text in texts:
+            (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+            yield encoded.ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special pieces written out."""

@@ -83,7 +83,11 @@ class ExactEncoder:
 
     def encode_batch(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """See IdEncoder."""
-        arrays = [self.encode(text.decode()) for text in texts]
+        decoded = [text.decode() for text in texts]
+        short = iter(self._tokenizer.encode_batch([text for text in decoded if len(text) <= PIECE_CHARACTERS]))
+        arrays = [
+            np.array(next(short), np.uint32) if len(text) <= PIECE_CHARACTERS else self.encode(text) for text in decoded
+        ]
         counts = np.array([len(array) for array in arrays], np.int64)
         return np.concatenate(arrays) if arrays else np.empty(0, np.uint32), counts
 
