@@ -159,9 +159,9 @@ def _first_key(owner: Any) -> str:
 
 # -- files and overrides
 
-# Whoever wrote a file, reading it must end. PyYAML reads 100 kB a second; the names of 10,000 token files fit.
+# Whoever wrote a file, reading it must end. PyYAML reads some 10,000 values a second. 10,000 token files fit.
 MOST_BYTES = 1 << 20
-MOST_VALUES = 1 << 18
+MOST_VALUES = 1 << 16
 """Values in a file, those that an alias repeats counted again: aliases of aliases make any number of few bytes."""
 MOST_DEPTH = 64
 MOST_DIGITS = 400  # a number in base 60 (1:30:00) takes time with their square
@@ -175,12 +175,16 @@ class _Loader(yaml.SafeLoader):
     """
 
     depth = 0
+    values = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """One value, within the bounds."""
         self.depth += 1
+        self.values += 1
         if self.depth > MOST_DEPTH:
             raise ValueError("it is nested too deeply")
+        if self.values > MOST_VALUES:
+            raise ValueError(f"it has more than {MOST_VALUES} values")
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
