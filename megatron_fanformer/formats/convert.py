@@ -9,7 +9,7 @@ import torch
 
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.data.tokenizer import tokenizer_file
-from megatron_fanformer.durable_files import new_folder
+from megatron_fanformer.durable_files import new_folder, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.checkpoints import Checkpoint, Extras, open_checkpoint, write_checkpoint
 from megatron_fanformer.formats.huggingface import MAX_SHARD_SIZE, MODEL_CARD
@@ -126,7 +126,7 @@ def _add_receipt(folder: Path, content: Json | None) -> None:
 
 
 def _write_json(path: Path, content: Json) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
 def _recorded(tensors: LazyTensors, used: set[str]) -> LazyTensors:

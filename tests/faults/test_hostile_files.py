@@ -48,13 +48,19 @@ def train(things: Things, run: Path, **sections: "dict[str, object]") -> list[st
     return ["train", "--config", str(write_config(run.with_suffix(".yaml"), values))]
 
 
-@pytest.mark.parametrize("name", hostile_files.CONFIGURATIONS)
+@pytest.mark.parametrize(
+    ("place", "write"),
+    some_of(
+        {("config.yaml", name): write for name, write in hostile_files.CONFIGURATIONS.items()},
+        ("aliases", "a list in itself", "an object", "pipe", "device"),
+    ),
+)
 def test_configurations(
-    name: str, things: Things, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: None
+    place: tuple[str, str], write: Write, things: Things, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: None
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    file = tmp_path / "config.yaml"
-    hostile_files.CONFIGURATIONS[name](file)
+    file = tmp_path / place[0]
+    write(file)
     for arguments in (
         ["config", "--resolved"],
         ["train"],
