@@ -8,6 +8,7 @@ that imports `__main__` again. Errors in a configuration are reported before the
 """
 
 import argparse
+import errno
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from megatron_fanformer import __version__
 from megatron_fanformer.errors import FanformerError, InputError
 
 PROGRAM = "megatron-fanformer"
+MOST_SHOWN = 200  # characters of an argument or a path in an error
 TAKES_OVERRIDES = ("train", "parity", "inspect", "config")  # --section.field VALUE
 
 
@@ -25,6 +27,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse with our errors: one line, exit code 2."""
 
     def error(self, message: str) -> Any:
+        message = message if len(message) <= 2 * MOST_SHOWN else f"{message[: 2 * MOST_SHOWN]}…"
         raise InputError(f"{message}; {self.prog} --help lists the options")
 
 
@@ -33,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     try:
+        for argument in arguments:
+            _check_text(argument)
         options, rest = _parser().parse_known_args([argument for argument in arguments if argument != "--debug"])
         if rest and options.verb not in TAKES_OVERRIDES:
             raise InputError(f"unknown argument {rest[0]}; {PROGRAM} {options.verb} --help lists the options")
@@ -43,6 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             print(getattr(error, "rank_traceback", "") or traceback.format_exc(), file=sys.stderr)
         return error.exit_code if error.is_told_elsewhere else _tell(str(error), error.exit_code)
+    except OSError as error:
+        if debug:
+            traceback.print_exc()
+        return _tell(*_refusal(error))
     except Exception as error:
         if debug:
             traceback.print_exc()
@@ -58,9 +67,44 @@ def entry_point() -> None:
 def _tell(message: str, exit_code: int) -> int:
     """Print an error, unless this rank's launcher will: then it is printed there, once."""
     if not _launcher_tells():
-        for line in message.splitlines() or [""]:
-            print(f"{PROGRAM}: {line}", file=sys.stderr)
+        for line in message.split("\n"):
+            # A name from a file may hold what moves a terminal's cursor.
+            shown = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line)
+            print(f"{PROGRAM}: {shown}", file=sys.stderr)
     return exit_code
+
+
+# What is wrong with a path that the user named, and not with the machine.
+_WRONG_PATH = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTEMPTY),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.EFBIG, errno.ENXIO),
+)
+
+
+def _refusal(error: OSError) -> tuple[str, int]:
+    """What to say where the system refused a path that nothing else reported, and the exit code."""
+    reason = error.strerror or str(error)
+    if error.filename is None:
+        return f"{reason}; --debug shows where", 1
+    name = str(error.filename)
+    name = name if len(name) <= MOST_SHOWN else f"{name[:MOST_SHOWN]}…"
+    if error.errno in _WRONG_PATH:
+        return f"{name} cannot be used ({reason}); name another path, or change what is there", InputError.exit_code
+    return f"{name} cannot be used ({reason}); free what ran out, or mend the disk, and start again", 1
+
+
+def _check_text(argument: str) -> None:
+    """Refuse what no file and no text can be named by: it would end in Python's own errors, later."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{_shown(argument)} is not valid UTF-8; write it in that, or rename the file") from None
+    if "\0" in argument:
+        raise InputError(f"{_shown(argument)} holds a zero character, which no text or path may; leave it out")
+
+
+def _shown(argument: str) -> str:
+    return ascii(argument if len(argument) <= MOST_SHOWN else f"{argument[:MOST_SHOWN]}…")
 
 
 def _launcher_tells() -> bool:
@@ -140,7 +184,9 @@ def _size(text: str) -> int:
 def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
     from megatron_fanformer.preparation.prepare import PrepareConfig, available_cores, prepare
     from megatron_fanformer.preparation.progress import progress_line
+    from megatron_fanformer.runtime.device import quieten_libraries
 
+    quieten_libraries()
     config = PrepareConfig(
         inputs=tuple(options.inputs),
         output=options.output,

@@ -14,6 +14,7 @@ import inspect
 import json
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
 
 Config = TypeVar("Config")
@@ -38,6 +40,7 @@ IN_WORDS: dict[Any, tuple[str, str]] = {
     NoneType: ("null", "null"),
 }
 MOST_SHOWN = 80  # characters of a wrong value
+LARGEST_INTEGER = 2**63 - 1
 
 
 # -- from plain values
@@ -89,6 +92,8 @@ def _value_problems(values: Mapping[str, Any], owner: Any, prefix: str) -> Itera
             yield f"{name} is missing; it must be {_demand(hint)}"
         elif present and not _fits(value, hint):
             yield f"{name} is {_shown(value)}; it must be {_demand(hint)}"
+        elif present and _is_beyond(value):
+            yield f"{name} is {_shown(value)}; no value may hold a zero character, or exceed {LARGEST_INTEGER}"
 
 
 def _unknown_keys(values: Mapping[str, Any], known: Mapping[str, Any], prefix: str) -> Iterator[str]:
@@ -110,6 +115,15 @@ def _fits(value: Any, hint: Any) -> bool:
     except ValidationError:
         return False
     return True
+
+
+def _is_beyond(value: Any) -> bool:
+    """Whether a value of the right type is none that a path, or a processor's integer, can be."""
+    if isinstance(value, Mapping):
+        return _is_beyond([*value, *value.values()])
+    if isinstance(value, list):
+        return any(map(_is_beyond, value))
+    return "\0" in value if isinstance(value, str) else isinstance(value, int) and abs(value) > LARGEST_INTEGER
 
 
 def _is_section(hint: Any) -> bool:
@@ -145,9 +159,63 @@ def _first_key(owner: Any) -> str:
 
 # -- files and overrides
 
+# Whoever wrote a file, reading it must end. PyYAML reads some 10,000 values a second. 10,000 token files fit.
+MOST_BYTES = 1 << 20
+MOST_VALUES = 1 << 16
+"""Values in a file, those that an alias repeats counted again: aliases of aliases make any number of few bytes."""
+MOST_DEPTH = 64
+MOST_DIGITS = 400  # a number in base 60 (1:30:00) takes time with their square
+MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which may stand several times
+
 
 class _Loader(yaml.SafeLoader):
-    """YAML's plain values, with 4e-4 as a number, as in YAML 1.2; YAML 1.1 reads it as text."""
+    """YAML's plain values, with 4e-4 as a number, as in YAML 1.2; YAML 1.1 reads it as text.
+
+    Refuses a mapping with the same key twice, where YAML says that there is none and PyYAML takes the last.
+    """
+
+    depth = 0
+    values = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """One value, within the bounds."""
+        self.depth += 1
+        self.values += 1
+        if self.depth > MOST_DEPTH:
+            raise ValueError("it is nested too deeply")
+        if self.values > MOST_VALUES:
+            raise ValueError(f"it has more than {MOST_VALUES} values")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def get_single_node(self) -> Any:
+        """The document, within the bounds."""
+        node = super().get_single_node()
+        if node is not None and _count(node, {}) > MOST_VALUES:
+            raise ValueError(f"its aliases make more than {MOST_VALUES} values of it")
+        return node
+
+
+def _count(node: yaml.Node, known: dict[int, int]) -> int:
+    """The values that a node stands for; `known` has the nodes seen so far, 0 for those that are being counted."""
+    if (count := known.get(id(node))) is not None:
+        if not count:
+            raise ValueError(f"a value contains itself{node.start_mark}")
+        return count
+    known[id(node)] = 0
+    parts = []
+    if isinstance(node, yaml.MappingNode):
+        keys = Counter((key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := [name for (tag, name), count in keys.items() if count > 1 and tag != MERGE]:
+            raise ValueError(f"{twice[0]} stands twice in one mapping{node.start_mark}")
+        parts = [part for pair in node.value for part in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        parts = node.value
+    elif node.tag.endswith((":int", ":float")) and len(node.value) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(node.value)} digits{node.start_mark}")
+    known[id(node)] = 1 + sum(_count(part, known) for part in parts)
+    return known[id(node)]
 
 
 _Loader.add_implicit_resolver(
@@ -156,8 +224,32 @@ _Loader.add_implicit_resolver(
 
 
 def yaml_value(text: str) -> Any:
-    """The plain value of a YAML text; raises what yaml does."""
-    return yaml.load(text, _Loader)
+    """The plain value of a YAML text.
+
+    Raises:
+        ValueError: it is not valid, or is beyond the bounds; says why, on one line.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    # The last ones are what PyYAML raises for a value that its tag does not describe, such as !!bool 7.
+    except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def read_plain_values(file: Path) -> Any:
+    """The plain values in a YAML file, or in a JSON file by its name, whoever wrote it.
+
+    Raises:
+        OSError: it cannot be read, is not a file, or is too large.
+        ValueError: it is not valid, or is beyond the bounds.
+    """
+    text = regular_file(file, most_bytes=MOST_BYTES).read_text(encoding="utf-8")
+    if file.suffix != ".json":
+        return yaml_value(text)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def read_values(file: Path) -> dict[str, Any]:
@@ -167,11 +259,11 @@ def read_values(file: Path) -> dict[str, Any]:
         InputError: it cannot be read, or holds no sections.
     """
     try:
-        values = yaml_value(file.read_text())
+        values = read_plain_values(file)
     except OSError as error:
         raise InputError(f"{file} cannot be read ({error.strerror}); name a configuration file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is not valid YAML ({' '.join(str(error).split())}); fix it") from None
+    except ValueError as error:
+        raise InputError(f"{file} is not valid YAML ({error}); fix it") from None
     if not isinstance(values, dict):
         raise InputError(f"{file} holds no configuration; it must have sections such as model and training")
     return values
@@ -223,7 +315,7 @@ def _set_nested(values: dict[str, Any], path: Sequence[str], value: Any) -> None
 def _parsed(key: str, text: str) -> Any:
     try:
         return yaml_value(text)
-    except yaml.YAMLError:
+    except ValueError:
         raise InputError(f"--{key} {text!r} is not a valid YAML value; quote it") from None
 
 

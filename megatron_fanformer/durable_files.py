@@ -1,5 +1,7 @@
 """Files and folders that exist completely or not at all, even after a power failure; their hashes, and locks.
 
+`regular_file` stands before every opening of a file that a user or a checkpoint names: opening a pipe waits for ever.
+
 What is written gets its name once it is on the disk: the file is flushed, renamed, and the folder that now names it
 flushed too. A process that is killed leaves at most a hidden file or folder (`.NAME.….tmp`).
 """
@@ -9,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,15 +23,41 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """The errors of a file system without locks; there, locking is skipped."""
 
 
+def regular_file(path: Path, *, most_bytes: int | None = None) -> Path:
+    """The path itself, once it is known to be a file that can be read to its end.
+
+    Args:
+        most_bytes: what a file of its kind never exceeds; None: it may be of any size.
+
+    Raises:
+        OSError: it does not exist, is a folder, a pipe, a socket or a device, or is larger.
+    """
+    found = path.stat()
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, not a file", str(path))
+    if most_bytes is not None and found.st_size > most_bytes:
+        raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, more than the {most_bytes} allowed", str(path))
+    return path
+
+
 def write_atomically(path: Path, content: str | bytes, *, aside: Path | None = None) -> None:
     """Replace a small file atomically.
 
     Args:
         aside: the folder, on the same disk, in which it is written; None: its own.
+
+    Raises:
+        OSError: it cannot be written; what has its name is not a file. (As root, it would replace /dev/null.)
     """
+    if path.exists():
+        regular_file(path)
     partial = temporary_name((aside or path.parent) / path.name)
     try:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        _remove(partial)
+        with partial.open("xb") as stream:  # never what is there: the target of a link would be overwritten
+            stream.write(content.encode() if isinstance(content, str) else content)
         publish(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -43,8 +72,19 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """A hidden name beside a path, unique to this process."""
+    """A hidden name beside a path, unique among the processes that run.
+
+    One that was killed may have left something there: in a container, all of them have the same few numbers.
+    """
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def _remove(left: Path) -> None:
+    """Remove what a killed process left, or a link, which is not followed."""
+    if left.is_dir() and not left.is_symlink():
+        shutil.rmtree(left)
+    else:
+        left.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -58,6 +98,7 @@ def new_folder(destination: Path) -> Iterator[Path]:
         raise InputError(f"{destination} already exists; name another destination, or remove it")
     destination.parent.mkdir(parents=True, exist_ok=True)
     partial = temporary_name(destination)
+    _remove(partial)
     partial.mkdir()
     try:
         yield partial
@@ -89,7 +130,7 @@ def sync(path: Path) -> None:
 def sha256_of(path: Path) -> str:
     """Hexadecimal SHA-256 of a file."""
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
+    with regular_file(path).open("rb") as stream:
         while block := stream.read(READ_BYTES):
             digest.update(block)
     return digest.hexdigest()

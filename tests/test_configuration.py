@@ -17,6 +17,7 @@ from megatron_fanformer.configuration import (
     overlaid,
     read_overrides,
     value_problems,
+    yaml_value,
 )
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
@@ -100,6 +101,17 @@ def test_overrides_are_yaml_laid_over_values_field_by_field() -> None:
     merged = overlaid(values, changes)
     assert merged == {"a": {"x": 1, "y": {"z": 3}, "w": 5e-4}, "b": {"c": [1, "two"]}, "d": {"e": None}}
     assert values == {"a": {"x": 1, "y": {"z": 2}}, "b": None}
+
+
+def test_aliases_are_read_and_a_key_stands_once() -> None:
+    merged = {"lr": 4e-4, "beta": 1}
+    assert yaml_value("{a: &a {lr: 4e-4}, b: {<<: *a, beta: 1}, c: [*a, *a]}") == {
+        "a": {"lr": 4e-4},
+        "b": merged,
+        "c": [{"lr": 4e-4}] * 2,
+    }
+    with pytest.raises(ValueError, match="model stands twice in one mapping"):
+        yaml_value("model: {}\ndata: {}\nmodel: {}")
 
 
 def test_a_mapping_given_as_one_value_takes_the_place_of_all() -> None:

@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError, FanformerError
 
 _UNREADABLE: tuple[type[BaseException], ...] = (
@@ -27,10 +29,12 @@ _UNREADABLE: tuple[type[BaseException], ...] = (
     EOFError,
     AttributeError,
     TypeError,
+    zipfile.BadZipFile,
 )
 _NOT_ITS_FAULT = (FanformerError, torch.OutOfMemoryError, dist.DistError)
 TRUSTED = "use a checkpoint from a trusted source"
 EARLIER = "use an earlier checkpoint"
+ARCHIVE = b"PK\x03\x04"  # the first bytes of one; older files of torch's are bare pickles
 
 
 def load_data(file: Any, device: str = "cpu", *, mapped: bool = False) -> Any:
@@ -39,9 +43,23 @@ def load_data(file: Any, device: str = "cpu", *, mapped: bool = False) -> Any:
     Raises:
         pickle.UnpicklingError: it holds something else.
     """
+    refuse_compressed(file)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected pickle protocol")  # the file is refused, or it is fine
         return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
+
+
+def refuse_compressed(file: Any) -> None:
+    """Raise ValueError for an archive with compressed parts: torch writes none, and a few kB could fill the memory."""
+    if isinstance(file, str | Path):
+        with open(file, "rb") as stream:
+            return refuse_compressed(stream)
+    start = file.tell()
+    if file.read(len(ARCHIVE)) == ARCHIVE:
+        with zipfile.ZipFile(file) as archive:
+            if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+                raise ValueError("it is compressed, as torch's archives never are")
+    file.seek(start)
 
 
 def read_entry(path: Path, offset: int, length: int) -> Any:
@@ -50,7 +68,7 @@ def read_entry(path: Path, offset: int, length: int) -> Any:
     Raises:
         CorruptError: it is damaged, or holds more than data.
     """
-    with damage_told(path), path.open("rb") as stream:
+    with damage_told(path), regular_file(path).open("rb") as stream:
         size = path.stat().st_size
         if offset + length > size:
             raise CorruptError(f"{path} ends too early; {EARLIER}")

@@ -8,7 +8,6 @@ not protect against somebody who changes the manifest, too.
 torch is not imported here.
 """
 
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 from isal import isal_zlib
 
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 
 MANIFEST = "manifest.json"
@@ -118,9 +118,7 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
     """
     path = checkpoint / MANIFEST
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise CorruptError(f"{path} is not a file; {REMEDY}")
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode(regular_file(path).read_bytes(), type=Manifest)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -183,11 +181,9 @@ def _expected(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> Ite
 def _check_block(block: _Block) -> None:
     path = block.path
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise CorruptError(f"{path} is not a file; {REMEDY}")
-        if found.st_size != block.file_bytes:
-            raise CorruptError(f"{path} has {found.st_size} bytes, its manifest says {block.file_bytes}; {REMEDY}")
+        size = regular_file(path).stat().st_size
+        if size != block.file_bytes:
+            raise CorruptError(f"{path} has {size} bytes, its manifest says {block.file_bytes}; {REMEDY}")
         crc32 = _crc32(path, block.offset, block.length)
     except OSError as error:
         raise CorruptError(f"{path} cannot be read ({error.strerror}); {REMEDY}") from error

@@ -28,9 +28,10 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
 
-from megatron_fanformer.checkpoint.data_files import EARLIER, damage_told, first_line
+from megatron_fanformer.checkpoint.data_files import EARLIER, Section, damage_told, first_line, refuse_compressed
 from megatron_fanformer.checkpoint.tensor_table import Table
 from megatron_fanformer.checkpoint.writer import ResultsFile
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError, FanformerError
 
 if TYPE_CHECKING:
@@ -107,7 +108,12 @@ def _reading_data_alone(table: Table) -> Iterator[None]:
         for item in plan.items:
             by_file.setdefault(reader.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
-            with damage_told(Path(reader.path) / name):
+            path = Path(reader.path) / name
+            with damage_told(path):
+                with regular_file(path).open("rb") as stream:
+                    places = [reader.storage_data[item.storage_index] for item in items]
+                    for offset, length in {(place.offset, place.length) for place in places}:
+                        refuse_compressed(Section(stream, offset, length))
                 read_data(reader, dataclasses.replace(plan, items=items), planner)
         done: Future[None] = Future()
         done.set_result(None)
@@ -118,6 +124,7 @@ def _reading_data_alone(table: Table) -> Iterator[None]:
         if not isinstance(file, str | Path):  # a part of a file, which data_of_files names
             return load_archive(file, *args, **options)
         with damage_told(Path(file)):
+            refuse_compressed(regular_file(Path(file)))
             return load_archive(file, *args, **options)
 
     MultiStorageClientFeature.disable()

@@ -7,12 +7,15 @@ each rank's own always are. Reading them needs only torch.
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_fanformer.checkpoint.data_files import damage_told, load_data, read_entry
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.data_files import EARLIER, damage_told, load_data, read_entry
 from megatron_fanformer.checkpoint.tensor_table import Stored, Table, stored_parts, tensors_of
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 
 COMMON = "common.pt"
 COMMON_STATE = "common_state/"
+FORMAT = "torch_dist"  # of megatron-core; there are others
 
 
 class SavedProgress(NamedTuple):
@@ -56,7 +59,7 @@ def _common_values(checkpoint: Path, table: Table) -> tuple[str, Any]:
 
 def _read_common(checkpoint: Path) -> Any:
     with damage_told(checkpoint / COMMON):
-        return load_data(checkpoint / COMMON)
+        return load_data(regular_file(checkpoint / COMMON))
 
 
 def common_state(table: Table) -> Stored | None:
@@ -73,7 +76,10 @@ def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares
     Raises:
         CorruptError: it does, or cannot be read; names the file.
     """
-    if (checkpoint / COMMON).is_file():
+    stated = store.read_mapping(checkpoint / store.MEGATRON_METADATA)
+    if stated.get("sharded_backend") != FORMAT:
+        raise CorruptError(f"{checkpoint / store.MEGATRON_METADATA} does not state the format {FORMAT}; {EARLIER}")
+    if common_state(table) is None or (checkpoint / COMMON).exists():
         _read_common(checkpoint)
     tensors = tensors_of(table)
     others = [part for part in stored_parts(table) if part.name not in tensors]

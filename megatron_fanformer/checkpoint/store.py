@@ -13,7 +13,6 @@ one is renamed before it is removed. So whatever has a checkpoint's name is comp
 it takes seconds (`saved_model` does).
 """
 
-import json
 import logging
 import os
 import re
@@ -27,7 +26,7 @@ from typing import Any
 import yaml
 
 from megatron_fanformer.checkpoint.manifest import write_manifest
-from megatron_fanformer.configuration import moved_names
+from megatron_fanformer.configuration import moved_names, read_plain_values
 from megatron_fanformer.data.tokenizer import TOKENIZER_JSON, TOKENIZER_MODEL
 from megatron_fanformer.durable_files import publish, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
@@ -159,8 +158,15 @@ def attachment_name(file: Path) -> str:
 
 
 def attached_tokenizer(checkpoint: Path) -> Path | None:
-    """The tokenizer's file in a checkpoint or an exported folder, if there is one."""
-    return next((path for name in TOKENIZERS if (path := checkpoint / name).is_file()), None)
+    """The tokenizer's file in a checkpoint or an exported folder, if there is one.
+
+    Raises:
+        CorruptError: in a checkpoint, it is a link to somewhere else. (In Hugging Face's cache, every file is a link.)
+    """
+    found = next((path for name in TOKENIZERS if (path := checkpoint / name).is_file()), None)
+    if found and is_checkpoint(checkpoint) and found.resolve().parent != checkpoint.resolve():
+        raise CorruptError(f"{found} is a link out of its checkpoint, to {found.resolve()}; put the file itself there")
+    return found
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
@@ -261,13 +267,12 @@ def read_mapping(file: Path) -> dict[str, Any]:
         CorruptError: it cannot be read, or holds something else.
     """
     try:
-        text = file.read_text(encoding="utf-8")
-        values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        values = read_plain_values(file)
+    except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise CorruptError(f"{file} cannot be read: {reason}; copy it again, or use another checkpoint") from error
     if not isinstance(values, dict):
-        raise CorruptError(f"{file} is not a configuration, which must be a mapping of fields to values")
+        raise CorruptError(f"{file} is no mapping of fields to values; copy it again, or use another checkpoint")
     return values
 
 

@@ -15,6 +15,7 @@ from megatron_fanformer.checkpoint.manifest import MANIFEST, READ_BYTES, check_f
 from megatron_fanformer.checkpoint.plain_values import COMMON, common_state
 from megatron_fanformer.checkpoint.store import step_of
 from megatron_fanformer.checkpoint.tensor_table import Stored, read_table, stored_parts
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def bytes_stored(checkpoint: Path) -> int:
 def _check_archives(checkpoint: Path, share: int, shares: int, advance: Callable[[int], None]) -> None:
     table = read_table(checkpoint)
     if common_state(table) is None and share == 0:
-        with damage_told(checkpoint / COMMON), (checkpoint / COMMON).open("rb") as stream:
+        with damage_told(checkpoint / COMMON), regular_file(checkpoint / COMMON).open("rb") as stream:
             check_archive(checkpoint / COMMON, "its plain values", stream)
     for part in list(stored_parts(table))[share::shares]:
         _check_part(checkpoint, part)
@@ -67,7 +68,7 @@ def _check_archives(checkpoint: Path, share: int, shares: int, advance: Callable
 
 def _check_part(checkpoint: Path, part: Stored) -> None:
     path = checkpoint / part.file
-    with damage_told(path), path.open("rb") as stream:
+    with damage_told(path), regular_file(path).open("rb") as stream:
         if part.offset + part.length > path.stat().st_size:
             raise CorruptError(f"{path} ends before {part.name}; use another checkpoint")
         check_archive(path, part.name, io.BufferedReader(Section(stream, part.offset, part.length), READ_BYTES))

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 
 METADATA = ".metadata"
@@ -79,7 +80,7 @@ def read_table(checkpoint: Path) -> Table:
     """
     path = checkpoint / METADATA
     try:
-        with path.open("rb") as stream:
+        with regular_file(path).open("rb") as stream:
             table = _DataUnpickler(stream).load()
     except pickle.UnpicklingError as error:
         raise CorruptError(

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron_fanformer.checkpoint import fp8_scales, megatron_versions, optimizer_state, store
-from megatron_fanformer.checkpoint.plain_values import check_plain_values
+from megatron_fanformer.checkpoint.data_files import damage_told
+from megatron_fanformer.checkpoint.plain_values import check_plain_values, saved_progress
 from megatron_fanformer.checkpoint.stored_files import check_stored
 from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
 from megatron_fanformer.errors import CorruptError
@@ -81,12 +82,14 @@ def load_training_state(
         wanted["random"] = _random_state(grid, capture=False)
     wanted.update(fp8_scales.scales_to_load(stages, grid, table))
     loaded = megatron_versions.load(wanted, checkpoint, table, group)
-    _set_weights(stages, loaded)
-    fp8_scales.set_scales(stages, grid, loaded)
+    with damage_told(checkpoint):
+        _set_weights(stages, loaded)
+        fp8_scales.set_scales(stages, grid, loaded)
     _load_optimizer(checkpoint, table, optimizer, tensors, group, amend_parameter_groups)
-    if same_layout:
-        _restore_random_state(loaded["random"])
-    progress = loaded["progress"]
+    with damage_told(checkpoint):
+        if same_layout:
+            _restore_random_state(loaded["random"])
+        progress = loaded["progress"]
     if store.step_of(checkpoint) not in (None, progress["step"]):
         raise CorruptError(f"{checkpoint} holds step {progress['step']}, another than its name says; rename it")
     return progress
@@ -103,10 +106,11 @@ def _load_optimizer(
     """Load separately from the weights, some of which it may need in float32: one load returns a name in one type."""
     own = {number: shard.data for number, shard in tensors.items()}
     loaded = megatron_versions.load({"optimizer_tensors": tensors}, checkpoint, table, group)
-    optimizer_state.set_tensors(own, loaded["optimizer_tensors"])
-    groups = optimizer_state.stored_groups(loaded["optimizer"])
-    amend(groups)
-    optimizer_state.set_groups(optimizer, groups)
+    with damage_told(checkpoint):
+        optimizer_state.set_tensors(own, loaded["optimizer_tensors"])
+        groups = optimizer_state.stored_groups(loaded["optimizer"])
+        amend(groups)
+        optimizer_state.set_groups(optimizer, groups)
 
 
 def load_weights(checkpoint: Path, stages: list[Any], grid: RankGrid) -> None:
@@ -151,6 +155,7 @@ def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
         check_stored(checkpoint, share=grid.rank, shares=grid.world_size)
         table = read_table(checkpoint)
         check_plain_values(checkpoint, table, share=grid.rank, shares=grid.world_size)
+        saved_progress(checkpoint, table)
     except CorruptError as error:
         refused[grid.rank] = error
     if grid.world_size > 1:

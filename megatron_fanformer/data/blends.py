@@ -6,6 +6,7 @@ stands for the words of a file.
 
 import glob
 import itertools
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 
 from megatron_fanformer.data.npy_files import SUFFIX, npy_prefix
 from megatron_fanformer.data.token_files import bin_path, idx_path
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
 
 Bounds = tuple[float, float]
@@ -22,6 +24,7 @@ Bounds = tuple[float, float]
 PART_NAMES = ("training", "validation", "test")
 SPLIT_PATTERN = re.compile(r"\d*\.?\d+(,\d*\.?\d+){1,2}")
 COMMENT = re.compile(r"(^|\s)#.*")
+LARGEST_BLEND_BYTES = 1 << 26  # weights named by mistake are larger; a blend of a hundred thousand shards is smaller
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,9 @@ def parse_blend(items: Sequence[str]) -> Blend:
     weights, names = numbers[0::2], words[1::2]
     if len(weights) != len(names) or any(weight is None for weight in weights):
         raise InputError(f"{_shown(words)} does not alternate; write weight prefix weight prefix …")
-    positive = [weight for weight in weights if weight is not None and weight > 0]
+    positive = [weight for weight in weights if weight is not None and 0 < weight < math.inf]
     if len(positive) < len(weights):
-        raise InputError(f"a weight of {_shown(words)} is not positive; leave such a prefix out")
+        raise InputError(f"a weight of {_shown(words)} is not a positive number; leave such a prefix out")
     return Blend([_source(name) for name in names], positive)
 
 
@@ -100,7 +103,7 @@ def _words(item: str) -> list[str]:
         return [item]
     file = Path(item[1:])
     try:
-        words = [word for line in file.read_text().splitlines() for word in COMMENT.sub("", line).split()]
+        words = [word for line in _lines(file) for word in COMMENT.sub("", line).split()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise InputError(f"blend file {file} cannot be read ({reason}); name a text file of prefixes") from None
@@ -110,6 +113,10 @@ def _words(item: str) -> list[str]:
     for position in range(step - 1, len(words), step):
         words[position] = str(file.parent / words[position])
     return words
+
+
+def _lines(file: Path) -> list[str]:
+    return regular_file(file, most_bytes=LARGEST_BLEND_BYTES).read_text(encoding="utf-8").splitlines()
 
 
 def _source(word: str) -> Source:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 
 LEDGER_SUFFIX = ".ledger.parquet"
@@ -117,7 +118,7 @@ class Ledger:
 
         self.path = path
         with _damage_told(path):
-            self._file: Any = parquet.ParquetFile(path)
+            self._file: Any = parquet.ParquetFile(regular_file(path))
             missing = [name for name in COLUMNS if name not in self._file.schema_arrow.names]
             if missing:
                 raise CorruptError(f"{path} has no column {', '.join(missing)}, it is not a ledger; prepare again")

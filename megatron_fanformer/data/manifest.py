@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 
 Format = Literal["megatron", "npy"]
@@ -138,10 +139,10 @@ def read_any_manifest(prefix: str) -> Manifest | PartManifest | None:
     """The manifest of a prefix, or None where there is none. Raises CorruptError for an unreadable one."""
     path = manifest_path(prefix)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest | PartManifest)
+        return msgspec.json.decode(regular_file(path).read_bytes(), type=Manifest | PartManifest)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise CorruptError(f"{path} is not a manifest ({error}); remove its prefix's files, prepare again") from error
 
 

@@ -1,5 +1,7 @@
 """Tokenizers behind one small interface: sentencepiece models and Hugging Face `tokenizer.json` files."""
 
+import queue
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +18,16 @@ SPACE_MARK = "\u2581"
 
 # The most text that is given to the sentencepiece trainer: it holds all of it in memory, several times over.
 TRAINING_TEXT_BYTES = 100_000_000
+MOST_IDS = 2**31  # what token files hold
+
+# A tokenizer.json brings a regular expression, and there are some that take longer than the universe is old. The
+# slowest sound one is a hundred times faster than this on a busy machine.
+ENCODE_SECONDS = 60.0
+ENCODE_CHARACTERS_PER_SECOND = 10_000
+
+
+class TokenizerTooSlow(InputError):
+    """A text takes a tokenizer too long."""
 
 
 class Tokenizer(Protocol):
@@ -58,15 +70,23 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None) -> Tokenizer:
     """
     file = tokenizer_file(Path(path))
     try:
-        if file.suffix == ".json":
-            return HuggingFaceTokenizer(file, eod_id=eod_id)
-        return SentencePieceTokenizer(file, eod_id=eod_id)
+        kind = HuggingFaceTokenizer if file.suffix == ".json" else SentencePieceTokenizer
+        tokenizer: Tokenizer = kind(file, eod_id=eod_id)
+        if tokenizer.vocab_size > MOST_IDS:
+            raise InputError(
+                f"tokenizer {file} has an id of {tokenizer.vocab_size - 1}; token files hold ids to 2^31 - 1"
+            )
+        return tokenizer
     except InputError:
         raise
-    except Exception as error:  # what the libraries raise for a file of another format
-        kind = "a Hugging Face tokenizer.json" if file.suffix == ".json" else "a sentencepiece model"
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except (
+        BaseException
+    ) as error:  # what the libraries raise for another format; panics are not subclasses of Exception
+        said = "a Hugging Face tokenizer.json" if file.suffix == ".json" else "a sentencepiece model"
         reason = " ".join(str(error).split())
-        raise InputError(f"tokenizer {file} cannot be read as {kind}: {reason}") from error
+        raise InputError(f"tokenizer {file} cannot be read as {said}: {reason}") from error
 
 
 def tokenizer_file(path: Path) -> Path:
@@ -144,6 +164,7 @@ class HuggingFaceTokenizer:
 
         self.path = path
         self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+        self._has_regex = '"Regex"' in path.read_text(encoding="utf-8")
         # The file may carry settings meant for batches of fixed length; documents must stay whole.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -158,12 +179,49 @@ class HuggingFaceTokenizer:
         return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without special tokens added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """The ids of `text`, without special tokens added; raises like `encode_batch`."""
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text; the library's own batches would start a thread pool in every worker."""
-        return [self.encode(text) for text in texts]
+        """`encode` of each text.
+
+        Raises:
+            TokenizerTooSlow: the file's own regular expression takes more than a minute and the texts' share.
+            InputError: it cannot be matched against a text.
+        """
+        if not self._has_regex:
+            return list(self._encoded(texts))
+        outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # A thread that is too slow can only be left behind: it ends with the process.
+        threading.Thread(target=self._encode_into, args=(texts, outcome), daemon=True).start()
+        characters = sum(map(len, texts))
+        seconds = ENCODE_SECONDS + characters / ENCODE_CHARACTERS_PER_SECOND
+        try:
+            found = outcome.get(timeout=seconds)
+        except queue.Empty:
+            raise TokenizerTooSlow(
+                f"tokenizer {self.path} takes more than {seconds:.0f} s for {characters} characters that begin "
+                f"{texts[0][:20]!r}; its regular expression can match them in too many ways: use another tokenizer"
+            ) from None
+        if isinstance(found, BaseException):
+            reason = " ".join(str(found).split())
+            raise InputError(
+                f"tokenizer {self.path} cannot encode a text, of those that begin {texts[0][:20]!r} ({reason}); use "
+                "another tokenizer"
+            )
+        return list(found)
+
+    def _encode_into(self, texts: Sequence[str], outcome: "queue.SimpleQueue[Any]") -> None:
+        try:
+            outcome.put(list(self._encoded(texts)))
+        except BaseException as error:  # the library's panics are not subclasses of Exception
+            outcome.put(error)
+
+    def _encoded(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """By the library's batches of one, on this thread: only for a batch does it let other threads run."""
+        for text in texts:
+            (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+            yield encoded.ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special pieces written out."""

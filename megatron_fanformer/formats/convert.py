@@ -12,7 +12,7 @@ from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.checkpoint.store import CHECKPOINTS
 from megatron_fanformer.data.tokenizer import tokenizer_file
-from megatron_fanformer.durable_files import new_folder
+from megatron_fanformer.durable_files import new_folder, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.checkpoints import Checkpoint, Extras, open_checkpoint, write_checkpoint
 from megatron_fanformer.formats.huggingface import MAX_SHARD_SIZE, MODEL_CARD
@@ -20,6 +20,7 @@ from megatron_fanformer.formats.model_card import RECEIPT, receipt_section
 from megatron_fanformer.formats.name_table import Format, convert
 from megatron_fanformer.formats.training_record import training_record
 from megatron_fanformer.formats.verify.receipt import Json, failures, report, verify, vocabulary
+from megatron_fanformer.formats.weight_files import shard_bytes
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.runtime.config import RuntimeConfig
@@ -67,6 +68,7 @@ def convert_checkpoint(
     """
     if destination.exists():
         raise InputError(f"{destination} already exists; name a folder that does not, or remove it")
+    shard_bytes(max_shard_size)  # refused before anything is read
     opened = open_checkpoint(source)
     extras = Extras(
         name=destination.name,
@@ -133,7 +135,7 @@ def _add_receipt(folder: Path, content: Json | None) -> None:
 
 
 def _write_json(path: Path, content: Json) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
 def _recorded(tensors: LazyTensors, used: set[str]) -> LazyTensors:

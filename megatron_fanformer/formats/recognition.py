@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.data.blends import parse_blend
+from megatron_fanformer.data.blends import LARGEST_BLEND_BYTES, parse_blend
 from megatron_fanformer.errors import CorruptError, InputError
 
 Kind = Literal["token files", "blend", "folder of token files", "run", "checkpoint", "hf", "reference"]
@@ -39,7 +39,6 @@ ENDINGS = (".manifest.json", ".ledger.parquet", ".bin", ".idx", ".npy")
 CONFIG_JSON = "config.json"  # a Hugging Face folder's
 MODEL_TYPE = "fanformer"  # what it calls a FANformer
 REFERENCE_FIELD = "d_model"  # which the authors' configurations have, and no other
-LARGEST_BLEND_BYTES = 1 << 26  # weights named by mistake are larger; a blend of a hundred thousand shards is smaller
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.plain_values import SavedProgress, saved_progress
 from megatron_fanformer.checkpoint.tensor_table import read_table
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.formats.name_table import Format, listed
 
 DEGREES = {
@@ -117,7 +118,7 @@ def _losses(metrics: Path, step: int) -> dict[str, tuple[int, float]]:
 def _entries(metrics: Path) -> Iterator[dict[str, Any]]:
     """The objects in a metrics file; lines that are incomplete or not JSON are left out."""
     try:
-        with metrics.open(encoding="utf-8", errors="replace") as lines:
+        with regular_file(metrics).open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 entry = _parsed(line)
                 if isinstance(entry, dict):
@@ -127,6 +128,7 @@ def _entries(metrics: Path) -> Iterator[dict[str, Any]]:
 
 
 def _parsed(line: str) -> Any:
+    """What a line of a metrics file holds; None where it is not JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

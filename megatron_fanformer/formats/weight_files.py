@@ -8,6 +8,7 @@ import base64
 import binascii
 import functools
 import json
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from megatron_fanformer.checkpoint.data_files import damage_told, load_data
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError, InputError
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -29,6 +31,8 @@ SAFETENSORS_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.fl
 _TYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_TYPES.items()}
 PICKLE_PROTOCOLS = range(2, 6)  # those that begin with a marker byte
 HEADER_MULTIPLE = 8
+SHARD_SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([KMGT])?B?")
+LARGEST_INDEX_BYTES = 1 << 26  # of the list of shards: a million tensors
 
 
 # -- reading
@@ -84,7 +88,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _shards_named(index: Path) -> list[str]:
-    content = json.loads(index.read_text(encoding="utf-8"))
+    content = json.loads(regular_file(index, most_bytes=LARGEST_INDEX_BYTES).read_text(encoding="utf-8"))
     shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not shards:
         raise CorruptError(f"{index} names no shards; copy it again")
@@ -121,7 +125,7 @@ def _in_safetensors(folder: Path, files: list[Path]) -> LazyTensors:
 
 
 def _shapes_in(file: Path) -> Iterator[tuple[str, Tensor]]:
-    with safetensors.safe_open(file, framework="pt") as stream:
+    with safetensors.safe_open(regular_file(file), framework="pt") as stream:
         for name in stream.keys():  # noqa: SIM118 (it is not a mapping)
             if _is_pickle(name):
                 raise CorruptError(
@@ -167,15 +171,25 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_size:
         InputError: `max_shard_size` is not a size.
     """
     layout = dict(meta_of(tensors))
-    try:
-        plan = split_torch_state_dict_into_shards(layout, max_shard_size=max_shard_size)
-    except ValueError as error:
-        raise InputError(f"shard size {max_shard_size!r} is not a size; write one such as 5GB or 500MB") from error
+    plan = split_torch_state_dict_into_shards(layout, max_shard_size=shard_bytes(max_shard_size))
     for file, names in plan.filename_to_tensors.items():
         write_safetensors(folder / file, tensors, names)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def shard_bytes(size: str) -> int:
+    """The bytes of a size such as 5GB or 1.5MB.
+
+    Raises:
+        InputError: it is none, or less than one byte.
+    """
+    match = SHARD_SIZE.fullmatch(size)
+    found = int(float(match[1]) * 1000 ** " KMGT".index(match[2] or " ")) if match else 0
+    if found < 1:
+        raise InputError(f"shard size {size[:40]!r} is not a size; write one such as 5GB or 500MB")
+    return found
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], names: list[str] | None = None) -> None:

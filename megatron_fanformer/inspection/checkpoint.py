@@ -11,6 +11,7 @@ from megatron_fanformer.checkpoint.plain_values import SavedProgress, check_plai
 from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
 from megatron_fanformer.data.config import TRAINING
 from megatron_fanformer.data.identity import SHOWN_DIGITS, DataIdentity, SetIdentity, identity_from_plain
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.formats.training_record import layout
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows
 from megatron_fanformer.inspection.report import Report, plural, size, some
@@ -101,15 +102,16 @@ def _files(data: SetIdentity) -> str:
 
 
 def last_metrics(run: Path) -> dict[str, Any] | None:
-    """The last line of a run's metrics.jsonl that is a step's and complete."""
+    """The numbers in the last line of a run's metrics.jsonl that is a step's, whatever else is in it."""
     try:
-        with (run / store.METRICS).open("rb") as stream:
+        with regular_file(run / store.METRICS).open("rb") as stream:
             stream.seek(max(0, (run / store.METRICS).stat().st_size - METRICS_TAIL_BYTES))
             lines = stream.read().split(b"\n")
-    except FileNotFoundError:
+    except OSError:
         return None
     # after the last line end: a partial line, or nothing
-    return next((entry for line in reversed(lines[:-1]) if (entry := metrics_entry(line)) is not None), None)
+    found = next((entry for line in reversed(lines[:-1]) if (entry := metrics_entry(line)) is not None), None)
+    return found and {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 
 # -- what is in it

@@ -5,8 +5,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from megatron_fanformer.configuration import moved_names, value_problems, yaml_value
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.kernels import KernelsConfig, TransformerImpl
@@ -101,7 +99,7 @@ def _values(text: str) -> dict[str, dict[str, Any]]:
 def _value(text: str, value: str) -> Any:
     try:
         return yaml_value(value)
-    except yaml.YAMLError:
+    except ValueError:
         raise InputError(f"layout {text!r}: {value!r} is not a value; write it as in tp=2,sp=true") from None
 
 

@@ -16,6 +16,7 @@ from typing import IO, Any, Protocol
 from isal import igzip
 from isal.igzip_lib import IsalError
 
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.preparation.documents import (
     INVALID_UTF8,
@@ -37,6 +38,12 @@ BLOCK_BYTES = 1 << 20
 # A longer line is refused. The text of one line may take four times its bytes, and its ids as much again.
 MAX_LINE_BYTES = 128 << 20
 ROWS_A_BLOCK = 256
+# A page of Parquet repeats a value of its column's dictionary in a few bits: a file of 1.8 kB can hold 120 GB of text.
+# The dictionary of a sound writer ends at 1 MB.
+LARGEST_DICTIONARY_BYTES = 16 << 20
+REPEATED_BYTES_A_BLOCK = 128 << 20
+DICTIONARY_PAGE = 2
+PAGE_HEADER_BYTES = 32  # the fields that are read take 18 at most
 
 
 @dataclass
@@ -105,7 +112,10 @@ class RowBlock:
         ids, sources = (_values(self.columns[name]) if name in self.columns else nothing for name in ("id", "source"))
         parsed = Parsed(len(texts))
         for number, (text, id, source) in enumerate(zip(texts, ids, sources, strict=True)):
-            parsed.note(number, parser.judge(text, id, source) if isinstance(text, str) else _not_text(text))
+            if isinstance(text, str) and len(text) > MAX_LINE_BYTES:
+                parsed.note(number, Refusal(TOO_LONG_A_LINE))
+            else:
+                parsed.note(number, parser.judge(text, id, source) if isinstance(text, str) else _not_text(text))
         return parsed
 
 
@@ -186,7 +196,8 @@ class DocumentFile:
         with self._open() as raw, _naming_parquet(self.path, pyarrow.ArrowException):
             file = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BLOCK_BYTES)
             names = _columns(self.path, file.schema_arrow, self._text_field)
-            for batch in file.iter_batches(_rows_a_block(file.metadata, names), columns=names, use_threads=False):
+            rows = _rows_a_block(file.metadata, names, _largest_dictionary(self.path, raw, file.metadata, names))
+            for batch in file.iter_batches(rows, columns=names, use_threads=False):
                 self.bytes_read = max(self.bytes_read, raw.tell())
                 yield RowBlock(dict(zip(batch.schema.names, batch.columns, strict=True)))
             self._hash_all(raw)
@@ -200,7 +211,7 @@ class DocumentFile:
 
     def _open(self) -> io.FileIO:
         try:
-            return self.path.open("rb", buffering=0)
+            return regular_file(self.path).open("rb", buffering=0)
         except OSError as error:
             raise InputError(f"{self.path} cannot be read: {error.strerror}") from error
 
@@ -270,17 +281,56 @@ def _columns(path: Path, schema: Any, text_field: str) -> list[str]:
         kind = kind.value_type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
         raise InputError(f"column {text_field!r} of {path} holds {kind}, not text; name another as text_field")
-    return [name for name in dict.fromkeys((text_field, "id", "source")) if name in names]
+    found = [name for name in dict.fromkeys((text_field, "id", "source")) if name in names]
+    return [name for name in found if not pyarrow.types.is_nested(schema.field(name).type)]  # neither names a document
 
 
-def _rows_a_block(metadata: Any, names: Sequence[str]) -> int:
+def _largest_dictionary(path: Path, raw: io.FileIO, metadata: Any, names: Sequence[str]) -> int:
+    """Bytes of the largest dictionary of these columns. Raises InputError for one that no sound writer makes."""
+    largest = 0
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            if column.path_in_schema in names:
+                starts = (column.dictionary_page_offset, column.data_page_offset)
+                raw.seek(min(start for start in starts if start is not None))
+                kind, size = _page_header(raw.read(PAGE_HEADER_BYTES))
+                largest = max(largest, size if kind == DICTIONARY_PAGE else 0)
+    if largest > LARGEST_DICTIONARY_BYTES:
+        raise InputError(
+            f"{path} has a dictionary of {largest} bytes, more than {LARGEST_DICTIONARY_BYTES}, of which a few bytes"
+            " can repeat any value any number of times; write it again without dictionaries (use_dictionary=False)"
+        )
+    return largest
+
+
+def _page_header(data: bytes) -> tuple[int, int]:
+    """The kind of a Parquet page, and its uncompressed bytes: the first two fields of its header.
+
+    Source: parquet.thrift, `PageHeader`, in Thrift's compact protocol: a byte 0x15 (the next field, an integer) before
+    each, then the integer in groups of seven bits, its sign the lowest.
+    """
+    values: list[int] = []
+    at = 0
+    while len(values) < 2 and data[at : at + 1] == b"\x15":
+        number = shift = 0
+        at += 1
+        while at < len(data) and data[at] & 0x80:
+            number, shift, at = number | (data[at] & 0x7F) << shift, shift + 7, at + 1
+        number |= (data[at] if at < len(data) else 0) << shift
+        values.append((number >> 1) ^ -(number & 1))
+        at += 1
+    return (values[0], values[1]) if len(values) == 2 else (0, 0)  # whatever it is, reading it will tell
+
+
+def _rows_a_block(metadata: Any, names: Sequence[str], dictionary_bytes: int) -> int:
     """As many rows as fit in a block where they are longest: memory must not depend on their number."""
     longest = 1.0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         columns = [group.column(number) for number in range(group.num_columns)]
         size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema in names)
         longest = max(longest, size / max(1, group.num_rows))
-    return max(1, min(ROWS_A_BLOCK, int(BLOCK_BYTES / longest)))
+    repeated = REPEATED_BYTES_A_BLOCK // max(1, dictionary_bytes)
+    return max(1, min(ROWS_A_BLOCK, int(BLOCK_BYTES / longest), repeated))
 
 
 def read_documents(path: Path, text_field: str = "text") -> Iterator[str | Refusal]:

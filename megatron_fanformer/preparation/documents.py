@@ -155,5 +155,5 @@ def _as_text(value: Any) -> str | None:
         return None
     if type(value) is str and value.isascii():
         return value
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text.encode("utf-8", "replace").decode("utf-8")

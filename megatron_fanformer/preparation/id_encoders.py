@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from megatron_fanformer.data.manifest import Encoding
-from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_fanformer.data.tokenizer import Tokenizer, TokenizerTooSlow, load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.agreement import (
     doubtful_pieces,
@@ -83,7 +83,11 @@ class ExactEncoder:
 
     def encode_batch(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """See IdEncoder."""
-        arrays = [self.encode(text.decode()) for text in texts]
+        decoded = [text.decode() for text in texts]
+        short = iter(self._tokenizer.encode_batch([text for text in decoded if len(text) <= PIECE_CHARACTERS]))
+        arrays = [
+            np.array(next(short), np.uint32) if len(text) <= PIECE_CHARACTERS else self.encode(text) for text in decoded
+        ]
         counts = np.array([len(array) for array in arrays], np.int64)
         return np.concatenate(arrays) if arrays else np.empty(0, np.uint32), counts
 
@@ -231,7 +235,7 @@ def trust_or_reason(path: Path, eod_id: int, _modified_ns: int) -> Trust | str:
         if not trust.characters[: ASCII + 1].all():
             return "gigatoken's ids differ on ASCII characters"
         difference = first_difference(_rows(RoutedEncoder(fast, exact, trust)), exact.encode_batch, pieces)
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, TokenizerTooSlow):
         raise
     except BaseException as error:  # its panics are not subclasses of Exception
         return f"gigatoken cannot read it: {' '.join(str(error).split())}"

@@ -4,6 +4,7 @@ import glob
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
 
 LINE_SUFFIXES = tuple(
@@ -12,6 +13,7 @@ LINE_SUFFIXES = tuple(
 PARQUET_SUFFIX = ".parquet"
 DOCUMENT_SUFFIXES = (*LINE_SUFFIXES, PARQUET_SUFFIX)
 NPY_SUFFIXES = (".npy",)
+LARGEST_LIST_BYTES = 1 << 28  # of @LIST: a million paths are smaller, and a file of documents named by mistake is not
 # Found in a folder, these are a preparation's own: manifests and ledgers, not documents.
 NOT_SEARCHED_FOR = (".json", ".ledger.parquet")
 
@@ -43,7 +45,7 @@ def _with_lists(inputs: Iterable[str | Path]) -> Iterator[str]:
             yield name
             continue
         try:
-            lines = Path(name[1:]).read_text(encoding="utf-8").splitlines()
+            lines = regular_file(Path(name[1:]), most_bytes=LARGEST_LIST_BYTES).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = f"cannot be read ({error}); name a text file with one path per line"
             raise InputError(f"the list {name[1:]} {reason}") from error

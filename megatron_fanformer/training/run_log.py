@@ -106,6 +106,8 @@ def run_log(rank: int) -> Iterator[RunLog]:
 
 
 def _open(file: Path) -> logging.FileHandler:
+    if file.is_fifo():
+        raise InputError(f"log file {file} is a pipe, which waits for a reader; name a file")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         return logging.FileHandler(file, encoding="utf-8")  # appends: a resumed run keeps what it logged before

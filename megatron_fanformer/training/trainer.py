@@ -23,7 +23,7 @@ from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.training_state import load_training_state, load_weights
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.errors import CorruptError, DivergenceError, Interrupted
+from megatron_fanformer.errors import CorruptError, DivergenceError, InputError, Interrupted
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.processes import STOP_SIGNALS
@@ -421,7 +421,11 @@ class Trainer:
 
     def _open_logs(self) -> None:
         if self.grid.is_main:
-            self._open_metrics()
+            try:
+                self._open_metrics()
+            except OSError as error:
+                reason = f"cannot be written ({error.strerror}); free space, or name another"
+                raise InputError(f"training.run_dir {self.run} {reason}") from error
         for line in choice_lines(self._choices):
             logger.info("%s", line)
         if self.step:

@@ -74,7 +74,7 @@ def test_a_file_that_is_missing_shorter_longer_or_a_folder_is_told(checkpoint: P
     file.unlink()
     assert "cannot be read (No such file or directory)" in check(checkpoint)[0]
     file.mkdir()
-    assert "is not a file" in check(checkpoint)[0]
+    assert "Is a directory" in check(checkpoint)[0]
 
 
 def test_no_flip_of_a_bit_of_the_manifest_goes_unseen(checkpoint: Path) -> None:

@@ -1,0 +1,79 @@
+"""Runs commands in this process, as many as a fuzzer wants: what each said, and whether it ended in time."""
+
+import contextlib
+import io
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from megatron_fanformer.cli import PROGRAM, main
+from megatron_fanformer.errors import FanformerError
+
+SECONDS = 60.0  # a command that takes longer hangs
+
+
+class Hang(BaseException):
+    """A command did not end in time; nothing in the package catches it."""
+
+
+class Reached(FanformerError):
+    """Raised in place of the work that follows once a command has accepted its input."""
+
+    exit_code = 0
+
+
+def reached(*_arguments: object, **_named: object) -> None:
+    raise Reached("reached")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    output: str
+    errors: str
+
+    def unlike(self, codes: Sequence[int], *, most_lines: int) -> str | None:
+        """What a user must not see of it, if anything."""
+        lines = self.errors.rstrip("\n").split("\n") if self.errors else []
+        if self.code not in codes:
+            return f"exit code {self.code}"
+        if "Traceback" in self.output + self.errors or "--debug shows where" in self.errors:
+            return "Python's own words"
+        if self.code and not 0 < len(lines) <= most_lines:
+            return f"{len(lines)} lines"
+        if self.code and not all(line.startswith(f"{PROGRAM}: ") and len(line) > len(PROGRAM) + 10 for line in lines):
+            return "a line that says nothing"
+        return None
+
+
+@contextlib.contextmanager
+def in_time(seconds: float = SECONDS) -> Iterator[None]:
+    """Raise Hang in the block once it takes longer; not while a library's own code is running."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run(arguments: Sequence[str], seconds: float = SECONDS) -> Ended:
+    """Run one command."""
+    output, errors = io.StringIO(), io.StringIO()
+    folder = os.getcwd()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors), in_time(seconds):
+        try:
+            code = main(arguments)
+        except SystemExit as exit:  # of --help and --version
+            code = int(exit.code or 0)
+    assert os.getcwd() == folder
+    return Ended(code, output.getvalue(), errors.getvalue())

@@ -1,0 +1,234 @@
+"""Files made to hang, to fill the memory, to lead elsewhere or to be executed, each in the place of a sound one."""
+
+import gzip
+import io
+import json
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import torch
+from pyarrow import parquet
+
+from tests.formats.test_hostile import Bomb
+
+Write = Callable[[Path], object]
+"""Makes the file of a path."""
+
+ALIASES = "a: &a [x, x]\n" + "".join(
+    f"{name}: &{name} [*{before}, *{before}]\n"
+    for before, name in zip("abcdefghijklmnopqrstuvwxy", "bcdefghijklmnopqrstuvwxyz", strict=True)
+)
+MERGES = "a: &a {x: 1}\n" + ALIASES.partition("\n")[2].replace("[", "{<<: [").replace("]", "]}")
+DEEP = 100_000
+
+
+def text(content: str | bytes) -> Write:
+    return lambda path: path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def link(target: str) -> Write:
+    def write(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+
+    return write
+
+
+def folder(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def huge(path: Path) -> None:
+    """Zeros, of which the disk holds none."""
+    path.unlink(missing_ok=True)
+    path.touch()
+    os.truncate(path, 1 << 42)
+
+
+def bomb(path: Path) -> None:
+    path.write_bytes(pickle.dumps(Bomb(path.parent / "marker")))
+
+
+def archived_bomb(path: Path) -> None:
+    torch.save({"progress": Bomb(path.parent / "marker")}, path)
+
+
+def compressed_archive(path: Path) -> None:
+    """As torch's, with a record of 64 MB in 64 kB: it might as well be any size."""
+    stream = io.BytesIO()
+    torch.save({"progress": {"step": 1, "consumed_samples": 1}}, stream)
+    with zipfile.ZipFile(stream) as sound, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for record in sound.namelist():
+            with archive.open(record, "w", force_zip64=True) as part:
+                part.write(sound.read(record))
+                for _ in range(64 if record.endswith("data.pkl") else 0):
+                    part.write(bytes(1 << 20))
+
+
+def spoiled(path: Path) -> None:
+    """The same length, and nothing of what was there."""
+    path.write_bytes(b"\xa5" * path.stat().st_size)
+
+
+def claims(size: int) -> Write:
+    """A pickle of bytes that end long before they say."""
+    return text(b"\x80\x04\x8e" + size.to_bytes(8, "little") + b"abc.")
+
+
+def changed_json(**fields: Any) -> Write:
+    def write(path: Path) -> None:
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    return write
+
+
+def parquet_bomb(path: Path) -> None:
+    """1.8 kB that say 120 GB."""
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 2_400), pyarrow.array(["a" * (50 << 20)]))
+    parquet.write_table(pyarrow.table({"text": texts}), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 2_000
+
+
+def safetensors(header: bytes, stated: int | None = None) -> Write:
+    return text((len(header) if stated is None else stated).to_bytes(8, "little") + header + bytes(64))
+
+
+def tokenizer(pattern: str) -> Write:
+    """The tokenizer that is there, with a regular expression."""
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return changed_json(pre_tokenizer=split)
+
+
+def index(sequences: int, documents: int) -> Write:
+    """The header of an index of token files that claims so many."""
+
+    def write(path: Path) -> None:
+        data = path.read_bytes()
+        path.write_bytes(data[:18] + sequences.to_bytes(8, "little") + documents.to_bytes(8, "little") + data[34:])
+
+    return write
+
+
+def looping_folder(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    (path / "again").symlink_to(path)
+
+
+# In the place of what, by the kind of thing; the paths are relative to the thing.
+CONFIGURATIONS: dict[str, Write] = {
+    "aliases": text(ALIASES),
+    "merged aliases": text(MERGES),
+    "a list in itself": text("model: &a [*a]"),
+    "nested": text("model: " + "[" * DEEP),
+    "an object": text("model: !!python/object/apply:os.system ['touch marker']"),
+    "a number in base 60": text("model: " + "1:" * 100_000 + "1"),
+    "binary": text(os.urandom(5_000)),
+    "no text": text("ü".encode("utf-16")),
+    "pipe": pipe,
+    "device": link("/dev/zero"),
+    "endless link": link("config.yaml"),
+    "folder": folder,
+    "huge": huge,
+}
+CHECKPOINTS: dict[tuple[str, str], Write] = {
+    **{
+        ("config.yaml", name): CONFIGURATIONS[name]
+        for name in ("aliases", "merged aliases", "nested", "an object", "binary", "huge")
+    },
+    (".metadata", "a pickle"): bomb,
+    (".metadata", "pipe"): pipe,
+    (".metadata", "device"): link("/dev/zero"),
+    (".metadata", "empty"): text(b""),
+    (".metadata", "cut short"): cut_short,
+    (".metadata", "spoiled"): spoiled,
+    (".metadata", "bytes without end"): claims(1 << 40),
+    (".metadata", "an unknown protocol"): text(b"\x80\xff."),
+    (".metadata", "missing"): missing,
+    ("metadata.json", "not JSON"): text("{"),
+    ("metadata.json", "nested"): text("[" * DEEP),
+    ("metadata.json", "binary"): text(os.urandom(100)),
+    ("metadata.json", "another format"): changed_json(sharded_backend="zarr"),
+    ("metadata.json", "pipe"): pipe,
+    ("common.pt", "a pickle"): archived_bomb,
+    ("common.pt", "a bare pickle"): bomb,
+    ("common.pt", "pipe"): pipe,
+    ("common.pt", "empty"): text(b""),
+    ("common.pt", "cut short"): cut_short,
+    ("common.pt", "compressed"): compressed_archive,
+    ("common.pt", "missing"): missing,
+    ("tokenizer.json", "a link out of it"): link("/etc/hostname"),
+}
+# Nothing of the tensors is read to describe them.
+TENSORS: dict[tuple[str, str], Write] = {
+    ("*.distcp", "pipe"): pipe,
+    ("*.distcp", "device"): link("/dev/zero"),
+    ("*.distcp", "cut short"): cut_short,
+    ("*.distcp", "spoiled"): spoiled,
+    ("*.distcp", "missing"): missing,
+}
+EXPORTS: dict[tuple[str, str], Write] = {
+    ("config.json", "nested"): text("[" * DEEP),
+    ("config.json", "huge"): huge,
+    ("config.json", "pipe"): pipe,
+    ("config.json", "layers"): changed_json(num_hidden_layers=10**12),
+    ("config.json", "sizes"): changed_json(hidden_size="a", vocab_size=-1),
+    ("model.safetensors", "a header without end"): safetensors(b"{}", 1 << 62),
+    ("model.safetensors", "a nested header"): safetensors(b'{"a":' * 1_000),
+    ("model.safetensors", "an exabyte"): safetensors(
+        b'{"a":{"dtype":"F32","shape":[1152921504606846976],"data_offsets":[0,4611686018427387904]}}'
+    ),
+    ("model.safetensors", "pipe"): pipe,
+    ("model.safetensors", "cut short"): cut_short,
+}
+DOCUMENTS: dict[tuple[str, str], Write] = {
+    ("a.jsonl", "pipe"): pipe,
+    ("a.jsonl", "device"): link("/dev/zero"),
+    ("a.jsonl.gz", "cut short"): text(gzip.compress(os.urandom(10_000))[:5_000]),
+    ("a.parquet", "bomb"): parquet_bomb,
+    ("a.parquet", "not Parquet"): text(b"PAR1" + os.urandom(500) + b"PAR1"),
+    ("folder", "a link to itself"): looping_folder,
+}
+TOKENS: dict[tuple[str, str], Write] = {
+    ("tokens.idx", "counts"): index(1 << 60, 1 << 60),
+    ("tokens.idx", "counts that wrap around"): index((1 << 64) - 1, (1 << 64) - 1),
+    ("tokens.idx", "pipe"): pipe,
+    ("tokens.bin", "pipe"): pipe,
+    ("tokens.manifest.json", "nested"): text("[" * DEEP),
+    ("tokens.manifest.json", "pipe"): pipe,
+}
+TOKENIZERS: dict[tuple[str, str], Write] = {
+    ("tokenizer.json", "regular expression without end"): tokenizer("(a|aa)+$"),
+    ("tokenizer.json", "nested"): text("[" * DEEP),
+    ("tokenizer.json", "pipe"): pipe,
+    ("tokenizer.json", "ids"): changed_json(
+        model={"type": "BPE", "vocab": {"<|endoftext|>": 0, "a": 2**32 - 1}, "merges": []}
+    ),
+    ("tokenizer.model", "binary"): text(os.urandom(3_000)),
+    ("tokenizer.model", "empty"): text(b""),
+}
+
+
+def copied(source: Path, destination: Path) -> Path:
+    """A copy of a thing to be spoiled."""
+    return Path(shutil.copytree(source, destination))

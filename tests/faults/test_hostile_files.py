@@ -1,0 +1,187 @@
+"""Hostile files under every verb that reads them: each ends in time, in little memory, in one line, and none is run."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.data import tokenizer as tokenizers
+from tests.faults import commands, hostile_files
+from tests.faults.conftest import Things
+from tests.faults.hostile_files import Write
+from tests.small_runs import write_config
+
+MOST_BYTES = 2 << 30
+REFUSED = (2, 3)
+
+
+@pytest.fixture
+def memory() -> Iterator[None]:
+    """Fails a test whose process comes to more than 2 GB."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    yield
+    status = Path("/proc/self/status").read_text()
+    peak = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+    assert peak < MOST_BYTES
+
+
+def assert_refused(arguments: Sequence[str], folder: Path, codes: Sequence[int] = REFUSED) -> str:
+    ended = commands.run(arguments)
+    assert not (wrong := ended.unlike(codes, most_lines=1)), f"{wrong} of {arguments}: {ended.errors[:2_000]}"
+    assert not list(folder.rglob("marker")), arguments
+    return ended.errors
+
+
+def some_of(cases: "dict[tuple[str, str], Write]", some: Sequence[str]) -> "list[object]":
+    """All of them; those whose name is not among `some` are for the full tests."""
+    return [
+        pytest.param(name, write, id=" ".join(name), marks=() if name[1] in some else pytest.mark.full)
+        for name, write in cases.items()
+    ]
+
+
+def train(things: Things, run: Path, **sections: "dict[str, object]") -> list[str]:
+    values = {name: {**things.values.get(name, {}), **sections.get(name, {})} for name in {**things.values, **sections}}
+    values["training"]["run_dir"] = str(run)
+    return ["train", "--config", str(write_config(run.with_suffix(".yaml"), values))]
+
+
+@pytest.mark.parametrize(
+    ("place", "write"),
+    some_of(
+        {("config.yaml", name): write for name, write in hostile_files.CONFIGURATIONS.items()},
+        ("aliases", "a list in itself", "an object", "pipe", "device"),
+    ),
+)
+def test_configurations(
+    place: tuple[str, str], write: Write, things: Things, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / place[0]
+    write(file)
+    for arguments in (
+        ["config", "--resolved"],
+        ["train"],
+        ["parity", "--layouts", "tp=2"],
+        ["inspect", things.tokens, "--step", "1"],
+    ):
+        assert_refused([*arguments, "--config", str(file)], tmp_path, (2,))
+
+
+def readers_of_a_run(things: Things, run: Path, tmp_path: Path) -> list[list[str]]:
+    return [
+        ["inspect", str(run)],
+        ["inspect", str(run), "--verify"],
+        ["generate", str(run), "--prompt", "a", "--max-new-tokens", "1"],
+        ["convert", str(run), str(tmp_path / "out"), "--to", "reference", "--no-verify"],
+        train(things, tmp_path / "new", checkpoint={"load": str(run)}),
+        train(things, run),
+    ]
+
+
+def readers_of_an_export(export: Path, tmp_path: Path) -> list[list[str]]:
+    return [
+        ["inspect", str(export), "--verify"],
+        ["generate", str(export), "--prompt", "a", "--max-new-tokens", "1"],
+        ["convert", str(export), str(tmp_path / "converted"), "--to", "megatron", "--no-verify"],
+    ]
+
+
+def test_sound_things_are_read(things: Things, tmp_path: Path) -> None:
+    """What is refused below is refused for what was done to it."""
+    run = hostile_files.copied(things.run, tmp_path / "run")
+    for arguments in (*readers_of_a_run(things, run, tmp_path), *readers_of_an_export(things.export, tmp_path)):
+        ended = commands.run(arguments)
+        assert ended.code == 0, ended.errors
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("place", "write"),
+    some_of(
+        {**hostile_files.CHECKPOINTS, **hostile_files.TENSORS},
+        ("aliases", "pipe", "a pickle", "nested", "compressed", "a link out of it"),
+    ),
+)
+def test_checkpoints(place: tuple[str, str], write: Write, things: Things, tmp_path: Path, memory: None) -> None:
+    run = hostile_files.copied(things.run, tmp_path / "run")
+    checkpoint = run / store.CHECKPOINTS / things.checkpoint.name
+    for manifest in checkpoint.glob("manifest*"):  # whose sums would show it: here the readers alone are under test
+        manifest.unlink()
+    if place[0] == "common.pt" and not (checkpoint / "common.pt").exists():
+        pytest.skip("this megatron-core keeps plain values among the tensors")
+    for file in list(checkpoint.glob(place[0])):
+        write(file)
+    for arguments in readers_of_a_run(things, run, tmp_path):
+        if place in hostile_files.TENSORS and arguments == ["inspect", str(run)]:
+            continue  # it reads none
+        if place[0] == "tokenizer.json" and arguments[0] == "train":
+            continue  # a run brings its own tokenizer
+        assert_refused(arguments, tmp_path)
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "write"),
+    some_of(hostile_files.EXPORTS, ("nested", "layers", "a header without end", "pipe", "an exabyte")),
+)
+def test_exports(place: tuple[str, str], write: Write, things: Things, tmp_path: Path, memory: None) -> None:
+    export = hostile_files.copied(things.export, tmp_path / "export")
+    write(export / place[0])
+    for arguments in readers_of_an_export(export, tmp_path):
+        assert_refused(arguments, tmp_path)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("place", "write"), some_of(hostile_files.DOCUMENTS, ("pipe", "bomb")))
+def test_documents(place: tuple[str, str], write: Write, things: Things, tmp_path: Path, memory: None) -> None:
+    file = tmp_path / place[0]
+    write(file)
+    named = ["--output", str(tmp_path / "out"), "--tokenizer", str(things.tokenizer), "--workers", "1"]
+    assert_refused(["prepare", str(file), *named], tmp_path)
+    assert not list(tmp_path.glob("out.[bim]*"))
+
+
+@pytest.mark.parametrize(("place", "write"), some_of(hostile_files.TOKENS, ("counts", "pipe", "nested")))
+def test_token_files(place: tuple[str, str], write: Write, things: Things, tmp_path: Path, memory: None) -> None:
+    for file in things.folder.glob("tokens.*"):
+        shutil.copy(file, tmp_path)
+    write(tmp_path / place[0])
+    prefix = str(tmp_path / "tokens")
+    assert_refused(["inspect", prefix, "--verify"], tmp_path)
+    assert_refused(train(things, tmp_path / "new", data={"train_data": [prefix]}), tmp_path)
+
+
+@pytest.mark.parametrize(("place", "write"), some_of(hostile_files.TOKENIZERS, ("nested", "pipe", "binary")))
+def test_tokenizers(place: tuple[str, str], write: Write, things: Things, tmp_path: Path, memory: None) -> None:
+    file = tmp_path / place[0]
+    shutil.copy(things.tokenizer, file)
+    write(file)
+    text = "a" * 40 + "!"  # on which a backtracking match takes longer than anybody waits
+    documents = tmp_path / "documents.jsonl"
+    documents.write_text(f'{{"text": "{text}"}}\n')
+    out = str(tmp_path / "out")
+    for arguments in (
+        ["prepare", str(documents), "--output", out, "--tokenizer", str(file), "--workers", "1"],
+        ["generate", str(things.run), "--prompt", text, "--max-new-tokens", "1", "--tokenizer", str(file)],
+    ):
+        assert_refused(arguments, tmp_path)
+
+
+def test_a_tokenizer_that_takes_too_long_is_left_behind(
+    things: Things, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its library gives up on a match after some seconds, but starts another at every character."""
+    monkeypatch.setattr(tokenizers, "ENCODE_SECONDS", 0.5)
+    file = tmp_path / "tokenizer.json"
+    shutil.copy(things.tokenizer, file)
+    hostile_files.tokenizer("(a|aa)+$")(file)
+    text = ("a" * 26 + "!") * 1_000
+    said = assert_refused(
+        ["generate", str(things.run), "--prompt", text, "--max-new-tokens", "1", "--tokenizer", str(file)],
+        tmp_path,
+        (2,),
+    )
+    assert "takes more than" in said
