@@ -158,6 +158,10 @@ class CheckpointSaver:
                 return "; ".join(reasons)
 
             raise self._failure(due.step, on_main(give_up)) from None
+        except OSError as error:  # of the main rank, which writes what concerns all; the others end with it
+            self._unpublished = None
+            _remove(due.folder)
+            raise self._failure(due.step, str(error)) from error
         return True
 
     def _on_main(self, step: int, function: Callable[[], Result], unfinished: Path | None = None) -> Result:

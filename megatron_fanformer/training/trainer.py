@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import itertools
 import logging
 import math
 import signal
@@ -14,7 +13,6 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import yaml
 from rich.console import Console
 
@@ -30,6 +28,7 @@ from megatron_fanformer.processes import STOP_SIGNALS
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.training.attempts import Attempts, StepBatches
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.evaluation import evaluate_loss
 from megatron_fanformer.training.machine_choices import choice_lines, choose_for_machine
@@ -40,13 +39,10 @@ from megatron_fanformer.training.recovery import BadSteps, EventLog
 from megatron_fanformer.training.samples import run_batches, run_datasets
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import (
-    Batches,
     StepResult,
     StepShape,
-    Sums,
     attempt_step,
     is_stop_asked,
-    own_numbers,
     update_weights,
     weights_in_step,
     wrap_stages,
@@ -133,13 +129,13 @@ class Trainer:
         started = time.monotonic()
         self.step += 1
         self._scheduler.step(1)
-        batches = _StepBatches(self._batches, self._shape.num_micro_batches)
+        batches = StepBatches(self._batches, self._shape.num_micro_batches)
         self.consumed_samples += self.config.training.global_batch_size
         if reason := self._bad_steps.reason_to_skip(self.step):
             batches.skip()
             self._is_stopping = is_stop_asked(self.grid, self._stop_asked)
             return self._skipped(reason)
-        result, fault = self._attempt(batches)
+        result, fault = self._attempts.take(self.step, batches)
         self._is_stopping = result.stop_asked
         if fault is not None:
             self._bad_steps.note_bad(self.step, fault)
@@ -148,35 +144,6 @@ class Trainer:
         self._bad_steps.note_good(result.loss, result.grad_norm)
         self.last_step_seconds = time.monotonic() - started
         return self._metrics_of(result)
-
-    def _attempt(self, batches: "_StepBatches") -> tuple[StepResult, str | None]:
-        """Compute the step, once more if its numbers are bad; returns the last numbers, and what is wrong with them."""
-        result, sums = self._compute(batches)
-        fault = self._bad_steps.fault_in(result.loss, result.grad_norm)
-        if fault is None or not self.config.recovery.compute_again:
-            return result, fault
-        own = [own_numbers(self._wrapped, sums)]
-        again, sums = self._compute(batches)
-        own.append(own_numbers(self._wrapped, sums))
-        still = self._bad_steps.fault_in(again.loss, again.grad_norm)
-        self._tell_computed_again(fault, still, own)
-        return again, still
-
-    def _compute(self, batches: "_StepBatches") -> tuple[StepResult, Sums]:
-        arguments = (self._wrapped, self._optimizer, iter(batches), self.grid, self._shape)
-        return attempt_step(*arguments, stop_asked=lambda: self._stop_asked)
-
-    def _tell_computed_again(self, first: str, second: str | None, own: list[tuple[float, float]]) -> None:
-        """Say which ranks computed otherwise when the step was repeated; a collective call."""
-        ranks: list[Any] = [own]
-        if self.grid.world_size > 1:
-            ranks = [None] * self.grid.world_size
-            dist.all_gather_object(ranks, own)
-        differing = [rank for rank, (before, after) in enumerate(ranks) if repr(before) != repr(after)]
-        who = f"rank {', '.join(map(str, differing))} computed otherwise" if differing else "every rank the same"
-        outcome = "is good" if second is None else second
-        logger.info("step %d  %s; computed again, %s (%s)", self.step, first, outcome, who)
-        self._events.add("computed_again", self.step, first=first, second=second, ranks=differing)
 
     def _skipped(self, reason: str) -> dict[str, Any]:
         logger.info("step %d  skipped: %s", self.step, reason)
@@ -361,6 +328,16 @@ class Trainer:
         past = list(self._start.events)
         self._events = EventLog(self.run, past, writes=self.grid.is_main)
         self._bad_steps = BadSteps(self.config.recovery, past)
+        self._attempts = Attempts(
+            functools.partial(attempt_step, stop_asked=lambda: self._stop_asked),
+            self._wrapped,
+            self._optimizer,
+            self.grid,
+            self._shape,
+            bad_steps=self._bad_steps,
+            events=self._events,
+            again=self.config.recovery.compute_again,
+        )
         if self._start.resumed is not None:
             self._resume([self._start.resumed, *self._start.earlier], list(self._start.damaged))
 
@@ -452,25 +429,6 @@ class Trainer:
     def _attachments(self) -> list[Path]:
         tokenizer = self.config.data.tokenizer
         return [tokenizer_file(Path(tokenizer))] if tokenizer else []
-
-
-class _StepBatches:
-    """The micro batches of one step, taken from a stream as they are asked for, and kept to be taken again."""
-
-    def __init__(self, stream: Batches, count: int) -> None:
-        self._stream, self._count = stream, count
-        self._taken: list[dict[str, torch.Tensor]] = []
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for number in range(self._count):
-            if number == len(self._taken):
-                self._taken.append(next(self._stream))
-            yield self._taken[number]
-
-    def skip(self) -> None:
-        """Take them, for nobody."""
-        for _ in itertools.islice(self._stream, self._count):
-            pass
 
 
 @contextmanager

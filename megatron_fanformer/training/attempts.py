@@ -1,0 +1,88 @@
+"""Computes a step, and once more if its numbers are bad: a machine's fault is not there the second time."""
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.training.recovery import BadSteps, EventLog
+from megatron_fanformer.training.step import Batches, StepResult, StepShape, Sums, own_numbers
+
+logger = logging.getLogger(__name__)
+
+
+class StepBatches:
+    """The micro batches of one step, taken from a stream as they are asked for, and kept to be taken again."""
+
+    def __init__(self, stream: Batches, count: int) -> None:
+        self._stream, self._count = stream, count
+        self._taken: list[dict[str, Tensor]] = []
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for number in range(self._count):
+            if number == len(self._taken):
+                self._taken.append(next(self._stream))
+            yield self._taken[number]
+
+    def skip(self) -> None:
+        """Take them, for nobody."""
+        for _ in itertools.islice(self._stream, self._count):
+            pass
+
+
+class Attempts:
+    """The computation of a run's steps, up to the update of the weights; every rank has one.
+
+    Args:
+        attempt: `attempt_step`, which is called with the arguments that follow.
+        bad_steps: judges the numbers.
+        events: where a repetition is recorded.
+        again: compute a bad step once more.
+    """
+
+    def __init__(
+        self,
+        attempt: Callable[..., tuple[StepResult, Sums]],
+        stages: list[Any],
+        optimizer: Any,
+        grid: RankGrid,
+        shape: StepShape,
+        *,
+        bad_steps: BadSteps,
+        events: EventLog,
+        again: bool,
+    ) -> None:
+        self._attempt, self._stages, self._optimizer = attempt, stages, optimizer
+        self._grid, self._shape = grid, shape
+        self._bad_steps, self._events, self._again = bad_steps, events, again
+
+    def take(self, step: int, batches: StepBatches) -> tuple[StepResult, str | None]:
+        """Compute a step, its gradients in the buffers; returns its last numbers, and what is wrong with them."""
+        result, sums = self._compute(batches)
+        fault = self._bad_steps.fault_in(result.loss, result.grad_norm)
+        if fault is None or not self._again:
+            return result, fault
+        own = [own_numbers(self._stages, sums)]
+        result, sums = self._compute(batches)
+        own.append(own_numbers(self._stages, sums))
+        still = self._bad_steps.fault_in(result.loss, result.grad_norm)
+        self._tell(step, fault, still, own)
+        return result, still
+
+    def _compute(self, batches: StepBatches) -> tuple[StepResult, Sums]:
+        return self._attempt(self._stages, self._optimizer, iter(batches), self._grid, self._shape)
+
+    def _tell(self, step: int, first: str, second: str | None, own: list[tuple[float, float]]) -> None:
+        """Say which ranks computed otherwise when the step was repeated; a collective call."""
+        ranks: list[Any] = [own]
+        if self._grid.world_size > 1:
+            ranks = [None] * self._grid.world_size
+            dist.all_gather_object(ranks, own)
+        differing = [rank for rank, (before, after) in enumerate(ranks) if repr(before) != repr(after)]
+        who = f"rank {', '.join(map(str, differing))} computed otherwise" if differing else "every rank the same"
+        logger.info("step %d  %s; computed again, %s (%s)", step, first, "is good" if second is None else second, who)
+        self._events.add("computed_again", step, first=first, second=second, ranks=differing)
