@@ -181,7 +181,9 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
 
 def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> None:
     from megatron_fanformer.runtime.device import rank_address
+    from megatron_fanformer.runtime.launch import end_with_launcher, report_failure
 
+    end_with_launcher()
     _prepare_environment()
     address = rank_address()
     from megatron_fanformer.training.start import run_rank, start_run
@@ -189,8 +191,6 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     if address is None:
         start_run(Path(options.config), rest, arguments, options.log_file)
         return
-    from megatron_fanformer.runtime.launch import report_failure
-
     with report_failure():
         run_rank(Path(options.config), rest, address, options.log_file)
 

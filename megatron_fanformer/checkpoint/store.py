@@ -32,6 +32,7 @@ METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
+SAVE_REQUEST = "save"  # a file of this name in a run's folder asks the run to save
 VALIDATION_LOSS = "validation_loss"  # in the metrics, the first part of a validation loss's name, before its set's
 # An export's tokenizer.json is the .model rewritten: the original comes first.
 TOKENIZERS = (TOKENIZER_MODEL, TOKENIZER_JSON)
