@@ -16,6 +16,7 @@ import pytest
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import METRICS, read_metrics
+from tests.faults.lives import is_running, rank_processes
 from tests.small_runs import small_run, start_command, write_config, write_tokens
 
 START_SECONDS = 240  # two ranks import for ten seconds on idle cores
@@ -37,25 +38,6 @@ def wait_for_first_step(run: Path, process: "subprocess.Popen[str]") -> None:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "no step was taken"
         time.sleep(0.02)
-
-
-def rank_processes(launcher: int) -> dict[int, int]:
-    """The process of each rank that a launcher started."""
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    environments = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
-    return {
-        int(entry.removeprefix(b"RANK=")): pid
-        for pid, entries in environments.items()
-        for entry in entries
-        if entry.startswith(b"RANK=")
-    }
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def train_here(values: dict[str, Any]) -> list[str]:
