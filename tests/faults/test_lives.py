@@ -6,7 +6,7 @@ import pytest
 
 from tests.faults.lives import FAULTS, inflict
 
-ALWAYS = ("killed group", "stopped rank")  # the others, and what they share with these, are in many tests
+ALWAYS = ("killed group", "stopped rank")  # each starts two processes that import for ten seconds
 
 
 @pytest.mark.timeout(600)
