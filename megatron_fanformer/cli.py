@@ -1,7 +1,7 @@
 """The command `megatron-fanformer VERB`: parses, then calls one function.
 
 Exit codes: 0 done, 2 the user's input is wrong, 3 data or a checkpoint is corrupt, 4 the numbers went bad, 5 stopped
-on a signal after saving, 1 anything else. Errors are one line each, without a traceback unless --debug.
+on a signal, 1 anything else. Errors are one line each, without a traceback unless --debug.
 
 Each verb imports what it needs when it runs: torch and megatron-core take seconds, and so would every worker process
 that imports `__main__` again. Errors in a configuration are reported before they are imported.

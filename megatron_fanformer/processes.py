@@ -51,10 +51,15 @@ def seconds_since_start(process: int) -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
+def _stop_signals() -> list[signal.Signals]:
+    """Those that this process does not ignore, as under `nohup`."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+
 @contextmanager
 def signals_to(hear: Callable[[signal.Signals], None]) -> Iterator[None]:
     """Pass the signals to stop and to save to a function, which only notes them; what they did before is restored."""
-    numbers = (*STOP_SIGNALS, SAVE_SIGNAL)
+    numbers = (*_stop_signals(), SAVE_SIGNAL)
     before = {number: signal.signal(number, lambda given, _: hear(signal.Signals(given))) for number in numbers}
     wakeup = signal.set_wakeup_fd(-1)  # of `ended_by_stop_signals`
     try:
@@ -83,7 +88,7 @@ def ended_by_stop_signals(tell: Callable[[str], None]) -> Iterator[None]:
                 os._exit(Interrupted.exit_code)
         os.close(reader)
 
-    before = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, lambda *_: None) for number in _stop_signals()}
     before[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, signal.SIG_IGN)
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     _leave_pipe_in_forks()

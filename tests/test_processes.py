@@ -25,9 +25,10 @@ LISTENS = """
 import os, signal
 from megatron_fanformer.processes import ended_by_stop_signals, signals_to
 heard = []
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
 with ended_by_stop_signals(print):
     with signals_to(heard.append):
-        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGTERM):
+        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM):
             os.kill(os.getpid(), number)
     if (child := os.fork()) == 0:
         os.kill(os.getpid(), signal.SIGTERM)  # not its parent's
