@@ -100,9 +100,18 @@ class _Beat:
 class _Seen:
     """The last beat that was seen of a rank; the times are this process's own waking time, in seconds."""
 
-    beat: _Beat
+    text: bytes
+    """The progress, and the beat as JSON: of thousands of ranks, only those that are late are read further."""
     changed: float
     progressed: float
+
+    @property
+    def progress(self) -> bytes:
+        return self.text.partition(b" ")[0]
+
+    @property
+    def beat(self) -> _Beat:
+        return _Beat(**json.loads(self.text.partition(b" ")[2]))
 
 
 class Heartbeat:
@@ -173,7 +182,8 @@ class Heartbeat:
     def beat(self) -> None:
         """Write what this rank is doing."""
         self._number += 1
-        self._store.set(f"beat-{self._rank}", json.dumps(asdict(self._own_beat())))
+        beat = self._own_beat()
+        self._store.set(f"beat-{self._rank}", f"{beat.progress} {json.dumps(asdict(beat))}")
 
     def _own_beat(self) -> _Beat:
         now = self._activity
@@ -196,15 +206,11 @@ class Heartbeat:
 
     def _take(self, texts: list[bytes]) -> None:
         for rank, text in zip(self._watched, texts, strict=True):
-            beat = _Beat(**json.loads(text))
-            seen = self._seen.get(rank)
-            if seen is None:
-                self._seen[rank] = _Seen(beat=beat, changed=self._awake, progressed=self._awake)
-            elif beat.number != seen.beat.number:
-                seen.changed = self._awake
-                if beat.progress != seen.beat.progress:
+            seen = self._seen.setdefault(rank, _Seen(text=text, changed=self._awake, progressed=self._awake))
+            if text != seen.text:  # beats are numbered
+                progress, seen.text, seen.changed = seen.progress, text, self._awake
+                if seen.progress != progress:
                     seen.progressed = self._awake
-                seen.beat = beat
 
     # -- the thread `judge`
 
@@ -231,44 +237,40 @@ class Heartbeat:
         return self._failed() or self._silent(limit) or (self._stuck(limit, idle) if self._rank == MAIN_RANK else None)
 
     def _failed(self) -> FanformerError | None:
-        for seen in self._seen.values():
-            if seen.beat.end is not None and seen.beat.end[0] and self._awake - seen.changed > TOLD_SECONDS:
-                error = FanformerError(seen.beat.end[1])
-                error.exit_code, error.is_told_elsewhere = seen.beat.end[0], True
+        for seen in self._late(TOLD_SECONDS).values():
+            end = seen.beat.end
+            if end is not None and end[0]:
+                error = FanformerError(end[1])
+                error.exit_code, error.is_told_elsewhere = end[0], True
                 return error
         return None
 
+    def _late(self, limit: float) -> dict[int, _Seen]:
+        """The ranks that have not beaten for longer than that, whether they are silent or have ended."""
+        return {rank: seen for rank, seen in self._seen.items() if self._awake - seen.changed > limit}
+
     def _silent(self, limit: float) -> FanformerError | None:
-        silent = {
-            rank: self._awake - seen.changed
-            for rank, seen in self._seen.items()
-            if seen.beat.end is None and self._awake - seen.changed > limit
-        }
+        silent = {rank: seen for rank, seen in self._late(limit).items() if seen.beat.end is None}
         if not silent:
             return None
-        rank = max(silent, key=lambda rank: silent[rank])
-        beat = self._seen[rank].beat
-        others = f" and {len(silent) - 1} other ranks have" if len(silent) > 1 else " has"
-        return _peer_failed(
-            f"rank {rank} on {beat.host}{others} been silent for {silent[rank]:.0f} s, last seen {beat.place}"
-        )
+        rank = min(silent, key=lambda rank: silent[rank].changed)
+        beat, seconds = silent[rank].beat, self._awake - silent[rank].changed
+        have = f" and {len(silent) - 1} other ranks have" if len(silent) > 1 else " has"
+        return _peer_failed(f"rank {rank} on {beat.host}{have} been silent for {seconds:.0f} s, last seen {beat.place}")
 
     def _stuck(self, limit: float, idle: float) -> FanformerError | None:
-        others = {rank: seen for rank, seen in self._seen.items() if seen.beat.end is None}
-        now = self._activity
-        is_measured = now.in_step and now.step_seconds and all(seen.beat.in_step for seen in others.values())
-        waited = min([idle, *(self._awake - seen.progressed for seen in others.values())])
-        if not is_measured:
-            limit = max(limit, LONG_SECONDS)
-        if not others or waited <= limit + 2 * self._interval:  # a silent rank is called that
+        waited = min([idle, *(self._awake - seen.progressed for seen in self._seen.values())])
+        if waited <= (limit := limit + 2 * self._interval):  # a silent rank is called that
             return None
-        rank = min(others, key=lambda rank: others[rank].beat.progress)
-        beat = others[rank].beat
-        if beat.progress < now.progress:
-            rest = "others wait for it"
-        else:  # or this one holds up the others, or all are equally far
-            rank, beat = self._rank, self._own_beat()
-            rest = "neither has any other"
+        others = {rank: beat for rank, seen in self._seen.items() if (beat := seen.beat).end is None}
+        now = self._activity
+        is_measured = now.in_step and now.step_seconds and all(beat.in_step for beat in others.values())
+        if not others or not (is_measured or waited > LONG_SECONDS):
+            return None
+        rank = min(others, key=lambda rank: others[rank].progress)
+        beat, rest = others[rank], "others wait for it"
+        if beat.progress >= now.progress:  # this one holds up the others, or all are equally far
+            rank, beat, rest = self._rank, self._own_beat(), "neither has any other"
         return _peer_failed(
             f"rank {rank} on {beat.host} has made no progress for {waited:.0f} s, {beat.place}, and {rest}"
         )
@@ -279,7 +281,9 @@ def _peer_failed(what: str) -> PeerFailed:
 
 
 @contextmanager
-def heartbeat(store: Any, rank: int, world_size: int, *, address: str, limit_seconds: float | None) -> Iterator[None]:
+def watching_ranks(
+    store: Any, rank: int, world_size: int, *, address: str, limit_seconds: float | None
+) -> Iterator[None]:
     """Around all that this rank does among others; nothing where there is but one rank."""
     if world_size == 1:
         yield

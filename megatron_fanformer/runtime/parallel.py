@@ -26,7 +26,7 @@ from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import megatron_cpu
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, RuntimeConfig
-from megatron_fanformer.runtime.heartbeat import heartbeat
+from megatron_fanformer.runtime.heartbeat import watching_ranks
 from megatron_fanformer.runtime.layout import ParallelConfig
 
 MEETING_SECONDS = 600.0  # how long ranks that were started wait for those that were not yet
@@ -116,7 +116,7 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
     limit = None if config.distributed_timeout_minutes is None else 60 * config.distributed_timeout_minutes
     store = _meet(address, timedelta(seconds=max(limit or 0.0, MEETING_SECONDS)))
     place = f"{address.master_address}:{address.master_port}"
-    with heartbeat(store.clone(), address.rank, address.world_size, address=place, limit_seconds=limit):
+    with watching_ranks(store.clone(), address.rank, address.world_size, address=place, limit_seconds=limit):
         dist.init_process_group(
             backend, store=store, rank=address.rank, world_size=address.world_size, timeout=GROUP_TIMEOUT
         )
