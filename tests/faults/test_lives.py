@@ -14,4 +14,4 @@ ALWAYS = ("killed group", "stopped rank")  # each starts two processes that impo
     "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.full) for name in FAULTS]
 )
 def test_a_run_ends_in_time_and_says_why_or_goes_on(name: str, tmp_path: Path) -> None:
-    inflict(name, tmp_path)
+    inflict(name, tmp_path, patience=5)
