@@ -40,10 +40,15 @@ logger = logging.getLogger(__name__)
 
 
 class RankFailed(FanformerError):
-    """A local rank failed; the message and `exit_code` are that rank's own."""
+    """A local rank failed; the message and `exit_code` are that rank's own.
 
-    def __init__(self, message: str, exit_code: int, traceback: str = "") -> None:
+    Args:
+        was_stopping: whether the ranks had been told to stop.
+    """
+
+    def __init__(self, message: str, exit_code: int, traceback: str = "", *, was_stopping: bool = False) -> None:
         super().__init__(message)
+        self.was_stopping = was_stopping
         self.exit_code = exit_code
         self.rank_traceback = traceback
 
@@ -65,16 +70,17 @@ class _Rank:
         """Its exit code, negative for a signal; None while it is running."""
         return self.process.poll()
 
-    def failure(self) -> RankFailed:
+    def failure(self, *, was_stopping: bool) -> RankFailed:
         """How it failed, once it has."""
         code = self.process.returncode
         try:
             told = json.loads(self.error.read_text())["message"]
         except (OSError, ValueError):  # it could not say
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            return RankFailed(f"rank {self.number}: {how}", max(code, 1))
+            return RankFailed(f"rank {self.number}: {how}", max(code, 1), was_stopping=was_stopping)
         blamed = "" if told["extraInfo"].get("names_rank") else f"rank {self.number}: "
-        return RankFailed(blamed + told["message"], max(code, 1), told["extraInfo"]["py_callstack"])
+        message, stack = blamed + told["message"], told["extraInfo"]["py_callstack"]
+        return RankFailed(message, max(code, 1), stack, was_stopping=was_stopping)
 
 
 def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, found: Any) -> None:
@@ -155,6 +161,7 @@ def _wait_for(ranks: list[_Rank], heard: "deque[signal.Signals]") -> None:
                 f"rank {late} was not done {STOP_GRACE_SECONDS} s after the {'signal' if stop else 'end of another'}; "
                 "it was killed, run the same command to continue from the last checkpoint",
                 1,
+                was_stopping=True,
             )
         if any(rank.code not in (None, 0, Interrupted.exit_code) for rank in ranks):
             break
@@ -170,7 +177,7 @@ def _tell_how_they_ended(ranks: list[_Rank], stop: signal.Signals | None) -> Non
     failed = [rank for rank in ranks if rank.code not in (None, 0, Interrupted.exit_code)]
     if failed:
         _wait_at_most(FAILURE_GRACE_SECONDS, ranks)
-        raise failed[0].failure()
+        raise failed[0].failure(was_stopping=stop is not None)
     if any(rank.code for rank in ranks):
         raise Interrupted(f"stopped on {name}, saved; run the same command to continue")
 

@@ -70,7 +70,8 @@ def _launch(config: RunConfig, ranks: int, arguments: Sequence[str], start: RunS
             launch_ranks(ranks, arguments, threads=threads, found=(start, reason))
             return
         except RankFailed as failure:
-            if config.training.max_restarts == 0 or failure.exit_code != FanformerError.exit_code:
+            is_crash = failure.exit_code == FanformerError.exit_code and not failure.was_stopping
+            if config.training.max_restarts == 0 or not is_crash:
                 raise
             before, start = start, check_run(config, None)
             restarts = 1 if start.resumed != before.resumed else restarts + 1

@@ -72,6 +72,12 @@ def test_what_would_fail_again_is_not_started_again(tmp_path: Path, code: int) -
         Launches(tmp_path, [RankFailed("rank 0: it is wrong", code)], [], max_restarts=5).run()
 
 
+def test_a_run_that_was_told_to_stop_is_not_started_again(tmp_path: Path) -> None:
+    failure = RankFailed("rank 0: the checkpoint of step 3 was not written", 1, was_stopping=True)
+    with pytest.raises(RankFailed):
+        Launches(tmp_path, [failure], [], max_restarts=5).run()
+
+
 def test_by_default_nothing_is_started_again(tmp_path: Path) -> None:
     with pytest.raises(RankFailed):
         Launches(tmp_path, [KILLED], [], max_restarts=0).run()
