@@ -215,7 +215,7 @@ class Heartbeat:
     # -- the thread `judge`
 
     def _judge(self) -> None:
-        while not self._over.wait(self._interval):
+        while not self._over.wait(self._interval / 2):
             error = self.judge(time.monotonic())
             if error is not None and not self._over.is_set():
                 self.stop(error.exit_code, str(error))
@@ -260,19 +260,23 @@ class Heartbeat:
 
     def _stuck(self, limit: float, idle: float) -> FanformerError | None:
         waited = min([idle, *(self._awake - seen.progressed for seen in self._seen.values())])
-        if waited <= (limit := limit + 2 * self._interval):  # a silent rank is called that
-            return None
+        if waited <= limit or any(seen.beat.end is None for seen in self._late(3 * self._interval).values()):
+            return None  # in the latter case one is about to be called silent
         others = {rank: beat for rank, seen in self._seen.items() if (beat := seen.beat).end is None}
         now = self._activity
         is_measured = now.in_step and now.step_seconds and all(beat.in_step for beat in others.values())
         if not others or not (is_measured or waited > LONG_SECONDS):
             return None
         rank = min(others, key=lambda rank: others[rank].progress)
-        beat, rest = others[rank], "others wait for it"
-        if beat.progress >= now.progress:  # this one holds up the others, or all are equally far
-            rank, beat, rest = self._rank, self._own_beat(), "neither has any other"
+        beat = others[rank]
+        if beat.progress < now.progress:
+            return _peer_failed(
+                f"rank {rank} on {beat.host} has made no progress for {waited:.0f} s, {beat.place}, "
+                "and others wait for it"
+            )
+        own = self._own_beat()  # this one holds up the others, or all are equally far
         return _peer_failed(
-            f"rank {rank} on {beat.host} has made no progress for {waited:.0f} s, {beat.place}, and {rest}"
+            f"no rank has made progress for {waited:.0f} s, rank {self._rank} on {own.host} is {own.place}"
         )
 
 

@@ -30,7 +30,7 @@ from megatron_fanformer.processes import NOTHING_LOST, SAVE_SIGNAL, end_with_own
 from megatron_fanformer.runtime import device as devices
 
 STOP_GRACE_SECONDS = 600  # how long a rank may take to save after a signal to stop, and to end after another ended
-FAILURE_GRACE_SECONDS = 1.0  # ranks that fail together end together
+FAILURE_GRACE_SECONDS = 0.5  # ranks that fail together end together
 KILLED_SECONDS = 10.0
 POLL_SECONDS = 0.05
 PEER_FAILURE_WAIT_SECONDS = 5.0  # a rank that lost a peer lets the peer's own error be seen first

@@ -19,10 +19,13 @@ from typing import Any
 
 from megatron_fanformer.runtime.heartbeat import BEAT_SECONDS
 from megatron_fanformer.training.metrics import METRICS, read_metrics
-from tests.small_runs import small_run, start_command, write_config, write_tokens
+from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
 
 LIMIT_SECONDS = 6.0
 START_SECONDS = 240.0
+HANG = signal.SIGALRM
+HANGS = f"import signal, time\nsignal.signal({int(HANG)}, lambda *_: time.sleep(600))\n"
+"""As `sitecustomize`: a signal on which a process's main thread does nothing any more, and all others go on."""
 SAVED = "saved; run the same command to continue"
 NO_STEP = "with no step in progress; nothing is lost, run the same command to continue"
 
@@ -63,6 +66,7 @@ class Run:
 
 def start(folder: Path, ranks: int = 2, **sections: dict[str, Any]) -> Run:
     """Start a run without an end, whose ranks may be silent for `LIMIT_SECONDS`."""
+    (folder / "sitecustomize.py").write_text(HANGS)
     values = small_run(
         write_tokens(folder / "tokens"),
         folder / "run",
@@ -71,7 +75,9 @@ def start(folder: Path, ranks: int = 2, **sections: dict[str, Any]) -> Run:
         training={"train_iters": 1_000_000, **sections.pop("training", {})},
         **sections,
     )
-    return Run(folder, start_command("train", "--config", str(write_config(folder / "config.yaml", values))))
+    config = str(write_config(folder / "config.yaml", values))
+    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    return Run(folder, start_command("train", "--config", config, environment=environment))
 
 
 def rank_processes(launcher: int) -> dict[int, int]:
@@ -113,6 +119,11 @@ def stop_rank(rank: int) -> Callable[[Run], None]:
         run.kill(rank, signal.SIGSTOP)
 
     return stop
+
+
+def hang_rank(run: Run) -> None:
+    """Its process lives and beats, as one that waits for a file system."""
+    run.kill(1, HANG)
 
 
 def pause_rank(run: Run) -> None:
@@ -215,6 +226,13 @@ FAULTS: dict[str, Fault] = {
     "killed launcher at start": Fault(do=kill_launcher, code=-9, line="", steps=0),
     "stopped rank": Fault(do=stop_rank(1), code=1, line=SILENT.format(1), seconds=LIMIT_SECONDS + 5),
     "stopped main rank": Fault(do=stop_rank(0), code=1, line=SILENT.format(0), seconds=LIMIT_SECONDS + 5),
+    "hung rank": Fault(
+        do=hang_rank,
+        code=1,
+        line=r"(rank 1 on \S+ has made no progress for \d+ s, in step \d+, .*, and others wait for it"
+        r"|no rank has made progress for \d+ s, rank 0 on \S+ is in step \d+, .*); check that machine, ",
+        seconds=LIMIT_SECONDS + 5,
+    ),
     "paused rank": Fault(do=pause_rank, code=5, line=SAVED, seconds=30),
     "slow rank": Fault(do=slow_rank, code=5, line=SAVED, seconds=30),
     "three signals": Fault(do=terminate_thrice, code=5, line=f"stopped on SIGTERM, {SAVED}", seconds=30),
