@@ -11,6 +11,7 @@
 #   NNODES (1), NODE_RANK (0)                  how many nodes, and which of them this is
 #   MASTER_ADDR (localhost), MASTER_PORT (29500)  where the nodes meet: node 0, and a free port there
 #   GPUS_PER_NODE (8)                          ranks per node; NPROC_PER_NODE is another name for it
+#   MAX_RESTARTS (0)                           how often torchrun starts its ranks again after a failure
 #   PYTHON (python3)                           the interpreter that has megatron_fanformer
 #
 # A signal to stop (SIGTERM, SIGINT, SIGUSR1) saves a checkpoint first; the same command then resumes from there.
@@ -24,5 +25,6 @@ exec "${PYTHON:-python3}" -m torch.distributed.run \
     --nproc-per-node "${NPROC_PER_NODE:-${GPUS_PER_NODE:-8}}" \
     --master-addr "${MASTER_ADDR:-localhost}" \
     --master-port "${MASTER_PORT:-29500}" \
+    --max-restarts "${MAX_RESTARTS:-0}" \
     --signals-to-handle SIGTERM,SIGINT,SIGUSR1 \
     --module megatron_fanformer train "$@"

@@ -1,7 +1,7 @@
 """The command `megatron-fanformer VERB`: parses, then calls one function.
 
 Exit codes: 0 done, 2 the user's input is wrong, 3 data or a checkpoint is corrupt, 4 the numbers went bad, 5 stopped
-on a signal after saving, 1 anything else. Errors are one line each, without a traceback unless --debug.
+on a signal, 1 anything else. Errors are one line each, without a traceback unless --debug.
 
 Each verb imports what it needs when it runs: torch and megatron-core take seconds, and so would every worker process
 that imports `__main__` again. Errors in a configuration are reported before they are imported.
@@ -227,7 +227,9 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
 
 def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> None:
     from megatron_fanformer.runtime.device import rank_address
+    from megatron_fanformer.runtime.launch import end_with_launcher, report_failure
 
+    end_with_launcher()
     _prepare_environment()
     address = rank_address()
     from megatron_fanformer.training.start import run_rank, start_run
@@ -235,8 +237,6 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
     if address is None:
         start_run(Path(options.config), rest, arguments, options.log_file)
         return
-    from megatron_fanformer.runtime.launch import report_failure
-
     with report_failure():
         run_rank(Path(options.config), rest, address, options.log_file)
 

@@ -31,6 +31,6 @@ class DivergenceError(FanformerError):
 
 
 class Interrupted(FanformerError):
-    """Stopped on a signal after saving; the same command continues from there."""
+    """Stopped on a signal, and nothing is lost; the same command continues from there."""
 
     exit_code = 5

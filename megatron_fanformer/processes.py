@@ -1,28 +1,113 @@
-"""This program's own processes: which signals stop them, and how none outlives the one that started it."""
+"""This program's own processes: what signals ask of them, and how none outlives the one that started it."""
 
 import ctypes
+import functools
 import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_fanformer.errors import Interrupted
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """The signals that ask a run to save and stop."""
+SAVE_SIGNAL = signal.SIGUSR2
+"""The signal that asks a run to save and go on."""
+NOTHING_LOST = "nothing is lost, run the same command to continue"
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that ends; to be called by the child.
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends, however that ends; to be called by the child.
 
     (The parent is the thread that started it: workers are started by a thread that lives as long as they work.)
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
-def end_with_owner() -> None:
-    """`end_with_parent` for a process that `multiprocessing` spawned; it also ends if its owner has already ended."""
+def end_with_owner(owner: int | None = None) -> None:
+    """`end_with_parent` for a process whose parent is known; it also ends if that one has already ended.
+
+    Args:
+        owner: the parent's process id; None: of the process that spawned this one by `multiprocessing`.
+    """
     end_with_parent()
-    owner = multiprocessing.parent_process()
-    if owner is None or owner.pid != os.getppid():
+    if owner is None:
+        parent = multiprocessing.parent_process()
+        owner = None if parent is None else parent.pid
+    if owner != os.getppid():
         os._exit(1)
+
+
+def seconds_since_start(process: int) -> float:
+    """How long ago a process of this machine was started."""
+    ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])  # starttime, proc(5)
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _stop_signals() -> list[signal.Signals]:
+    """Those that this process does not ignore, as under `nohup`."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+
+@contextmanager
+def signals_to(hear: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Pass the signals to stop and to save to a function, which only notes them; what they did before is restored."""
+    numbers = (*_stop_signals(), SAVE_SIGNAL)
+    before = {number: signal.signal(number, lambda given, _: hear(signal.Signals(given))) for number in numbers}
+    wakeup = signal.set_wakeup_fd(-1)  # of `ended_by_stop_signals`
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def ended_by_stop_signals(tell: Callable[[str], None]) -> Iterator[None]:
+    """Around work of which nothing needs saving: a signal to stop ends this process at once, with a line and code 5.
+
+    A signal to save is ignored. Inside, `signals_to` takes over. A thread ends the process, since the main one may be
+    waiting in a library for minutes, where Python runs no handler.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def end() -> None:
+        while number := os.read(reader, 1):
+            if number[0] in STOP_SIGNALS:
+                name = signal.Signals(number[0]).name
+                tell(f"stopped on {name} with no step in progress; {NOTHING_LOST}")
+                os._exit(Interrupted.exit_code)
+        os.close(reader)
+
+    before = {number: signal.signal(number, lambda *_: None) for number in _stop_signals()}
+    before[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, signal.SIG_IGN)
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    _leave_pipe_in_forks()
+    threading.Thread(target=end, name="signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(writer)  # which ends the thread
+
+
+@functools.cache
+def _leave_pipe_in_forks() -> None:
+    """A signal that a forked child receives is not its parent's, whose pipe it inherits."""
+
+    def leave() -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+
+    os.register_at_fork(after_in_child=leave)

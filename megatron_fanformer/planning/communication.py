@@ -19,7 +19,7 @@ from megatron_fanformer.planning.step_traffic import StepTraffic, Term
 
 GRADIENT_BYTES = 4  # gradients are kept and summed in float32
 NORM_BYTES = 4  # one float32
-REPORT_BYTES = 3 * 8  # the sum of losses, the number of tokens and of ranks asked to stop, in float64
+REPORT_BYTES = 5 * 8  # the sum of losses, the number of tokens, and of ranks with each of three requests, in float64
 TOKEN_COUNT_BYTES = 4  # one int32
 
 

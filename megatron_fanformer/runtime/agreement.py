@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from megatron_fanformer.errors import FanformerError
+from megatron_fanformer.runtime import heartbeat
 
 MAIN_RANK = 0
 # How often the main rank says that it is still at work. Anything that takes longer than the process group's time limit
@@ -75,6 +76,7 @@ def _described(error: Exception) -> str:
 
 
 def _broadcast(value: Any) -> Any:
+    heartbeat.tell_progress()
     box = [value]
     dist.broadcast_object_list(box, src=MAIN_RANK)
     return box[0]

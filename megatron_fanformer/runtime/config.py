@@ -21,8 +21,9 @@ class RuntimeConfig:
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """How ranks communicate; null: over NCCL on GPUs, over gloo on CPUs. gloo also serves tensor and data parallel
     ranks that share a GPU, at a fraction of the speed; NCCL needs one GPU a rank."""
-    distributed_timeout_minutes: float = 10.0
-    """How long a rank waits for the others before it gives up."""
+    distributed_timeout_minutes: float | None = None
+    """How long a rank may be silent, or hold up the others in a step, before the run ends and names it; null: ten times
+    the longest of the last twenty steps, and at least 2 minutes (docs/clusters.md#when-a-rank-fails)."""
 
     def backend(self, device: DeviceKind) -> str:
         """`distributed_backend` resolved for a device."""
@@ -33,9 +34,10 @@ class RuntimeConfig:
         found = []
         if self.threads_per_rank is not None and self.threads_per_rank < 1:
             found.append(f"runtime.threads_per_rank is {self.threads_per_rank}; it must be at least 1, or null")
-        if self.distributed_timeout_minutes <= 0:
+        if self.distributed_timeout_minutes is not None and not self.distributed_timeout_minutes > 0:
             found.append(
-                f"runtime.distributed_timeout_minutes is {self.distributed_timeout_minutes}; it must be above 0"
+                f"runtime.distributed_timeout_minutes is {self.distributed_timeout_minutes}; "
+                "it must be above 0, or null"
             )
         return found
 

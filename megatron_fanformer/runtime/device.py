@@ -174,23 +174,35 @@ def _slurm_address(env: "os._Environ[str]") -> RankAddress:
 
 
 LAUNCHED_HERE = "FANFORMER_LAUNCHED_HERE"
+LAUNCHER = "FANFORMER_LAUNCHER"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
-def prepare_launch(*, threads: int, stop_signals: str, found: Path) -> None:
-    """Tell torch's agent which signals stop a run, and child processes that we launch them, on how many threads.
+def rank_environment(
+    rank: int, world_size: int, *, threads: int, store_port: int, found: Path, error: Path
+) -> dict[str, str]:
+    """The environment of a rank that this process launches, by the names that torch and `rank_address` know.
 
     Args:
-        found: the file of what the launcher found, for the ranks to use.
+        store_port: where this process hosts the store that the ranks meet at.
+        found: the file of what this process found, for the ranks to use.
+        error: the file to leave the rank's error in.
     """
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = stop_signals
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # OpenMP reads it when a process starts
-    keep_launch_order()
-    os.environ[LAUNCHED_HERE] = str(found)
-
-
-def end_launch() -> None:
-    """What this process starts from now on is not one of its ranks."""
-    os.environ.pop(LAUNCHED_HERE, None)
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store_port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's rank 0 hosts none of its own
+        "OMP_NUM_THREADS": str(threads),  # OpenMP reads it when a process starts
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),  # see keep_launch_order
+        ERROR_FILE: str(error),
+        LAUNCHED_HERE: str(found),
+        LAUNCHER: str(os.getpid()),
+    }
 
 
 def launched_here() -> bool:
@@ -198,9 +210,24 @@ def launched_here() -> bool:
     return LAUNCHED_HERE in os.environ and "RANK" in os.environ
 
 
+def launcher_process() -> int | None:
+    """The process id of this rank's launcher; None where another program launched it."""
+    return int(os.environ[LAUNCHER]) if launched_here() and LAUNCHER in os.environ else None
+
+
+def launched_by_torchrun() -> bool:
+    """Whether this process is a rank that torch's elastic agent started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ and not launched_here()
+
+
 def found_by_launcher() -> Path | None:
     """The file of what this rank's launcher found; None where another program launched it."""
     return Path(os.environ[LAUNCHED_HERE]) if launched_here() else None
+
+
+def error_file() -> Path | None:
+    """Where this rank's launcher, ours or torchrun, expects its error; None if nowhere."""
+    return Path(os.environ[ERROR_FILE]) if os.environ.get(ERROR_FILE) else None
 
 
 def use_huge_pages() -> None:

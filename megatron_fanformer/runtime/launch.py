@@ -1,67 +1,86 @@
-"""Launches local ranks with torch's elastic agent, and reports to the caller which rank failed first, and why.
+"""Launches local ranks, passes signals on to them, and reports to the caller which rank failed first, and why.
 
 Each rank is this same program (`python -m megatron_fanformer` with the same arguments), which finds the rank's
-address in its environment and joins.
+address in its environment and joins. Ranks end with their launcher, however it ends. The store that they meet at is
+the launcher's, so that it answers as long as there is a run.
+
+(torch's elastic agent would do for starting them. But it stops ranks with SIGTERM and waits 30 s for those that are
+stuck, raises its signals as exceptions wherever it is, and leaves its ranks behind when it is killed.)
 """
 
 import json
 import logging
+import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-import uuid
+import traceback
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous import registry as rendezvous
+from typing import Any, NoReturn
 
 from megatron_fanformer.errors import FanformerError, Interrupted
-from megatron_fanformer.processes import STOP_SIGNALS
-from megatron_fanformer.runtime.device import end_launch, found_by_launcher, prepare_launch
+from megatron_fanformer.processes import NOTHING_LOST, SAVE_SIGNAL, end_with_owner, end_with_parent, signals_to
+from megatron_fanformer.runtime import device as devices
 
-STOP_GRACE_SECONDS = 600  # how long a rank may take to save after a signal to stop
+STOP_GRACE_SECONDS = 600  # how long a rank may take to save after a signal to stop, and to end after another ended
+FAILURE_GRACE_SECONDS = 0.5  # ranks that fail together end together
+KILLED_SECONDS = 10.0
+POLL_SECONDS = 0.05
 PEER_FAILURE_WAIT_SECONDS = 5.0  # a rank that lost a peer lets the peer's own error be seen first
 PEER_FAILURE_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "unhandled system error")
 
+logger = logging.getLogger(__name__)
+
 
 class RankFailed(FanformerError):
-    """A local rank failed; the message and `exit_code` are that rank's own."""
+    """A local rank failed; the message and `exit_code` are that rank's own.
 
-    def __init__(self, rank: int, message: str, exit_code: int, traceback: str = "") -> None:
-        super().__init__(f"rank {rank}: {message}")
+    Args:
+        was_stopping: whether the ranks had been told to stop.
+    """
+
+    def __init__(self, message: str, exit_code: int, traceback: str = "", *, was_stopping: bool = False) -> None:
+        super().__init__(message)
+        self.was_stopping = was_stopping
         self.exit_code = exit_code
         self.rank_traceback = traceback
 
 
-class _FailFastAgent(LocalElasticAgent):
-    """The elastic agent, which ends all ranks at once when one fails, and lets them save when it is told to stop."""
+class PeerFailed(FanformerError):
+    """What is wrong with another rank, which the message names."""
 
-    def _stop_workers(self, *_args: Any, **_kwargs: Any) -> None:
-        if self._pcontext:
-            self._pcontext.close(signal.SIGKILL)
 
-    def _shutdown(self, *_args: Any, **_kwargs: Any) -> None:
-        if self._pcontext:
-            self._pcontext.close(signal.SIGTERM, STOP_GRACE_SECONDS)
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """A rank that this process started."""
 
-    def ends(self) -> dict[int, ProcessFailure]:
-        """How each rank ended, by rank number, once all have; empty if none was started."""
-        context: Any = self._pcontext
-        if context is None:
-            return {}
-        return {
-            rank: ProcessFailure(rank, handler.proc.pid, handler.proc.returncode, context.error_files[rank])
-            for rank, handler in context.subprocess_handlers.items()
-        }
+    number: int
+    process: "subprocess.Popen[bytes]"
+    error: Path
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, negative for a signal; None while it is running."""
+        return self.process.poll()
+
+    def failure(self, *, was_stopping: bool) -> RankFailed:
+        """How it failed, once it has."""
+        code = self.process.returncode
+        try:
+            told = json.loads(self.error.read_text())["message"]
+        except (OSError, ValueError):  # it could not say
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return RankFailed(f"rank {self.number}: {how}", max(code, 1), was_stopping=was_stopping)
+        blamed = "" if told["extraInfo"].get("names_rank") else f"rank {self.number}: "
+        message, stack = blamed + told["message"], told["extraInfo"]["py_callstack"]
+        return RankFailed(message, max(code, 1), stack, was_stopping=was_stopping)
 
 
 def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, found: Any) -> None:
@@ -72,100 +91,122 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, foun
 
     Raises:
         RankFailed: a rank failed, and the others were ended; or a rank could not save after a signal.
-        Interrupted: a signal stopped this process, and the ranks after they saved.
-        FanformerError: a signal came before any rank had started.
+        Interrupted: a signal stopped this process, or a rank, and the ranks after they saved.
     """
+    from torch.distributed import TCPStore
+
     # In a folder that only this user may write to: what is unpickled from it is this program's own.
     with tempfile.TemporaryDirectory(prefix="fanformer-") as folder:
         file = Path(folder) / "found"
         file.write_bytes(pickle.dumps(found))
-        prepare_launch(threads=threads, stop_signals=",".join(number.name for number in STOP_SIGNALS), found=file)
-        try:
-            _run_agent(num_ranks, arguments)
-        finally:
-            end_launch()
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # it answers while this is running
+        heard: deque[signal.Signals] = deque()
+        ranks: list[_Rank] = []
+        with signals_to(heard.append):
+            try:
+                with _save_signal_ignored():
+                    for number in range(num_ranks):
+                        error = Path(folder) / f"error-{number}.json"
+                        environment = devices.rank_environment(
+                            number, num_ranks, threads=threads, store_port=store.port, found=file, error=error
+                        )
+                        ranks.append(_Rank(number=number, process=_started(arguments, environment), error=error))
+                _wait_for(ranks, heard)
+            finally:
+                for rank in ranks:
+                    rank.process.kill()
+                for rank in ranks:
+                    with suppress(subprocess.TimeoutExpired):  # the kernel may keep one that waits for a device
+                        rank.process.wait(KILLED_SECONDS)
+
+
+@contextmanager
+def _save_signal_ignored() -> Iterator[None]:
+    """Processes that are started inside ignore the signal to save, which would end them, until they listen to it."""
+    handler = signal.signal(SAVE_SIGNAL, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(SAVE_SIGNAL, handler)
+
+
+def _started(arguments: Sequence[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-u", "-m", "megatron_fanformer", *arguments]
+    # In a session of its own: a terminal's signals are for this process, which passes them on.
+    return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
+def _wait_for(ranks: list[_Rank], heard: "deque[signal.Signals]") -> None:
+    """Wait until all ranks have ended, and pass signals on. Raises like `launch_ranks`."""
+    stop: signal.Signals | None = None
+    deadline = float("inf")
+    while any(rank.code is None for rank in ranks):
+        while heard:
+            number = heard.popleft()
+            if number == SAVE_SIGNAL:
+                ranks[0].process.send_signal(SAVE_SIGNAL)  # which tells the others
+            elif stop is None:
+                stop = number
+                for rank in ranks:
+                    rank.process.send_signal(signal.SIGTERM)
+            else:
+                logger.warning(
+                    "%s: the ranks are already saving; kill -9 %d ends them without", number.name, os.getpid()
+                )
+        if stop or any(rank.code is not None for rank in ranks):
+            deadline = min(deadline, time.monotonic() + STOP_GRACE_SECONDS)
+        if time.monotonic() > deadline:
+            late = next(rank.number for rank in ranks if rank.code is None)
+            raise RankFailed(
+                f"rank {late} was not done {STOP_GRACE_SECONDS} s after the {'signal' if stop else 'end of another'}; "
+                "it was killed, run the same command to continue from the last checkpoint",
+                1,
+                was_stopping=True,
+            )
+        if any(rank.code not in (None, 0, Interrupted.exit_code) for rank in ranks):
+            break
+        time.sleep(POLL_SECONDS)
+    _tell_how_they_ended(ranks, stop)
+
+
+def _tell_how_they_ended(ranks: list[_Rank], stop: signal.Signals | None) -> None:
+    """Raise what the end of the ranks, or of the first of them, means; nothing if the run is over."""
+    name = stop.name if stop else "a signal to a rank"
+    if stop and any(rank.code == -signal.SIGTERM for rank in ranks):  # in the loop, they save
+        raise Interrupted(f"stopped on {name} with no step in progress; {NOTHING_LOST}")
+    failed = [rank for rank in ranks if rank.code not in (None, 0, Interrupted.exit_code)]
+    if failed:
+        _wait_at_most(FAILURE_GRACE_SECONDS, ranks)
+        raise failed[0].failure(was_stopping=stop is not None)
+    if any(rank.code for rank in ranks):
+        raise Interrupted(f"stopped on {name}, saved; run the same command to continue")
+
+
+def _wait_at_most(seconds: float, ranks: list[_Rank]) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and any(rank.code is None for rank in ranks):
+        time.sleep(POLL_SECONDS)
+
+
+# -- on a rank
 
 
 def read_found() -> Any:
     """What this rank's launcher found; None where another program launched it."""
-    file = found_by_launcher()
+    file = devices.found_by_launcher()
     return None if file is None else pickle.loads(file.read_bytes())
 
 
-def _run_agent(num_ranks: int, arguments: Sequence[str]) -> None:
-    """Raises like `launch_ranks`."""
-    _quieten_agent()
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint="localhost:0",
-        run_id=uuid.uuid4().hex,
-        min_nodes=1,
-        max_nodes=1,
-        local_addr="localhost",
-        is_host=True,
-    )
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=num_ranks,
-        entrypoint=sys.executable,
-        args=("-u", "-m", "megatron_fanformer", *arguments),
-        rdzv_handler=rendezvous.get_rendezvous_handler(parameters),
-        max_restarts=0,
-        monitor_interval=0.1,
-        local_addr="localhost",
-    )
-    agent = _FailFastAgent(spec=spec, logs_specs=DefaultLogsSpecs())
-    try:
-        with _signal_handlers_kept():
-            result = agent.run()
-    except SignalException as stop:
-        _tell_how_ranks_stopped(agent.ends(), stop.sigval.name)
-        return
-    finally:
-        spec.rdzv_handler.shutdown()
-    if result.is_failed():
-        raise _first_failure(result.failures)
+def end_with_launcher() -> None:
+    """Have this rank end when the process that launched it does; to be called first.
 
-
-@contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    """The agent installs handlers and leaves them in place: afterwards this process handles signals as before."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _quieten_agent() -> None:
-    """What it would report is reported here; its loggers have levels of their own."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _tell_how_ranks_stopped(ends: dict[int, ProcessFailure], signal_name: str) -> None:
-    """Raise what a signal led to; nothing if the run was over before it took effect."""
-    failed = {rank: end for rank, end in ends.items() if end.exitcode not in (0, Interrupted.exit_code)}
-    if failed:
-        raise _first_failure(failed)
-    if not ends:
-        raise FanformerError(f"stopped on {signal_name} before a rank had started; start again")
-    if any(end.exitcode for end in ends.values()):
-        raise Interrupted(f"stopped on {signal_name}, saved; run the same command to continue")
-
-
-def _first_failure(failures: dict[int, ProcessFailure]) -> RankFailed:
-    rank, failure = ChildFailedError(name="rank", failures=failures).get_first_failure()
-    details = failure.error_file_data.get("message") if isinstance(failure.error_file_data, dict) else None
-    if isinstance(details, dict):
-        return RankFailed(
-            rank, details["message"], failure.exitcode, details.get("extraInfo", {}).get("py_callstack", "")
-        )
-    if failure.exitcode < 0:
-        return RankFailed(rank, f"was killed by {failure.signal_name()}", 1)
-    return RankFailed(rank, f"ended with exit code {failure.exitcode}", failure.exitcode)
+    Ours is only ever killed without its ranks by SIGKILL: then they end at once, too. torchrun leaves its ranks behind
+    on a second signal, while they save: they are asked to stop, once more. (Slurm ends its own steps.)
+    """
+    if (launcher := devices.launcher_process()) is not None:
+        end_with_owner(launcher)
+    elif devices.launched_by_torchrun():
+        end_with_parent(signal.SIGTERM)
 
 
 @contextmanager
@@ -177,16 +218,28 @@ def report_failure() -> Iterator[None]:
         if getattr(error, "is_told_elsewhere", False) or any(sign in str(error) for sign in PEER_FAILURE_SIGNS):
             # Not this rank's own failure: the peer's is the one that the user must see, and is about to be noticed.
             time.sleep(PEER_FAILURE_WAIT_SECONDS)
-        handler = get_error_handler()
-        handler.record_exception(error)
-        _shorten_message(handler, error)
+        _leave_for_launcher(error)
         raise
 
 
-def _shorten_message(handler: Any, error: Exception) -> None:
-    """The recorded message without the exception's class if it is one of ours, which need no class name."""
-    file = handler._get_error_file_path()
-    if file and isinstance(error, FanformerError):
-        data = json.loads(Path(file).read_text())
-        data["message"]["message"] = str(error)
-        Path(file).write_text(json.dumps(data))
+def end_now(error: FanformerError) -> NoReturn:
+    """End this rank from a thread, with an error: its main thread may be waiting for another rank for ever."""
+    _leave_for_launcher(error)
+    logger.error("ended by %s", error, extra={"file_only": True})
+    if not (devices.launched_here() or error.is_told_elsewhere):
+        print(f"megatron-fanformer: {error}", file=sys.stderr, flush=True)
+    os._exit(error.exit_code)
+
+
+def _leave_for_launcher(error: Exception) -> None:
+    """Write an error as torch's launchers read it; ours are told without their class."""
+    file = devices.error_file()
+    if file is None or isinstance(error, Interrupted):
+        return
+    details = {
+        "py_callstack": "".join(traceback.format_exception(error)),
+        "timestamp": str(int(time.time())),
+        **({"names_rank": "yes"} if isinstance(error, PeerFailed) else {}),
+    }
+    text = str(error) if isinstance(error, FanformerError) else f"{type(error).__name__}: {error}"
+    file.write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))

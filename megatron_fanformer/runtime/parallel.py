@@ -22,10 +22,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import megatron_cpu
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, RuntimeConfig
+from megatron_fanformer.runtime.heartbeat import watching_ranks
 from megatron_fanformer.runtime.layout import ParallelConfig
+
+MEETING_SECONDS = 600.0  # how long ranks that were started wait for those that were not yet
+# No rank waits for another one in vain: the heartbeat ends it, and says for whom. A collective's own limit would be
+# the same for a step and for an hour's loading, and blames whoever waits.
+GROUP_TIMEOUT = timedelta(days=1)
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -96,25 +103,43 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
     devices.configure_process(
         kind, address.local_rank if address else 0, threads, deterministic=config.deterministic_mode
     )
-    backend, timeout = config.backend(kind), timedelta(minutes=config.distributed_timeout_minutes)
+    backend = config.backend(kind)
     if address is None:
         with tempfile.TemporaryDirectory(prefix="fanformer-") as folder:
-            store = dist.FileStore(os.path.join(folder, "store"), 1)
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+            alone = dist.FileStore(os.path.join(folder, "store"), 1)
+            dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=GROUP_TIMEOUT)
             try:
                 yield kind
             finally:
                 dist.destroy_process_group()
         return
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://{address.master_address}:{address.master_port}",
-        rank=address.rank,
-        world_size=address.world_size,
-        timeout=timeout,
-    )
-    yield kind
-    dist.destroy_process_group()
+    limit = None if config.distributed_timeout_minutes is None else 60 * config.distributed_timeout_minutes
+    store = _meet(address, timedelta(seconds=max(limit or 0.0, MEETING_SECONDS)))
+    place = f"{address.master_address}:{address.master_port}"
+    with watching_ranks(store.clone(), address.rank, address.world_size, address=place, limit_seconds=limit):
+        dist.init_process_group(
+            backend, store=store, rank=address.rank, world_size=address.world_size, timeout=GROUP_TIMEOUT
+        )
+        yield kind
+        dist.destroy_process_group()
+
+
+def _meet(address: devices.RankAddress, timeout: timedelta) -> Any:
+    """The c10d store of the ranks, once all of them are there.
+
+    Raises:
+        FanformerError: a rank did not come.
+    """
+    where = f"tcp://{address.master_address}:{address.master_port}"
+    try:
+        store, _, _ = next(dist.rendezvous(where, address.rank, address.world_size, timeout=timeout))
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise FanformerError(
+            f"rank {address.rank} of {address.world_size} waited at {where} for the others, in vain ({reason}); check "
+            "that all nodes were started with the same address, and reach each other"
+        ) from error
+    return dist.PrefixStore("ranks", store)
 
 
 @contextmanager
@@ -131,7 +156,7 @@ def rank_grid(
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_stages if config.virtual_stages > 1 else None,
         context_parallel_size=config.context_parallel_size,
-        distributed_timeout_minutes=max(1, round(runtime.distributed_timeout_minutes)),
+        distributed_timeout_minutes=GROUP_TIMEOUT // timedelta(minutes=1),
         create_gloo_process_groups=True,  # the distributed optimizer asks for them when it saves
     )
     try:

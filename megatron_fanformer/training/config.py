@@ -52,6 +52,12 @@ class TrainingConfig:
     """Global batches that an evaluation takes from each validation set; the same ones every time."""
     exit_interval: int | None = None
     """Save and end after each step that this divides (exit code 0), for the same command to continue; null: never."""
+    exit_duration_in_mins: float | None = None
+    """Save and end (exit code 0) after the first step that ends this many minutes after the command's start; null:
+    never."""
+    max_restarts: int = 0
+    """How many times in a row, without a new checkpoint in between, `train` started directly starts its ranks again
+    after one crashed or was killed (docs/clusters.md#restarts)."""
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
@@ -68,6 +74,10 @@ class TrainingConfig:
             for name in names
             if (value := getattr(self, name)) is not None and value < 1
         ]
+        if self.exit_duration_in_mins is not None and not self.exit_duration_in_mins > 0:
+            found.append(f"training.exit_duration_in_mins is {self.exit_duration_in_mins}; it must be above 0, or null")
+        if self.max_restarts < 0:
+            found.append(f"training.max_restarts is {self.max_restarts}; it must not be negative")
         if self.seed < 0:
             found.append(f"training.seed is {self.seed}; it must not be negative")
         return found

@@ -1,19 +1,30 @@
-"""Starts a run: checks it, then runs it in this process, launches local ranks, or joins the ranks it is given."""
+"""Starts a run: checks it, then runs it in this process, launches local ranks, or joins the ranks it is given.
 
+Ranks that were launched here are started again after a failure, as often as `training.max_restarts` allows.
+"""
+
+import logging
+import signal
+import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from megatron_fanformer.checkpoint.run_lock import run_lock
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.processes import ended_by_stop_signals, signals_to
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.training.config import RunConfig, load_config, tell_on_stderr
 from megatron_fanformer.training.preflight import RunStart, check_run
-from megatron_fanformer.training.run_log import RunLog, log_file, run_log
+from megatron_fanformer.training.run_log import FILE_ONLY, RunLog, log_file, run_log
 
 if TYPE_CHECKING:
     from megatron_fanformer.runtime.parallel import RankGrid
+
+LONGEST_PAUSE_SECONDS = 60  # before a restart; the first one follows after a second, each further one after twice that
+
+logger = logging.getLogger(__name__)
 
 
 def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], log: Path | None = None) -> None:
@@ -27,8 +38,9 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
         InputError: the configuration is wrong; nothing was written.
     """
     config = load_config(file, overrides)
-    # Before its checkpoint is chosen: a run that is about to end may be saving another one.
-    with run_log(rank=0) as started, run_lock(Path(config.training.run_dir)):
+    # The lock comes before its checkpoint is chosen: a run that is about to end may be saving another one.
+    locked = run_lock(Path(config.training.run_dir))
+    with ended_by_stop_signals(tell_on_stderr), run_log(rank=0) as started, locked:
         start = check_run(config, None)
         import torch  # after errors are reported
 
@@ -40,17 +52,39 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
                 "parallel, start on several nodes with torchrun, or let ranks share a GPU with "
                 "runtime.distributed_backend gloo"
             )
-        if ranks > 1:
-            from megatron_fanformer.runtime.launch import launch_ranks
-
-            threads = config.runtime.threads_per_rank or devices.threads_per_rank(ranks)
-            launch_ranks(ranks, arguments, threads=threads, found=start)
+        if ranks > 1 or config.training.max_restarts > 0:  # what restarts a rank must survive it
+            _launch(config, ranks, arguments, start)
             return
         started.write_to(log_file(config.logging, log, rank=0, world_size=1))
         from megatron_fanformer.runtime.parallel import distributed
 
         with distributed(config.parallel, None, config.runtime) as grid:
             _train(config, grid, start, started)
+
+
+def _launch(config: RunConfig, ranks: int, arguments: Sequence[str], start: RunStart) -> None:
+    """Launch local ranks, and launch them again after a crash, as often as `training.max_restarts` allows."""
+    from megatron_fanformer.runtime.launch import RankFailed, launch_ranks
+
+    threads = config.runtime.threads_per_rank or devices.threads_per_rank(ranks)
+    restarts, reason = 0, None
+    while True:
+        try:
+            launch_ranks(ranks, arguments, threads=threads, found=(start, reason))
+            return
+        except RankFailed as failure:
+            is_crash = failure.exit_code == FanformerError.exit_code and not failure.was_stopping
+            if config.training.max_restarts == 0 or not is_crash:
+                raise
+            before, start = start, check_run(config, None)
+            restarts = 1 if start.resumed != before.resumed else restarts + 1
+            if restarts > config.training.max_restarts:
+                logger.warning("no new checkpoint in %d restarts; training.max_restarts allows no more", restarts - 1)
+                raise
+            pause = min(2 ** (restarts - 1), LONGEST_PAUSE_SECONDS)
+            reason = f"restart {restarts} of {config.training.max_restarts}: {failure}"
+            logger.warning("%s; from %s in %d s", reason, start.resumed or "the beginning", pause)
+            time.sleep(pause)
 
 
 def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress, log: Path | None = None) -> None:
@@ -64,26 +98,29 @@ def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress,
     Raises:
         InputError, CorruptError: like `check_run`, on every rank.
     """
-    tell = tell_on_stderr if address.rank == 0 and not devices.launched_here() else _tell_nothing  # reported already
-    config = load_config(file, overrides, tell=tell)
-    if found := [*config.parallel.problems(), *config.runtime.problems()]:
-        raise InputError("\n".join(found))
-    config.parallel.resolve_data_parallel_size(address.world_size)
-    from megatron_fanformer.runtime.agreement import on_main
-    from megatron_fanformer.runtime.launch import read_found
-    from megatron_fanformer.runtime.parallel import process_group, rank_grid
+    quiet = address.rank != 0 or devices.launched_here()
+    tell = _tell_nothing if quiet else tell_on_stderr  # reported already
+    with nullcontext() if devices.launched_here() else ended_by_stop_signals(tell), run_log(address.rank) as started:
+        config = load_config(file, overrides, tell=tell)
+        if found := [*config.parallel.problems(), *config.runtime.problems()]:
+            raise InputError("\n".join(found))
+        config.parallel.resolve_data_parallel_size(address.world_size)
+        from megatron_fanformer.runtime.agreement import on_main
+        from megatron_fanformer.runtime.launch import read_found
+        from megatron_fanformer.runtime.parallel import process_group, rank_grid
 
-    with run_log(address.rank) as started, ExitStack() as held:
         started.write_to(log_file(config.logging, log, rank=address.rank, world_size=address.world_size))
-        with process_group(config.runtime, address) as kind:
+        with ExitStack() as held, process_group(config.runtime, address) as kind:
 
-            def find() -> RunStart:
+            def find() -> tuple[RunStart, str | None]:
                 if (found := read_found()) is not None:
-                    return cast(RunStart, found)
+                    return cast(tuple[RunStart, str | None], found)
                 held.enter_context(run_lock(Path(config.training.run_dir)))
-                return check_run(config, address.world_size)
+                return check_run(config, address.world_size), None
 
-            start = on_main(find)
+            start, reason = on_main(find)
+            if reason:
+                logger.info("%s", reason, extra=FILE_ONLY)  # the launcher prints it
             with rank_grid(config.parallel, kind, config.runtime) as grid:
                 _train(config, grid, start, started)
 
@@ -95,7 +132,12 @@ def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) ->
     try:
         trainer.train()
     finally:
-        trainer.close()
+        with signals_to(_ignore):  # what was logged is to be written
+            trainer.close()
+
+
+def _ignore(_number: signal.Signals) -> None:
+    """Of a run that ends anyway."""
 
 
 def _tell_nothing(_notice: str) -> None:

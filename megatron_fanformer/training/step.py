@@ -25,7 +25,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_fanformer.errors import DivergenceError
+from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, context_chunks
+from megatron_fanformer.training.requests import Requests
 
 Batches = Iterator[dict[str, Tensor]]
 
@@ -40,15 +42,15 @@ class StepResult:
     """Global gradient norm before clipping."""
     tokens: int
     """Tokens that the loss was taken over."""
-    stop_asked: bool
-    """Whether any rank was asked to stop before the step's numbers were summed."""
+    asked: Requests
+    """What any rank was asked for before the step's numbers were summed."""
 
 
 class Sums(NamedTuple):
     """Losses and tokens of a step's micro batches, on the device."""
 
     all: Tensor
-    """[3] float64: losses, tokens, and ranks that were asked to stop, summed over all ranks."""
+    """[5] float64: losses, tokens, and how many ranks have each of `Requests`, summed over all ranks."""
     own: Tensor | None
     """[2] float64: losses and tokens of this rank's micro batches; None where another rank has the loss."""
 
@@ -100,8 +102,8 @@ def weights_in_step(stages: list[DistributedDataParallel]) -> Iterator[None]:
             stage.enable_forward_pre_hook()
 
 
-def _never() -> bool:
-    return False
+def _nothing() -> Requests:
+    return Requests()
 
 
 def train_step(
@@ -134,17 +136,17 @@ def attempt_step(
     grid: RankGrid,
     shape: StepShape,
     *,
-    stop_asked: Callable[[], bool] = _never,
+    asked: Callable[[], Requests] = _nothing,
 ) -> tuple[StepResult, Sums]:
     """`train_step` up to the update: what the step shows, its gradients in the buffers.
 
     Args:
-        stop_asked: says, after backward, whether this rank was asked to stop; all ranks learn of it with the loss.
+        asked: says, after backward, what this rank was asked for; all ranks learn of it with the loss.
     """
-    sums = compute_gradients(stages, optimizer, batches, grid, shape, stop_asked=stop_asked)
+    sums = compute_gradients(stages, optimizer, batches, grid, shape, asked=asked)
     grad_norm = gradient_norm(optimizer)
-    loss, tokens, stops = read_sums(sums)
-    return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens, stop_asked=stops > 0), sums
+    loss, tokens, requests = read_sums(sums)
+    return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens, asked=requests), sums
 
 
 def compute_gradients(
@@ -154,24 +156,19 @@ def compute_gradients(
     grid: RankGrid,
     shape: StepShape,
     *,
-    stop_asked: Callable[[], bool] = _never,
+    asked: Callable[[], Requests] = _nothing,
 ) -> Sums:
     """Leave the gradients of the next global batch in the buffers; returns its sums for `read_sums`."""
     for stage in stages:
         stage.zero_grad_buffer()
     optimizer.zero_grad()
-    return _run_schedule(stages, batches, grid, shape, forward_only=False, stop_asked=stop_asked)
+    return _run_schedule(stages, batches, grid, shape, forward_only=False, asked=asked)
 
 
-def read_sums(sums: Sums) -> tuple[float, int, int]:
-    """Mean loss per token, tokens, and how many ranks were asked to stop; waits for the device."""
-    loss, tokens, stops = sums.all.tolist()
-    return loss / max(tokens, 1.0), int(tokens), int(stops)
-
-
-def is_stop_asked(grid: RankGrid, stop_asked: bool) -> bool:
-    """Whether any rank was asked to stop, for a step that computes nothing."""
-    return read_sums(_sum_over_ranks([], grid, stop_asked))[2] > 0
+def read_sums(sums: Sums) -> tuple[float, int, Requests]:
+    """Mean loss per token, tokens, and what any rank was asked for; waits for the device."""
+    loss, tokens, *requests = sums.all.tolist()
+    return loss / max(tokens, 1.0), int(tokens), Requests(*(count > 0 for count in requests))
 
 
 def own_numbers(stages: list[DistributedDataParallel], sums: Sums) -> tuple[float, float]:
@@ -187,6 +184,7 @@ def own_numbers(stages: list[DistributedDataParallel], sums: Sums) -> tuple[floa
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
     """The global norm of the gradients in the buffers, before clipping; waits for the device."""
+    heartbeat.tell("gradient norm")
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
@@ -196,6 +194,7 @@ def update_weights(optimizer: MegatronOptimizer, grad_norm: float) -> None:
 
     (The optimizer's own `step` would compute the norm again, and spread one that is not finite.)
     """
+    heartbeat.tell("update")
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
@@ -217,7 +216,7 @@ def _run_schedule(
     shape: StepShape,
     *,
     forward_only: bool,
-    stop_asked: Callable[[], bool] = _never,
+    asked: Callable[[], Requests] = _nothing,
 ) -> Sums:
     # Each chunk of a stage takes all micro batches; the first to ask for one has it loaded.
     iterators = itertools.tee(itertools.islice(batches, shape.num_micro_batches), len(stages))
@@ -230,14 +229,17 @@ def _run_schedule(
         micro_batch_size=shape.micro_batch_size,
         forward_only=forward_only,
     )
-    return _sum_over_ranks(reports, grid, stop_asked())
+    return _sum_over_ranks(reports, grid, asked())
 
 
 def _forward_step(grid: RankGrid, batches: Batches, stage: Any) -> tuple[Tensor, Any]:
     device = grid.torch_device
+    heartbeat.tell("loading samples")
     batch = {name: own_positions(tensor, grid).to(device, non_blocking=True) for name, tensor in next(batches).items()}
     loss_mask = batch["loss_mask"]  # the loss head takes the gradient of what `_sum_loss` sums
+    heartbeat.tell("forward")
     output = stage(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=loss_mask)
+    heartbeat.tell("backward" if stage.training else "forward")
     return output, lambda losses: _sum_loss(losses, loss_mask)
 
 
@@ -258,13 +260,14 @@ def _sum_loss(losses_bs: Tensor, loss_mask_bs: Tensor) -> tuple[Tensor, Tensor, 
     return loss, tokens.to(torch.int), {"loss_and_tokens": report}
 
 
-def _sum_over_ranks(reports: list[dict[str, Tensor]], grid: RankGrid, is_asked: bool) -> Sums:
+def _sum_over_ranks(reports: list[dict[str, Tensor]], grid: RankGrid, requests: Requests) -> Sums:
     """Only the last stage knows the loss, and each of its tensor parallel ranks knows the same one."""
-    sums = torch.zeros(3, dtype=torch.float64, device=grid.torch_device)
+    sums = torch.zeros(2 + len(requests), dtype=torch.float64, device=grid.torch_device)
     own = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0) if reports else None
     if own is not None and grid.is_last_stage and grid.groups.tp.rank() == 0:
         sums[:2] = own
-    if is_asked:
-        sums[2] = 1
+    if any(requests):  # else there is nothing to copy to the device
+        sums[2:] = torch.tensor(requests)
+    heartbeat.tell("summing the loss")
     dist.all_reduce(sums)
     return Sums(sums, own)

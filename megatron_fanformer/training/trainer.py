@@ -4,12 +4,10 @@ import functools
 import gc
 import logging
 import math
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -24,7 +22,8 @@ from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import CorruptError, DivergenceError, InputError, Interrupted
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.planning.flops import training_flops_per_token
-from megatron_fanformer.processes import STOP_SIGNALS
+from megatron_fanformer.processes import signals_to
+from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
@@ -36,19 +35,21 @@ from megatron_fanformer.training.metrics import MetricsWriter, ProgressLine
 from megatron_fanformer.training.optimizer import build_optimizer, keep_hyperparameters
 from megatron_fanformer.training.preflight import RunStart, find_start
 from megatron_fanformer.training.recovery import BadSteps, EventLog
+from megatron_fanformer.training.requests import AskedRank, Requests, share
 from megatron_fanformer.training.samples import run_batches, run_datasets
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import (
     StepResult,
     StepShape,
     attempt_step,
-    is_stop_asked,
     update_weights,
     weights_in_step,
     wrap_stages,
 )
 
 GARBAGE_INTERVAL = 100  # steps
+
+Stopping = Literal["signal", "exit_interval", "exit_duration_in_mins"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +78,9 @@ class Trainer:
         logger.debug(
             "rank %d of %d, replica %d, on %s", grid.rank, grid.world_size, grid.data_parallel_rank, grid.device
         )
-        self._stop_asked = False  # of this rank, by a signal
-        self._is_stopping = False  # all ranks, after the current step: a signal may reach some of them only
+        minutes = config.training.exit_duration_in_mins
+        self._rank_asked = AskedRank(self.run / store.SAVE_REQUEST, minutes) if grid.is_main else AskedRank()
+        self._asked = Requests()  # of any rank, at the end of the current step
         seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
         self._build()
         self._start_or_resume()
@@ -92,24 +94,26 @@ class Trainer:
             Interrupted: a signal came; the checkpoint is saved.
             DivergenceError: the loss or the gradient norm is not finite.
         """
-        with _signals_to(self._ask_to_stop), _garbage_collected_by_hand():
+        with signals_to(self._rank_asked.hear), _garbage_collected_by_hand():
             while not self._is_over:
                 stopping = self.take_step()
                 if stopping == "signal":
                     raise Interrupted(f"stopped after step {self.step}, saved; run the same command to continue")
-                if stopping == "exit_interval":
+                if stopping:
+                    logger.info("step %d  ended and saved, as training.%s asks", self.step, stopping)
                     return
 
-    def take_step(self) -> Literal["signal", "exit_interval"] | None:
+    def take_step(self) -> Stopping | None:
         """Train one step and do all that is due after it; returns why to end now, or None."""
         metrics = self._train_one_step()
         if self._bad_steps.are_too_many:
             self._go_back()
-            return "signal" if self._is_stopping else None
+            return "signal" if self._asked.stop else None
         metrics.update(self._evaluate_if_due())
         self._log(metrics)
         stopping = self._shall_stop()
-        self._save_if_due(force=stopping is not None)
+        if self._save_if_due(force=stopping is not None or self._asked.save):
+            stopping = stopping or self._shall_stop()
         self._publish_if_written(blocking=stopping is not None or self._is_over)
         if self.step % GARBAGE_INTERVAL == 0:
             gc.collect()
@@ -128,21 +132,23 @@ class Trainer:
         """Take the next step, or skip it; returns its metrics."""
         started = time.monotonic()
         self.step += 1
+        heartbeat.tell("learning rate", step=self.step)
         self._scheduler.step(1)
         batches = StepBatches(self._batches, self._shape.num_micro_batches)
         self.consumed_samples += self.config.training.global_batch_size
         if reason := self._bad_steps.reason_to_skip(self.step):
             batches.skip()
-            self._is_stopping = is_stop_asked(self.grid, self._stop_asked)
+            self._asked = share(self._rank_asked.now(), self.grid)
             return self._skipped(reason)
         result, fault = self._attempts.take(self.step, batches)
-        self._is_stopping = result.stop_asked
+        self._asked = result.asked
         if fault is not None:
             self._bad_steps.note_bad(self.step, fault)
             return self._skipped(fault)
         update_weights(self._optimizer, result.grad_norm)
         self._bad_steps.note_good(result.loss, result.grad_norm)
         self.last_step_seconds = time.monotonic() - started
+        heartbeat.tell_step_took(self.last_step_seconds)
         return self._metrics_of(result)
 
     def _skipped(self, reason: str) -> dict[str, Any]:
@@ -222,16 +228,20 @@ class Trainer:
                 )
             losses[f"{store.VALIDATION_LOSS}/{name}"] = loss
             logger.info("step %d  validation loss (%s) %.4f", self.step, name, loss)
+        self._ask_again()
         return losses
 
-    def _save_if_due(self, *, force: bool) -> None:
+    def _save_if_due(self, *, force: bool) -> bool:
+        """Save, if this step is to be saved; returns whether it was."""
         interval = self.config.checkpoint.save_interval
         due = interval is not None and self.step % interval == 0
         if self._bad_steps.in_a_row:
             due = False  # nothing has changed, and the run may go back to before them
         if not (due or force or self._is_over):
-            return
+            return False
+        heartbeat.tell("saving", in_step=False)
         self._publish_if_written(blocking=True)  # one at a time
+        self._rank_asked.begin_save()
         with weights_in_step(self._wrapped):
             folder = self._saver.save(
                 step=self.step,
@@ -247,6 +257,8 @@ class Trainer:
                 attachments=self._attachments(),
             )
         self._tell_saved(folder)
+        self._ask_again()
+        return True
 
     def _publish_if_written(self, *, blocking: bool) -> None:
         """Give a checkpoint that was being written its name, once it is; `blocking` waits for that."""
@@ -256,22 +268,27 @@ class Trainer:
         if folder is not None:
             self._bad_steps.note_saved()
             logger.info("step %d  saved %s", self.step, folder)  # possibly of an earlier step
+            self._rank_asked.end_save()
+
+    def _ask_again(self) -> None:
+        """What came during an evaluation or a save is not to wait for another step; what is agreed on stays so."""
+        new = share(self._rank_asked.now(), self.grid)
+        self._asked = self._asked._replace(stop=self._asked.stop or new.stop, end=self._asked.end or new.end)
 
     @property
     def _is_over(self) -> bool:
         return self.step >= self.config.training.train_iters
 
-    def _shall_stop(self) -> Literal["signal", "exit_interval"] | None:
+    def _shall_stop(self) -> Stopping | None:
         """Why to end after this step, the same on all ranks; None to continue."""
         if self._is_over:
             return None
-        if self._is_stopping:
+        if self._asked.stop:
             return "signal"
+        if self._asked.end:
+            return "exit_duration_in_mins"
         interval = self.config.training.exit_interval
         return "exit_interval" if interval is not None and self.step % interval == 0 else None
-
-    def _ask_to_stop(self) -> None:
-        self._stop_asked = True
 
     # -- the start
 
@@ -329,7 +346,7 @@ class Trainer:
         self._events = EventLog(self.run, past, writes=self.grid.is_main)
         self._bad_steps = BadSteps(self.config.recovery, past)
         self._attempts = Attempts(
-            functools.partial(attempt_step, stop_asked=lambda: self._stop_asked),
+            functools.partial(attempt_step, asked=self._rank_asked.now),
             self._wrapped,
             self._optimizer,
             self.grid,
@@ -429,21 +446,6 @@ class Trainer:
     def _attachments(self) -> list[Path]:
         tokenizer = self.config.data.tokenizer
         return [tokenizer_file(Path(tokenizer))] if tokenizer else []
-
-
-@contextmanager
-def _signals_to(ask_to_stop: Callable[[], None]) -> Iterator[None]:
-    """Turn the signals to stop into a request, for the loop to see after its step."""
-
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        ask_to_stop()
-
-    previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -132,8 +132,8 @@ def test_the_order_of_launches_is_set_before_torch_is_imported(
 
 def test_launched_ranks_keep_the_order_of_launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "environ", {})
-    device.prepare_launch(threads=1, stop_signals="SIGTERM", found=tmp_path)
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    environment = device.rank_environment(0, 1, threads=1, store_port=1, found=tmp_path, error=tmp_path)
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

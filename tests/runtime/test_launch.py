@@ -1,4 +1,7 @@
-"""Runs on two local ranks that are launched: stopped by a signal and gone on with, and ended by one rank's failure."""
+"""Runs on two local ranks that are launched: stopped by a signal and gone on with, and ended by one rank's failure.
+
+Killed and stopped ones are in tests/faults.
+"""
 
 import logging
 import logging.handlers
@@ -19,7 +22,6 @@ from megatron_fanformer.training.metrics import METRICS, read_metrics
 from tests.small_runs import small_run, start_command, write_config, write_tokens
 
 START_SECONDS = 240  # two ranks import for ten seconds on idle cores
-ENDED_SECONDS = 10.0  # from one rank's failure to the end of all
 
 TP2 = {"tensor_model_parallel_size": 2}
 ENDLESS = {"train_iters": 100_000}
@@ -37,25 +39,6 @@ def wait_for_first_step(run: Path, process: "subprocess.Popen[str]") -> None:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "no step was taken"
         time.sleep(0.02)
-
-
-def rank_processes(launcher: int) -> dict[int, int]:
-    """The process of each rank that a launcher started."""
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    environments = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
-    return {
-        int(entry.removeprefix(b"RANK=")): pid
-        for pid, entries in environments.items()
-        for entry in entries
-        if entry.startswith(b"RANK=")
-    }
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def train_here(values: dict[str, Any]) -> list[str]:
@@ -107,19 +90,6 @@ def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
     assert any(line.startswith(f"continuing after step {steps_before}") for line in said[0])
     run_on_ranks(2, train_here, small_run(tokens, tmp_path / "straight", **sections))
     assert losses(tmp_path / "stopped") == losses(tmp_path / "straight")
-
-
-def test_a_rank_that_is_killed_ends_the_others_and_is_named(tmp_path: Path, tokens: str) -> None:
-    values = small_run(tokens, tmp_path / "run", parallel=TP2, training=ENDLESS)
-    process = start_command("train", "--config", str(write_config(tmp_path / "config.yaml", values)))
-    wait_for_first_step(tmp_path / "run", process)
-    ranks = rank_processes(process.pid)
-    assert sorted(ranks) == [0, 1]
-    os.kill(ranks[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=ENDED_SECONDS)
-    assert process.returncode == 1
-    assert errors.splitlines() == ["megatron-fanformer: rank 1: was killed by SIGKILL"]
-    assert not any(map(is_running, ranks.values()))
 
 
 def test_the_error_of_the_rank_that_failed_is_shown_and_no_others(tmp_path: Path, tokens: str) -> None:

@@ -229,7 +229,7 @@ def test_a_launched_rank_goes_by_what_its_launcher_found(tmp_path: Path, monkeyp
     values = small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run")
     file = write_config(tmp_path / "config.yaml", values)
     found = check_run(load_config(file), None)
-    (tmp_path / "found").write_bytes(pickle.dumps(found))
+    (tmp_path / "found").write_bytes(pickle.dumps((found, None)))
     monkeypatch.setenv(LAUNCHED_HERE, str(tmp_path / "found"))
     monkeypatch.setenv("RANK", "0")
     taken: list[RunStart] = []

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -272,7 +273,7 @@ def stop_when_one_rank_is_asked(values: dict[str, Any], asked_rank: int, step: i
 
         def ask(*_: Any) -> None:
             if trainer.step == step and grid.rank == asked_rank:
-                trainer._ask_to_stop()
+                trainer._rank_asked.hear(signal.SIGTERM)
 
         trainer._wrapped[0].register_forward_pre_hook(ask)
         with pytest.raises(Interrupted):

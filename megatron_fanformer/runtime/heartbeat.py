@@ -1,0 +1,302 @@
+"""Beats of the ranks beside their collectives: a rank that is silent, or holds up the others, ends the run, named.
+
+A collective waits for all of its ranks, and cannot say for which. So each rank has two threads of its own:
+
+    beats    writes to the ranks' store, every second, what the rank is doing, and reads what it watches:
+             rank 0 all ranks, all other ranks rank 0
+    judge    never waits for anything; when the limit is exceeded, it ends the rank with one line (the launcher then
+             ends the others)
+
+A rank is *silent* if it no longer beats: its process is stopped, or its machine is gone. It is *stuck* if it beats, but
+no rank makes progress: the one that is furthest behind is named. Time in which this process was itself stopped does
+not count. The training loop pays nothing for it but an assignment for each thing that it tells.
+"""
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron_fanformer.errors import FanformerError
+from megatron_fanformer.runtime.launch import PeerFailed, end_now
+
+MAIN_RANK = 0
+BEAT_SECONDS = 1.0
+BEATS_PER_SECOND = 1000  # of all ranks together: a store serves ten times as many
+LEAST_SECONDS = 120.0
+STEPS_WITHIN_LIMIT, STEPS_SEEN = 10, 20  # the limit is ten times the longest of the last twenty steps
+START_SECONDS = 600.0  # silence until a step was taken: building sample indices holds up a process's other threads
+LONG_SECONDS = 3600.0  # without progress outside steps: loading, compiling, saving
+TOLD_SECONDS = 10.0  # a rank that failed ends the others through the collective that all of them are in, mostly
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Activity:
+    """What this rank is doing. The training loop writes it, and the threads read it."""
+
+    step: int = 0
+    doing: str = "starting"
+    in_step: bool = False
+    """Whether it is at something that a step's time is the measure of."""
+    progress: int = 0
+    """Grows with everything that is told."""
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_SEEN))
+
+    def limit(self, stated_seconds: float | None) -> float:
+        """Seconds that another rank may be silent."""
+        adapted = max(LEAST_SECONDS, STEPS_WITHIN_LIMIT * max(self.step_seconds, default=0.0))
+        limit = adapted if stated_seconds is None else stated_seconds
+        return limit if self.step_seconds else max(limit, START_SECONDS)
+
+
+_activity = Activity()
+
+
+def tell(doing: str, *, step: int | None = None, in_step: bool = True) -> None:
+    """Note what this rank begins to do, in the step that it was told last; costs an assignment or two."""
+    _activity.doing, _activity.in_step = doing, in_step
+    if step is not None:
+        _activity.step = step
+    _activity.progress += 1
+
+
+def tell_progress() -> None:
+    """Note that this rank still gets on with what it told last."""
+    _activity.progress += 1
+
+
+def tell_step_took(seconds: float) -> None:
+    """Note how long a step took, which the limit follows."""
+    _activity.step_seconds.append(seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Beat:
+    """What a rank wrote."""
+
+    number: int
+    host: str
+    step: int
+    doing: str
+    in_step: bool
+    progress: int
+    end: tuple[int, str] | None = None
+    """How it ended: exit code and message; None while it runs."""
+
+    @property
+    def place(self) -> str:
+        return f"in step {self.step}, {self.doing}" if self.step else self.doing
+
+
+@dataclass(kw_only=True)
+class _Seen:
+    """The last beat that was seen of a rank; the times are this process's own waking time, in seconds."""
+
+    text: bytes
+    """The progress, and the beat as JSON: of thousands of ranks, only those that are late are read further."""
+    changed: float
+    progressed: float
+
+    @property
+    def progress(self) -> bytes:
+        return self.text.partition(b" ")[0]
+
+    @property
+    def beat(self) -> _Beat:
+        return _Beat(**json.loads(self.text.partition(b" ")[2]))
+
+
+class Heartbeat:
+    """This rank's beats and its watch over others.
+
+    Args:
+        store: a client of the ranks' store that nothing else uses.
+        address: where the store is, for messages.
+        limit_seconds: how long a rank may be silent; None: by the time that steps take.
+        end: is called with the error that ends this rank.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        *,
+        address: str,
+        limit_seconds: float | None,
+        activity: Activity = _activity,
+        end: Callable[[FanformerError], Any] = end_now,
+    ) -> None:
+        self._store, self._rank, self._address = store, rank, address
+        self._activity, self._end = activity, end
+        self._watched = [other for other in range(world_size) if other != rank] if rank == MAIN_RANK else [MAIN_RANK]
+        self._stated = limit_seconds
+        limit = LEAST_SECONDS if limit_seconds is None else limit_seconds
+        self._interval = min(max(BEAT_SECONDS, world_size / BEATS_PER_SECOND), limit / 4)
+        self._host = socket.gethostname()
+        self._number = 0
+        self._ending: tuple[int, str] | None = None
+        # All in seconds that this process was awake: if it was stopped, the others may have been, too.
+        self._awake, self._judged = 0.0, time.monotonic()
+        self._answered = 0.0  # by the store
+        self._progress, self._progressed = -1, 0.0  # of this rank
+        self._seen: dict[int, _Seen] = {}
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=work, name=f"heartbeat-{work.__name__}", daemon=True)
+            for work in (self._beats, self._judge)
+        ]
+
+    def start(self) -> None:
+        """Begin to beat and to watch."""
+        self.beat()
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, code: int, message: str = "") -> None:
+        """Stop both, and leave word of how this rank ended."""
+        self._ending = (code, message)
+        self._over.set()
+        self._threads[0].join(2 * self._interval)  # longer only if the store does not answer
+
+    # -- the thread `beats`, which may wait for the store for ever
+
+    def _beats(self) -> None:
+        is_over = False
+        while not is_over:
+            is_over = self._over.wait(self._interval)
+            try:
+                self.beat()
+                self.look()
+            except RuntimeError as error:  # torch's for a store that is gone: it does not answer
+                logger.debug("the store of the ranks: %s", error)
+
+    def beat(self) -> None:
+        """Write what this rank is doing."""
+        self._number += 1
+        beat = self._own_beat()
+        self._store.set(f"beat-{self._rank}", f"{beat.progress} {json.dumps(asdict(beat))}")
+
+    def _own_beat(self) -> _Beat:
+        now = self._activity
+        return _Beat(
+            number=self._number,
+            host=self._host,
+            step=now.step,
+            doing=now.doing,
+            in_step=now.in_step,
+            progress=now.progress,
+            end=self._ending,
+        )
+
+    def look(self) -> None:
+        """Read what the watched ranks are doing."""
+        names = [f"beat-{rank}" for rank in self._watched]
+        if self._seen or self._store.check(names):  # else reading would wait for those that are not there yet
+            self._take(self._store.multi_get(names))
+        self._answered = self._awake
+
+    def _take(self, texts: list[bytes]) -> None:
+        for rank, text in zip(self._watched, texts, strict=True):
+            seen = self._seen.setdefault(rank, _Seen(text=text, changed=self._awake, progressed=self._awake))
+            if text != seen.text:  # beats are numbered
+                progress, seen.text, seen.changed = seen.progress, text, self._awake
+                if seen.progress != progress:
+                    seen.progressed = self._awake
+
+    # -- the thread `judge`
+
+    def _judge(self) -> None:
+        while not self._over.wait(self._interval / 2):
+            error = self.judge(time.monotonic())
+            if error is not None and not self._over.is_set():
+                self.stop(error.exit_code, str(error))
+                self._end(error)
+
+    def judge(self, now: float) -> FanformerError | None:
+        """What is wrong with another rank, if anything is, at a time in seconds."""
+        self._awake += min(now - self._judged, 2 * self._interval)
+        self._judged = now
+        if self._activity.progress != self._progress:
+            self._progress, self._progressed = self._activity.progress, self._awake
+        idle = self._awake - self._progressed
+        limit = self._activity.limit(self._stated)
+        unanswered = self._awake - self._answered
+        if unanswered > limit and idle > limit:  # if it makes progress, it needs no store
+            return _peer_failed(f"the store of the ranks at {self._address} has not answered for {unanswered:.0f} s")
+        if unanswered > 3 * self._interval or not self._seen:
+            return None
+        return self._failed() or self._silent(limit) or (self._stuck(limit, idle) if self._rank == MAIN_RANK else None)
+
+    def _failed(self) -> FanformerError | None:
+        for seen in self._late(TOLD_SECONDS).values():
+            end = seen.beat.end
+            if end is not None and end[0]:
+                error = FanformerError(end[1])
+                error.exit_code, error.is_told_elsewhere = end[0], True
+                return error
+        return None
+
+    def _late(self, limit: float) -> dict[int, _Seen]:
+        """The ranks that have not beaten for longer than that, whether they are silent or have ended."""
+        return {rank: seen for rank, seen in self._seen.items() if self._awake - seen.changed > limit}
+
+    def _silent(self, limit: float) -> FanformerError | None:
+        silent = {rank: seen for rank, seen in self._late(limit).items() if seen.beat.end is None}
+        if not silent:
+            return None
+        rank = min(silent, key=lambda rank: silent[rank].changed)
+        beat, seconds = silent[rank].beat, self._awake - silent[rank].changed
+        have = f" and {len(silent) - 1} other ranks have" if len(silent) > 1 else " has"
+        return _peer_failed(f"rank {rank} on {beat.host}{have} been silent for {seconds:.0f} s, last seen {beat.place}")
+
+    def _stuck(self, limit: float, idle: float) -> FanformerError | None:
+        waited = min([idle, *(self._awake - seen.progressed for seen in self._seen.values())])
+        if waited <= limit or any(seen.beat.end is None for seen in self._late(3 * self._interval).values()):
+            return None  # in the latter case one is about to be called silent
+        others = {rank: beat for rank, seen in self._seen.items() if (beat := seen.beat).end is None}
+        now = self._activity
+        is_measured = now.in_step and now.step_seconds and all(beat.in_step for beat in others.values())
+        if not others or not (is_measured or waited > LONG_SECONDS):
+            return None
+        rank = min(others, key=lambda rank: others[rank].progress)
+        beat = others[rank]
+        if beat.progress < now.progress:
+            return _peer_failed(
+                f"rank {rank} on {beat.host} has made no progress for {waited:.0f} s, {beat.place}, "
+                "and others wait for it"
+            )
+        own = self._own_beat()  # this one holds up the others, or all are equally far
+        return _peer_failed(
+            f"no rank has made progress for {waited:.0f} s, rank {self._rank} on {own.host} is {own.place}"
+        )
+
+
+def _peer_failed(what: str) -> PeerFailed:
+    return PeerFailed(f"{what}; check that machine, and run the same command to continue from the last checkpoint")
+
+
+@contextmanager
+def watching_ranks(
+    store: Any, rank: int, world_size: int, *, address: str, limit_seconds: float | None
+) -> Iterator[None]:
+    """Around all that this rank does among others; nothing where there is but one rank."""
+    if world_size == 1:
+        yield
+        return
+    beats = Heartbeat(store, rank, world_size, address=address, limit_seconds=limit_seconds)
+    beats.start()
+    try:
+        yield
+    except BaseException as error:
+        beats.stop(getattr(error, "exit_code", 1), f"rank {rank}: {error}")
+        raise
+    beats.stop(0)

@@ -1,0 +1,83 @@
+"""What a run is asked for while it goes on: to stop, to save, to end in time.
+
+One rank is asked, and all act: the requests are summed with the numbers of every training step, and once more after an
+evaluation or a save, which may take minutes.
+"""
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_fanformer.processes import SAVE_SIGNAL, seconds_since_start
+from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime.parallel import RankGrid
+
+logger = logging.getLogger(__name__)
+
+
+class Requests(NamedTuple):
+    """What this rank, or any rank, is asked for."""
+
+    stop: bool = False
+    """Save and end, with exit code 5: a signal."""
+    end: bool = False
+    """Save and end, with exit code 0: `training.exit_duration_in_mins` are over."""
+    save: bool = False
+    """Save and go on: a signal, or a file."""
+
+
+class AskedRank:
+    """What this rank is asked for.
+
+    Args:
+        save_file: the file that asks for a save, which is removed once it is saved; None: no file.
+        minutes: since the start of the run's command, after which to end; None: never.
+    """
+
+    def __init__(self, save_file: Path | None = None, minutes: float | None = None) -> None:
+        self._stop = self._save = False
+        self._file, self._file_seen, self._file_granted = save_file, False, False
+        started = time.monotonic() - seconds_since_start(devices.launcher_process() or os.getpid())
+        self._end = started + 60 * (float("inf") if minutes is None else minutes)
+
+    def hear(self, number: signal.Signals) -> None:
+        """Note a signal."""
+        if number == SAVE_SIGNAL:
+            self._save = True
+        else:
+            self._stop = True
+
+    def now(self) -> Requests:
+        """What this rank is asked for so far."""
+        if self._file is not None and not self._file_granted:
+            self._file_seen = os.path.lexists(self._file)
+        return Requests(stop=self._stop, end=time.monotonic() > self._end, save=self._save or self._file_seen)
+
+    def begin_save(self) -> None:
+        """A state is about to be saved that is as new as all requests so far."""
+        self._save = False
+        self._file_granted, self._file_seen = self._file_seen, False
+
+    def end_save(self) -> None:
+        """The save is published: the file that asked for it is removed."""
+        if self._file is None or not self._file_granted:
+            return
+        self._file_granted = False
+        try:
+            self._file.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("%s cannot be removed (%s), and asks for no further save", self._file, error.strerror)
+            self._file = None
+
+
+def share(requests: Requests, grid: RankGrid) -> Requests:
+    """What any rank is asked for; a collective call."""
+    counts = torch.tensor(requests, dtype=torch.float64, device=grid.torch_device)
+    dist.all_reduce(counts)
+    return Requests(*(count > 0 for count in counts.tolist()))

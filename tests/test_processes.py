@@ -1,0 +1,103 @@
+"""What signals do to a process before a run's loop listens to them, and the end of children with their parents."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_fanformer.processes import STOP_SIGNALS, seconds_since_start
+from tests.faults.lives import is_running
+
+WAITS_IN_A_LIBRARY = """
+import ctypes, sys
+from megatron_fanformer.processes import ended_by_stop_signals
+with ended_by_stop_signals(lambda line: print(line, flush=True)):
+    print("ready", flush=True)
+    while True:
+        ctypes.CDLL(None).usleep(999_999)
+        ctypes.CDLL(None).usleep(999_999)
+"""
+LISTENS = """
+import os, signal
+from megatron_fanformer.processes import ended_by_stop_signals, signals_to
+heard = []
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+with ended_by_stop_signals(print):
+    with signals_to(heard.append):
+        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+    if (child := os.fork()) == 0:
+        os.kill(os.getpid(), signal.SIGTERM)  # not its parent's
+        os._exit(7)
+    print([number.name for number in heard], os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+LEAVES_A_CHILD = """
+import os, subprocess, sys, time
+code = "import sys, time; from megatron_fanformer.processes import end_with_owner; end_with_owner(int(sys.argv[1]))"
+code += "; print('ready', flush=True); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", code, sys.argv[1] if len(sys.argv) > 1 else str(os.getpid())])
+print(child.pid, flush=True)
+child.wait()
+print("ended", flush=True)
+time.sleep(60)
+"""
+
+
+def start(code: str, *arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def line_of(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_a_signal_at_the_start_ends_a_process_at_once_with_a_line(number: signal.Signals) -> None:
+    process = start(WAITS_IN_A_LIBRARY)
+    assert line_of(process) == "ready"
+    process.send_signal(signal.SIGUSR2)  # there is nothing to save yet
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 5
+    assert said == (
+        f"stopped on {number.name} with no step in progress; nothing is lost, run the same command to continue\n"
+    )
+
+
+def test_the_loop_takes_signals_over_and_a_child_keeps_its_own() -> None:
+    process = start(LISTENS)
+    said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, "['SIGTERM', 'SIGUSR2', 'SIGTERM'] 7\n")
+
+
+def test_a_child_ends_with_its_parent_also_if_that_has_ended_before() -> None:
+    parent = start(LEAVES_A_CHILD)
+    pid = int(line_of(parent))
+    assert line_of(parent) == "ready"
+    parent.kill()
+    deadline = time.monotonic() + 60
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(pid)
+    parent.communicate()
+    with start(LEAVES_A_CHILD, "1") as parent:  # the owner that the child is told is not its parent any more
+        assert int(line_of(parent)) and line_of(parent) == "ended"
+        parent.kill()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux tells it there")
+def test_the_age_of_a_process_is_told() -> None:
+    started = time.monotonic()
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        time.sleep(0.2)
+        assert 0.15 < seconds_since_start(process.pid) < time.monotonic() - started + 0.1
+        assert seconds_since_start(os.getpid()) > seconds_since_start(process.pid)
+    finally:
+        process.kill()
+        process.wait()
