@@ -22,7 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -38,6 +38,7 @@ STALE_SECONDS = 120.0
 """Longer than a process is held up by one call into a library, and than file systems keep times to themselves."""
 LOOK_SECONDS = 1.0
 WATCHED_BEATS = 3  # at least, whatever the age of the last one: machines' clocks may differ
+MOST_BYTES = 1 << 16  # of an entry
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """The errors of a file system without hard links."""
 
@@ -64,27 +65,35 @@ def run_lock(run: Path) -> Iterator[None]:
     Raises:
         InputError: another run holds it, or the folder cannot be written.
     """
-    parents = [folder for folder in (run, *run.absolute().parents) if not folder.exists()]
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        token = _take(run)
-    except OSError as error:
-        reason = "is a file; name a folder" if run.is_file() else f"cannot be written ({error.strerror}); name another"
-        raise InputError(f"training.run_dir {run} {reason}") from error
-    ended = threading.Event()
-    beats = threading.Thread(target=_beat, args=(run / LOCK, token, ended), name="run_lock", daemon=True)
-    beats.start()
-    try:
+    with ExitStack() as ending:
+        ending.callback(_remove_empty, [folder for folder in (run, *run.absolute().parents) if not folder.exists()])
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            token = _take(run)
+        except OSError as error:
+            what = (
+                "is a file; name a folder" if run.is_file() else f"cannot be written ({error.strerror}); name another"
+            )
+            raise InputError(f"training.run_dir {run} {what}") from error
+        ending.callback(_give_back, run, token)
+        ended = threading.Event()
+        beats = threading.Thread(target=_beat, args=(run / LOCK, token, ended), name="run_lock", daemon=True)
+        beats.start()
+        ending.callback(beats.join)
+        ending.callback(ended.set)
         yield
-    finally:
-        ended.set()
-        beats.join()
-        with suppress(OSError):  # the folder is gone, or another run's by now
-            if _holder(run / LOCK).token == token:
-                (run / LOCK).unlink()
-        for folder in parents:
-            with suppress(OSError):
-                folder.rmdir()
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _give_back(run: Path, token: str) -> None:
+    with suppress(OSError):  # the folder is gone, or another run's by now
+        if _holder(run / LOCK).token == token:
+            (run / LOCK).unlink()
 
 
 def _take(run: Path) -> str:
@@ -99,8 +108,8 @@ def _take(run: Path) -> str:
         folder=str(run.absolute()),
     )
     entry = run / f".{LOCK}.{own.token}.tmp"
-    entry.write_bytes(msgspec.json.encode(own))
     try:
+        entry.write_bytes(msgspec.json.encode(own))
         while not _has_taken(run, entry):
             pass  # another one was faster, or is just letting it go
     finally:
@@ -154,11 +163,21 @@ def _links(entry: Path, path: Path) -> bool:
 
 def _holder(path: Path) -> Holder:
     """Who holds a lock. Of one that is empty or damaged nobody is known, and its times decide."""
-    content = path.read_bytes()
+    content, _ = _read(path)
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        holder = msgspec.json.decode(content, type=Holder)
+        if holder.token.isalnum() and f"{holder.host}{holder.since}".isprintable():
+            return holder
+    return Holder(token=f"unknown{path.stat().st_ino}", host="an unknown host", pid=0, since="an unknown time")
+
+
+def _read(path: Path) -> tuple[bytes, float]:
+    """Content and modification time of a file, which is opened for both: what NFS remembers of it may be old."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO by that name would not let go of it
     try:
-        return msgspec.json.decode(content, type=Holder)
-    except msgspec.MsgspecError:
-        return Holder(token=f"unknown-{path.stat().st_ino}", host="an unknown host", pid=0, since="an unknown time")
+        return os.read(descriptor, MOST_BYTES), os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
 
 
 # -- whether a holder lives
@@ -176,25 +195,19 @@ def _is_alive(run: Path, path: Path, holder: Holder, entry: Path) -> bool:
 
 def _is_renewed(path: Path, holder: Holder, entry: Path) -> bool:
     """Watch a lock until it is renewed, or until that is overdue."""
-    logger.info("%s was left by a run on %s, or is in use: waiting for a sign of life", path.parent, holder.host)
+    logger.warning("%s was left by a run on %s, or is in use: waiting for a sign of life", path.parent, holder.host)
     begun, watched, late = time.monotonic(), 0.0, 0.0
     try:
-        first = _modified(path)
+        _, first = _read(path)
         while watched <= STALE_SECONDS and (watched <= WATCHED_BEATS * BEAT_SECONDS or late <= STALE_SECONDS):
             time.sleep(LOOK_SECONDS)
             os.utime(entry)
-            if (last := _modified(path)) != first:
+            if (last := _read(path)[1]) != first:
                 return True
-            watched, late = time.monotonic() - begun, _modified(entry) - last
+            watched, late = time.monotonic() - begun, _read(entry)[1] - last
     except FileNotFoundError:  # it was given back
         pass
     return False
-
-
-def _modified(path: Path) -> float:
-    """A file's modification time, in seconds; of a file that is opened, since what NFS remembers may be old."""
-    with path.open("rb") as stream:
-        return os.fstat(stream.fileno()).st_mtime
 
 
 def _beat(path: Path, token: str, ended: threading.Event) -> None:

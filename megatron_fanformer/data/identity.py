@@ -204,14 +204,14 @@ def _blocks(size: int) -> Iterator[tuple[int, int]]:
 
 
 def resumed_identity(
-    before: DataIdentity | None, present: DataIdentity, *, step: int, allowed: Collection[str] | None, run: str
+    before: DataIdentity, present: DataIdentity, *, step: int, allowed: Collection[str] | None, run: str
 ) -> DataIdentity:
     """The identity of a run that resumes: the present one, with all changes so far.
 
     Sets that are added or left out are no change: what a set's name stands for stays the same.
 
     Args:
-        before: what the checkpoint has; None: it was saved by a version that recorded none.
+        before: what the checkpoint has.
         step: the checkpoint's.
         allowed: the names of sets that may change; None: all may.
         run: how messages call the run.
@@ -219,32 +219,29 @@ def resumed_identity(
     Raises:
         InputError: other sets have changed, one line each.
     """
-    if before is None:
-        return present
-    changed = dict(_differences(before, present))
-    refused = [name for name in changed if allowed is not None and name not in allowed]
+    changed = list(_differences(before, present))
+    refused = [
+        f"{field} is not what the run in {run} has used so far: {what}; change it back, or name it in"
+        f" data.allow_change, as [{name}]"
+        for name, field, what in changed
+        if allowed is not None and name not in allowed
+    ]
     if refused:
-        raise InputError("\n".join(_refusal(name, changed[name], run) for name in refused))
-    made = [DataChange(step=step, name=name, what=what) for name, what in changed.items()]
+        raise InputError("\n".join(refused))
+    made = [DataChange(step=step, name=name, what=what) for name, _, what in changed]
     return msgspec.structs.replace(present, changes=[*before.changes, *made])
 
 
-def _refusal(name: str, what: str, run: str) -> str:
-    field = {TRAINING: "data.train_data", TOKENIZER: "data.tokenizer"}.get(name, f"data.valid_data.{name}")
-    return (
-        f"{field} is not what the run in {run} has used so far: {what}; change it back, or name it in"
-        f" data.allow_change, as [{name}]"
-    )
-
-
-def _differences(before: DataIdentity, present: DataIdentity) -> Iterator[tuple[str, str]]:
-    """The name of each set in both that differs, and what differs in words."""
-    pairs = [(name, before.valid[name], own) for name, own in present.valid.items() if name in before.valid]
-    for name, old, new in [(TRAINING, before.train, present.train), *pairs]:
+def _differences(before: DataIdentity, present: DataIdentity) -> Iterator[tuple[str, str, str]]:
+    """The name of each set in both that differs, its field in the configuration, and what differs in words."""
+    sets = [(TRAINING, "data.train_data", before.train, present.train)]
+    for name in before.valid.keys() & present.valid.keys():
+        sets.append((name, f"data.valid_data.{name}", before.valid[name], present.valid[name]))
+    for name, field, old, new in sorted(sets, key=lambda each: each[1]):
         if found := list(_set_differences(old, new)):
-            yield name, "; ".join(found)
+            yield name, field, "; ".join(found)
     if before.tokenizer and present.tokenizer and before.tokenizer != present.tokenizer:
-        yield TOKENIZER, f"SHA-256 {_short(present.tokenizer)} for {_short(before.tokenizer)}"
+        yield TOKENIZER, "data.tokenizer", f"SHA-256 {_short(present.tokenizer)} for {_short(before.tokenizer)}"
 
 
 def _set_differences(old: SetIdentity, new: SetIdentity) -> Iterator[str]:
@@ -254,15 +251,23 @@ def _set_differences(old: SetIdentity, new: SetIdentity) -> Iterator[str]:
         yield f"{_counted(new)} for {_counted(old)}"
     elif _is_reordered(old.files, new.files):
         yield f"another order of sources, {_named(new.files)} for {_named(old.files)}"
-    elif found := [*filter(None, map(_file_difference, old.files, new.files))]:
-        yield found[0] + (f" and {len(found) - 1} more differ" if found[1:] else "")
-    if len(old.sources) == len(new.sources) and _weights(old) != _weights(new):
-        yield f"weights {_weights(new)} for {_weights(old)}"
+    else:
+        yield from _first_of([*filter(None, map(_file_difference, old.files, new.files))])
+    if len(old.sources) == len(new.sources):
+        weights = zip(new.sources, _weights(old), _weights(new), strict=True)
+        yield from _first_of(
+            [f"weight {now} for {was} of {of.files[0].path}" for of, was, now in weights if was != now]
+        )
     if old.samples != new.samples:
         yield (
             f"the order for {_wanted(new)} in the place of that for {_wanted(old)} (past one epoch it depends on"
             " training.train_iters × training.global_batch_size)"
         )
+
+
+def _first_of(found: list[str]) -> list[str]:
+    """Of many differences of a kind the first, and their number."""
+    return [found[0] + (f" and {len(found) - 1} more differ" if found[1:] else "")] if found else []
 
 
 def _is_reordered(old: list[FileIdentity], new: list[FileIdentity]) -> bool:
@@ -284,9 +289,10 @@ def _file_difference(old: FileIdentity, new: FileIdentity) -> str | None:
     return None
 
 
-def _weights(identity: SetIdentity) -> str:
-    weights = [source.weight for source in identity.sources if source.weight is not None]
-    return " ".join(map(str, weights)) if len(weights) > 1 else "by size"  # which one source alone is too
+def _weights(identity: SetIdentity) -> list[str]:
+    """In words. Of a single source it does not count: whatever its weight, it is all there is."""
+    is_alone = len(identity.sources) == 1
+    return ["by size" if source.weight is None or is_alone else str(source.weight) for source in identity.sources]
 
 
 def _wanted(identity: SetIdentity) -> str:

@@ -112,10 +112,22 @@ def test_a_holder_elsewhere_lives_as_long_as_it_renews_its_entry(run: Path) -> N
     assert time.monotonic() - begun > STALE / 2
 
 
+@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("in_a_hurry")
-def test_an_entry_that_says_nothing_goes_by_its_time(run: Path) -> None:
-    (run / LOCK).touch()
+@pytest.mark.parametrize(
+    "make",
+    [
+        Path.touch,
+        os.mkfifo,
+        lambda path: leave(path.parent, token="../elsewhere"),
+        lambda path: path.write_bytes(b"\xff" * 10),
+    ],
+    ids=["empty", "fifo", "another folder's", "binary"],
+)
+def test_an_entry_that_says_nothing_goes_by_its_time(run: Path, make: Any) -> None:
+    make(run / LOCK)
     assert is_free(run)
+    assert [path.name for path in run.parent.iterdir()] == ["run"]
 
 
 def test_who_died_while_taking_over_is_succeeded_too(run: Path) -> None:

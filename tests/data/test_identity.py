@@ -101,7 +101,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "npy replaced": (after_flipping("c.npy"), "data.valid_data.v is not"),
     "lengths": (with_other_lengths, "b has other sequences"),
     "order": (lambda data: identify(data, "1 b 3 a", v="c.npy"), "another order of sources"),
-    "weights": (lambda data: identify(data, "1 a 2 b", v="c.npy"), "weights 0.333"),
+    "weights": (lambda data: identify(data, "1 a 2 b", v="c.npy"), "weight 0.3333333333333333 for 0.25 of"),
     "fewer": (lambda data: identify(data, "1 a", v="c.npy"), "1 sources of 1 files for 2 sources of 2 files"),
     "other": (lambda data: identify(data, "1 a 3 c.npy", v="c.npy"), "c.npy, in the place of"),
     "split": (lambda data: identify(data, split="90,10"), "split 90,10 for None"),
@@ -157,6 +157,14 @@ def test_a_large_files_fingerprint_reads_blocks_from_end_to_end(tmp_path: Path) 
     assert fingerprint(file) == before
     file.write_bytes(bytes(size + 1))
     assert fingerprint(file) != before
+
+
+def test_a_validation_set_may_be_called_as_the_training_set_is(data: Path) -> None:
+    before = identify(data, train="b")
+    assert "data.valid_data.train is not" in refusal(
+        msgspec.structs.replace(before, valid={"train": before.train}),
+        msgspec.structs.replace(before, valid={"train": identify(data, train="a").train}),
+    )
 
 
 def test_the_changes_of_a_run_are_kept(data: Path) -> None:
