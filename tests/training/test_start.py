@@ -199,13 +199,13 @@ def test_a_run_in_progress_keeps_ranks_that_another_program_started_out(
     assert not (tmp_path / "run").exists()  # rank 0 let it go again
 
 
-def looks_at_latest(file: Path) -> int:
-    """Run a configuration on this rank; how often it asked which checkpoint is the latest."""
+def looks_at_checkpoints(file: Path) -> int:
+    """Run a configuration on this rank; how often it asked which checkpoints there are."""
     from torch import distributed as dist
 
     with (
         mock.patch.object(parallel, "process_group", group),
-        mock.patch.object(store, "latest_checkpoint", wraps=store.latest_checkpoint) as asked,
+        mock.patch.object(store, "checkpoints_to_resume", wraps=store.checkpoints_to_resume) as asked,
     ):
         start.run_rank(file, [], address(dist.get_rank(), dist.get_world_size()))
     return asked.call_count
@@ -217,7 +217,7 @@ def test_one_rank_decides_once_which_checkpoint_a_run_goes_on_from(run_on_ranks:
     values = small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run", training=training, schedule=schedule)
     file = write_config(tmp_path / "config.yaml", values)
     for step in (2, 4):
-        assert run_on_ranks(2, looks_at_latest, file) == [1, 0]
+        assert run_on_ranks(2, looks_at_checkpoints, file) == [1, 0]
         latest = store.latest_checkpoint(tmp_path / "run")
         assert latest is not None and latest.name == store.checkpoint_name(step)
 
