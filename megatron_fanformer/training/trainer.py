@@ -178,6 +178,7 @@ class Trainer:
             raise DivergenceError(
                 f"{steps}: {bad[last]}, and {tried}; lower optimizer.lr, or inspect the steps' documents"
             )
+        heartbeat.tell("going back", in_step=False)
         skipped = self._bad_steps.note_rewind()
         self._resume(before)
         self._events.add("rewound", self.step, skipped=skipped)
