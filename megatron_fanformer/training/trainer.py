@@ -240,8 +240,8 @@ class Trainer:
             due = False  # nothing has changed, and the run may go back to before them
         if not (due or force or self._is_over):
             return False
-        heartbeat.tell("saving", in_step=False)
         self._publish_if_written(blocking=True)  # one at a time
+        heartbeat.tell("saving", in_step=False)
         self._rank_asked.begin_save()
         with weights_in_step(self._wrapped):
             folder = self._saver.save(
@@ -263,6 +263,8 @@ class Trainer:
 
     def _publish_if_written(self, *, blocking: bool) -> None:
         """Give a checkpoint that was being written its name, once it is; `blocking` waits for that."""
+        if blocking:
+            heartbeat.tell("waiting for the checkpoint's writers", in_step=False)
         self._tell_saved(self._saver.finish_due(blocking=blocking))
 
     def _tell_saved(self, folder: Path | None) -> None:
