@@ -148,7 +148,7 @@ def save_in_the_earlier_form(layout: str, dtype: torch.dtype, folder: Path) -> S
         checkpoint = [store.temporary_folder(folder, 2) if run.grid.is_main else None]
         torch.distributed.broadcast_object_list(checkpoint, src=0)
         assert checkpoint[0] is not None
-        state = {"model": weights, "optimizer": optimizer, "progress": {"step": run.step}}
+        state = {"model": weights, "optimizer": optimizer, "progress": {"step": run.step, "consumed_samples": 0}}
         save_state(state, checkpoint[0])
         if run.grid.is_main:
             store.publish_checkpoint(checkpoint[0], folder, 2, run.config() | {"parallel": {}, "runtime": {}})

@@ -259,7 +259,7 @@ def test_a_complete_configuration_has_no_problems(prefix: str, tmp_path: Path) -
         ({"train_data": []}, "data.train_data: the list is empty"),
         ({"train_data": ["nowhere"]}, "data.train_data: nowhere.bin does not exist"),
         ({"train_data": ["0.5", "a", "b"]}, "does not alternate"),
-        ({"train_data": ["0", "a"]}, "not positive"),
+        ({"train_data": ["0", "a"]}, "not a positive number"),
         ({"train_data": ["a", "0.5"]}, "'0.5' is a weight where others are missing"),
         ({"valid_data": {"v": ["nowhere"]}}, "data.valid_data.v: nowhere.bin does not exist"),
         ({"valid_data": {"v": ["nowhere"]}, "split": "9,1"}, "data.split: cannot be combined with"),

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.formats.model_card import Card, model_card
 from megatron_fanformer.formats.recognition import find_checkpoint
@@ -135,6 +136,7 @@ def change_config(run: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     saved = yaml.safe_load(file.read_text())
     change(saved)
     file.write_text(yaml.safe_dump(saved))
+    write_manifest(file.parent, store.step_of(file.parent) or 0)
 
 
 @pytest.mark.parametrize("form", ["reference", "megatron", "hf"])

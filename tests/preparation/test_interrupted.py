@@ -1,6 +1,5 @@
 """However often a preparation is cut short, the same command again ends with the very bytes of an undisturbed one."""
 
-import errno
 import hashlib
 import os
 import random
@@ -9,8 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -129,62 +127,47 @@ def test_a_run_killed_before_any_step_of_its_ending_ends_with_the_same_bytes(
     assert killed > 2 * len(options)  # at the least, the files of each input's shard are removed
 
 
-def test_another_run_of_a_prefix_is_refused_while_one_is_under_way(
-    tmp_path: Path, small_tokenizer_file: Path, waiting_input: "WaitingInput"
-) -> None:
-    command = waiting_input.command
-    first = commands.start(command)
-    waiting_input.wait_for_worker(first.pid)
-    second = commands.run(command)
+def test_another_run_of_a_prefix_is_refused_while_one_is_under_way(long_input: "LongInput") -> None:
+    first = commands.start(long_input.command)
+    worker = long_input.stopped_worker(first.pid)
+    second = commands.run(long_input.command)
     assert (second.code, second.errors.count("\n")) == (2, 1)
     assert "is being written by another process" in second.errors
-    waiting_input.feed()
+    os.kill(worker, signal.SIGCONT)
     assert first.communicate() and first.returncode == 0
-    assert waiting_input.documents() == 2
+    assert long_input.documents() == LongInput.DOCUMENTS
 
 
-class WaitingInput:
-    """A preparation of two inputs, the second a pipe that nothing comes through until `feed`."""
+class LongInput:
+    """A preparation of two inputs, the second of which takes a worker long enough to be stopped there."""
+
+    DOCUMENTS = 321
 
     def __init__(self, folder: Path, tokenizer: Path) -> None:
         self.folder = folder / "out"
-        self._pipe = folder / "b.jsonl"
-        os.mkfifo(self._pipe)
+        self._second = folder / "b.jsonl"
+        self._second.write_bytes((as_line("one two three " * 7_500) + b"\n") * (self.DOCUMENTS - 1))
         first = folder / "a.jsonl"
         first.write_bytes(as_line("one"))
-        self.command = [str(first), str(self._pipe), "--output", str(self.folder / "tokens")]
+        self.command = [str(first), str(self._second), "--output", str(self.folder / "tokens")]
         self.command += ["--tokenizer", str(tokenizer), "--workers", "1"]
 
-    def wait_for_worker(self, session: int, *dead: int) -> int:
-        """The process of the worker that has done the first input, or has taken the place of a dead one."""
+    def stopped_worker(self, session: int, *dead: int) -> int:
+        """The process of the worker that has the second input open, as none of the dead ones; it is stopped."""
         deadline = time.monotonic() + NOTICED_SECONDS
         while time.monotonic() < deadline:
-            workers = [process for process in commands.session_members(session) if _is_worker(process)]
-            if (self.folder / "tokens.parts" / "000000.json").exists() and set(workers) - set(dead):
-                return next(iter(set(workers) - set(dead)))
-            time.sleep(0.02)
+            for worker in set(filter(_is_worker, commands.session_members(session))) - set(dead):
+                if self._is_open_in(worker):
+                    os.kill(worker, signal.SIGSTOP)
+                    return worker
+            time.sleep(0.005)
         raise AssertionError("no worker")
 
-    @contextmanager
-    def held_by_a_worker(self) -> Iterator[None]:
-        """Once a worker has opened the second input, keep it waiting there: one killed sooner has not failed on it."""
-        deadline = time.monotonic() + NOTICED_SECONDS
-        while True:
-            try:
-                end = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
-                break
-            except OSError as error:  # nobody reads from it yet
-                assert error.errno == errno.ENXIO and time.monotonic() < deadline
-                time.sleep(0.02)
+    def _is_open_in(self, process: int) -> bool:
         try:
-            yield
-        finally:
-            os.close(end)
-
-    def feed(self) -> None:
-        """Let a document through."""
-        with self._pipe.open("wb") as pipe:
-            pipe.write(as_line("two"))
+            return any(file.readlink() == self._second for file in Path(f"/proc/{process}/fd").iterdir())
+        except OSError:  # it has closed one, or ended
+            return False
 
     def documents(self) -> int:
         from megatron_fanformer.data.manifest import Manifest, read_any_manifest
@@ -202,39 +185,36 @@ def _is_worker(process: int) -> bool:
 
 
 @pytest.fixture
-def waiting_input(tmp_path: Path, small_tokenizer_file: Path) -> WaitingInput:
-    return WaitingInput(tmp_path, small_tokenizer_file)
+def long_input(tmp_path: Path, small_tokenizer_file: Path) -> LongInput:
+    return LongInput(tmp_path, small_tokenizer_file)
 
 
-def test_a_worker_that_dies_once_costs_nothing_but_time(waiting_input: WaitingInput) -> None:
-    process = commands.start(waiting_input.command)
-    worker = waiting_input.wait_for_worker(process.pid)
+def test_a_worker_that_dies_once_costs_nothing_but_time(long_input: LongInput) -> None:
+    process = commands.start(long_input.command)
+    worker = long_input.stopped_worker(process.pid)
     os.kill(worker, signal.SIGKILL)
-    waiting_input.wait_for_worker(process.pid, worker)
-    waiting_input.feed()
+    os.kill(long_input.stopped_worker(process.pid, worker), signal.SIGCONT)
     _, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")
-    assert waiting_input.documents() == 2
+    assert long_input.documents() == LongInput.DOCUMENTS
 
 
-def test_a_file_that_kills_its_workers_is_named_at_once(waiting_input: WaitingInput) -> None:
-    process = commands.start(waiting_input.command)
+def test_a_file_that_kills_its_workers_is_named_at_once(long_input: LongInput) -> None:
+    process = commands.start(long_input.command)
     dead: list[int] = []
     for _ in range(2):
-        worker = waiting_input.wait_for_worker(process.pid, *dead)
-        with waiting_input.held_by_a_worker():
-            began = time.monotonic()
-            os.kill(worker, signal.SIGKILL)
-        dead.append(worker)
+        dead.append(long_input.stopped_worker(process.pid, *dead))
+        began = time.monotonic()
+        os.kill(dead[-1], signal.SIGKILL)
     _, errors = process.communicate(timeout=NOTICED_SECONDS)
     assert time.monotonic() - began < NOTICED_SECONDS
     assert (process.returncode, errors.count("\n")) == (1, 1)
     assert "b.jsonl" in errors and "signal 9" in errors
 
 
-def test_workers_do_not_outlive_their_parent(waiting_input: WaitingInput) -> None:
-    process = commands.start(waiting_input.command)
-    waiting_input.wait_for_worker(process.pid)
+def test_workers_do_not_outlive_their_parent(long_input: LongInput) -> None:
+    process = commands.start(long_input.command)
+    long_input.stopped_worker(process.pid)
     process.kill()
     process.wait()
     deadline = time.monotonic() + NOTICED_SECONDS

@@ -40,7 +40,7 @@ def train_and_ask(values: dict[str, Any], during: str, number: signal.Signals, a
             return ask
 
         owner, name = {
-            "a step": (room, "train_step"),
+            "a step": (trainer._attempts, "take"),
             "an evaluation": (room, "evaluate_loss"),
             "a save": (trainer._saver, "save"),
         }[during]

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 
+from megatron_fanformer.data.identity import DataIdentity, SetIdentity
 from megatron_fanformer.data.survey import DataSurvey
 from megatron_fanformer.runtime import launch
 from megatron_fanformer.runtime.launch import RankFailed
@@ -18,7 +19,9 @@ KILLED = RankFailed("rank 1: was killed by SIGKILL", 1)
 
 def begun(step: int) -> RunStart:
     """What a run starts from when its last checkpoint is of that step."""
-    return RunStart(resumed=Path(f"step-{step}") if step else None, loaded=None, data=mock.create_autospec(DataSurvey))
+    resumed = Path(f"step-{step}") if step else None
+    identity = DataIdentity(train=SetIdentity(sources=[]))
+    return RunStart(resumed=resumed, loaded=None, data=mock.create_autospec(DataSurvey), identity=identity)
 
 
 class Launches:
