@@ -116,7 +116,9 @@ def cut_off_during_training(values: dict[str, Any], file: Path) -> tuple[int, st
     return 0, ""
 
 
-@pytest.mark.parametrize(("suffix", "workers"), [(".bin", 0), (".bin", 1), (".idx", 0)])
+@pytest.mark.parametrize(
+    ("suffix", "workers"), [(".bin", 0), pytest.param(".bin", 1, marks=pytest.mark.full), (".idx", 0)]
+)
 def test_a_token_file_that_is_cut_off_ends_a_run_with_its_name(
     run_on_ranks: Callable[..., list[Any]], tmp_path: Path, tokens: str, suffix: str, workers: int
 ) -> None:
