@@ -76,7 +76,7 @@ def run(steps: int, folder: Path) -> list[Held]:
 
 
 def growth(seen: list[Held]) -> list[str]:
-    """What is never in the last quarter as low as it was in the second one, in words; one sample more or less passes."""
+    """What is never as low in the last quarter as it was in the second one, in words; what comes and goes passes."""
     quarter = len(seen) // 4
     early, late = seen[quarter : 2 * quarter], seen[-quarter:]
     found = []
