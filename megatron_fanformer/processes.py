@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from megatron_fanformer.errors import Interrupted
 
@@ -57,17 +58,27 @@ def _stop_signals() -> list[signal.Signals]:
 
 
 @contextmanager
-def signals_to(hear: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Pass the signals to stop and to save to a function, which only notes them; what they did before is restored."""
-    numbers = (*_stop_signals(), SAVE_SIGNAL)
-    before = {number: signal.signal(number, lambda given, _: hear(signal.Signals(given))) for number in numbers}
-    wakeup = signal.set_wakeup_fd(-1)  # of `ended_by_stop_signals`
+def _handled(handlers: dict[signal.Signals, Any], wakeup: int) -> Iterator[None]:
+    """Signals as given, and the file that Python writes them to (-1: none); what they did before is restored."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    wakeup_before = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(wakeup)
+        signal.set_wakeup_fd(wakeup_before)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def signals_to(hear: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Pass the signals to stop and to save to a function, which only notes them; what they did before is restored."""
+
+    def handle(number: int, _frame: Any) -> None:
+        hear(signal.Signals(number))
+
+    with _handled(dict.fromkeys((*_stop_signals(), SAVE_SIGNAL), handle), wakeup=-1):  # not `ended_by_stop_signals`'s
+        yield
 
 
 @contextmanager
@@ -88,17 +99,13 @@ def ended_by_stop_signals(tell: Callable[[str], None]) -> Iterator[None]:
                 os._exit(Interrupted.exit_code)
         os.close(reader)
 
-    before = {number: signal.signal(number, lambda *_: None) for number in _stop_signals()}
-    before[SAVE_SIGNAL] = signal.signal(SAVE_SIGNAL, signal.SIG_IGN)
-    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    handlers: dict[signal.Signals, Any] = dict.fromkeys(_stop_signals(), lambda *_: None)
     _leave_pipe_in_forks()
-    threading.Thread(target=end, name="signals", daemon=True).start()
     try:
-        yield
+        with _handled({**handlers, SAVE_SIGNAL: signal.SIG_IGN}, wakeup=writer):
+            threading.Thread(target=end, name="signals", daemon=True).start()
+            yield
     finally:
-        signal.set_wakeup_fd(wakeup)
-        for number, handler in before.items():
-            signal.signal(number, handler)
         os.close(writer)  # which ends the thread
 
 

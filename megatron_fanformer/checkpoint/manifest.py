@@ -24,7 +24,7 @@ BLOCK_BYTES = 1 << 26
 READ_BYTES = 1 << 20
 THREADS = 4  # of a rank; a disk is faster than one of them
 WEIGHTS_SUFFIX = ".distcp"
-_RANK_SUMS = ".sums-{rank:05d}.json"
+_RANK_SUMS = ".sums-{}.json"
 REMEDY = "copy it again, or use another checkpoint"
 
 
@@ -67,13 +67,13 @@ class _Block(NamedTuple):
 def write_rank_sums(folder: Path, rank: int) -> None:
     """Leave the sums of the tensors that a rank has written in a folder, for `write_manifest` there."""
     sums = {file.name: _sums_of(file) for file in folder.glob(f"__{rank}_*{WEIGHTS_SUFFIX}")}
-    (folder / _RANK_SUMS.format(rank=rank)).write_bytes(msgspec.json.encode(sums))
+    (folder / _RANK_SUMS.format(rank)).write_bytes(msgspec.json.encode(sums))
 
 
 def write_manifest(folder: Path, step: int) -> None:
     """Add the manifest to a complete checkpoint; sums that no rank has left are taken now."""
     sums: dict[str, FileSums] = {}
-    for left in sorted(folder.glob(_RANK_SUMS.format(rank=0).replace("00000", "*"))):
+    for left in sorted(folder.glob(_RANK_SUMS.format("*"))):
         sums.update(msgspec.json.decode(left.read_bytes(), type=dict[str, FileSums]))
         left.unlink()
     for file in sorted(folder.iterdir()):

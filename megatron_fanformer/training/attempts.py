@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.recovery import BadSteps, EventLog
-from megatron_fanformer.training.step import Batches, StepResult, StepShape, Sums, own_numbers
+from megatron_fanformer.training.step import Batches, StepResult, Sums, own_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Attempts:
     """The computation of a run's steps, up to the update of the weights; every rank has one.
 
     Args:
-        attempt: `attempt_step`, which is called with the arguments that follow.
+        attempt: computes a step of the micro batches that it is given, as `attempt_step`.
         bad_steps: judges the numbers.
         events: where a repetition is recorded.
         again: compute a bad step once more.
@@ -46,35 +46,29 @@ class Attempts:
 
     def __init__(
         self,
-        attempt: Callable[..., tuple[StepResult, Sums]],
+        attempt: Callable[[Batches], tuple[StepResult, Sums]],
         stages: list[Any],
-        optimizer: Any,
         grid: RankGrid,
-        shape: StepShape,
         *,
         bad_steps: BadSteps,
         events: EventLog,
         again: bool,
     ) -> None:
-        self._attempt, self._stages, self._optimizer = attempt, stages, optimizer
-        self._grid, self._shape = grid, shape
+        self._attempt, self._stages, self._grid = attempt, stages, grid
         self._bad_steps, self._events, self._again = bad_steps, events, again
 
     def take(self, step: int, batches: StepBatches) -> tuple[StepResult, str | None]:
         """Compute a step, its gradients in the buffers; returns its last numbers, and what is wrong with them."""
-        result, sums = self._compute(batches)
+        result, sums = self._attempt(iter(batches))
         fault = self._bad_steps.fault_in(result.loss, result.grad_norm)
         if fault is None or not self._again:
             return result, fault
         own = [own_numbers(self._stages, sums)]
-        result, sums = self._compute(batches)
+        result, sums = self._attempt(iter(batches))
         own.append(own_numbers(self._stages, sums))
         still = self._bad_steps.fault_in(result.loss, result.grad_norm)
         self._tell(step, fault, still, own)
         return result, still
-
-    def _compute(self, batches: StepBatches) -> tuple[StepResult, Sums]:
-        return self._attempt(self._stages, self._optimizer, iter(batches), self._grid, self._shape)
 
     def _tell(self, step: int, first: str, second: str | None, own: list[tuple[float, float]]) -> None:
         """Say which ranks computed otherwise when the step was repeated; a collective call."""

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fanformer.checkpoint.store import RECOVERY
+from megatron_fanformer.durable_files import regular_file
+from megatron_fanformer.training.metrics import metrics_entry
 from megatron_fanformer.training.recovery_config import RecoveryConfig
 
 Event = Literal["earlier_checkpoint", "computed_again", "skipped", "rewound"]
@@ -34,16 +36,10 @@ TOTALS: dict[str, str] = {
 def read_events(run: Path) -> Iterator[dict[str, Any]]:
     """What a run has done about damage and bad numbers, the oldest first; lines that are not events are left out."""
     try:
-        lines = (run / RECOVERY).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = regular_file(run / RECOVERY).read_bytes().splitlines()
     except OSError:
         return
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(event, dict) and event.get("event") in TOTALS and isinstance(event.get("step"), int):
-            yield event
+    yield from (event for event in map(metrics_entry, lines) if event is not None and event.get("event") in TOTALS)
 
 
 class EventLog:

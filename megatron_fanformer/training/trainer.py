@@ -39,8 +39,10 @@ from megatron_fanformer.training.requests import AskedRank, Requests, share
 from megatron_fanformer.training.samples import run_batches, run_datasets
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import (
+    Batches,
     StepResult,
     StepShape,
+    Sums,
     attempt_step,
     update_weights,
     weights_in_step,
@@ -151,6 +153,10 @@ class Trainer:
         heartbeat.tell_step_took(self.last_step_seconds)
         return self._metrics_of(result)
 
+    def _attempt_step(self, batches: Batches) -> tuple[StepResult, Sums]:
+        parts = (self._wrapped, self._optimizer, batches, self.grid, self._shape)
+        return attempt_step(*parts, asked=self._rank_asked.now)
+
     def _skipped(self, reason: str) -> dict[str, Any]:
         logger.info("step %d  skipped: %s", self.step, reason)
         self._events.add("skipped", self.step, reason=reason)
@@ -174,9 +180,9 @@ class Trainer:
         candidates = on_main(lambda: [path.name for path in store.checkpoints_to_resume(self.run)])
         before = [self.run / store.CHECKPOINTS / name for name in candidates if name < store.checkpoint_name(first)]
         if not before or not self._bad_steps.may_rewind:
-            tried = "there is no checkpoint to go back to" if not before else "the run does not go back again"
+            why = "the run does not go back again" if before else "there is no checkpoint to go back to"
             raise DivergenceError(
-                f"{steps}: {bad[last]}, and {tried}; lower optimizer.lr, or inspect the steps' documents"
+                f"{steps}: {bad[last]}, and {why}; lower optimizer.lr, or inspect the steps' documents"
             )
         heartbeat.tell("going back", in_step=False)
         skipped = self._bad_steps.note_rewind()
@@ -349,11 +355,9 @@ class Trainer:
         self._events = EventLog(self.run, past, writes=self.grid.is_main)
         self._bad_steps = BadSteps(self.config.recovery, past)
         self._attempts = Attempts(
-            functools.partial(attempt_step, asked=self._rank_asked.now),
+            self._attempt_step,
             self._wrapped,
-            self._optimizer,
             self.grid,
-            self._shape,
             bad_steps=self._bad_steps,
             events=self._events,
             again=self.config.recovery.compute_again,

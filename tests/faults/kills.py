@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.checkpoint.stored_files import check_stored
 from megatron_fanformer.runtime import device, megatron_cpu
 from megatron_fanformer.training.config import RunConfig, config_from_dict
@@ -137,15 +136,11 @@ def _digest(checkpoint: Path) -> str:
     from megatron_fanformer.checkpoint.tensor_table import read_table, tensors_of
 
     table = read_table(checkpoint)
-    described = tensors_of(table)
     places = {(index.fqn, tuple(index.offset or ())): info for index, info in table.storage_data.items()}
-    read = functools.partial(full_tensors._read_tensor, checkpoint)
-    tensors = LazyTensors(
-        {name: torch.empty(0) for name in described}, lambda name: read(described[name], places, name)
-    )
     digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode() + tensors[name].contiguous().view(torch.uint8).numpy().tobytes())
+    for name, stored in sorted(tensors_of(table).items()):
+        tensor = full_tensors._read_tensor(checkpoint, stored, places, name)
+        digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
