@@ -136,27 +136,32 @@ def test_launched_ranks_keep_the_order_of_launches(monkeypatch: pytest.MonkeyPat
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
-HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-FAULTS_OF_A_LARGE_TENSOR = """
-import resource, sys
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+ADVICE_FOR_A_LARGE_TENSOR = """
+import sys
 from megatron_fanformer.runtime import device
 if sys.argv[1] == "huge":
     device.use_huge_pages()
 import torch
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-torch.ones(64 * 2**20 // 4)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+tensor = torch.ones(64 * 2**20 // 4)
+middle = tensor.data_ptr() + 32 * 2**20
+for line in open("/proc/self/smaps"):
+    first, *rest = line.split()
+    if "-" in first:
+        start, end = (int(address, 16) for address in first.split("-"))
+    elif first == "VmFlags:" and start <= middle < end:
+        print(*rest)
 """
 
 
-@pytest.mark.skipif(
-    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="this kernel gives no huge pages"
-)
-def test_large_tensors_come_out_of_huge_pages() -> None:
+@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this kernel has no huge pages")
+def test_large_tensors_ask_for_huge_pages() -> None:
+    """Whether the kernel finds some depends on how its memory is cut up at the time."""
     environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
 
-    def faults(pages: str) -> int:
-        command = [sys.executable, "-c", FAULTS_OF_A_LARGE_TENSOR, pages]
-        return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+    def advice(pages: str) -> list[str]:
+        command = [sys.executable, "-c", ADVICE_FOR_A_LARGE_TENSOR, pages]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
 
-    assert faults("huge") < faults("small") / 4  # 64 MiB are 16,384 small pages, 32 huge ones
+    assert "rd" in advice("small") and "hg" not in advice("small")
+    assert "hg" in advice("huge")
