@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer import __version__
-from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.errors import FanformerError, InputError, escaped
 
 PROGRAM = "megatron-fanformer"
 MOST_SHOWN = 200  # characters of an argument or a path in an error
@@ -67,10 +67,8 @@ def entry_point() -> None:
 def _tell(message: str, exit_code: int) -> int:
     """Print an error, unless this rank's launcher will: then it is printed there, once."""
     if not _launcher_tells():
-        for line in message.split("\n"):
-            # A name from a file may hold what moves a terminal's cursor.
-            shown = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line)
-            print(f"{PROGRAM}: {shown}", file=sys.stderr)
+        for line in escaped(message).split("\n"):
+            print(f"{PROGRAM}: {line}", file=sys.stderr)
     return exit_code
 
 

@@ -34,3 +34,10 @@ class Interrupted(FanformerError):
     """Stopped on a signal, and nothing is lost; the same command continues from there."""
 
     exit_code = 5
+
+
+def escaped(text: str) -> str:
+    """Untrusted text, safe for a terminal: control characters are escaped, line ends and tabs kept."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_fanformer.errors import escaped
+
 UNITS = ("bytes", "kB", "MB", "GB", "TB")
 SHOWN_NAMES = 4  # of a long list: the first ones, and the last
 
@@ -62,10 +64,3 @@ def some(names: Iterable[str]) -> str:
     if len(listed) <= SHOWN_NAMES + 1:
         return ", ".join(listed)
     return f"{', '.join(listed[:SHOWN_NAMES])} … {listed[-1]}"
-
-
-def escaped(text: str) -> str:
-    """Untrusted text, safe for a terminal: control characters are escaped, line ends and tabs kept."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.inspection.report import escaped, plural
+from megatron_fanformer.errors import escaped
+from megatron_fanformer.inspection.report import plural
 from megatron_fanformer.inspection.step import Passage, Sample, StepSamples
 from megatron_fanformer.training.recovery import read_events
 
