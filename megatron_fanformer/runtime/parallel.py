@@ -148,6 +148,7 @@ def rank_grid(
 ) -> Iterator[RankGrid]:
     """Megatron's process groups over the ranks of the current process group."""
     from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     config.resolve_data_parallel_size(dist.get_world_size())
@@ -175,6 +176,7 @@ def rank_grid(
         )
     finally:
         parallel_state.destroy_model_parallel()
+        RotaryEmbedding.forward.cache_clear()  # holds the modules that made the tables, and these their process group
 
 
 @contextmanager

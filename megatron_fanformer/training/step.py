@@ -89,6 +89,16 @@ def wrap_stages(chunks: list[Any], parallel: ParallelConfig) -> list[Distributed
     return wrapped
 
 
+def release(wrapped: list[DistributedDataParallel]) -> None:
+    """Take the hooks off the gradients, after the last step.
+
+    Each closes a cycle, through torch's C++, of weight, hook and model, which Python's collector cannot see: a process
+    that trains one model after another would keep them all, with their process groups.
+    """
+    for chunk in wrapped:
+        chunk.grad_accs.clear()
+
+
 @contextmanager
 def weights_in_step(stages: list[DistributedDataParallel]) -> Iterator[None]:
     """Around whatever reads weights outside a training step: with overlap, the last update may not be gathered yet."""

@@ -44,6 +44,7 @@ from megatron_fanformer.training.step import (
     StepShape,
     Sums,
     attempt_step,
+    release,
     update_weights,
     weights_in_step,
     wrap_stages,
@@ -122,8 +123,9 @@ class Trainer:
         return stopping
 
     def close(self) -> None:
-        """Close logs and progress; after an error, abort the writing of a checkpoint."""
+        """Close logs and progress, free the model; after an error, abort the writing of a checkpoint."""
         self._saver.close()
+        release(self._wrapped)
         if self.grid.is_main:
             self._progress.close()
             self._metrics.close()

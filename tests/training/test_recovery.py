@@ -51,12 +51,13 @@ def train_poisoned(values: dict[str, Any], poison: Poison) -> str | None:
             left[trainer.step] -= 1
             return gradient * float("nan")
 
-        trainer._stages[0].decoder.layers[0].mlp.linear_fc2.weight.register_hook(spoil)
+        spoiling = trainer._stages[0].decoder.layers[0].mlp.linear_fc2.weight.register_hook(spoil)
         try:
             trainer.train()
         except (DivergenceError, CorruptError) as error:
             return str(error)
         finally:
+            spoiling.remove()
             trainer.close()
     return None
 
@@ -85,8 +86,9 @@ def train_with_other_weights(values: dict[str, Any], step: int, change: Callable
                 left.clear()
                 change(trainer._stages[0])
 
-        trainer._wrapped[0].register_forward_pre_hook(change_once)
+        changing = trainer._wrapped[0].register_forward_pre_hook(change_once)
         trainer.train()
+        changing.remove()
         trainer.close()
 
 

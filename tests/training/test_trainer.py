@@ -260,6 +260,19 @@ def test_weight_decay_falls_on_linear_weights_alone(
     assert ("output_layer.weight" in moved) is untied
 
 
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_runs_one_after_another_leave_no_threads(run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str) -> None:
+    """A gloo group has three, one of which wakes up a hundred times a second."""
+    left = []
+    for number in range(3):
+        run_on_ranks(1, diverge, small_run(tokens, tmp_path / f"{number}"), spoil_loss)
+        left += run_on_ranks(1, threads)
+    assert left[1] == left[2]
+
+
 # -- numbers that go bad
 
 
@@ -275,9 +288,10 @@ def stop_when_one_rank_is_asked(values: dict[str, Any], asked_rank: int, step: i
             if trainer.step == step and grid.rank == asked_rank:
                 trainer._rank_asked.hear(signal.SIGTERM)
 
-        trainer._wrapped[0].register_forward_pre_hook(ask)
+        asking = trainer._wrapped[0].register_forward_pre_hook(ask)
         with pytest.raises(Interrupted):
             trainer.train()
+        asking.remove()
         trainer.close()
         return trainer.step
 
