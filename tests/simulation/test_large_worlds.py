@@ -40,6 +40,7 @@ WORLDS = (1024, 4096, 16384)
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", range(LAYOUTS), ids=lambda number: f"seed {SEED}, layout {number}")
 def test_drawn_layouts(number: int) -> None:
     world_size = WORLDS[number % len(WORLDS)]
