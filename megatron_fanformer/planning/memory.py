@@ -36,6 +36,8 @@ MOMENT_BYTES = 2 * 4
 FP8_COPIES = 2  # of a weight: as it is, and transposed, which Hopper's products need
 SAMPLE_BYTES = 3 * ID_BYTES + FLOAT  # a token's id, label and position, and its weight in the loss
 
+BLOCK_OF_TEE = 57
+"""Micro batches that `itertools.tee`, which hands them to the chunks of a stage, lets go of at a time."""
 PREFETCHED = 3
 """Inputs and gradients that the interleaved schedule has received or not yet let go, beside those of chunks in flight:
 from none to five were seen, by stage and phase."""
@@ -135,7 +137,8 @@ def _kept_by_layers(shapes: LayerShapes, held: list[Chunk]) -> Iterator[MemoryLi
         yield MemoryLine("buffer of the sequence's gather", shapes.gathered)
     if parallel.virtual_stages > 1:
         yield MemoryLine("pipeline receive buffers", PREFETCHED * shapes.stream)
-    samples = job.num_micro_batches * job.micro_batch_size * job.model.seq_length * SAMPLE_BYTES
+    loaded = min(job.num_micro_batches, BLOCK_OF_TEE) if job.on_cpu else 1  # in the device's memory
+    samples = loaded * job.micro_batch_size * job.model.seq_length * SAMPLE_BYTES
     angles = job.model.seq_length * job.model.kv_channels * FLOAT
     yield MemoryLine("samples and rotary angles", samples + len(held) * angles)
 
@@ -152,7 +155,7 @@ def _fp8_copies(job: Job, chunk: Chunk) -> int:
     elements = sum(
         weight.elements
         for weight in layer_weights(job.model, job.parallel)
-        if "linear" in weight.name and (precision.fp8_fan or ".fan." not in weight.name)
+        if "linear_" in weight.name or (precision.fp8_fan and weight.name.endswith("fan.linear.weight"))
     )
     return FP8_COPIES * elements * max(0, layers)
 
