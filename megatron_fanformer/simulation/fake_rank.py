@@ -54,6 +54,7 @@ def run_rank(config: RunConfig, *, world_size: int, rank: int, backend: str = "n
         backend: what the ranks of that world communicate over; some of megatron-core's settings follow from it.
     """
     started = time.monotonic()
+    torch.set_num_threads(config.runtime.threads_per_rank or 1)  # the loss head takes as many logits as they can cache
     adds_to_wider(torch.float32, torch.bfloat16, torch.device("cpu"))  # asked while there are numbers to try it on
     tracker = MemoryTracker()
     with fake_world(world_size, rank), tracker, rank_grid(config.parallel, "cpu") as own:
@@ -70,8 +71,11 @@ def run_rank(config: RunConfig, *, world_size: int, rank: int, backend: str = "n
         )
 
 
-def take_steps(config: RunConfig, grid: RankGrid) -> tuple[Job, list[CollectiveCount]]:
+def take_steps(config: RunConfig, grid: RankGrid, *, seed: int | None = None) -> tuple[Job, list[CollectiveCount]]:
     """Build this rank's stage as the trainer does, and take two steps.
+
+    Args:
+        seed: of the initial weights; None draws none, where they have no content.
 
     Returns:
         What was run, and what the collectives of the last step add up to.
@@ -79,7 +83,7 @@ def take_steps(config: RunConfig, grid: RankGrid) -> tuple[Job, list[CollectiveC
     config, job = _resolved(config, grid)
     dtype = config.dtype(grid.device)
     seed_everything(config.training.seed)
-    stages = build_stages(config.model, config.parallel, grid, dtype=dtype, seed=None, kernels=config.kernels)
+    stages = build_stages(config.model, config.parallel, grid, dtype=dtype, seed=seed, kernels=config.kernels)
     wrapped = wrap_stages(stages, config.parallel)
     optimizer = build_optimizer(
         config.optimizer,
