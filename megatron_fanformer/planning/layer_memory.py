@@ -1,0 +1,371 @@
+"""What one layer keeps from forward to backward, and what its backward holds besides, operation by operation.
+
+Two implementations are described: the local layers, as torch runs them on a CPU (the simulation and the tests measure
+them there), and Transformer Engine's, whose kernels fuse what the CPU does in passes.
+
+Shapes: n tokens of a micro batch on one context parallel rank, n / T of them under sequence parallelism; h hidden size,
+f inner size of the MLP, k rows of the FAN map, q, v and o the widths of queries, of values (as of keys) and of what QKV
+makes, each of one tensor parallel rank where so named.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron_fanformer.planning.job import Job
+
+FLOAT = 4  # statistics, and what is computed in float32
+FP8_BLOCK = 32  # numbers; with recipes of blocks a scale of one byte (mxfp8), or of four for 128, goes with them
+
+
+class Operation(NamedTuple):
+    """One operation of a layer's forward, in bytes."""
+
+    name: str
+    saved: int
+    """Kept from its forward to its backward."""
+    backward: int
+    """There only while its backward runs: gradients that come in and go out, the weight's, temporaries."""
+    remade: int = 0
+    """Not kept, but made again before its backward, for it and for those before it."""
+    freed: int = 0
+    """Of what was made again, let go after its backward."""
+
+
+class Rise(NamedTuple):
+    """What a run of operations holds, in bytes."""
+
+    saved: int
+    """From forward to backward."""
+    backward: int
+    """Beyond that, at the fullest moment of its backward."""
+
+
+def rise(operations: Iterable[Operation]) -> Rise:
+    """Walk through the backward of a run of operations, whose forward came to its end."""
+    operations = list(operations)
+    saved = live = sum(operation.saved for operation in operations)
+    fullest = saved
+    for operation in reversed(operations):
+        live += operation.remade
+        fullest = max(fullest, live + operation.backward)
+        live -= operation.saved + operation.freed
+    return Rise(saved, fullest - saved)
+
+
+class LayerShapes:
+    """Sizes of a layer of one rank that its operations share."""
+
+    def __init__(self, job: Job) -> None:
+        model, parallel, step = job.model, job.parallel, job.traffic(0)
+        self.job, self.is_engine = job, job.layers == "transformer_engine"
+        self.element, self.tensor = job.element_bytes, step.tensor_ranks
+        self.tokens = step.tokens
+        self.is_sharded = parallel.sequence_parallel
+        self.part_tokens = step.tokens // self.tensor if self.is_sharded else step.tokens
+        self.hidden, self.inner = model.hidden_size, model.ffn_hidden_size // self.tensor
+        # Where query groups are fewer than ranks, each rank has one, and its own heads of that.
+        groups = max(1, model.query_groups // self.tensor)
+        self.heads = model.num_attention_heads // self.tensor
+        self.queries, self.values = self.heads * model.kv_channels, groups * model.kv_channels
+        self.qkv = model.qkv_rows // self.tensor
+        self.is_column = parallel.fan_form == "column"
+        self.fan_rows = model.fan_rows // self.tensor if self.is_column else model.fan_rows
+        self.is_fused = job.kernels.fuses_gradient_accumulation
+        self.is_fp8 = self.is_engine and job.precision.fp8 is not None
+
+    def whole(self, width: int) -> int:
+        """[n, width] in the type of activations."""
+        return self.tokens * width * self.element
+
+    def part(self, width: int) -> int:
+        """[n / T, width]: this rank's part of the sequence, under sequence parallelism."""
+        return self.part_tokens * width * self.element
+
+    def of_fan(self, width: int) -> int:
+        """What FAN makes: of all tokens in the `column` form, of this rank's in the `sequence` form."""
+        return self.whole(width) if self.is_column else self.part(width)
+
+    @cached_property
+    def stream(self) -> int:
+        """The residual stream, or its gradient: [n / T, h]."""
+        return self.part(self.hidden)
+
+    @cached_property
+    def gathered(self) -> int:
+        """The stream of all ranks, where an operation of its own makes it."""
+        return self.whole(self.hidden) if self.is_sharded else 0
+
+    def statistics(self) -> int:
+        """A norm's, one number a token."""
+        return self.part_tokens * FLOAT
+
+    def weight_gradient(self, rows: int, columns: int) -> int:
+        """Before it is added to the float32 one; nothing where the product adds it."""
+        return 0 if self.is_fused else rows * columns * self.element
+
+    def column_parallel_backward(self, rows: int) -> int:
+        """Of a column parallel map: the gradients of its output and input, and its weight's.
+
+        Under sequence parallelism the input is gathered once more, and of its gradient, a sum, a part is kept.
+        """
+        gradients = self.stream + self.whole(rows + self.hidden) + self.weight_gradient(rows, self.hidden)
+        if self.is_sharded:
+            gradients += self.stream + (self.gathered if self.is_engine else 0)  # the local layers have a buffer for it
+        return gradients
+
+    def quantised(self, tokens: int, width: int) -> int:
+        """One 8-bit copy, with its scales."""
+        numbers = tokens * width
+        has_blocks = self.job.precision.fp8_recipe in ("blockwise", "mxfp8")
+        return numbers + (numbers // FP8_BLOCK if has_blocks else 0)
+
+    def kept_input(self, tokens: int, width: int, *, is_fp8: bool) -> int:
+        """The input that a linear map keeps for its weight's gradient."""
+        return self.quantised(tokens, width) if is_fp8 else tokens * width * self.element
+
+
+def layer_operations(job: Job) -> list[Operation]:
+    """The operations of a layer, in the order of forward, as selective recomputation leaves them."""
+    shapes = LayerShapes(job)
+    return [*_before_attention(shapes), *_attention(shapes), *_mlp(shapes)]
+
+
+def norm_backward(shapes: LayerShapes) -> int:
+    """What a norm's backward holds beside the stream's gradient: two of its own; on a CPU one, and float32 copies."""
+    width = shapes.part_tokens * shapes.hidden
+    if shapes.is_engine or not shapes.job.on_cpu:
+        return 2 * width * shapes.element
+    return width * (shapes.element + (3 * FLOAT if shapes.element < FLOAT else 2 * FLOAT))
+
+
+# -- what comes before attention
+
+
+def _before_attention(shapes: LayerShapes) -> Iterator[Operation]:
+    """Input norm, FAN map, X_F, and the product that reads it."""
+    has_fan = shapes.job.model.has_fan
+    second_copy = shapes.stream if _recomputes_input_norm(shapes) else 0  # beside the one that the map reads
+    yield Operation(
+        "input norm",
+        saved=shapes.stream + shapes.statistics(),
+        backward=shapes.stream + norm_backward(shapes),
+        freed=second_copy,
+    )
+    is_replicated = has_fan and not shapes.is_column
+    rows = shapes.fan_rows if has_fan else shapes.qkv
+    is_fp8 = shapes.is_fp8 and (shapes.job.precision.fp8_fan or not has_fan)
+    yield Operation(
+        "FAN map" if has_fan else "QKV",
+        saved=0 if second_copy else shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=is_fp8),
+        backward=shapes.part(rows) + 2 * shapes.stream + shapes.weight_gradient(rows, shapes.hidden)
+        if is_replicated
+        else shapes.column_parallel_backward(rows),
+        freed=second_copy,
+    )
+    if not has_fan:
+        return
+    if shapes.is_column and not shapes.is_engine:
+        yield _fan_with_product(shapes)
+    else:
+        yield from _fan_then_product(shapes)
+
+
+def _recomputes_input_norm(shapes: LayerShapes) -> bool:
+    """Not where the Engine fuses it into the map that reads it."""
+    is_fused = shapes.is_engine and (shapes.is_column or not shapes.job.model.has_fan)
+    return shapes.job.parallel.recomputes("layernorm") and not is_fused
+
+
+class _FAN(NamedTuple):
+    """Sizes of a FAN layer's tensors, in bytes."""
+
+    x_f: int
+    """The first output, which QKV reads."""
+    made: int
+    """All outputs."""
+    kept_g: int
+    """g in front of a GELU, which its backward needs."""
+    own_pre: int
+    """p | g of this rank's rows."""
+    gathered_pre: int
+    """Of all ranks' rows, where they are gathered."""
+    temporaries: int
+    """Of backward, where torch computes it in passes."""
+
+
+def _fan_sizes(shapes: LayerShapes) -> _FAN:
+    model = shapes.job.model
+    outputs = model.fan.outputs(model.hidden_size, model.value_size)
+    periodic = [int(p_ratio * width) for width, p_ratio in outputs]
+    linear = sum(width for width, _ in outputs) - 2 * sum(periodic)
+    # Torch takes sums of products in float32, of gradients and cos or sin that it copies for that.
+    floats = 0 if not shapes.job.on_cpu else 3 if shapes.element < FLOAT else 1
+    tokens = shapes.tokens if shapes.is_column else shapes.part_tokens
+    return _FAN(
+        x_f=shapes.of_fan(model.hidden_size),
+        made=sum(shapes.of_fan(width) for width, _ in outputs),
+        kept_g=shapes.of_fan(linear) if model.fan.activation == "gelu" else 0,
+        own_pre=shapes.of_fan(shapes.fan_rows),
+        gathered_pre=shapes.of_fan(model.fan_rows) if shapes.is_column and shapes.tensor > 1 else 0,
+        temporaries=tokens * max(periodic) * floats * FLOAT,
+    )
+
+
+def _fan_with_product(shapes: LayerShapes) -> Operation:
+    """X_F and its product in one function, the local layers' in the `column` form: `FANActivationAndProduct`."""
+    fan, is_recomputed = _fan_sizes(shapes), shapes.job.parallel.recomputes("fan")
+    incoming = shapes.whole(shapes.qkv) + fan.made  # zeros for X_F among them, which autograd makes and nobody reads
+    grad_pre = fan.gathered_pre or fan.own_pre
+    again = fan.made + fan.kept_g if is_recomputed else 0
+    differentiated = fan.x_f + grad_pre + fan.temporaries + (fan.gathered_pre if is_recomputed else 0)
+    summed = fan.own_pre + shapes.weight_gradient(shapes.qkv, shapes.hidden)
+    return Operation(
+        "FAN and QKV",
+        saved=fan.own_pre if is_recomputed else fan.made + fan.kept_g,
+        backward=shapes.stream + incoming + again + max(differentiated, summed),
+    )
+
+
+def _fan_then_product(shapes: LayerShapes) -> Iterator[Operation]:
+    """X_F, and after it the product, which keeps the same X_F.
+
+    megatron-core holds what it computes again twice: as it is made, and where the first output was.
+    """
+    fan, is_recomputed = _fan_sizes(shapes), shapes.job.parallel.recomputes("fan")
+    again = fan.made + fan.kept_g if is_recomputed else 0
+    grad_pre = fan.own_pre + fan.gathered_pre
+    yield Operation(
+        "FAN",
+        saved=fan.own_pre if is_recomputed else fan.made + fan.kept_g,
+        backward=shapes.stream + fan.made + grad_pre + fan.temporaries,
+        freed=again,
+    )
+    gradients = shapes.whole(shapes.qkv + shapes.hidden) + fan.made - fan.x_f
+    if not shapes.is_column:  # X_F is gathered along the sequence, and its gradient scattered
+        gradients += fan.x_f + (shapes.gathered if shapes.is_engine else 0)
+    yield Operation(
+        "QKV",
+        saved=_delayed_copy(shapes, shapes.tokens if shapes.is_column else shapes.part_tokens, shapes.hidden),
+        backward=shapes.stream + gradients + shapes.weight_gradient(shapes.qkv, shapes.hidden),
+        remade=again + fan.x_f if is_recomputed else 0,
+        freed=fan.x_f if is_recomputed else 0,
+    )
+
+
+def _delayed_copy(shapes: LayerShapes, tokens: int, width: int) -> int:
+    """The 8-bit copy of an input that is kept anyway: one whose scale comes from the past cannot be made again."""
+    has_copy = shapes.is_fp8 and shapes.job.precision.fp8_recipe == "delayed"
+    return shapes.quantised(tokens, width) if has_copy else 0
+
+
+# -- attention
+
+
+def _attention(shapes: LayerShapes) -> Iterator[Operation]:
+    """Rotary embedding, core attention, and the map behind it."""
+    job, stream, context = shapes.job, shapes.stream, shapes.whole(shapes.queries)
+    if not shapes.is_engine:  # cos and sin of each position, of queries and of keys
+        positions = shapes.tokens // job.micro_batch_size
+        yield Operation("rotary embedding", 2 * positions * job.model.kv_channels * shapes.element, 0)
+    given, read, copies = _attention_inputs(shapes)
+    exponents = shapes.tokens * shapes.heads * FLOAT
+    gradients = 2 * context + 2 * shapes.whole(shapes.values if shapes.is_engine else shapes.queries)
+    is_recomputed = job.parallel.recomputes("core_attn")
+    yield Operation(
+        "core attention",
+        saved=given if is_recomputed else read + copies + exponents,
+        backward=stream + gradients + (copies + exponents + context if is_recomputed else 0),
+    )
+    turned = context if not shapes.is_engine and job.micro_batch_size > 1 else 0  # its samples lie apart
+    yield Operation(
+        "attention output",
+        saved=context + _delayed_copy(shapes, shapes.tokens, shapes.queries),
+        backward=stream + shapes.gathered + context + turned + shapes.weight_gradient(shapes.hidden, shapes.queries),
+        remade=2 * stream if _recomputes_input_norm(shapes) else 0,
+    )
+
+
+def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
+    """What attention is given; what it keeps of that; and what it keeps of its own copies."""
+    queries, keys = shapes.whole(shapes.queries), shapes.whole(shapes.values)
+    values, is_view = _values(shapes)
+    given = queries + keys + values
+    if shapes.is_engine:  # it copies values that are a view
+        return (given, queries + keys, keys) if is_view else (given, given, 0)
+    if shapes.job.parallel.context_parallel_size > 1:
+        return given, queries, _whole_sequence(shapes)
+    if shapes.queries > shapes.values:  # keys and values are repeated for the queries that share them
+        return given, queries, 2 * queries
+    return given, given, 0
+
+
+def _values(shapes: LayerShapes) -> tuple[int, bool]:
+    """Bytes of the tensor that values lie in, beyond what FAN keeps; and whether they are a view of a wider one."""
+    job = shapes.job
+    if job.model.fan.placement != "qk_and_v":
+        # QKV's output: of all ranks, where query groups are fewer than they.
+        ranks = shapes.tensor if job.model.query_groups < shapes.tensor else 1
+        return shapes.whole(shapes.qkv) * ranks, True
+    if job.parallel.recomputes("fan") or not shapes.is_column:
+        return shapes.whole(shapes.values), False
+    return 0, shapes.tensor > 1
+
+
+def _whole_sequence(shapes: LayerShapes) -> int:
+    """What the local attention keeps under context parallelism, which goes through the rank's two chunks in turn.
+
+    Keys and values of all ranks in order, or repeated as far as each chunk sees them; a mask for each chunk, the same
+    for all samples and heads; and each chunk's output, beside the two together.
+    """
+    ranks = shapes.job.parallel.context_parallel_size
+    chunk_tokens = shapes.job.model.seq_length // (2 * ranks)
+    masks = chunk_tokens * chunk_tokens * (2 * ranks + 1) * shapes.element
+    seen = ranks * shapes.whole(2 * shapes.values)
+    if shapes.queries > shapes.values:
+        seen = shapes.whole(2 * shapes.queries) * (2 * ranks + 1) // 2
+    return seen + masks + shapes.whole(shapes.queries)
+
+
+# -- the MLP
+
+
+def _mlp(shapes: LayerShapes) -> list[Operation]:
+    """Norm, first map, SwiGLU, second map. (The Engine's norm is inside the first map, and its statistics with it.)"""
+    parallel, stream, inner = shapes.job.parallel, shapes.stream, shapes.inner
+    statistics = shapes.statistics()
+    normed = shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=shapes.is_fp8)
+    gradient_copies, gradient_copies_2 = (
+        2 * shapes.quantised(shapes.tokens, width) if shapes.is_fp8 else 0 for width in (2 * inner, shapes.hidden)
+    )
+    norm = Operation(
+        "pre-MLP norm",
+        saved=stream + (0 if shapes.is_engine else statistics),
+        backward=stream + norm_backward(shapes),
+    )
+    first = Operation(
+        "first map of the MLP",
+        saved=normed + (statistics if shapes.is_engine else 0),
+        backward=shapes.column_parallel_backward(2 * inner) + gradient_copies,
+    )
+    swiglu = Operation("SwiGLU", saved=shapes.whole(2 * inner), backward=stream + shapes.whole(3 * inner))
+    gradients = stream + shapes.gathered + shapes.whole(inner)
+    second = Operation(
+        "second map of the MLP",
+        saved=shapes.kept_input(shapes.tokens, inner, is_fp8=shapes.is_fp8),
+        backward=gradients + shapes.weight_gradient(shapes.hidden, inner) + gradient_copies_2,
+    )
+    if parallel.recomputes("layernorm") and not shapes.is_engine:  # held twice again
+        norm, first, second = norm._replace(freed=stream), _made_again(first), second._replace(remade=2 * stream)
+    if parallel.recomputes("mlp"):
+        remade = second.remade + swiglu.saved + second.saved + stream  # with what the MLP makes
+        if shapes.is_engine:
+            remade, first = remade + first.saved, _made_again(first)
+        first = first._replace(freed=first.freed + stream)
+        swiglu, second = _made_again(swiglu), _made_again(second)._replace(remade=remade)
+    return [norm, first, swiglu, second]
+
+
+def _made_again(operation: Operation) -> Operation:
+    """The same, where what it kept is made again before its backward."""
+    return operation._replace(saved=0, freed=operation.freed + operation.saved)
