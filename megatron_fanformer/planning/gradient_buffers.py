@@ -118,7 +118,7 @@ def bucket_elements(
     Args:
         is_limited: whether buckets are limited in size, or all of the chunk is one.
     """
-    size = _bucket_limit(parallel, data_parallel_size) if is_limited else math.inf
+    size = bucket_limit(parallel, data_parallel_size) if is_limited else math.inf
     is_sharded = parallel.use_distributed_optimizer
     unit = math.lcm(data_parallel_size * parallel.context_parallel_size, BUCKET_END) if is_sharded else 1
     ends, start, bucket_start = [0], 0, 0
@@ -137,7 +137,8 @@ def bucket_elements(
     return [end - before for before, end in itertools.pairwise(ends)]
 
 
-def _bucket_limit(parallel: ParallelConfig, data_parallel_size: int) -> int:
+def bucket_limit(parallel: ParallelConfig, data_parallel_size: int) -> int:
+    """Elements at which a bucket of limited size ends."""
     return parallel.ddp_bucket_size or max(LEAST_BUCKET, BUCKET_PER_REPLICA * data_parallel_size)
 
 
