@@ -53,7 +53,7 @@ def test_each_source_predicted_without_its_own_runs(score: Score) -> None:
     report = score(str(PUBLISHED), "--leave-one-out")
     assert all(source["mean_error"] < 0.06 for source in report["sources"].values())
     assert report["all"]["mean_error"] < report["all"]["mean_error_of_constant_utilization"] / 2
-    # Three runs of SimuMax that wait for the host are beyond 15%: no other source's do (docs/planning.md).
+    # Runs of SimuMax that wait for the host, of which no other source tells (docs/planning.md).
     beyond = [run for run in report["runs"] if abs(run["error"]) > 0.15]
     assert {run["name"].rpartition("_mbc")[0] for run in beyond} <= {"llama3_70b_l12_tp8_pp1_dp1"}
     for name in ("a100", "h100", "b200"):
