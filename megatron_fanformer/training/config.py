@@ -132,9 +132,11 @@ class RunConfig:
         """Everything that is wrong with this configuration at that number of replicas, one line each."""
         sections = [getattr(self, section.name) for section in dataclasses.fields(self)]
         found = [problem for section in sections if hasattr(section, "problems") for problem in section.problems()]
-        if found:
-            return found  # rules between fields make sense only for valid fields
-        found += layout_problems(self.model, self.parallel)
+        return found or self.joint_problems(data_parallel_size)  # which make sense only for valid fields
+
+    def joint_problems(self, data_parallel_size: int) -> list[str]:
+        """The rules between fields that it breaks, each of which is valid by itself, one line each."""
+        found = layout_problems(self.model, self.parallel)
         found += graph_problems(self.parallel, self.kernels)
         found += fp8_problems(self.model, self.parallel, self.precision, self.training.micro_batch_size, self.kernels)
         found += batch_problems(
