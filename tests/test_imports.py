@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "training": ("runtime", "data", "model", "planning", "checkpoint", "formats.recognition"),
     "generation": ("runtime", "data", "model", "checkpoint", "formats", "hf"),
     "parity": ("runtime", "data", "model", "planning", "checkpoint", "training"),
+    "sizing": ("runtime.layout", "model", "planning", "training", "simulation"),
     "inspection": ("runtime", "data", "model", "checkpoint", "formats", "training"),
     "demo": (
         "runtime",
@@ -53,6 +54,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "training",
         "generation",
         "parity",
+        "sizing",
         "inspection",
         "demo",
     ),
