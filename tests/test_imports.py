@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "checkpoint": ("runtime", "model.config", "data.tokenizer"),
     "formats": ("runtime", "data", "model", "checkpoint", "hf"),
     "training": ("runtime", "data", "model", "planning", "checkpoint", "formats.recognition"),
+    "simulation": ("runtime", "data", "model", "planning", "checkpoint", "training"),
     "generation": ("runtime", "data", "model", "checkpoint", "formats", "hf"),
     "parity": ("runtime", "data", "model", "planning", "checkpoint", "training"),
     "sizing": ("runtime.layout", "model", "planning", "training", "simulation"),

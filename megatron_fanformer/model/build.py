@@ -167,7 +167,8 @@ def build_stages(
         for number in range(parallel.virtual_stages)
     ]
     for chunk in chunks:
-        chunk.to(grid.torch_device)
+        if grid.device != "cpu":  # where it is made
+            chunk.to(grid.torch_device)
         if kernels.fuses_gradient_accumulation and _is_by_engine(kernels):
             _fuse_gradient_accumulation(chunk)
         if seed is not None:

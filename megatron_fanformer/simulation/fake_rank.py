@@ -1,0 +1,135 @@
+"""What one rank of a world does in a training step, found out by running it: for a process of its own.
+
+`rank.simulate` starts that process. `take_steps` is what a rank does, simulated or real.
+"""
+
+import dataclasses
+import time
+from dataclasses import dataclass
+
+import torch
+
+from megatron_fanformer.model.build import build_stages
+from megatron_fanformer.model.weight_gradients import adds_to_wider
+from megatron_fanformer.planning.job import Job
+from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives
+from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
+from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.simulation.fake_world import fake_world
+from megatron_fanformer.simulation.memory_tracker import MemoryTracker
+from megatron_fanformer.training.config import RunConfig
+from megatron_fanformer.training.machine_choices import choose_for_machine
+from megatron_fanformer.training.optimizer import build_optimizer
+from megatron_fanformer.training.schedule import build_scheduler
+from megatron_fanformer.training.step import Batches, StepShape, train_step, wrap_stages
+
+STEPS = 2
+"""Until memory and communication are those of any later step: the first update makes the optimizer's moments, and
+megatron-core 0.19 has one more all-reduce in a run's first step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRank:
+    """What one rank of a world does in a training step, as counted."""
+
+    rank: int
+    stage: int
+    """Its pipeline stage."""
+    job: Job
+    """What it ran, every open field resolved: what a formula is to be asked about."""
+    peak_bytes: int
+    """The most that live tensors have taken, from the building of the model to the end of the last step."""
+    held_bytes: int
+    """What they take between steps: weights, gradients, the optimizer's state, and a micro batch's samples."""
+    collectives: list[CollectiveCount]
+    """Of the last step, by group and kind."""
+    seconds: float
+    """That the simulation took."""
+
+
+def run_rank(config: RunConfig, *, world_size: int, rank: int, backend: str = "nccl") -> SimulatedRank:
+    """Be one rank of a world: build it, and take two steps.
+
+    Args:
+        backend: what the ranks of that world communicate over; some of megatron-core's settings follow from it.
+    """
+    started = time.monotonic()
+    adds_to_wider(torch.float32, torch.bfloat16, torch.device("cpu"))  # asked while there are numbers to try it on
+    tracker = MemoryTracker()
+    with fake_world(world_size, rank), tracker, rank_grid(config.parallel, "cpu") as own:
+        grid = dataclasses.replace(own, backend=backend)
+        job, collectives = take_steps(config, grid)
+        return SimulatedRank(
+            rank=rank,
+            stage=grid.groups.pp.rank(),
+            job=job,
+            peak_bytes=tracker.peak_bytes,
+            held_bytes=tracker.held_bytes,
+            collectives=collectives,
+            seconds=time.monotonic() - started,
+        )
+
+
+def take_steps(config: RunConfig, grid: RankGrid) -> tuple[Job, list[CollectiveCount]]:
+    """Build this rank's stage as the trainer does, and take two steps.
+
+    Returns:
+        What was run, and what the collectives of the last step add up to.
+    """
+    config, job = _resolved(config, grid)
+    dtype = config.dtype(grid.device)
+    seed_everything(config.training.seed)
+    stages = build_stages(config.model, config.parallel, grid, dtype=dtype, seed=None, kernels=config.kernels)
+    wrapped = wrap_stages(stages, config.parallel)
+    optimizer = build_optimizer(
+        config.optimizer,
+        wrapped,
+        dtype=dtype,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+    )
+    scheduler = build_scheduler(
+        config.schedule,
+        optimizer,
+        lr=config.optimizer.lr,
+        weight_decay=config.optimizer.weight_decay,
+        train_iters=config.training.train_iters,
+    )
+    shape = StepShape(
+        num_micro_batches=job.num_micro_batches,
+        micro_batch_size=job.micro_batch_size,
+        seq_length=config.model.seq_length,
+    )
+    batches = _batches(shape)
+    for _ in range(STEPS):
+        scheduler.step(1)
+        with count_collectives(grid) as counts:
+            train_step(wrapped, optimizer, batches, grid, shape)
+    return job, counts.lines()
+
+
+def _resolved(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, Job]:
+    """The configuration without open fields, and the same as a job."""
+    if config.precision.dtype == "auto":  # every supported GPU has bf16
+        config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, dtype="bf16"))
+    config, _ = choose_for_machine(config, grid)
+    job = Job(
+        model=config.model,
+        parallel=config.parallel,
+        kernels=config.kernels,
+        precision=config.precision,
+        data_parallel_size=grid.data_parallel_size,
+        micro_batch_size=config.training.micro_batch_size,
+        num_micro_batches=config.num_micro_batches(grid.data_parallel_size),
+        layers="local",
+        on_cpu=True,
+    )
+    return config, job
+
+
+def _batches(shape: StepShape) -> Batches:
+    """Micro batches of one token over and over, as the loader yields them."""
+    size = (shape.micro_batch_size, shape.seq_length)
+    while True:
+        tokens = torch.zeros(size, dtype=torch.int64)
+        positions = torch.arange(shape.seq_length).expand(size)
+        yield {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(size), "position_ids": positions}

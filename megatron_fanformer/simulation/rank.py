@@ -1,0 +1,115 @@
+"""Simulates ranks of a world of any size on one machine: in processes of their own, without a GPU or other ranks.
+
+What is simulated are the local layers, on tensors without content: shapes, memory and communication are a real rank's,
+numbers are not. A rank's process takes less than a gigabyte.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.processes import end_with_owner
+from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.training.config import RunConfig
+
+if TYPE_CHECKING:  # imports torch, which takes seconds
+    from megatron_fanformer.simulation.fake_rank import SimulatedRank
+
+
+def simulate(config: RunConfig, *, world_size: int, rank: int) -> "SimulatedRank":
+    """Run one rank of a world for two steps, as the trainer would, and see what it holds and communicates.
+
+    Fields that are left to the machine are as on GPUs over NCCL: bf16, communication overlapped.
+
+    Raises:
+        InputError: the configuration is wrong for that world, or asks for what is not simulated.
+        FanformerError: the rank's process died.
+    """
+    (simulated,) = simulate_ranks(config, world_size=world_size, ranks=[rank])
+    return simulated
+
+
+def simulate_ranks(
+    config: RunConfig, *, world_size: int, ranks: Sequence[int], processes: int = 1
+) -> "list[SimulatedRank]":
+    """`simulate` for several ranks, that many of them at a time; in their order."""
+    check(config, world_size=world_size, ranks=ranks)
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_prepare_process) as pool:
+        futures = [pool.submit(_run_rank, config, world_size, rank) for rank in ranks]
+        try:
+            return [future.result() for future in futures]
+        except BrokenProcessPool as error:
+            raise FanformerError(
+                "the process of a simulated rank died; if memory ran out, simulate fewer at a time"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def first_rank_of_each_stage(parallel: ParallelConfig, world_size: int) -> list[int]:
+    """One rank of every pipeline stage, by the rank grid of `runtime.parallel`; all ranks of a stage do alike."""
+    stages = parallel.pipeline_model_parallel_size
+    return [stage * (world_size // stages) for stage in range(stages)]
+
+
+def with_few_micro_batches(config: RunConfig, world_size: int) -> RunConfig:
+    """The same run with a global batch so small that it takes little time to simulate.
+
+    At most two micro batches a stage. More change no peak, since a stage never holds more at once, and communication
+    is linear in their number: a formula that is right for these is right for all.
+    """
+    replicas = config.parallel.resolve_data_parallel_size(world_size)
+    few = min(config.num_micro_batches(replicas), 2 * config.parallel.pipeline_model_parallel_size)
+    samples = few * config.training.micro_batch_size * replicas
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=samples))
+
+
+def check(config: RunConfig, *, world_size: int, ranks: Sequence[int]) -> None:
+    """Refuse what cannot be simulated.
+
+    Raises:
+        InputError: one line for each reason.
+    """
+    replicas = config.parallel.resolve_data_parallel_size(world_size)
+    problems = config.problems(replicas)
+    problems += [
+        f"rank {rank} is not in a world of {world_size}; choose one from 0 to {world_size - 1}"
+        for rank in ranks
+        if not 0 <= rank < world_size
+    ]
+    if config.kernels.transformer_impl == "transformer_engine":
+        problems.append(
+            "kernels.transformer_impl is transformer_engine, whose layers compute on GPUs alone and cannot be "
+            "simulated; set it to local"
+        )
+    if config.precision.fp8 is not None:
+        problems.append(
+            f"precision.fp8 is {config.precision.fp8}, which Transformer Engine's layers alone have, and they cannot be "
+            "simulated; set it to null"
+        )
+    if config.kernels.cuda_graph_impl != "none":
+        problems.append(
+            f"kernels.cuda_graph_impl is {config.kernels.cuda_graph_impl}, which records what a GPU does and cannot be "
+            "simulated; set it to none"
+        )
+    if problems:
+        raise InputError("\n".join(problems))
+
+
+def _prepare_process() -> None:
+    end_with_owner()
+    from megatron_fanformer.runtime import device, megatron_cpu
+
+    device.hide_gpus()
+    device.quieten_libraries()
+    megatron_cpu.install()
+
+
+def _run_rank(config: RunConfig, world_size: int, rank: int) -> "SimulatedRank":
+    from megatron_fanformer.simulation.fake_rank import run_rank
+
+    return run_rank(config, world_size=world_size, rank=rank)

@@ -1,0 +1,48 @@
+"""The formula of communication against the count of it, in worlds of many ranks, one rank of every stage."""
+
+import pytest
+
+from megatron_fanformer.simulation.comparison import communication_differences
+from megatron_fanformer.simulation.fake_rank import run_rank
+from megatron_fanformer.simulation.rank import check, first_rank_of_each_stage
+from megatron_fanformer.training.config import RunConfig
+from tests.simulation.drawn import describe, draw
+from tests.simulation.runs import run_config
+
+
+def differences(config: RunConfig, world_size: int) -> list[str]:
+    ranks = first_rank_of_each_stage(config.parallel, world_size)
+    check(config, world_size=world_size, ranks=ranks)
+    return [
+        line for rank in ranks for line in communication_differences(run_rank(config, world_size=world_size, rank=rank))
+    ]
+
+
+def test_a_world_of_1024_ranks() -> None:
+    """Everything at once, in one layout: the ends of a pipeline, and a shape that no padding fits by itself."""
+    config = run_config(
+        dict(num_layers=4, num_query_groups=2),
+        samples=1024,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        ddp_bucket_size=6000,
+        recompute_granularity="selective",
+        recompute_modules=["core_attn", "mlp"],
+    )
+    assert differences(config, 1024) == []
+
+
+SEED = 15
+LAYOUTS = 15
+WORLDS = (1024, 4096, 16384)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(LAYOUTS), ids=lambda number: f"seed {SEED}, layout {number}")
+def test_drawn_layouts(number: int) -> None:
+    world_size = WORLDS[number % len(WORLDS)]
+    config = draw(SEED, number, world_size)
+    print(f"seed {SEED}, layout {number}, {world_size} ranks: {describe(config)}")
+    assert differences(config, world_size) == []
