@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -12,12 +12,14 @@ from rich.console import Console
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.sizing.cost import cost
+from megatron_fanformer.sizing.picture import plan_picture
 from megatron_fanformer.sizing.report import Plan, as_values, print_plan
 from megatron_fanformer.sizing.request import PlanRequest, read_request
 from megatron_fanformer.sizing.search import Findings, judge, search
 from megatron_fanformer.sizing.simulated import SimulatedStage, simulate_layout
 
 WIDTH_OF_A_FILE = 160  # columns where there is no terminal
+PICTURE = ".png"
 
 
 def plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -44,13 +46,12 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         price=options.price,
     )
     answer = _answer(request)
-    print_plan(answer, Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE))
-    if report is not None:
-        _write(answer, report)
+    if answer.shown is not None:
+        print_plan(answer, Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE))
+        if report is not None:
+            write_atomically(report, json.dumps(as_values(answer), indent=1) + "\n")
+            write_atomically(report.with_suffix(PICTURE), plan_picture(answer.shown))
     _check(answer)
-
-
-PICTURE = ".png"
 
 
 def _answer(request: PlanRequest) -> Plan:
@@ -75,24 +76,20 @@ def _simulated(findings: Findings, request: PlanRequest) -> tuple[SimulatedStage
         return tuple(simulate_layout(findings.best, request.simulated_ranks, processes=processes))
 
 
-def _write(answer: Plan, report: Path) -> None:
-    write_atomically(report, json.dumps(as_values(answer), indent=1) + "\n")
-    if answer.shown is not None:
-        from megatron_fanformer.sizing.picture import draw_plan
-
-        draw_plan(answer.shown, report.with_suffix(PICTURE))
-
-
 def _check(answer: Plan) -> None:
     findings = answer.findings
     if findings.best is None:
-        if answer.request.named:
-            lines = [f"layout {each.example!r}: {each.message}" for each in findings.rejected]
-        else:
-            lines = [
-                each.message for each in findings.rejected if not answer.shown or each.example == answer.shown.name
-            ]
-            lines = [f"none of {findings.judged:,} layouts is legal and fits; the nearest: {line}" for line in lines]
-        raise InputError("\n".join(lines))
+        raise InputError("\n".join(_nothing_fits(answer)))
     if differences := [line for each in answer.simulated for line in each.differences]:
         raise DivergenceError("\n".join(f"simulation and formula disagree: {line}" for line in differences))
+
+
+def _nothing_fits(answer: Plan) -> Iterator[str]:
+    """One line a named layout, and a search's largest class; of those that are legal, what the smallest lacks."""
+    findings, request = answer.findings, answer.request
+    if request.named:
+        yield from (f"layout {each.example!r}: {each.message}" for each in findings.rejected)
+        return
+    nearest = answer.shown.shortage if answer.shown else findings.rejected[0].message
+    legal = f"{findings.legal:,} legal ones of " if findings.legal else ""
+    yield f"none of {legal}{findings.judged:,} layouts {'fits' if findings.legal else 'is legal'}: {nearest}"

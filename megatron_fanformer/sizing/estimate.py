@@ -58,9 +58,9 @@ class Estimate:
         )
 
 
-def for_machine(config: RunConfig, *, on_cpu: bool) -> RunConfig:
-    """The configuration with what it leaves to the machine chosen for that one: overlap depends on the layout."""
-    engine = "local" if on_cpu else "transformer_engine"
+def for_machine(config: RunConfig, machine: Machine, *, on_cpu: bool) -> RunConfig:
+    """The configuration with what it leaves to the machine chosen for that one; but overlap depends on the layout."""
+    engine: Layers = "local" if on_cpu else "transformer_engine"
     kernels, precision = config.kernels, config.precision
     if kernels.transformer_impl == "auto":
         kernels = dataclasses.replace(kernels, transformer_impl=engine)
@@ -68,7 +68,8 @@ def for_machine(config: RunConfig, *, on_cpu: bool) -> RunConfig:
         fuses = kernels.transformer_impl == "transformer_engine"
         kernels = dataclasses.replace(kernels, gradient_accumulation_fusion=fuses)
     if precision.dtype == "auto":
-        precision = dataclasses.replace(precision, dtype="bf16")
+        has_matrix_units = machine.bf16_flops_per_second > machine.fp32_flops_per_second
+        precision = dataclasses.replace(precision, dtype="bf16" if has_matrix_units else "fp32")
     runtime = dataclasses.replace(config.runtime, device="cpu" if on_cpu else "cuda")
     return dataclasses.replace(config, kernels=kernels, precision=precision, runtime=runtime)
 

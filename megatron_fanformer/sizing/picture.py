@@ -1,13 +1,13 @@
 """A plan as a picture: the memory of each stage against the GPU's, and where a step's time goes."""
 
-from pathlib import Path
+import io
 from typing import Any
 
 from megatron_fanformer.sizing.estimate import GIB, Estimate
 
 
-def draw_plan(shown: Estimate, path: Path) -> None:
-    """Draw a layout's memory and time into a PNG."""
+def plan_picture(shown: Estimate) -> bytes:
+    """A layout's memory and time, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")  # needs no display
@@ -18,8 +18,10 @@ def draw_plan(shown: Estimate, path: Path) -> None:
     _draw_time(shown, time)
     figure.suptitle(f"{shown.name} on {shown.job.world_size:,} x {shown.machine.name}: predicted, not measured")
     figure.tight_layout()
-    figure.savefig(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
     pyplot.close(figure)
+    return picture.getvalue()
 
 
 def _draw_memory(shown: Estimate, axes: Any) -> None:

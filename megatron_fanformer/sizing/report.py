@@ -43,12 +43,13 @@ def assumptions(plan: Plan) -> list[str]:
     """What the figures depend on, one sentence each."""
     request, shown = plan.request, plan.shown
     machine, config = request.machine, request.config
+    fp8 = f", products in FP8 ({config.precision.fp8_recipe})" if config.precision.fp8 else ""
     found = [
         "Everything is predicted by formula, not measured.",
         f"{request.gpus:,} chips {machine.name}, {machine.domain_size} in a domain of fast links; ranks in the order "
         "tensor, context, data, pipeline parallel.",
-        f"{config.precision.dtype}{f', products in FP8 ({config.precision.fp8_recipe})' if config.precision.fp8 else ''}"
-        "; communication of gradients and weights overlapped where the configuration leaves it open.",
+        f"Numbers in {config.precision.dtype}{fp8}; communication of gradients and weights overlapped where the "
+        "configuration leaves it open.",
         "A run's time is that of its steps: no evaluations, saves, restarts or idle nodes.",
     ]
     if shown:
@@ -65,8 +66,11 @@ def assumptions(plan: Plan) -> list[str]:
         found.append(
             f"Nobody has compared steps of {machine.name} with the formula: the error of a step's time is unknown."
         )
-    if len(request.named) == 0:
-        found.append("The search gives all stages equally many layers.")
+    if not request.named:
+        found.append(
+            "The search gives all stages equally many layers. It counts what does not fit among the layouts that would "
+            "be faster than the last candidate."
+        )
     if plan.simulated:
         found.append(
             "Simulated are the local layers, since the Engine's compute on GPUs alone, with few micro batches: its "

@@ -79,10 +79,10 @@ def read_request(
     training = config.training
     return PlanRequest(
         file=file,
-        config=for_machine(config, on_cpu=on_cpu),
+        config=for_machine(config, machine, on_cpu=on_cpu),
         gpus=gpus,
         machine=machine,
-        named=tuple((name, for_machine(each, on_cpu=on_cpu)) for name, each in named),
+        named=tuple((name, for_machine(each, machine, on_cpu=on_cpu)) for name, each in named),
         simulated_ranks=tuple(simulated_ranks),
         tokens=tokens or training.train_iters * training.global_batch_size * config.model.seq_length,
         price=price,

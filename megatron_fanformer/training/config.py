@@ -155,9 +155,7 @@ class RunConfig:
         training = self.training
         return [
             *fp8_problems(self.model, self.parallel, self.precision, training.micro_batch_size, self.kernels),
-            *batch_problems(
-                self.parallel, data_parallel_size, training.global_batch_size, training.micro_batch_size
-            ),
+            *batch_problems(self.parallel, data_parallel_size, training.global_batch_size, training.micro_batch_size),
             *self.schedule.joint_problems(lr=self.optimizer.lr, train_iters=training.train_iters),
         ]
 
