@@ -15,6 +15,7 @@ from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.processes import end_with_owner
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.config import RunConfig
+from megatron_fanformer.training.layout_rules import batch_problems, layout_problems
 
 if TYPE_CHECKING:  # imports torch, which takes seconds
     from megatron_fanformer.simulation.fake_rank import SimulatedRank
@@ -74,30 +75,37 @@ def check(config: RunConfig, *, world_size: int, ranks: Sequence[int]) -> None:
     Raises:
         InputError: one line for each reason.
     """
-    replicas = config.parallel.resolve_data_parallel_size(world_size)
-    problems = config.problems(replicas)
-    problems += [
+    found = problems(config, config.parallel.resolve_data_parallel_size(world_size))
+    found += [
         f"rank {rank} is not in a world of {world_size}; choose one from 0 to {world_size - 1}"
         for rank in ranks
         if not 0 <= rank < world_size
     ]
-    if config.kernels.transformer_impl == "transformer_engine":
-        problems.append(
-            "kernels.transformer_impl is transformer_engine, whose layers compute on GPUs alone and cannot be "
-            "simulated; set it to local"
-        )
-    if config.precision.fp8 is not None:
-        problems.append(
-            f"precision.fp8 is {config.precision.fp8}, which Transformer Engine's layers alone have, and they cannot be "
-            "simulated; set it to null"
-        )
-    if config.kernels.cuda_graph_impl != "none":
-        problems.append(
-            f"kernels.cuda_graph_impl is {config.kernels.cuda_graph_impl}, which records what a GPU does and cannot be "
-            "simulated; set it to none"
-        )
-    if problems:
-        raise InputError("\n".join(problems))
+    if found:
+        raise InputError("\n".join(found))
+
+
+def problems(config: RunConfig, data_parallel_size: int) -> list[str]:
+    """Why a layout cannot be simulated, one line each: `train`'s own rules of model, layout and batch, and ours.
+
+    The run's data and folder need not be there.
+    """
+    model, parallel, kernels, training = config.model, config.parallel, config.kernels, config.training
+    found = [problem for section in (model, parallel, kernels, training) for problem in section.problems()]
+    if found:
+        return found  # rules between fields make sense only for valid fields
+    found += layout_problems(model, parallel)
+    found += batch_problems(parallel, data_parallel_size, training.global_batch_size, training.micro_batch_size)
+    named = {
+        "kernels.transformer_impl": (kernels.transformer_impl == "transformer_engine", "local"),
+        "kernels.cuda_graph_impl": (kernels.cuda_graph_impl != "none", "none"),
+        "precision.fp8": (config.precision.fp8 is not None, "null"),
+    }
+    return found + [
+        f"{name} is for GPUs alone, and cannot be simulated; set it to {remedy}"
+        for name, (is_asked_for, remedy) in named.items()
+        if is_asked_for
+    ]
 
 
 def _prepare_process() -> None:

@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+from megatron_fanformer.simulation.rank import problems
 from megatron_fanformer.training.config import RunConfig
 from tests.simulation.runs import run_config
 
@@ -14,7 +15,7 @@ def draw(seed: int, number: int, world_size: int) -> RunConfig:
     generator = random.Random(f"{seed} {number}")
     while True:
         config = _candidate(generator, world_size)
-        if config is not None and not config.problems(config.parallel.data_parallel_size or 1):
+        if not problems(config, config.parallel.data_parallel_size or 1):
             return config
 
 
@@ -25,7 +26,7 @@ def describe(config: RunConfig) -> str:
     return f"{parallel} {model} {config.precision.dtype}, {config.training.global_batch_size} samples"
 
 
-def _candidate(generator: random.Random, world_size: int) -> RunConfig | None:
+def _candidate(generator: random.Random, world_size: int) -> RunConfig:
     pick = generator.choice
     tensor, context, stages = pick([1, 2, 4, 8]), pick([1, 1, 2, 4]), pick([1, 2, 4, 8])
     chunks = pick([None, None, 2, 3]) if stages > 1 else None
