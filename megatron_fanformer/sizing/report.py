@@ -3,9 +3,11 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megatron_fanformer import __version__
@@ -86,7 +88,14 @@ def print_plan(plan: Plan, console: Console) -> None:
     """The tables: the layout's memory, time and cost; the other candidates; what was rejected."""
     request, shown = plan.request, plan.shown
     model = request.config.model
-    say = _sayer(console)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def show(table: Table) -> None:
+        console.print()
+        console.print(table)
+
     say(
         f"{request.file.name}: {model.num_parameters:,} parameters; a global batch of "
         f"{request.config.training.global_batch_size:,} samples of {model.seq_length:,} tokens, on {request.gpus:,} x "
@@ -95,23 +104,19 @@ def print_plan(plan: Plan, console: Console) -> None:
     if shown is not None and plan.cost is not None:
         room = f"{shown.needed_bytes / GIB:.1f} of {request.machine.memory_bytes / GIB:.1f} GiB"
         say(f"\n{shown.name}: {'fits' if shown.fits else 'does NOT fit'}, {room}")
-        console.print(_memory_table(shown))
-        console.print(_time_table(shown))
+        show(_memory_table(shown))
+        show(_time_table(shown))
         say(_cost_line(shown, plan.cost))
     if len(plan.findings.candidates) > 1:
-        console.print(_candidate_table(plan.findings))
+        show(_candidate_table(plan.findings))
     if plan.simulated:
-        console.print(_simulation_table(plan))
+        show(_simulation_table(plan))
     findings = plan.findings
     say(f"\n{findings.judged:,} {_layouts(findings.judged)} judged, {findings.legal:,} legal.")
     if findings.rejected:
-        console.print(_rejected_table(findings))
+        show(_rejected_table(findings))
     for sentence in assumptions(plan):
         say(f"- {sentence}")
-
-
-def _sayer(console: Console) -> Any:
-    return lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def _layouts(count: int) -> str:
@@ -158,7 +163,7 @@ def _gib(count: int) -> str:
 def _time_table(shown: Estimate) -> Table:
     time = shown.time
     table = _table("a training step", "", "seconds", "share")
-    for name, seconds in sorted(time.parts.items(), key=lambda part: -part[1]):
+    for name, seconds in sorted(filter(itemgetter(1), time.parts.items()), key=itemgetter(1), reverse=True):
         table.add_row(name, f"{seconds:.3f}", f"{seconds / time.seconds:.1%}")
     table.add_row("total", _with_error(time.seconds, time.relative_error, ".3f"), "", style="bold")
     for group, seconds in time.exposed.items():
@@ -186,7 +191,7 @@ def _candidate_table(findings: Findings) -> Table:
     table = _table("candidates", "layout", "seconds", "MFU", "GiB", "")
     for each in findings.candidates:
         table.add_row(
-            each.name,
+            escape(each.name),
             f"{each.time.seconds:.3f}",
             f"{each.time.model_flops_utilization:.1%}",
             f"{each.needed_bytes / GIB:.1f}",
@@ -215,7 +220,7 @@ def _simulation_table(plan: Plan) -> Table:
 def _rejected_table(findings: Findings) -> Table:
     table = _table("rejected", "layouts", "of them", "what train says of it", text_columns=3)
     for each in findings.rejected:
-        table.add_row(f"{each.count:,}", each.example, each.message)
+        table.add_row(f"{each.count:,}", escape(each.example), escape(each.message))
     return table
 
 
