@@ -13,7 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from megatron_fanformer.planning.gradient_buffers import Chunk, Weight, bucket_elements, chunks, weights
+from megatron_fanformer.planning.gradient_buffers import (
+    Chunk,
+    Weight,
+    chunks,
+    gradient_buffer,
+    limits_buckets,
+    weights,
+)
 from megatron_fanformer.planning.layer_traffic import chunk_terms
 from megatron_fanformer.planning.step_traffic import StepTraffic, Term
 
@@ -95,9 +102,8 @@ def _replica_terms(step: StepTraffic, chunk: Chunk, own: list[Weight]) -> Iterat
     (When they are gathered, after the update or in the next forward, makes no difference to the bytes.)
     """
     parallel = step.parallel
-    # Without overlap there is no reason to split a buffer; later stages and chunks have time enough.
-    is_limited = bool(parallel.overlap_grad_reduce) and step.stage == 0 and chunk.number == 0
-    buckets = bucket_elements(own, parallel, step.data_parallel_size, is_limited=is_limited)
+    is_limited = limits_buckets(parallel, step.stage, chunk)
+    buckets = gradient_buffer(own, parallel, step.data_parallel_size, is_limited=is_limited).buckets
     calls = len(buckets) if chunk.number == 0 else 1  # the buckets of a later chunk go together
     kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
     yield Term("dp_cp", kind, "gradients", sum(buckets) * GRADIENT_BYTES, calls)

@@ -71,7 +71,7 @@ def weights(model: FANformerConfig, parallel: ParallelConfig, chunk: Chunk) -> l
     vocabulary = model.padded_vocab_size // parallel.tensor_model_parallel_size * model.hidden_size
     is_tied = not model.untie_embeddings_and_output_weights
     has_two_copies = is_tied and parallel.pipeline_model_parallel_size > 1
-    held = [weight for _ in range(chunk.layers) for weight in layer_weights(model, parallel)]
+    held = [*layer_weights(model, parallel)] * chunk.layers
     if chunk.has_embedding:
         held.insert(0, Weight("embedding.word_embeddings.weight", vocabulary, is_shared=has_two_copies))
     if chunk.has_head:
@@ -107,34 +107,68 @@ def _fan_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[W
         yield Weight("self_attention.fan.linear.bias", rows, is_replicated)
 
 
-def bucket_elements(
+class GradientBuffer(NamedTuple):
+    """The gradients of a chunk, last weight first, in elements."""
+
+    starts: list[int]
+    """Of each weight."""
+    elements: list[int]
+    """Of each weight."""
+    ends: list[int]
+    """Of each bucket, padding included, after a 0."""
+
+    @property
+    def buckets(self) -> list[int]:
+        """Elements of each bucket, padding included, in the order of backward."""
+        return [end - before for before, end in itertools.pairwise(self.ends)]
+
+    def shard_elements(self, ranks: int) -> int:
+        """Elements of weights that the first of so many ranks updates: its part of every bucket, without padding."""
+        total, weight = 0, 0
+        for start, end in itertools.pairwise(self.ends):
+            shard_end = start + (end - start) // ranks
+            while weight < len(self.starts) and self.starts[weight] < end:
+                weight_start = self.starts[weight]
+                total += max(0, min(weight_start + self.elements[weight], shard_end) - weight_start)
+                weight += 1
+        return total
+
+
+def gradient_buffer(
     held: list[Weight], parallel: ParallelConfig, data_parallel_size: int, *, is_limited: bool
-) -> list[int]:
-    """Elements of each bucket of a chunk's gradient buffer, padding included, in the order of backward.
+) -> GradientBuffer:
+    """How a chunk's gradients are laid out.
 
     Without the distributed optimizer nothing is padded. With it each bucket divides over the replicas (context parallel
     ranks included), and a shared embedding has a bucket of its own, so that both copies are sharded alike.
 
     Args:
-        is_limited: whether buckets are limited in size, or all of the chunk is one.
+        is_limited: whether buckets are limited in size (`limits_buckets`), or all of the chunk is one.
     """
     size = _bucket_limit(parallel, data_parallel_size) if is_limited else math.inf
     is_sharded = parallel.use_distributed_optimizer
     unit = math.lcm(data_parallel_size * parallel.context_parallel_size, BUCKET_END) if is_sharded else 1
-    ends, start, bucket_start = [0], 0, 0
+    alignment = WEIGHT_START if is_sharded else 1
+    starts, ends, start, bucket_start = [], [0], 0, 0
     for weight in reversed(held):
         is_alone = weight.is_shared and is_sharded
-        start = _padded(start, WEIGHT_START if is_sharded else 1)
+        start = _padded(start, alignment)
         if is_alone and start > bucket_start:
             bucket_start = start = _padded(start, unit)
             ends.append(start)
+        starts.append(start)
         start += weight.elements
         if is_alone or start - bucket_start >= size:
             bucket_start = start = _padded(start, unit)
             ends.append(start)
     if start > bucket_start:
         ends.append(_padded(start, unit))
-    return [end - before for before, end in itertools.pairwise(ends)]
+    return GradientBuffer(starts, [weight.elements for weight in reversed(held)], ends)
+
+
+def limits_buckets(parallel: ParallelConfig, stage: int, chunk: Chunk) -> bool:
+    """Whether a chunk's buckets are limited in size: later stages and chunks have time enough to send all at once."""
+    return bool(parallel.overlap_grad_reduce) and stage == 0 and chunk.number == 0
 
 
 def _bucket_limit(parallel: ParallelConfig, data_parallel_size: int) -> int:

@@ -53,6 +53,7 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _patched(rank: int) -> Iterator[None]:
+    from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.optimizer import clip_grads
 
     with (
@@ -67,6 +68,8 @@ def _patched(rank: int) -> Iterator[None]:
         mock.patch.object(torch.UntypedStorage, "copy_", lambda storage, *_: storage),
         # It makes a tensor of a list of norms by reading each, past what answers for a tensor without content.
         mock.patch.object(clip_grads, "l2_norm_impl", _l2_norm),
+        # It makes the shards of all replicas to take one: at a thousand replicas, most of the time of a simulation.
+        mock.patch.object(param_and_grad_buffer, "shard_buffer", _Shards),
     ):
         yield
 
@@ -87,3 +90,13 @@ def _answer_for_all(answers: list[Any], own: Any, group: Any = None) -> None:
 def _l2_norm(_chunk_size: int, _overflow: Any, tensor_lists: Any, _per_tensor: bool) -> tuple[torch.Tensor, None]:
     norms = torch.stack([torch.norm(tensor) for tensors in tensor_lists for tensor in tensors])
     return torch.norm(norms).reshape(1).float(), None
+
+
+class _Shards:
+    """The equal shards of a buffer, each made when it is asked for."""
+
+    def __init__(self, buffer: torch.Tensor, number: int) -> None:
+        self._buffer, self._size = buffer, buffer.numel() // number
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._buffer[index * self._size : (index + 1) * self._size]

@@ -20,7 +20,7 @@ from megatron_fanformer.planning.communication import (
     side_by_side,
     totals,
 )
-from megatron_fanformer.planning.gradient_buffers import Weight, bucket_elements, chunks, weights
+from megatron_fanformer.planning.gradient_buffers import Weight, chunks, gradient_buffer, weights
 from megatron_fanformer.planning.step_traffic import StepTraffic
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives
 from megatron_fanformer.runtime.parallel import rank_grid
@@ -327,10 +327,10 @@ def test_layers_that_do_not_divide_are_refused() -> None:
 def test_large_models_are_cut_into_buckets_of_megatrons_own_size() -> None:
     held = [Weight("", 1_000_000)] * 100
     overlap = layout(overlap_grad_reduce=True)
-    assert bucket_elements(held, overlap, 2, is_limited=False) == [100_000_000]
-    assert bucket_elements(held, overlap, 2, is_limited=True) == [40_000_000, 40_000_000, 20_000_000]
+    assert gradient_buffer(held, overlap, 2, is_limited=False).buckets == [100_000_000]
+    assert gradient_buffer(held, overlap, 2, is_limited=True).buckets == [40_000_000, 40_000_000, 20_000_000]
     # A million a replica where they are many; the last bucket is padded to a multiple of 128 and of 48.
-    assert bucket_elements(held, overlap, 48, is_limited=True) == [48_000_000, 48_000_000, 4_000_128]
+    assert gradient_buffer(held, overlap, 48, is_limited=True).buckets == [48_000_000, 48_000_000, 4_000_128]
 
 
 def test_models_stand_side_by_side() -> None:

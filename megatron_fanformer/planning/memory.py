@@ -1,0 +1,216 @@
+"""The memory of one rank in a training step, by purpose and by formula: its tensors at the fullest moment of the step.
+
+What stays from step to step comes first: weights, gradients, main weights, moments. The moments of a step differ in
+what they hold beside: activations of the micro batches in flight and, on top of them, the backward of a layer, the loss
+head, or the gradient of the embedding. Each moment is written down; the peak is the fullest.
+
+The local layers are described as torch runs them on a CPU, where tests measure them (docs/planning.md says how far off
+the formula is); the Engine's as its fused kernels run on a GPU.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_fanformer.planning.gradient_buffers import (
+    Chunk,
+    chunks,
+    gradient_buffer,
+    layer_weights,
+    limits_buckets,
+    weights,
+)
+from megatron_fanformer.planning.job import Job, Layers
+from megatron_fanformer.planning.layer_memory import FLOAT, LayerShapes, Rise, layer_operations, rise
+from megatron_fanformer.planning.vocabulary_memory import (
+    ID_BYTES,
+    embedding_backward,
+    embedding_ids,
+    loss_head,
+    vocabulary_weight,
+)
+
+GRADIENT_BYTES = 4
+MAIN_WEIGHT_BYTES = 4
+MOMENT_BYTES = 2 * 4
+FP8_COPIES = 2  # of a weight: as it is, and transposed, which Hopper's products need
+SAMPLE_BYTES = 3 * ID_BYTES + FLOAT  # a token's id, label and position, and its weight in the loss
+
+ALLOCATOR_BYTES = 4 * 2**30
+"""Reserved by torch's allocator beyond what is allocated: SimuMax v1.2 measured 2 to 4 GiB on B200."""
+CONTEXT_BYTES = 2 * 2**30
+"""The CUDA context and NCCL's buffers, which torch's allocator does not know: an assumption, not a measurement."""
+
+
+class MemoryLine(NamedTuple):
+    """What one purpose takes of a rank's memory at the peak."""
+
+    purpose: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """The tensors of a rank at the fullest moment of a step."""
+
+    stage: int
+    layers: Layers
+    """Whose layers the figures describe."""
+    moment: str
+    """What the rank is doing then."""
+    lines: tuple[MemoryLine, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them: the peak of allocated tensors."""
+        return sum(line.bytes for line in self.lines)
+
+
+class Moment(NamedTuple):
+    """A moment of the step: what it holds beside what stays from step to step."""
+
+    name: str
+    activations: int
+    """Of all micro batches in flight."""
+    working: int
+    """What the computation of the moment needs on top."""
+
+
+def rank_memory(job: Job, stage: int) -> RankMemory:
+    """What a rank of a pipeline stage holds; all ranks of it hold alike, but for padding.
+
+    Raises:
+        ValueError: the layers do not divide evenly over the stages.
+    """
+    shapes = LayerShapes(job)
+    held = chunks(job.model, job.parallel, stage)
+    moment = max(_moments(shapes, stage, held), key=lambda moment: moment.activations + moment.working)
+    lines = [
+        *_states(job, stage, held),
+        *_kept_by_layers(shapes, held),
+        MemoryLine("activations", moment.activations),
+        MemoryLine(f"working memory: {moment.name}", moment.working),
+    ]
+    shown = tuple(line for line in lines if line.bytes)
+    return RankMemory(stage=stage, layers=job.layers, moment=moment.name, lines=shown)
+
+
+def reserve_bytes(job: Job, _machine: object | None = None) -> int:
+    """What must be free beside the tensors: the allocator's reserve, communicators, the CUDA context; 0 on a CPU."""
+    return 0 if job.on_cpu else ALLOCATOR_BYTES + CONTEXT_BYTES
+
+
+# -- what stays from step to step
+
+
+def _states(job: Job, stage: int, held: list[Chunk]) -> Iterator[MemoryLine]:
+    """Weights and gradients with their buffers' padding, and this rank's part of the optimizer's state."""
+    parallel, ranks = job.parallel, job.data_parallel_size * job.parallel.context_parallel_size
+    buffered = weighed = updated = 0
+    for chunk in held:
+        own = weights(job.model, parallel, chunk)
+        is_limited = limits_buckets(parallel, stage, chunk)
+        buffer = gradient_buffer(own, parallel, job.data_parallel_size, is_limited=is_limited)
+        buffered += buffer.ends[-1]
+        weighed += sum(buffer.elements)
+        updated += buffer.shard_elements(ranks) if parallel.use_distributed_optimizer else sum(buffer.elements)
+    # The distributed optimizer gathers weights in a buffer that is laid out as the gradients' is.
+    yield MemoryLine("weights", (buffered if parallel.use_distributed_optimizer else weighed) * job.element_bytes)
+    yield MemoryLine("gradients", buffered * GRADIENT_BYTES)
+    yield MemoryLine("main weights", updated * MAIN_WEIGHT_BYTES if job.element_bytes < FLOAT else 0)
+    yield MemoryLine("moments", updated * MOMENT_BYTES)
+
+
+def _kept_by_layers(shapes: LayerShapes, held: list[Chunk]) -> Iterator[MemoryLine]:
+    """What layers and schedules keep for themselves, beside weights and activations."""
+    job, parallel = shapes.job, shapes.job.parallel
+    if shapes.is_engine:
+        yield MemoryLine("FP8 copies of weights", sum(_fp8_copies(job, chunk) for chunk in held))
+        yield MemoryLine("Transformer Engine's dummy weight gradients", _dummy_gradients(shapes, held))
+    elif shapes.is_sharded:
+        yield MemoryLine("buffer of the sequence's gather", shapes.gathered)
+    if parallel.virtual_stages > 1:
+        yield MemoryLine("pipeline receive buffers", 2 * shapes.stream)
+    samples = job.num_micro_batches * job.micro_batch_size * job.model.seq_length * SAMPLE_BYTES
+    angles = job.model.seq_length * job.model.kv_channels * FLOAT
+    yield MemoryLine("samples and rotary angles", samples + len(held) * angles)
+
+
+def _fp8_copies(job: Job, chunk: Chunk) -> int:
+    """8-bit weights of a chunk's linear maps, made once a step."""
+    precision = job.precision
+    if precision.fp8 is None:
+        return 0
+    layers = chunk.layers
+    if precision.first_last_layers_bf16:
+        layers -= chunk.has_embedding * precision.num_layers_at_start_in_bf16
+        layers -= chunk.has_head * precision.num_layers_at_end_in_bf16
+    elements = sum(
+        weight.elements
+        for weight in layer_weights(job.model, job.parallel)
+        if "linear" in weight.name and (precision.fp8_fan or ".fan." not in weight.name)
+    )
+    return FP8_COPIES * elements * max(0, layers)
+
+
+def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:
+    """Where products add weight gradients themselves, autograd gets one tensor of each shape, kept for all layers."""
+    if not shapes.is_fused:
+        return 0
+    hidden = shapes.hidden
+    maps = {(shapes.qkv, hidden), (hidden, shapes.queries), (2 * shapes.inner, hidden), (hidden, shapes.inner)}
+    if shapes.job.model.has_fan:
+        maps.add((shapes.fan_rows, hidden))
+    dummies = sum(rows * columns for rows, columns in maps) * shapes.element
+    has_megatrons_head = held[-1].has_head and not shapes.job.kernels.chunked_loss_head
+    return dummies + (vocabulary_weight(shapes) if has_megatrons_head else 0)
+
+
+# -- the moments of a step
+
+
+def _moments(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[Moment]:
+    job = shapes.job
+    layer = rise(layer_operations(job))
+    of_chunk = _chunk_rise(shapes, layer, held[0].layers)
+    kept = of_chunk.saved + _kept_output(shapes) + (embedding_ids(shapes) if held[0].has_embedding else 0)
+    others = kept * (chunks_in_flight(job, stage) - 1)
+    # The schedule holds on to the last gradient that it sent back, and in forward also to the input that it is of.
+    sent = shapes.stream if stage > 0 else 0
+    yield Moment("backward of a layer", others + kept, of_chunk.backward + sent)
+    if held[-1].has_head:
+        head = loss_head(shapes)
+        yield Moment("loss head", others + kept + head.saved, head.backward + 2 * sent)
+    if held[0].has_embedding:
+        yield Moment("gradient of the embedding", others + embedding_ids(shapes), embedding_backward(shapes))
+
+
+def chunks_in_flight(job: Job, stage: int) -> int:
+    """Chunks of layers whose activations a stage holds at most: those that go forward before the first comes back."""
+    stages, virtual = job.parallel.pipeline_model_parallel_size, job.parallel.virtual_stages
+    later = stages - 1 - stage
+    before_first = later if virtual == 1 else 2 * later + (virtual - 1) * stages
+    return min(before_first + 1, virtual * job.num_micro_batches)
+
+
+def _kept_output(shapes: LayerShapes) -> int:
+    """A chunk's output, which the interleaved schedule keeps over gloo (`model.build`)."""
+    return shapes.stream if shapes.job.on_cpu and shapes.job.parallel.virtual_stages > 1 else 0
+
+
+def _chunk_rise(shapes: LayerShapes, layer: Rise, layers: int) -> Rise:
+    """A chunk of layers, of which `full` recomputation keeps inputs alone and makes the rest again.
+
+    (Made again are all but the first layer's input, and the last one's output.)
+    """
+    parallel = shapes.job.parallel
+    if parallel.recompute_granularity != "full":
+        return Rise(layers * layer.saved, layer.backward)
+    number = parallel.recompute_num_layers or 1
+    if parallel.recompute_method == "uniform":
+        return Rise(layers // number * shapes.stream, number * layer.saved + layer.backward)
+    recomputed = min(layers, number)
+    kept = layers - recomputed
+    last = layer.backward if kept else 0
+    again = layer.saved + layer.backward - kept * layer.saved if recomputed else 0
+    return Rise(recomputed * shapes.stream + kept * layer.saved, max(last, again))
