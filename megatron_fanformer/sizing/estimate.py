@@ -80,7 +80,7 @@ def problems(config: RunConfig, gpus: int) -> list[str]:
     Args:
         config: of `for_machine`, with nothing wrong in sections that no layout changes.
     """
-    if found := [*config.parallel.problems(), *config.kernels.problems()]:
+    if found := [*config.parallel.problems(), *config.kernels.problems(), *config.training.problems()]:
         return found
     try:
         replicas = config.parallel.resolve_data_parallel_size(gpus)

@@ -77,6 +77,7 @@ def test_the_table_names_every_part(config: str, capsys: pytest.CaptureFixture[s
         ([], 8, "h10", "did you mean h100?"),
         (["--parallel.tensor_model_parallel_size", "4"], 2, "h100", "not a multiple of tensor x context x pipeline"),
         (["--layouts", "pp=3"], 6, "h100", "layout 'pp=3': parallel.pipeline_model_parallel_size 3 does not divide"),
+        (["--layouts", "mbs=0"], 8, "h100", "training.micro_batch_size is 0; it must be at least 1"),
         (["--layouts", "tp"], 8, "h100", "write it as in tp=2,sp=true"),
         (["--tokens", "1.5"], 8, "h100", "write it as in 1T, 300B or 15M"),
         (["--price", "nan"], 8, "h100", "is not a price"),
