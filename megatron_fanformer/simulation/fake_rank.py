@@ -70,8 +70,11 @@ def run_rank(config: RunConfig, *, world_size: int, rank: int, backend: str = "n
         )
 
 
-def take_steps(config: RunConfig, grid: RankGrid) -> tuple[Job, list[CollectiveCount]]:
+def take_steps(config: RunConfig, grid: RankGrid, *, seed: int | None = None) -> tuple[Job, list[CollectiveCount]]:
     """Build this rank's stage as the trainer does, and take two steps.
+
+    Args:
+        seed: of the initial weights; None draws none, where they have no content.
 
     Returns:
         What was run, and what the collectives of the last step add up to.
@@ -79,7 +82,7 @@ def take_steps(config: RunConfig, grid: RankGrid) -> tuple[Job, list[CollectiveC
     config, job = _resolved(config, grid)
     dtype = config.dtype(grid.device)
     seed_everything(config.training.seed)
-    stages = build_stages(config.model, config.parallel, grid, dtype=dtype, seed=None, kernels=config.kernels)
+    stages = build_stages(config.model, config.parallel, grid, dtype=dtype, seed=seed, kernels=config.kernels)
     wrapped = wrap_stages(stages, config.parallel)
     optimizer = build_optimizer(
         config.optimizer,

@@ -69,7 +69,7 @@ def followed(config: RunConfig) -> tuple[int, int, list[CollectiveCount]]:
     """What this rank holds at its peak and between steps, and what it communicates."""
     tracker = MemoryTracker()
     with tracker, rank_grid(config.parallel, "cpu") as grid:
-        _, collectives = take_steps(config, grid)
+        _, collectives = take_steps(config, grid, seed=0)
         return tracker.peak_bytes, tracker.held_bytes, collectives
 
 
@@ -89,7 +89,7 @@ def allocated(config: RunConfig) -> tuple[int, int]:
     tracker = MemoryTracker()
     recorder = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     with recorder, tracker, rank_grid(config.parallel, "cpu") as grid:
-        take_steps(config, grid)
+        take_steps(config, grid, seed=0)
     held = peak = 0
     for event in sorted(recorder.profiler.kineto_results.events(), key=lambda event: event.start_ns()):  # type: ignore
         if event.name() == "[memory]":

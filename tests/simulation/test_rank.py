@@ -1,0 +1,88 @@
+"""Which ranks stand for a world, how many micro batches for a step, and what is refused."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.model.config import PrecisionConfig
+from megatron_fanformer.planning.communication import Total, totals
+from megatron_fanformer.simulation.fake_rank import run_rank
+from megatron_fanformer.simulation.rank import (
+    check,
+    first_rank_of_each_stage,
+    simulate_ranks,
+    with_few_micro_batches,
+)
+from tests.simulation.runs import run_config
+
+PP = dict(pipeline_model_parallel_size=2)
+VPP = dict(**PP, virtual_pipeline_model_parallel_size=2)
+INTERLEAVED = run_config(dict(num_layers=4), **VPP, samples=128)  # 16 micro batches of 4 replicas
+
+
+def test_few_micro_batches_stand_for_many() -> None:
+    """The peak is the same; calls and bytes grow by as much with each further one."""
+    few = with_few_micro_batches(INTERLEAVED, 8)
+    ranks = [run_rank(config, world_size=8, rank=0) for config in (few, _of(INTERLEAVED, 64), INTERLEAVED)]
+    assert [rank.job.num_micro_batches for rank in ranks] == [4, 8, 16]
+    assert len({rank.peak_bytes for rank in ranks}) == 1
+    first, second, third = (totals(rank.collectives) for rank in ranks)
+    for key in third:
+        for field in range(len(Total._fields)):
+            assert third[key][field] - second[key][field] == 2 * (second[key][field] - first[key][field]), key
+
+
+def _of(config: Any, samples: int) -> Any:
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=samples))
+
+
+def test_a_batch_that_is_small_already_stays() -> None:
+    assert with_few_micro_batches(run_config(samples=2), 1) == run_config(samples=2)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "Transformer Engine": (
+        dict(kernels=dict(transformer_impl="transformer_engine")),
+        "kernels.transformer_impl is for GPUs alone, and cannot be simulated; set it to local",
+    ),
+    "CUDA graphs": (
+        dict(kernels=dict(cuda_graph_impl="local")),
+        "kernels.cuda_graph_impl is for GPUs alone, and cannot be simulated; set it to none",
+    ),
+    "a layout": (dict(tensor_model_parallel_size=8), "8 does not divide model.num_attention_heads 4"),
+    "a batch": (dict(samples=6), "training.global_batch_size 6 is not a multiple of"),
+    "a world": (dict(tensor_model_parallel_size=2, context_parallel_size=8), "the world size is 8, not a multiple of"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    fields, line = REFUSED[name]
+    with pytest.raises(InputError, match=line):
+        check(run_config(**fields), world_size=8, ranks=[0])
+
+
+def test_fp8_is_refused() -> None:
+    config = dataclasses.replace(run_config(), precision=PrecisionConfig(dtype="bf16", fp8="hybrid"))
+    with pytest.raises(InputError, match=r"^precision.fp8 is for GPUs alone, and cannot be simulated; set it to null$"):
+        check(config, world_size=1, ranks=[0])
+
+
+def test_a_rank_beyond_the_world_is_refused() -> None:
+    with pytest.raises(InputError, match=r"^rank 4 is not in a world of 4; choose one from 0 to 3$"):
+        check(run_config(), world_size=4, ranks=[0, 4])
+
+
+@pytest.mark.full
+def test_ranks_run_in_processes_of_their_own() -> None:
+    """Two in the same process, one after the other, like two in two."""
+    config = run_config(dict(num_layers=3), **PP, samples=64, num_layers_in_last_pipeline_stage=1)
+    ranks = [*first_rank_of_each_stage(config.parallel, 64), 63]
+    simulated = simulate_ranks(config, world_size=64, ranks=ranks)
+    assert [(rank.rank, rank.stage) for rank in simulated] == [(0, 0), (32, 1), (63, 1)]
+    for one in simulated:
+        here = run_rank(config, world_size=64, rank=one.rank)
+        assert dataclasses.replace(here, seconds=one.seconds) == one
+    assert simulated[1].peak_bytes == simulated[2].peak_bytes < simulated[0].peak_bytes
