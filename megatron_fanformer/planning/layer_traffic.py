@@ -19,15 +19,16 @@ def chunk_terms(step: StepTraffic, chunk: Chunk) -> Iterator[Term]:
     if chunk.has_embedding:
         # Each rank looks up the tokens of its part of the vocabulary, and the parts are summed.
         yield from (*_sum(step, "embedding"), *_sum_gradient(step, "embedding"))
-    for term in (*_layer_forward(step), *_layer_backward(step)):
+    for term in (*layer_forward(step), *layer_backward(step)):
         yield term.times(chunk.layers)
-    for term in _recomputed(step):
-        yield term.again().times(_recomputed_layers(step, chunk.layers))
+    for term in recomputed(step):
+        yield term.again().times(recomputed_layers(step, chunk.layers))
     if chunk.has_head:
-        yield from _head(step)
+        yield from head_terms(step)
 
 
-def _head(step: StepTraffic) -> Iterator[Term]:
+def head_terms(step: StepTraffic) -> Iterator[Term]:
+    """The terms of the loss head, both ways."""
     yield from _gather(step, "the head")
     # Of each token: its largest logit, its label's and the sum of exponentials, each of a shard of the vocabulary.
     statistics = Term("tp", "all-reduce", "vocabulary cross entropy", step.tokens * LOGIT_STATISTIC_BYTES).times(3)
@@ -41,7 +42,8 @@ def _head(step: StepTraffic) -> Iterator[Term]:
         yield from _gather_gradient(step, "the head")
 
 
-def _layer_forward(step: StepTraffic) -> Iterator[Term]:
+def layer_forward(step: StepTraffic) -> Iterator[Term]:
+    """The terms of one layer's forward."""
     yield from _gather(step, _first_map(step))
     for kind, _, purpose, message_bytes in _before_heads(step):
         yield Term("tp", kind, purpose, message_bytes)
@@ -59,7 +61,8 @@ def _core_attention_forward(step: StepTraffic) -> Iterator[Term]:
     yield Term("cp", "all-gather", "keys and values", _keys_and_values_bytes(step))
 
 
-def _layer_backward(step: StepTraffic) -> Iterator[Term]:
+def layer_backward(step: StepTraffic) -> Iterator[Term]:
+    """The terms of one layer's backward, without what it recomputes."""
     yield from _gather_gradient(step, _first_map(step))
     for _, kind, purpose, message_bytes in _before_heads(step):
         yield Term("tp", kind, purpose, message_bytes)
@@ -69,10 +72,10 @@ def _layer_backward(step: StepTraffic) -> Iterator[Term]:
     yield from _sum_gradient(step, ROW_OUTPUT)
 
 
-def _recomputed(step: StepTraffic) -> Iterator[Term]:
+def recomputed(step: StepTraffic) -> Iterator[Term]:
     """What of a layer's forward runs again; the norms, which may be named too, communicate nothing."""
     if step.parallel.recompute_granularity == "full":
-        yield from _layer_forward(step)
+        yield from layer_forward(step)
     if step.parallel.recomputes("fan") and step.has_column_fan:
         yield Term("tp", "all-gather", PRE_ACTIVATION, _pre_activation_bytes(step))
     if step.parallel.recomputes("core_attn"):
@@ -81,8 +84,8 @@ def _recomputed(step: StepTraffic) -> Iterator[Term]:
         yield from _mlp_forward(step)
 
 
-def _recomputed_layers(step: StepTraffic, layers: int) -> int:
-    """All of a chunk, or with method `block` the first few."""
+def recomputed_layers(step: StepTraffic, layers: int) -> int:
+    """Of so many layers, how many are recomputed: all of a chunk, or with method `block` the first few."""
     return min(layers, step.parallel.recompute_num_layers or 0) if step.parallel.recompute_method == "block" else layers
 
 

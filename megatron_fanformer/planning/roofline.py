@@ -1,27 +1,39 @@
-"""FLOPs and bytes of a training step by part: the least that each part can cost on a machine.
+"""FLOPs and bytes of a training step by operation: what each costs at least on a machine.
 
-A part's bytes are those of its operands and results, each moved once between memory and the chip: no implementation
-moves less, unless it fuses two parts in one kernel. FLOPs are those of `flops` (matrix products, causal attention's
-unmasked half); what flash attention recomputes in its backward is not counted.
+An operation's bytes are those of its operands and results, each moved once between memory and the chip: no
+implementation moves less, unless it fuses two operations in one kernel. FLOPs are those of `flops` (matrix products,
+causal attention's unmasked half); what flash attention recomputes in its backward is not counted.
 
-Letters: m tokens of a micro batch, h hidden size, f inner size of the MLP, k rows of the FAN map, V padded vocabulary.
+Letters: m tokens of a micro batch, h hidden size, f inner size of the MLP, k rows of the FAN map, V padded vocabulary;
+T tensor parallel ranks.
 """
 
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.planning.flops import BACKWARD_AND_FORWARD
+from megatron_fanformer.runtime.layout import FANForm, RecomputeModule
 
 GRADIENT_BYTES = 4  # weight gradients are added up in float32
-# Of each weight: gradient, float32 weight and two moments read; the latter three written, and the gradient's buffer
-# zeroed for the next step.
-OPTIMIZER_READ, OPTIMIZER_WRITTEN = 4 + 3 * 4, 3 * 4 + 4
+ZEROED = GRADIENT_BYTES  # of each weight, the gradient's buffer for the next step
+# Of each weight: gradient, float32 weight and two moments read; the latter three written.
+OPTIMIZER_READ, OPTIMIZER_WRITTEN = 4 + 3 * 4, 3 * 4
 LOGIT_PASSES = 4  # written by the product, read for the softmax, written as gradient, read by both products after it
+# Megatron's own cross entropy works in float32 and keeps the logits of a whole micro batch: bytes per logit beyond the
+# products', of casting, largest, difference, exponential, sum, quotient; in backward product and cast back.
+SEPARATE_SOFTMAX_BYTES = 6 + 4 + 8 + 8 + 4 + 8 + 8 + 6
+# Kernels of the cross entropy were measured at 0.28 to 0.32 of a B200's bandwidth, other element-wise ones at 0.67
+# (SimuMax, configs/system/b200_bf16_ceperm.json); so its bytes count as so many times themselves.
+SOFTMAX_SLOWNESS = 2
+# Attention from plain products: scores written, read and written by the softmax, read; in backward the softmax is read,
+# its gradient written, both read, the scores' gradient written, and read twice.
+SCORE_PASSES_FORWARD, SCORE_PASSES_BACKWARD = 4, 7
+
+Kind = Literal["matrix products", "attention", "element-wise"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """What one kind of work adds up to in a step of one micro batch, forward and backward."""
 
     name: str
@@ -33,6 +45,27 @@ class Part:
         return max(self.flops / flops_per_second, self.bytes / bytes_per_second)
 
 
+class Work(NamedTuple):
+    """Of one direction of an operation."""
+
+    flops: int
+    bytes: int
+    kernels: int = 1
+
+
+class Operation(NamedTuple):
+    """What one rank does of one kind of work for one micro batch."""
+
+    name: str
+    kind: Kind
+    forward: Work
+    backward: Work
+    module: RecomputeModule | None = None
+    """What recomputes it by itself, of `recompute_modules`."""
+    operands: int = 0
+    """Of a product: elements of its input and of its output's gradient, which FP8 casts."""
+
+
 def step_parts(model: FANformerConfig, *, tokens: int, element_bytes: int) -> list[Part]:
     """Every part of a step of one micro batch and one update, on one rank that holds the whole model.
 
@@ -40,57 +73,130 @@ def step_parts(model: FANformerConfig, *, tokens: int, element_bytes: int) -> li
         tokens: of the micro batch.
         element_bytes: of weights and activations.
     """
-    layer = [*_layer_products(model, tokens, element_bytes), *_element_wise(model, tokens, element_bytes)]
-    parts = [Part(name=p.name, flops=p.flops * model.num_layers, bytes=p.bytes * model.num_layers) for p in layer]
-    head = _product("loss head", tokens, model.hidden_size, model.padded_vocab_size, element_bytes)
-    # Its products' results are logits and their gradient, counted with the softmax between them.
-    softmax = tokens * model.padded_vocab_size * element_bytes * (LOGIT_PASSES - 3)
-    embedding = 3 * tokens * model.hidden_size * element_bytes
+    layer = layer_operations(model, tokens=tokens, element_bytes=element_bytes)
+    operations = [(operation, model.num_layers) for operation in layer]
+    operations.append((head_operation(model, tokens=tokens, element_bytes=element_bytes), 1))
+    totals: dict[str, tuple[int, int]] = {}
+    for operation, times in operations:
+        flops, moved = totals.get(operation.name, (0, 0))
+        both = (operation.forward, operation.backward)
+        totals[operation.name] = (
+            flops + times * sum(work.flops for work in both),
+            moved + times * sum(work.bytes for work in both),
+        )
     copy = element_bytes if element_bytes < 4 else 0  # in float32 the weight is the one that is updated
-    per_weight = OPTIMIZER_READ + OPTIMIZER_WRITTEN + copy
+    per_weight = OPTIMIZER_READ + OPTIMIZER_WRITTEN + ZEROED + copy
     return [
-        *parts,
-        Part(name=head.name, flops=head.flops, bytes=head.bytes + softmax),
-        Part(name="embedding", flops=0, bytes=embedding),
+        *(Part(name=name, flops=flops, bytes=moved) for name, (flops, moved) in totals.items()),
+        Part(name="embedding", flops=0, bytes=3 * tokens * model.hidden_size * element_bytes),
         Part(name="optimizer", flops=0, bytes=model.num_parameters * per_weight),
     ]
 
 
-def _layer_products(model: FANformerConfig, m: int, e: int) -> Iterator[Part]:
-    h, f = model.hidden_size, model.ffn_hidden_size
-    heads = model.num_attention_heads * model.kv_channels
-    if model.has_fan:
-        yield _product("FAN map", m, h, model.fan_rows, e)
-    yield _product("QKV", m, h, model.qkv_rows, e)
-    yield _product("attention output", m, heads, h, e)
-    yield _product("MLP", m, h, 2 * f, e, also=_product("", m, f, h, e))
-    forward_flops = 2 * 2 * heads * model.seq_length // 2 * m
-    own = m * (heads + 2 * model.value_size) * e  # queries, keys and values
-    context = m * heads * e
-    # Forward reads them and writes the context; backward reads both and the context's gradient, and writes theirs.
-    yield Part(name="attention", flops=BACKWARD_AND_FORWARD * forward_flops, bytes=3 * own + 3 * context)
+@functools.lru_cache(maxsize=1 << 12)  # a search asks about the same layer in many layouts
+def layer_operations(
+    model: FANformerConfig,
+    *,
+    tokens: int,
+    element_bytes: int,
+    ranks: int = 1,
+    sequence_parallel: bool = False,
+    fan_form: FANForm = "column",
+    has_plain_attention: bool = False,
+) -> tuple[Operation, ...]:
+    """The operations of a layer on one tensor parallel rank.
 
-
-def _product(name: str, m: int, inner: int, rows: int, e: int, also: Part | None = None) -> Part:
-    """One weight [rows, inner]: forward, the input's gradient and the weight's own, which is added up in float32."""
-    operands = (m * inner + rows * inner + m * rows) * e
-    weight_gradient = (m * inner + m * rows) * e + 2 * rows * inner * GRADIENT_BYTES
-    return Part(
-        name=name,
-        flops=BACKWARD_AND_FORWARD * 2 * m * inner * rows + (also.flops if also else 0),
-        bytes=2 * operands + weight_gradient + (also.bytes if also else 0),
+    Args:
+        tokens: of the micro batch, on one context parallel rank.
+        element_bytes: of weights and activations.
+        ranks: T.
+        has_plain_attention: whether attention keeps its scores in memory, instead of a flash kernel.
+    """
+    m, e, h, f = tokens, element_bytes, model.hidden_size, model.ffn_hidden_size // ranks
+    own_tokens = m // ranks if sequence_parallel else m  # of norms and residuals
+    heads, values = model.num_attention_heads * model.kv_channels // ranks, -(-model.value_size // ranks)
+    is_sharded = fan_form == "column"
+    fan = _fan(model, m if is_sharded else m // ranks, e, ranks if is_sharded else 1) if model.has_fan else ()
+    rotated = 2 * (heads + values)
+    return (
+        *fan,
+        _product("QKV", m, h, model.qkv_rows // ranks, e),
+        _product("attention output", m, heads, h, e),
+        _product("MLP", m, h, 2 * f, e, module="mlp"),
+        _product("MLP", m, f, h, e, module="mlp"),
+        _attention(model, m, e, heads, values, has_scores=has_plain_attention),
+        # Norms: x read, y written; x, its gradient and y's.
+        _element_wise("norms", m=own_tokens, widths=(2 * 2 * h, 2 * 3 * h), e=e, kernels=2, module="layernorm"),
+        _element_wise("rotary embedding", m=m, widths=(rotated, rotated), e=e),
+        _element_wise("SwiGLU", m=m, widths=(3 * f, 5 * f), e=e, module="mlp"),
+        # Two sums, and of their gradients.
+        _element_wise("residuals", m=own_tokens, widths=(2 * 3 * h, 2 * 3 * h), e=e, kernels=2),
     )
 
 
-def _element_wise(model: FANformerConfig, m: int, e: int) -> Iterator[Part]:
-    h, f, heads = model.hidden_size, model.ffn_hidden_size, model.num_attention_heads * model.kv_channels
-    if model.has_fan:
-        widths = model.fan.outputs(h, model.value_size)
-        periodic = sum(int(p_ratio * width) for width, p_ratio in widths)
-        made = sum(width for width, _ in widths)
-        # Forward reads p | g and writes X_F; backward reads its gradient and the cos and sin in it, and writes p | g's.
-        yield Part(name="FAN activation", flops=0, bytes=m * (2 * model.fan_rows + 2 * made + 2 * periodic) * e)
-    yield Part(name="norms", flops=0, bytes=2 * m * 5 * h * e)  # x read, y written; x, its gradient and y's
-    yield Part(name="rotary embedding", flops=0, bytes=2 * m * 2 * (heads + model.value_size) * e)
-    yield Part(name="SwiGLU", flops=0, bytes=m * (3 + 5) * f * e)
-    yield Part(name="residuals", flops=0, bytes=2 * m * (3 + 3) * h * e)  # two sums, and of their gradients
+def head_operation(
+    model: FANformerConfig, *, tokens: int, element_bytes: int, ranks: int = 1, is_chunked: bool = True
+) -> Operation:
+    """The loss head on one tensor parallel rank: logits, their cross entropy and its gradient.
+
+    Args:
+        is_chunked: whether it is the project's own, or Megatron's.
+    """
+    columns = model.padded_vocab_size // ranks
+    product = _product("loss head", tokens, model.hidden_size, columns, element_bytes)
+    # The products' results are logits and their gradient, counted with the softmax between them.
+    softmax = element_bytes * (LOGIT_PASSES - 3) if is_chunked else SOFTMAX_SLOWNESS * SEPARATE_SOFTMAX_BYTES
+    forward = product.forward
+    return Operation(
+        name=product.name,
+        kind="matrix products",
+        forward=forward._replace(bytes=forward.bytes + tokens * columns * softmax, kernels=4),
+        backward=product.backward,
+    )
+
+
+def _fan(model: FANformerConfig, m: int, e: int, ranks: int) -> Iterator[Operation]:
+    """The FAN map, sharded over so many ranks, and its activation."""
+    yield _product("FAN map", m, model.hidden_size, model.fan_rows // ranks, e)
+    widths = model.fan.outputs(model.hidden_size, model.value_size)
+    periodic = sum(int(p_ratio * width) for width, p_ratio in widths)
+    made = sum(width for width, _ in widths)
+    # Forward reads p | g and writes X_F; backward reads its gradient and the cos and sin in it, and writes p | g's.
+    both = (model.fan_rows + made, model.fan_rows + made + 2 * periodic)
+    yield _element_wise("FAN activation", m=m, widths=both, e=e, module="fan")
+
+
+def _attention(model: FANformerConfig, m: int, e: int, heads: int, values: int, *, has_scores: bool) -> Operation:
+    flops = 2 * 2 * heads * model.seq_length // 2 * m
+    own = m * (heads + 2 * values) * e  # queries, keys and values
+    context = m * heads * e
+    # Forward reads them and writes the context; backward reads both and the context's gradient, and writes theirs.
+    forward, backward = Work(flops, own + context), Work(2 * flops, 2 * own + 2 * context)
+    if has_scores:
+        scores = heads // model.kv_channels * m * model.seq_length * e
+        forward = Work(2 * flops, forward.bytes + SCORE_PASSES_FORWARD * scores, kernels=3)
+        backward = Work(4 * flops, backward.bytes + SCORE_PASSES_BACKWARD * scores, kernels=5)
+    return Operation(name="attention", kind="attention", module="core_attn", forward=forward, backward=backward)
+
+
+def _product(name: str, m: int, inner: int, rows: int, e: int, module: RecomputeModule | None = None) -> Operation:
+    """One weight [rows, inner]: forward, the input's gradient and the weight's own, which is added up in float32."""
+    flops = 2 * m * inner * rows
+    moved = (m * inner + rows * inner + m * rows) * e
+    weight_gradient = (m * inner + m * rows) * e + 2 * rows * inner * GRADIENT_BYTES
+    return Operation(
+        name=name,
+        kind="matrix products",
+        module=module,
+        forward=Work(flops, moved),
+        backward=Work(2 * flops, moved + weight_gradient, kernels=2),
+        operands=m * (inner + rows),
+    )
+
+
+def _element_wise(
+    name: str, *, m: int, widths: tuple[int, int], e: int, kernels: int = 1, module: RecomputeModule | None = None
+) -> Operation:
+    """Numbers read and written of each token, forward and backward."""
+    forward, backward = (Work(0, m * width * e, kernels) for width in widths)
+    return Operation(name=name, kind="element-wise", module=module, forward=forward, backward=backward)

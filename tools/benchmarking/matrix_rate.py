@@ -49,6 +49,7 @@ class MatrixClock:
 
     def __init__(self, model: FANformerConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self._weights, self._tokens, self._dtype, self._device = weights_of(model), tokens, dtype, device
+        self._layers = model.num_layers
 
     def fastest(self) -> float:
         """FLOP/s of the fastest product at present, each by the best of a few timings."""
@@ -58,6 +59,16 @@ class MatrixClock:
                 seconds = min(timed(product, self._device) for _ in range(REPEATS))
                 fastest = max(fastest, 2 * self._tokens * weight.rows * weight.columns / seconds)
         return fastest
+
+    def mean(self) -> float:
+        """FLOP/s of all products of the model together, those of a layer as often as it has layers."""
+        flops = seconds = 0.0
+        for weight in self._weights:
+            times = 1 if weight is self._weights[-1] else self._layers
+            for product in self._products(weight):
+                seconds += times * min(timed(product, self._device) for _ in range(REPEATS))
+                flops += times * 2 * self._tokens * weight.rows * weight.columns
+        return flops / seconds
 
     def _products(self, weight: Weight) -> list[Callable[[], Tensor]]:
         def random(*shape: int) -> Tensor:

@@ -1,0 +1,191 @@
+"""What a chip and the links between chips reach: data-sheet rates, and the shares of them that runs were seen to reach.
+
+`machines.yaml` holds the known ones, with the source of each figure. A file of the same form stands for any other
+machine; `tools/bench_train.py --json` writes one of what it measured.
+"""
+
+import difflib
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_fanformer.configuration import build, read_plain_values
+from megatron_fanformer.errors import InputError
+
+KNOWN_MACHINES = Path(__file__).with_name("machines.yaml")
+LIKE = "like"
+MEASURED = "machine"  # where a report of tools/bench_train.py has it
+MAY_BE_ZERO = (
+    "latency_seconds",
+    "launch_seconds",
+    "step_seconds",
+    "collective_seconds",
+    "overlap",
+    "unhidden",
+    "relative_error",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """The way from one chip to others."""
+
+    bytes_per_second: float
+    """Of one chip, in one direction, by the data sheet."""
+    efficiency: float
+    """The share of it that collectives reach, in (0, 1]."""
+    latency_seconds: float
+    """Of a hop."""
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second that collectives reach."""
+        return self.bytes_per_second * self.efficiency
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One chip of many equal ones, and how they are connected."""
+
+    name: str
+    """What it is called in reports."""
+    memory_bytes: int
+    """Of one chip."""
+    fp32_flops_per_second: float | None = None
+    """Of dense matrix products, by the data sheet; null: not known, or none."""
+    bf16_flops_per_second: float | None = None
+    """Likewise."""
+    fp8_flops_per_second: float | None = None
+    """Likewise."""
+    product_efficiency: float
+    """The share of it that large matrix products reach, in (0, 1]; what small ones lose is their bytes' time."""
+    fp8_product_efficiency: float = 1.0
+    """Likewise, of products in FP8."""
+    attention_efficiency: float
+    """The share that flash attention's kernels reach, of the rate in the activations' format."""
+    memory_bytes_per_second: float
+    """By the data sheet."""
+    memory_efficiency: float
+    """The share of it that element-wise kernels reach, in (0, 1]."""
+    unhidden: float
+    """Of the shorter of a kernel's computing and moving, the share that adds to the longer, in [0, 1]: first loads and
+    last stores wait. 0 where `product_efficiency` was measured of the products themselves."""
+    launch_seconds: float
+    """Of the host, an operation of a layer: its Python, autograd and launches. A layer lasts at least so long."""
+    step_seconds: float
+    """Of the host, a step: what runs between the last kernel of one and the first of the next."""
+    collective_seconds: float
+    """To start a collective, whatever its size."""
+    domain_size: int
+    """Chips that `domain` connects: those of a node, usually."""
+    domain: Link
+    """Within the domain: NVLink."""
+    network: Link
+    """Between domains; its rate is that of one chip's own adapter."""
+    overlap: float
+    """The share of a communication beside computation that is hidden, in [0, 1]: both slow each other."""
+    relative_error: float
+    """How far off a step's time is, as a share of it: nine of ten published runs are within, each predicted without any
+    of its own source."""
+    sources: list[str]
+    """Where the figures are from, one a line."""
+
+    def flops_per_second(self, dtype: str) -> float:
+        """Of dense products by the data sheet; `dtype` is fp32, bf16 or fp8.
+
+        Raises:
+            InputError: the machine does not have that format.
+        """
+        if (rate := getattr(self, f"{dtype}_flops_per_second")) is None:
+            field = "precision.fp8" if dtype == "fp8" else "precision.dtype"
+            raise InputError(
+                f"the rate of matrix products in {dtype} is not known of {self.name}; change {field}, or give the "
+                f"machine's {dtype}_flops_per_second"
+            )
+        return rate
+
+    def problems(self) -> list[str]:
+        """Rules that these figures break, one line each."""
+        named = {f"machine.{name}": value for name, value in vars(self).items()}
+        named |= {
+            f"machine.{link}.{name}": value
+            for link in ("domain", "network")
+            for name, value in vars(getattr(self, link)).items()
+        }
+        numbers = {name: value for name, value in named.items() if isinstance(value, int | float)}
+        found = [
+            f"{name} is {value}; it must be {'at least' if name.endswith(MAY_BE_ZERO) else 'above'} 0"
+            for name, value in numbers.items()
+            if value < 0 or (value == 0 and not name.endswith(MAY_BE_ZERO))
+        ]
+        shares = {
+            name: value for name, value in numbers.items() if name.endswith(("efficiency", "overlap", "unhidden"))
+        }
+        return found + [f"{name} is {value}; it must be at most 1" for name, value in shares.items() if value > 1]
+
+
+@functools.cache
+def known_machines() -> dict[str, Machine]:
+    """The machines of this package by their short names."""
+    return {name: _machine(values, name) for name, values in _known_values().items()}
+
+
+def load_machine(name_or_file: str) -> Machine:
+    """A known machine by its name, or the one that a YAML or JSON file describes.
+
+    A file has the fields of `Machine`, or those that differ and `like: NAME`, of which it takes the others.
+
+    Raises:
+        InputError: there is neither; or the file does not describe a machine, every problem on a line.
+    """
+    if machine := known_machines().get(name_or_file.lower()):
+        return machine
+    file = Path(name_or_file)
+    try:
+        values = read_plain_values(file)
+    except FileNotFoundError:
+        raise InputError(_unknown(name_or_file)) from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{name_or_file} cannot be read as a machine: {error}") from error
+    if isinstance(values, Mapping) and isinstance(values.get(MEASURED), Mapping):
+        values = values[MEASURED]
+    if not isinstance(values, Mapping):
+        raise InputError(f"{name_or_file} holds no fields of a machine, such as name; see docs/planning.md")
+    return _machine(_completed(values, name_or_file), name_or_file)
+
+
+@functools.cache
+def _known_values() -> dict[str, dict[str, Any]]:
+    return read_plain_values(KNOWN_MACHINES)
+
+
+def _completed(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The values, with those of the machine that they are `like`."""
+    own = {key: value for key, value in values.items() if key != LIKE}
+    if LIKE not in values:
+        return own
+    if (like := str(values[LIKE]).lower()) not in _known_values():
+        raise InputError(f"{source}: {LIKE} is {values[LIKE]!r}; it must be one of {', '.join(_known_values())}")
+    base = _known_values()[like]
+    links = {key: {**base[key], **own[key]} for key in ("domain", "network") if isinstance(own.get(key), Mapping)}
+    return {**base, **own, **links}
+
+
+def _machine(values: Mapping[str, Any], source: str) -> Machine:
+    try:
+        machine = build(values, Machine, "machine.")
+    except InputError as error:
+        raise InputError("\n".join(f"{source}: {line}" for line in str(error).splitlines())) from None
+    if found := machine.problems():
+        raise InputError("\n".join(f"{source}: {line}" for line in found))
+    return machine
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), known_machines(), n=1, cutoff=0.0)
+    return (
+        f"machine {name!r} is neither known nor a file; did you mean {near[0]}? Known are "
+        f"{', '.join(known_machines())}; a file gives the figures of another"
+    )

@@ -1,0 +1,313 @@
+"""The seconds of a training step of a job on a machine, by formula: predicted, not measured.
+
+A step of a pipeline of P stages with v chunks each, where a micro batch takes stage i t_i seconds (forward, backward
+and what is recomputed), and M micro batches:
+
+    seconds = M max(t) + (sum(t) - max(t)) / v + sends + gradients + optimizer + weights
+
+The first two are 1F1B's time, and the interleaved schedule's: one micro batch fills and drains the pipeline, in steps
+of a chunk. t_i adds up operations (`roofline`): FLOPs at the rate that large products reach, bytes at the memory's, and
+a part of the shorter of the two besides, so that a product with few FLOPs a byte is slower; and collectives
+(`layer_traffic`), as rings: n - 1 hops and (n - 1) / n of the tensor's bytes, twice in an all-reduce.
+
+docs/planning.md has the rest of the model, and how far off published runs are. Left out: the sum of a tied embedding's
+gradients between stages, collectives of a few bytes, evaluation, checkpoints and reading data.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_fanformer.planning import roofline
+from megatron_fanformer.planning.flops import training_flops_per_token
+from megatron_fanformer.planning.gradient_buffers import Chunk, Weight, bucket_limit, layer_weights, weights
+from megatron_fanformer.planning.job import Job
+from megatron_fanformer.planning.layer_traffic import (
+    head_terms,
+    layer_backward,
+    layer_forward,
+    recomputed,
+    recomputed_layers,
+)
+from megatron_fanformer.planning.machines import Machine
+from megatron_fanformer.planning.roofline import Operation, Work
+from megatron_fanformer.planning.step_traffic import Term
+
+FLASH_BACKWARD = 5 / 4  # flash attention's backward computes the scores again: five products in place of four
+CAST_BYTES = 2 + 1 + 1  # FP8: an element is read in bf16, and written as it is and transposed
+
+TENSOR, CONTEXT, PIPELINE, REPLICAS = "tp", "cp", "pp", "dp_cp"
+IN_WORDS = {TENSOR: "tensor parallel", CONTEXT: "context parallel"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """A step's time, and where it goes, on the rank that the others wait for."""
+
+    seconds: float
+    relative_error: float
+    """How far off `seconds` is, as the machine states it."""
+    parts: dict[str, float]
+    """Seconds by purpose, which sum to `seconds`."""
+    exposed: dict[str, float]
+    """Seconds of communication beside which nothing is computed, by group: tp, cp, pp, dp_cp."""
+    tokens_per_second: float
+    """Of all ranks together."""
+    model_flops_utilization: float
+    """Model FLOP/s, as a share of the data sheet's matrix rate in the weights' format."""
+
+
+def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = False) -> StepTime:
+    """What a step takes.
+
+    Args:
+        overlaps_tensor_parallel: whether collectives of tensor parallel ranks run beside products throughout, as
+            Transformer Engine's user buffers let them. This project does not use them; published runs do.
+
+    Raises:
+        ValueError: the layers do not divide evenly over the stages.
+        InputError: the machine has no FP8, which the job asks for.
+    """
+    seconds = _Seconds(job, machine, overlaps_tensor_parallel)
+    stages = seconds.stages()
+    longest = max(stages, key=lambda stage: stage.total())
+    parts = Counter({name: job.num_micro_batches * value for name, value in longest.items()})
+    fill = sum(stage.total() for stage in stages) - longest.total()
+    if fill:
+        parts["pipeline bubble"] = fill / job.parallel.virtual_stages
+        parts["pipeline sends"] = seconds.sends()
+    parts.update(seconds.update())
+    total = parts.total()
+    tokens_per_second = job.tokens_per_step / total
+    peak = machine.flops_per_second(job.precision.dtype) * job.world_size
+    return StepTime(
+        seconds=total,
+        relative_error=machine.relative_error,
+        parts=dict(parts),
+        exposed={group: value for group, name in EXPOSED.items() if (value := sum(parts[each] for each in name))},
+        tokens_per_second=tokens_per_second,
+        model_flops_utilization=tokens_per_second * training_flops_per_token(job.model) / peak,
+    )
+
+
+EXPOSED = {
+    TENSOR: ("tensor parallel communication",),
+    CONTEXT: ("context parallel communication",),
+    PIPELINE: ("pipeline sends",),
+    REPLICAS: ("gradient reduction", "weight gathering"),
+}
+
+
+def collective_seconds(term: Term, ranks: int, stride: int, machine: Machine) -> float:
+    """What collectives over `ranks` ranks take, each `stride` ranks from the next.
+
+    Those of a group that are in one domain take turns in the ring, which leaves the domain once: every one of them adds
+    its adapter to the network's rate.
+    """
+    if ranks == 1 or not term.calls:
+        return 0.0
+    in_domain = max(1, min(ranks, machine.domain_size // stride))
+    domains = -(-ranks // in_domain)
+    if term.kind == "send":  # the slowest of the group sets the pace
+        link = machine.domain if domains == 1 else machine.network
+        return term.calls * (machine.collective_seconds + link.latency_seconds) + term.message_bytes / link.rate
+    rate, hops = machine.domain.rate, (ranks - domains) * machine.domain.latency_seconds
+    if domains > 1:
+        across = in_domain * machine.network.rate
+        rate = across if in_domain == 1 else min(rate, across)
+        hops += (domains - 1) * machine.network.latency_seconds
+    rounds = 2 if term.kind == "all-reduce" else 1
+    share = (ranks - 1) / ranks
+    return term.calls * (machine.collective_seconds + rounds * hops) + rounds * share * term.message_bytes / rate
+
+
+class _Seconds:
+    """The seconds of the parts of a job on a machine."""
+
+    def __init__(self, job: Job, machine: Machine, overlaps_tensor_parallel: bool) -> None:
+        self._job, self._machine = job, machine
+        self._overlaps_tensor_parallel = overlaps_tensor_parallel
+        self._step = job.traffic(0)
+        self._groups = self._step.group_sizes()
+        parallel = job.parallel
+        nearest = parallel.tensor_model_parallel_size
+        self._strides = {TENSOR: 1, CONTEXT: nearest, REPLICAS: nearest}
+        self._strides[PIPELINE] = nearest * parallel.context_parallel_size * job.data_parallel_size
+        self._has_plain_attention = job.kernels.attention_backend == "unfused"
+        self._layer_backward = 0.0  # of one layer, without what it recomputes
+
+    # -- a micro batch
+
+    def stages(self) -> list[Counter[str]]:
+        """Seconds of a micro batch by purpose, of each pipeline stage."""
+        job = self._job
+        layers = job.parallel.layers_per_stage(job.model.num_layers)
+        if layers is None:
+            raise ValueError(f"{job.model.num_layers} layers do not divide over {self._step.stages} stages")
+        layer, again = self._layer()
+        distinct = {}
+        for number in dict.fromkeys(layers):
+            times = recomputed_layers(self._step, number // job.parallel.virtual_stages) * job.parallel.virtual_stages
+            distinct[number] = Counter({name: number * value for name, value in layer.items()})
+            if again and times:
+                distinct[number]["recomputation"] = again * times
+        stages = [Counter(distinct[number]) for number in layers]
+        stages[-1].update(self._head())
+        return stages
+
+    def _layer(self) -> tuple[Counter[str], float]:
+        """Seconds of a layer by purpose; and of what of it is recomputed."""
+        job, step = self._job, self._step
+        operations = roofline.layer_operations(
+            job.model,
+            tokens=step.tokens,
+            element_bytes=job.element_bytes,
+            ranks=step.tensor_ranks,
+            sequence_parallel=job.parallel.sequence_parallel,
+            fan_form=job.parallel.fan_form,
+            has_plain_attention=self._has_plain_attention,
+        )
+        forward, backward = Counter[str](), Counter[str]()
+        for operation in operations:
+            forward[operation.kind] += self._work(operation, operation.forward)
+            backward[operation.kind] += self._work(operation, operation.backward, is_backward=True)
+        self._communicate(forward, layer_forward(step))
+        self._communicate(backward, layer_backward(step))
+        self._wait_for_host(forward, [operation.forward for operation in operations], layer_forward(step))
+        self._wait_for_host(backward, [operation.backward for operation in operations], layer_backward(step))
+        self._layer_backward = backward.total()
+        again = 0.0
+        if job.parallel.recompute_granularity == "full":
+            again = forward.total()
+        elif job.parallel.recompute_granularity == "selective":
+            again = sum(
+                self._work(operation, operation.forward)
+                for operation in operations
+                if operation.module and job.parallel.recomputes(operation.module)
+            )
+            again += sum(self._collective(term) for term in recomputed(step))
+        return forward + backward, again
+
+    def _communicate(self, direction: Counter[str], terms: Iterable[Term]) -> None:
+        """Add what a direction communicates, less what is hidden.
+
+        Linear layers start two of a backward's collectives beside their products, which they slow by about as much.
+        """
+        spent = dict.fromkeys(IN_WORDS, 0.0)
+        for term in terms:
+            spent[term.group] += self._collective(term)
+        if self._overlaps_tensor_parallel:
+            spent[TENSOR] -= self._machine.overlap * min(spent[TENSOR], direction["matrix products"])
+        if self._job.layers == "transformer_engine" and self._job.parallel.cp_comm_type in (None, "p2p"):
+            spent[CONTEXT] -= self._machine.overlap * min(spent[CONTEXT], direction["attention"])  # a ring beside it
+        direction.update({f"{IN_WORDS[group]} communication": value for group, value in spent.items() if value})
+
+    def _wait_for_host(self, direction: Counter[str], works: list[Work], terms: Iterable[Term]) -> None:
+        """Add what a direction lasts longer because the host cannot launch its kernels as fast as they end."""
+        if self._job.kernels.cuda_graph_impl == "none":
+            collectives = sum(term.calls for term in terms if self._groups[term.group] > 1)
+            launching = (sum(work.kernels for work in works) + collectives) * self._machine.launch_seconds
+            if (wait := launching - direction.total()) > 0:
+                direction["host"] = wait
+
+    def _head(self) -> dict[str, float]:
+        job, step = self._job, self._step
+        head = roofline.head_operation(
+            job.model,
+            tokens=step.tokens,
+            element_bytes=job.element_bytes,
+            ranks=step.tensor_ranks,
+            is_chunked=job.kernels.chunked_loss_head,
+        )
+        computed = sum(self._work(head, work) for work in (head.forward, head.backward))
+        return {
+            "loss head": computed,
+            "tensor parallel communication": sum(self._collective(term) for term in head_terms(step)),
+        }
+
+    def _work(self, operation: Operation, work: Work, *, is_backward: bool = False) -> float:
+        """An operation in one direction: its FLOPs' time and its bytes'."""
+        job, machine = self._job, self._machine
+        moved, flops = work.bytes, work.flops
+        dtype, efficiency = job.precision.dtype, machine.product_efficiency
+        if operation.kind == "attention" and not self._has_plain_attention:
+            efficiency, flops = machine.attention_efficiency, flops * (FLASH_BACKWARD if is_backward else 1)
+        elif self._is_in_fp8(operation):
+            dtype, efficiency = "fp8", machine.fp8_product_efficiency
+            moved += CAST_BYTES * operation.operands // 2  # an operand a direction
+        moving = moved / (machine.memory_bytes_per_second * machine.memory_efficiency)
+        if not flops:
+            return moving
+        computing = flops / (machine.flops_per_second(dtype) * efficiency)
+        return max(computing, moving) + machine.unhidden * min(computing, moving)
+
+    def _is_in_fp8(self, operation: Operation) -> bool:
+        precision = self._job.precision
+        in_bf16 = ("loss head",) if precision.fp8_fan else ("loss head", "FAN map")
+        return bool(precision.fp8) and operation.kind == "matrix products" and operation.name not in in_bf16
+
+    def _collective(self, term: Term) -> float:
+        return collective_seconds(term, self._groups[term.group], self._strides[term.group], self._machine)
+
+    # -- a step
+
+    def sends(self) -> float:
+        """Exposed exchanges between stages, both ways: with 1F1B every one; interleaved, what its overlap leaves."""
+        step, parallel = self._step, self._job.parallel
+        message_bytes = step.hidden_bytes // (step.tensor_ranks if parallel.sequence_parallel else 1)
+        exchange = 2 * self._collective(Term(PIPELINE, "send", "", message_bytes))
+        fill = exchange * (step.stages - 1)
+        if parallel.virtual_stages == 1:
+            return fill + exchange * self._job.num_micro_batches
+        others = exchange * self._job.num_micro_batches * parallel.virtual_stages
+        return fill + (1 - self._machine.overlap) * others
+
+    def update(self) -> dict[str, float]:
+        """What comes once a step, on the first stage, whose backward is the last to end.
+
+        Replicas sum gradients beside the backward of the last micro batch, all but the last bucket; and gather weights
+        beside the first forward, all but the first.
+        """
+        job, parallel = self._job, self._job.parallel
+        layers = (parallel.layers_per_stage(job.model.num_layers) or [0])[0]
+        elements = self._elements(layers)
+        buckets = max(1, -(-elements // bucket_limit(parallel, job.data_parallel_size)))
+        backward = layers * self._layer_backward
+        kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
+        reduce = Term(REPLICAS, kind, "gradients", elements * roofline.GRADIENT_BYTES)
+        found = {
+            "between steps": self._machine.step_seconds,
+            "optimizer": self._optimizer(elements),
+            "gradient reduction": self._beside(reduce, buckets, backward, parallel.overlap_grad_reduce),
+        }
+        if parallel.use_distributed_optimizer:
+            gather = Term(REPLICAS, "all-gather", "weights", elements * job.element_bytes)
+            found["weight gathering"] = self._beside(gather, buckets, backward / 2, parallel.overlap_param_gather)
+        return {name: value for name, value in found.items() if value}
+
+    def _beside(self, term: Term, buckets: int, window: float, overlaps: bool | None) -> float:
+        """The exposed seconds of a collective in buckets, beside a computation of `window` seconds."""
+        if not overlaps:
+            return self._collective(term)
+        seconds = self._collective(term._replace(calls=buckets))
+        hidden = min(seconds * (buckets - 1) / buckets, window)
+        return seconds - self._machine.overlap * hidden
+
+    def _elements(self, layers: int) -> int:
+        """Weights of a rank of the first stage."""
+        job, is_alone = self._job, self._step.stages == 1
+        ends = Chunk(number=0, layers=0, has_embedding=True, has_head=is_alone)
+        return _count(weights(job.model, job.parallel, ends)) + layers * _count(layer_weights(job.model, job.parallel))
+
+    def _optimizer(self, elements: int) -> float:
+        """AdamW on the rank's share of the weights, and its gradients zeroed."""
+        job, parallel = self._job, self._job.parallel
+        shards = self._groups[REPLICAS] if parallel.use_distributed_optimizer else 1
+        copied = job.element_bytes if job.element_bytes < roofline.GRADIENT_BYTES else 0
+        per_weight = roofline.OPTIMIZER_READ + roofline.OPTIMIZER_WRITTEN + copied
+        moved = elements * (roofline.ZEROED + per_weight / shards)
+        return moved / (self._machine.memory_bytes_per_second * self._machine.memory_efficiency)
+
+
+def _count(held: Iterable[Weight]) -> int:
+    return sum(weight.elements for weight in held)

@@ -1,0 +1,154 @@
+"""The constants of the step time, fitted to published runs: few, each held near what is known of it otherwise.
+
+Least squares of log(predicted / measured) by Gauss-Newton with a numerical Jacobian. A constant is a prior times a
+factor, whose logarithm is pulled towards 0: one factor for all chips where they have no reason to differ, and one more
+a chip for the rate of its products. All runs of a source together weigh as much as those of any other.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_fanformer.planning.machines import Machine, known_machines
+from published.rows import Row
+
+ROW_DEVIATION = 0.05  # what log(predicted / measured) of a run is off by anyhow
+RUNS_A_SOURCE = 4  # what the runs of a source count as together, since they share software and assumptions
+STEP, LARGEST_STEP, CONVERGED = 1e-3, 0.3, 1e-4  # in the logarithms
+ITERATIONS = 20
+
+
+class Factor(NamedTuple):
+    """A constant to be fitted."""
+
+    field: str
+    """Of `Machine`; or of a link, as in `domain.efficiency`."""
+    deviation: float
+    """Standard deviation of the factor's logarithm, before any run is seen."""
+    machine: str | None = None
+    """The one that it applies to; None: all alike."""
+
+
+FACTORS = (
+    Factor("product_efficiency", 0.10),
+    *(Factor("product_efficiency", 0.10, name) for name in ("a100", "h100", "b200")),
+    Factor("fp8_product_efficiency", 0.15),
+    Factor("attention_efficiency", 0.20),
+    Factor("memory_efficiency", 0.10),
+    Factor("domain.efficiency", 0.15),
+    Factor("network.efficiency", 0.20),
+    Factor("overlap", 0.20),
+    Factor("launch_seconds", 0.40),
+    Factor("collective_seconds", 0.40),
+    Factor("step_seconds", 0.40),
+)
+
+# What is known beforehand. Products: for the A100 between the best shape's 0.86 (ml-engineering's table of maximum
+# achievable matmul FLOPS) and the 0.74 of a model's shapes on the card with a lower power limit (SimuMax,
+# a100_pcie.json); for the H100 0.70 (SimuMax, h100_nvlink.json; best shape 0.80); for the B200 0.50 (SimuMax measured
+# the shapes of such models, b200_bf16_ceperm.json; best shape 0.78). FP8: between 0.60 and 0.65 (the same files).
+# Attention: of causal FLOPs, half of what SimuMax's B200 file has of all, backward included. Memory and NVLink: SimuMax
+# has 0.67 to 0.85, and 0.60 to 0.74. Collective: 22 to 26 us on the B200 there.
+COMMON = {
+    "unhidden": 0.5,
+    "launch_seconds": 100e-6,
+    "step_seconds": 10e-3,
+    "collective_seconds": 20e-6,
+    "overlap": 0.8,
+    "network.efficiency": 0.8,
+}
+PRIORS: dict[str, dict[str, float]] = {
+    "a100": {"product_efficiency": 0.80, "attention_efficiency": 0.55, "memory_efficiency": 0.80},
+    "h100": {
+        "product_efficiency": 0.70,
+        "fp8_product_efficiency": 0.60,
+        "attention_efficiency": 0.45,
+        "memory_efficiency": 0.80,
+    },
+    "b200": {
+        "product_efficiency": 0.50,
+        "fp8_product_efficiency": 0.45,
+        "attention_efficiency": 0.38,
+        "memory_efficiency": 0.70,
+    },
+}
+NVLINK = {"a100": 0.75, "h100": 0.75, "b200": 0.70}
+
+
+def prior_machines() -> dict[str, Machine]:
+    """The known machines with what is known of their constants before any run is seen."""
+    machines = {}
+    for name, own in PRIORS.items():
+        machine = known_machines()[name]
+        for field, value in {**COMMON, **own, "domain.efficiency": NVLINK[name]}.items():
+            machine = _with(machine, field, value)
+        machines[name] = machine
+    return machines
+
+
+def fit(rows: Sequence[Row]) -> dict[str, Machine]:
+    """The machines with their constants fitted to the runs."""
+    priors = prior_machines()
+    counts = Counter(row.source for row in rows)
+    weights = np.array([math.sqrt(RUNS_A_SOURCE / counts[row.source]) / ROW_DEVIATION for row in rows])
+    pull = np.array([1 / factor.deviation for factor in FACTORS])
+    logs = np.zeros(len(FACTORS))
+
+    def residuals(at: np.ndarray) -> np.ndarray:
+        machines = _scaled(priors, at)
+        return weights * np.array([log_error(row, machines) for row in rows])
+
+    for _ in range(ITERATIONS):
+        now = residuals(logs)
+        columns = [(residuals(logs + STEP * unit) - now) / STEP for unit in np.eye(len(FACTORS))]
+        jacobian = np.vstack([np.column_stack(columns), np.diag(pull)])
+        step, *_ = np.linalg.lstsq(jacobian, -np.concatenate([now, pull * logs]), rcond=None)
+        logs = logs + np.clip(step, -LARGEST_STEP, LARGEST_STEP)
+        if np.abs(step).max() < CONVERGED:
+            break
+    return _scaled(priors, logs)
+
+
+def log_error(row: Row, machines: Mapping[str, Machine]) -> float:
+    """log(predicted / measured) of a run."""
+    return math.log(row.predict(machines[row.gpu]) / row.step_seconds)
+
+
+def constant_utilization(rows: Sequence[Row], row: Row) -> float:
+    """Seconds of a run's step at the mean share of the peak that the other runs reach.
+
+    Those of its chip and number format; or, if there are none, all.
+    """
+    alike = [other for other in rows if other.format == row.format] or rows
+    share = statistics.mean(math.log(other.flops_per_gpu / other.step_seconds / _peak(other)) for other in alike)
+    return row.flops_per_gpu / (_peak(row) * math.exp(share))
+
+
+def _peak(row: Row) -> float:
+    machine = known_machines()[row.gpu]
+    return machine.flops_per_second(row.format[1])
+
+
+def _scaled(machines: Mapping[str, Machine], logs: np.ndarray) -> dict[str, Machine]:
+    """The machines with each factor applied."""
+    scaled = dict(machines)
+    for factor, log in zip(FACTORS, logs, strict=True):
+        for name in [factor.machine] if factor.machine else machines:
+            owner, _, field = factor.field.rpartition(".")
+            now = getattr(getattr(scaled[name], owner) if owner else scaled[name], field)
+            scaled[name] = _with(scaled[name], factor.field, now * math.exp(log))
+    return scaled
+
+
+def _with(machine: Machine, field: str, value: float) -> Machine:
+    """The machine with another constant; a share stays at most 1."""
+    owner, _, name = field.rpartition(".")
+    value = value if name.endswith("seconds") else min(1.0, value)
+    if not owner:
+        return dataclasses.replace(machine, **{name: value})  # type: ignore[arg-type]
+    return dataclasses.replace(machine, **{owner: dataclasses.replace(getattr(machine, owner), **{name: value})})

@@ -1,0 +1,197 @@
+"""Rows of published runs as jobs: what a source states, and what it does not, which is assumed here by source.
+
+The columns: src, name, gpu, prec (bf16, fp8), gpus, tp, pp, cp, vp (chunks a stage), gbs, mbs (samples of a global and
+of a micro batch), seq, L, h, f, heads, kv (empty: as many as heads), V, glu (True, or empty), rec (full, sel, none),
+step_seconds, alloc_gib (of memory, or empty).
+"""
+
+import csv
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
+from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.planning.flops import training_flops_per_token
+from megatron_fanformer.planning.job import Job
+from megatron_fanformer.planning.machines import Machine
+from megatron_fanformer.planning.step_time import step_time
+from megatron_fanformer.runtime.layout import ParallelConfig
+
+NUMBERS = ("gpus", "tp", "pp", "cp", "vp", "gbs", "mbs", "seq", "L", "h", "f", "heads", "V")
+NEEDED = ("src", "name", "gpu", "prec", *NUMBERS, "rec", "step_seconds")
+# A gated MLP of two thirds the inner size has the weights and FLOPs of one without a gate.
+UNGATED_SHARE = 2 / 3
+
+MICRO_BATCHES = (1, 2, 4)  # samples, where a source does not say
+# What a layer keeps for backward without attention scores, a token and unit of the hidden size (Korthikanti et al.
+# 2022, equation 4). What a rank keeps of a weight: bf16, float32 gradient, its share of 12 bytes of optimizer state.
+KEPT_BYTES, WEIGHT_BYTES, OPTIMIZER_BYTES = 34, 6, 12
+
+
+@dataclass(frozen=True)
+class Software:
+    """How a source's runs differ from what this project does on GPUs."""
+
+    overlaps_tensor_parallel: bool = False
+    """User buffers: collectives of tensor parallel ranks beside the products."""
+    overlaps_replicas: bool = True
+    """Gradients summed, and weights gathered, beside backward and forward."""
+    has_plain_attention: bool = False
+    """Scores kept in memory, before flash attention."""
+    has_fused_loss: bool = False
+    """Cross entropy in one kernel, not in float32 operations."""
+    shards_sequence: bool = True
+    """Sequence parallelism wherever there is tensor parallelism; else only where activations are kept."""
+    states_batches: bool = True
+    """Whether micro batch and interleaving are the source's, or were filled in by 1."""
+
+
+SOURCES = {
+    # Table 5 compares full recomputation without sequence parallelism with selective recomputation and it.
+    "korthikanti22": Software(has_plain_attention=True, shards_sequence=False, overlaps_replicas=False),
+    # Its README: --tp-comm-overlap, --overlap-grad-reduce, --overlap-param-gather.
+    "megatron-r0.8": Software(overlaps_tensor_parallel=True, states_batches=False),
+    "nemo24.07": Software(overlaps_tensor_parallel=True),
+    # docs/b200/b200_real_repro_guide.md there: everything that overlaps is off, and the cross entropy is fused.
+    "simumax-b200": Software(overlaps_replicas=False, has_fused_loss=True),
+}
+OTHERS = Software()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published run."""
+
+    source: str
+    name: str
+    gpu: str
+    jobs: tuple[tuple[Job, ...], ...]
+    """One; or if the source does not state them, all micro batches that may be meant, each with all interleavings."""
+    software: Software
+    step_seconds: float
+
+    def predict(self, machine: Machine) -> float:
+        """Seconds of its step by formula.
+
+        Where the source does not say, the micro batch is the fastest, and the interleaving the (geometric) mean of all.
+        """
+        return min(
+            math.exp(statistics.mean(math.log(self._seconds(job, machine)) for job in jobs)) for jobs in self.jobs
+        )
+
+    def _seconds(self, job: Job, machine: Machine) -> float:
+        return step_time(job, machine, overlaps_tensor_parallel=self.software.overlaps_tensor_parallel).seconds
+
+    @property
+    def format(self) -> tuple[str, str]:
+        """Its chip, and the number format of its products."""
+        return self.gpu, "fp8" if self.jobs[0][0].precision.fp8 else "bf16"
+
+    @property
+    def flops_per_gpu(self) -> float:
+        """Model FLOPs of a step and GPU."""
+        job = self.jobs[0][0]
+        return training_flops_per_token(job.model) * job.tokens_per_step / job.world_size
+
+
+def read_rows(file: Path) -> list[Row]:
+    """The runs of a CSV file.
+
+    Raises:
+        InputError: it cannot be read, lacks a column, or a row is no job.
+    """
+    try:
+        with file.open(newline="", encoding="utf-8") as stream:
+            reader = csv.DictReader(stream)
+            lines = list(reader)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from error
+    if missing := [name for name in NEEDED if name not in (reader.fieldnames or [])]:
+        raise InputError(f"{file} has no column {missing[0]}; it needs {', '.join(NEEDED)}")
+    return [_row(line, f"{file}:{number}") for number, line in enumerate(lines, start=2)]
+
+
+def _row(values: dict[str, str], where: str) -> Row:
+    try:
+        numbers = {name: int(values[name]) for name in NUMBERS}
+        seconds = float(values["step_seconds"])
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{where}: {error}; sizes are integers, step_seconds a number") from None
+    software = SOURCES.get(values["src"], OTHERS)
+    jobs = [tuple(_job(values, each, software) for each in group) for group in _batches(numbers, software)]
+    if found := [problem for job in sum(jobs, ()) for problem in (*job.model.problems(), *job.parallel.problems())]:
+        raise InputError(f"{where}: {found[0]}")
+    return Row(values["src"], values["name"], values["gpu"].lower(), tuple(jobs), software, seconds)
+
+
+def _batches(n: dict[str, int], software: Software) -> list[list[dict[str, int]]]:
+    """The row's own micro batch and interleaving; or each micro batch that divides with each interleaving that does."""
+    if software.states_batches:
+        return [[n]]
+    samples, layers = n["gbs"] * n["tp"] * n["pp"] * n["cp"] // n["gpus"], n["L"] // n["pp"]
+    chunks = [v for v in range(1, layers + 1) if layers % v == 0] if n["pp"] > 1 else [1]
+    return [
+        [n | {"mbs": b, "vp": v} for v in chunks] for b in MICRO_BATCHES if samples % b == 0 and (b == 1 or _fits(n, b))
+    ]
+
+
+def _fits(n: dict[str, int], micro_batch: int) -> bool:
+    """Whether so many samples fit into 80 GB, with all micro batches that 1F1B has in flight on the first stage."""
+    ranks = n["tp"] * n["pp"]
+    weights = (12 * n["L"] * n["h"] ** 2 + n["V"] * n["h"]) / ranks  # f is 4 h there
+    kept = KEPT_BYTES * micro_batch * n["seq"] * n["h"] * n["L"] / n["tp"]
+    return kept + weights * (WEIGHT_BYTES + OPTIMIZER_BYTES * ranks / n["gpus"]) < 80e9
+
+
+def _job(values: dict[str, str], n: dict[str, int], software: Software) -> Job:
+    is_gated = values.get("glu") == "True"
+    model = FANformerConfig(
+        num_layers=n["L"],
+        hidden_size=n["h"],
+        ffn_hidden_size=n["f"] if is_gated else round(UNGATED_SHARE * n["f"]),
+        num_attention_heads=n["heads"],
+        num_query_groups=int(values["kv"]) if values.get("kv") else None,
+        vocab_size=n["V"],
+        seq_length=n["seq"],
+        untie_embeddings_and_output_weights=is_gated,
+        fan=FANConfig(placement="none"),
+    )
+    replicas = n["gpus"] // (n["tp"] * n["pp"] * n["cp"])
+    return Job(
+        model=model,
+        parallel=_parallel(values["rec"], n, software),
+        kernels=KernelsConfig(
+            attention_backend="unfused" if software.has_plain_attention else "flash",
+            chunked_loss_head=software.has_fused_loss,
+        ),
+        precision=PrecisionConfig(dtype="bf16", fp8="hybrid" if values["prec"] == "fp8" else None),
+        data_parallel_size=replicas,
+        micro_batch_size=n["mbs"],
+        num_micro_batches=max(1, n["gbs"] // (n["mbs"] * replicas)),
+        layers="transformer_engine",
+    )
+
+
+def _parallel(recompute: str, n: dict[str, int], software: Software) -> ParallelConfig:
+    fields: dict[str, Any] = {}
+    if recompute == "full":
+        fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif recompute == "sel":
+        fields = {"recompute_granularity": "selective"}
+    if n["L"] % n["pp"]:  # the ends, which have the embedding and the head too, share what is left
+        ends = n["L"] - -(-n["L"] // n["pp"]) * (n["pp"] - 2)
+        fields |= {"num_layers_in_first_pipeline_stage": ends // 2, "num_layers_in_last_pipeline_stage": -(-ends // 2)}
+    return ParallelConfig(
+        tensor_model_parallel_size=n["tp"],
+        pipeline_model_parallel_size=n["pp"],
+        virtual_pipeline_model_parallel_size=n["vp"] if n["vp"] > 1 and n["pp"] > 1 else None,
+        context_parallel_size=n["cp"],
+        sequence_parallel=n["tp"] > 1 and (software.shards_sequence or recompute != "full"),
+        overlap_grad_reduce=software.overlaps_replicas,
+        overlap_param_gather=software.overlaps_replicas,
+        **fields,
+    )
