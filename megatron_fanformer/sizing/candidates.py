@@ -80,7 +80,8 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
     """The configuration in every layout of that many GPUs, legal or not; one list a layout, by rising micro batch.
 
     Of two spellings of one layout there is one: sequence parallelism and the `sequence` form where there are tensor
-    parallel ranks, chunks where there are stages. All stages have equally many layers.
+    parallel ranks, chunks where there are stages, of whose layers each has its share. All stages have equally many
+    layers.
     """
     layers = config.model.num_layers
     for tensor in _divisors(gpus):
@@ -89,7 +90,7 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
                 if pipeline > layers:
                     continue  # a stage without a layer
                 replicas = gpus // (tensor * context * pipeline)
-                degrees = {
+                degrees: dict[str, Any] = {
                     "tensor_model_parallel_size": tensor,
                     "context_parallel_size": context,
                     "cp_comm_type": config.parallel.cp_comm_type if context > 1 else None,
@@ -112,7 +113,8 @@ def _micro_batches(config: RunConfig, replicas: int) -> list[Any]:
 
 
 def _other_fields(config: RunConfig, tensor: int, pipeline: int) -> Iterator[dict[str, Any]]:
-    chunks = [None, *_divisors(config.model.num_layers)[1:]] if pipeline > 1 else [None]
+    layers, rest = divmod(config.model.num_layers, pipeline)
+    chunks = [None, *_divisors(layers)[1:]] if pipeline > 1 and not rest else [None]
     for number in chunks:
         for form in _fan_forms(config.model, tensor):
             for recomputation in recomputations(config):

@@ -68,7 +68,7 @@ def for_machine(config: RunConfig, machine: Machine, *, on_cpu: bool) -> RunConf
         fuses = kernels.transformer_impl == "transformer_engine"
         kernels = dataclasses.replace(kernels, gradient_accumulation_fusion=fuses)
     if precision.dtype == "auto":
-        has_matrix_units = machine.bf16_flops_per_second > machine.fp32_flops_per_second
+        has_matrix_units = (machine.bf16_flops_per_second or 0) > (machine.fp32_flops_per_second or 0)
         precision = dataclasses.replace(precision, dtype="bf16" if has_matrix_units else "fp32")
     runtime = dataclasses.replace(config.runtime, device="cpu" if on_cpu else "cuda")
     return dataclasses.replace(config, kernels=kernels, precision=precision, runtime=runtime)

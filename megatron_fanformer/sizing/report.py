@@ -157,7 +157,8 @@ def _bytes_of(stage: RankMemory, purpose: str) -> int:
 
 
 def _gib(count: int) -> str:
-    return f"{count / GIB:.2f}"
+    size = count / GIB
+    return f"{size:.2f}" if size >= 0.1 or not count else f"{size:.2g}"
 
 
 def _time_table(shown: Estimate) -> Table:
