@@ -36,6 +36,10 @@ MOMENT_BYTES = 2 * 4
 FP8_COPIES = 2  # of a weight: as it is, and transposed, which Hopper's products need
 SAMPLE_BYTES = 3 * ID_BYTES + FLOAT  # a token's id, label and position, and its weight in the loss
 
+PREFETCHED = 3
+"""Inputs and gradients that the interleaved schedule has received or not yet let go, beside those of chunks in flight:
+from none to five were seen, by stage and phase."""
+
 ALLOCATOR_BYTES = 4 * 2**30
 """Reserved by torch's allocator beyond what is allocated: SimuMax v1.2 measured 2 to 4 GiB on B200."""
 CONTEXT_BYTES = 2 * 2**30
@@ -130,7 +134,7 @@ def _kept_by_layers(shapes: LayerShapes, held: list[Chunk]) -> Iterator[MemoryLi
     elif shapes.is_sharded:
         yield MemoryLine("buffer of the sequence's gather", shapes.gathered)
     if parallel.virtual_stages > 1:
-        yield MemoryLine("pipeline receive buffers", 2 * shapes.stream)
+        yield MemoryLine("pipeline receive buffers", PREFETCHED * shapes.stream)
     samples = job.num_micro_batches * job.micro_batch_size * job.model.seq_length * SAMPLE_BYTES
     angles = job.model.seq_length * job.model.kv_channels * FLOAT
     yield MemoryLine("samples and rotary angles", samples + len(held) * angles)
@@ -173,10 +177,10 @@ def _moments(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[Mom
     job = shapes.job
     layer = rise(layer_operations(job))
     of_chunk = _chunk_rise(shapes, layer, held[0].layers)
-    kept = of_chunk.saved + _kept_output(shapes) + (embedding_ids(shapes) if held[0].has_embedding else 0)
+    kept = of_chunk.saved + (embedding_ids(shapes) if held[0].has_embedding else 0)
     others = kept * (chunks_in_flight(job, stage) - 1)
     # The schedule holds on to the last gradient that it sent back, and in forward also to the input that it is of.
-    sent = shapes.stream if stage > 0 else 0
+    sent = shapes.stream if stage > 0 and len(held) == 1 else 0
     yield Moment("backward of a layer", others + kept, of_chunk.backward + sent)
     if held[-1].has_head:
         head = loss_head(shapes)
@@ -191,11 +195,6 @@ def chunks_in_flight(job: Job, stage: int) -> int:
     later = stages - 1 - stage
     before_first = later if virtual == 1 else 2 * later + (virtual - 1) * stages
     return min(before_first + 1, virtual * job.num_micro_batches)
-
-
-def _kept_output(shapes: LayerShapes) -> int:
-    """A chunk's output, which the interleaved schedule keeps over gloo (`model.build`)."""
-    return shapes.stream if shapes.job.on_cpu and shapes.job.parallel.virtual_stages > 1 else 0
 
 
 def _chunk_rise(shapes: LayerShapes, layer: Rise, layers: int) -> Rise:
