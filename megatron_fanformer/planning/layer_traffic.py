@@ -17,14 +17,18 @@ PRE_ACTIVATION = "FAN pre-activation"
 def chunk_terms(step: StepTraffic, chunk: Chunk) -> Iterator[Term]:
     """The terms of one micro batch through one chunk, both ways."""
     if chunk.has_embedding:
-        # Each rank looks up the tokens of its part of the vocabulary, and the parts are summed.
-        yield from (*_sum(step, "embedding"), *_sum_gradient(step, "embedding"))
+        yield from embedding_terms(step)
     for term in (*layer_forward(step), *layer_backward(step)):
         yield term.times(chunk.layers)
     for term in recomputed(step):
         yield term.again().times(recomputed_layers(step, chunk.layers))
     if chunk.has_head:
         yield from head_terms(step)
+
+
+def embedding_terms(step: StepTraffic) -> Iterator[Term]:
+    """The terms of the embedding, both ways: each rank looks up its part of the vocabulary; the parts are summed."""
+    yield from (*_sum(step, "embedding"), *_sum_gradient(step, "embedding"))
 
 
 def head_terms(step: StepTraffic) -> Iterator[Term]:

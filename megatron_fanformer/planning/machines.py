@@ -16,6 +16,7 @@ from megatron_fanformer.errors import InputError
 
 KNOWN_MACHINES = Path(__file__).with_name("machines.yaml")
 LIKE = "like"
+LINKS = ("domain", "network")
 MEASURED = "machine"  # where a report of tools/bench_train.py has it
 MAY_BE_ZERO = (
     "latency_seconds",
@@ -92,6 +93,11 @@ class Machine:
     sources: list[str]
     """Where the figures are from, one a line."""
 
+    @property
+    def memory_rate(self) -> float:
+        """Bytes per second that element-wise kernels reach."""
+        return self.memory_bytes_per_second * self.memory_efficiency
+
     def flops_per_second(self, dtype: str) -> float:
         """Of dense products by the data sheet; `dtype` is fp32, bf16 or fp8.
 
@@ -110,9 +116,7 @@ class Machine:
         """Rules that these figures break, one line each."""
         named = {f"machine.{name}": value for name, value in vars(self).items()}
         named |= {
-            f"machine.{link}.{name}": value
-            for link in ("domain", "network")
-            for name, value in vars(getattr(self, link)).items()
+            f"machine.{link}.{name}": value for link in LINKS for name, value in vars(getattr(self, link)).items()
         }
         numbers = {name: value for name, value in named.items() if isinstance(value, int | float)}
         found = [
@@ -129,7 +133,7 @@ class Machine:
 @functools.cache
 def known_machines() -> dict[str, Machine]:
     """The machines of this package by their short names."""
-    return {name: _machine(values, name) for name, values in _known_values().items()}
+    return {name: machine_of(values, name) for name, values in _known_values().items()}
 
 
 def load_machine(name_or_file: str) -> Machine:
@@ -153,34 +157,37 @@ def load_machine(name_or_file: str) -> Machine:
         values = values[MEASURED]
     if not isinstance(values, Mapping):
         raise InputError(f"{name_or_file} holds no fields of a machine, such as name; see docs/planning.md")
-    return _machine(_completed(values, name_or_file), name_or_file)
+    return machine_of(values, name_or_file)
 
 
-@functools.cache
-def _known_values() -> dict[str, dict[str, Any]]:
-    return read_plain_values(KNOWN_MACHINES)
+def machine_of(values: Mapping[str, Any], source: str) -> Machine:
+    """The machine that plain values describe; with `like`, the others are of that one.
 
+    Args:
+        source: what to call the values in errors.
 
-def _completed(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The values, with those of the machine that they are `like`."""
+    Raises:
+        InputError: they do not describe a machine.
+    """
     own = {key: value for key, value in values.items() if key != LIKE}
-    if LIKE not in values:
-        return own
-    if (like := str(values[LIKE]).lower()) not in _known_values():
-        raise InputError(f"{source}: {LIKE} is {values[LIKE]!r}; it must be one of {', '.join(_known_values())}")
-    base = _known_values()[like]
-    links = {key: {**base[key], **own[key]} for key in ("domain", "network") if isinstance(own.get(key), Mapping)}
-    return {**base, **own, **links}
-
-
-def _machine(values: Mapping[str, Any], source: str) -> Machine:
+    if LIKE in values:
+        if (like := str(values[LIKE]).lower()) not in _known_values():
+            raise InputError(f"{source}: {LIKE} is {values[LIKE]!r}; it must be one of {', '.join(_known_values())}")
+        base = _known_values()[like]
+        links = {key: {**base[key], **own[key]} for key in LINKS if isinstance(own.get(key), Mapping)}
+        own = {**base, **own, **links}
     try:
-        machine = build(values, Machine, "machine.")
+        machine = build(own, Machine, "machine.")
     except InputError as error:
         raise InputError("\n".join(f"{source}: {line}" for line in str(error).splitlines())) from None
     if found := machine.problems():
         raise InputError("\n".join(f"{source}: {line}" for line in found))
     return machine
+
+
+@functools.cache
+def _known_values() -> dict[str, dict[str, Any]]:
+    return read_plain_values(KNOWN_MACHINES)
 
 
 def _unknown(name: str) -> str:

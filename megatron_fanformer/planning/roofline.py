@@ -19,6 +19,7 @@ GRADIENT_BYTES = 4  # weight gradients are added up in float32
 ZEROED = GRADIENT_BYTES  # of each weight, the gradient's buffer for the next step
 # Of each weight: gradient, float32 weight and two moments read; the latter three written.
 OPTIMIZER_READ, OPTIMIZER_WRITTEN = 4 + 3 * 4, 3 * 4
+EMBEDDING_PASSES = 3  # rows read and written, their gradient read
 LOGIT_PASSES = 4  # written by the product, read for the softmax, written as gradient, read by both products after it
 # Megatron's own cross entropy works in float32 and keeps the logits of a whole micro batch: bytes per logit beyond the
 # products', of casting, largest, difference, exponential, sum, quotient; in backward product and cast back.
@@ -88,7 +89,7 @@ def step_parts(model: FANformerConfig, *, tokens: int, element_bytes: int) -> li
     per_weight = OPTIMIZER_READ + OPTIMIZER_WRITTEN + ZEROED + copy
     return [
         *(Part(name=name, flops=flops, bytes=moved) for name, (flops, moved) in totals.items()),
-        Part(name="embedding", flops=0, bytes=3 * tokens * model.hidden_size * element_bytes),
+        Part(name="embedding", flops=0, bytes=EMBEDDING_PASSES * tokens * model.hidden_size * element_bytes),
         Part(name="optimizer", flops=0, bytes=model.num_parameters * per_weight),
     ]
 

@@ -14,8 +14,7 @@ docs/planning.md has the rest of the model, and how far off published runs are. 
 gradients between stages, collectives of a few bytes, evaluation, checkpoints and reading data.
 """
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_fanformer.planning import roofline
@@ -23,6 +22,7 @@ from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.planning.gradient_buffers import Chunk, Weight, bucket_limit, layer_weights, weights
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_traffic import (
+    embedding_terms,
     head_terms,
     layer_backward,
     layer_forward,
@@ -38,6 +38,12 @@ CAST_BYTES = 2 + 1 + 1  # FP8: an element is read in bf16, and written as it is 
 
 TENSOR, CONTEXT, PIPELINE, REPLICAS = "tp", "cp", "pp", "dp_cp"
 IN_WORDS = {TENSOR: "tensor parallel", CONTEXT: "context parallel"}
+EXPOSED = {
+    TENSOR: ("tensor parallel communication",),
+    CONTEXT: ("context parallel communication",),
+    PIPELINE: ("pipeline sends",),
+    REPLICAS: ("gradient reduction", "weight gathering"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,32 +76,27 @@ def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = Fa
     """
     seconds = _Seconds(job, machine, overlaps_tensor_parallel)
     stages = seconds.stages()
-    longest = max(stages, key=lambda stage: stage.total())
-    parts = Counter({name: job.num_micro_batches * value for name, value in longest.items()})
-    fill = sum(stage.total() for stage in stages) - longest.total()
-    if fill:
-        parts["pipeline bubble"] = fill / job.parallel.virtual_stages
-        parts["pipeline sends"] = seconds.sends()
-    parts.update(seconds.update())
-    total = parts.total()
+    longest = max(stages, key=_Parts.total)
+    spent = _Parts()
+    spent.add(longest, job.num_micro_batches)
+    if len(stages) > 1:
+        fill = sum(stage.total() for stage in stages) - longest.total()
+        spent.add({"pipeline bubble": fill / job.parallel.virtual_stages, "pipeline sends": seconds.sends()})
+    spent.add(seconds.update())
+    parts = {name: value for name, value in spent.items() if value}
+    total = sum(parts.values())
     tokens_per_second = job.tokens_per_step / total
     peak = machine.flops_per_second(job.precision.dtype) * job.world_size
     return StepTime(
         seconds=total,
         relative_error=machine.relative_error,
-        parts=dict(parts),
-        exposed={group: value for group, name in EXPOSED.items() if (value := sum(parts[each] for each in name))},
+        parts=parts,
+        exposed={
+            group: value for group, names in EXPOSED.items() if (value := sum(parts.get(name, 0.0) for name in names))
+        },
         tokens_per_second=tokens_per_second,
         model_flops_utilization=tokens_per_second * training_flops_per_token(job.model) / peak,
     )
-
-
-EXPOSED = {
-    TENSOR: ("tensor parallel communication",),
-    CONTEXT: ("context parallel communication",),
-    PIPELINE: ("pipeline sends",),
-    REPLICAS: ("gradient reduction", "weight gathering"),
-}
 
 
 def collective_seconds(term: Term, ranks: int, stride: int, machine: Machine) -> float:
@@ -121,6 +122,19 @@ def collective_seconds(term: Term, ranks: int, stride: int, machine: Machine) ->
     return term.calls * (machine.collective_seconds + rounds * hops) + rounds * share * term.message_bytes / rate
 
 
+class _Parts(dict[str, float]):
+    """Seconds by purpose."""
+
+    def add(self, more: Mapping[str, float], times: int = 1) -> None:
+        """Add other seconds, so many times."""
+        for name, seconds in more.items():
+            self[name] = self.get(name, 0.0) + times * seconds
+
+    def total(self) -> float:
+        """Of all purposes."""
+        return sum(self.values())
+
+
 class _Seconds:
     """The seconds of the parts of a job on a machine."""
 
@@ -138,24 +152,28 @@ class _Seconds:
 
     # -- a micro batch
 
-    def stages(self) -> list[Counter[str]]:
+    def stages(self) -> list[_Parts]:
         """Seconds of a micro batch by purpose, of each pipeline stage."""
         job = self._job
         layers = job.parallel.layers_per_stage(job.model.num_layers)
         if layers is None:
             raise ValueError(f"{job.model.num_layers} layers do not divide over {self._step.stages} stages")
         layer, again = self._layer()
-        distinct = {}
-        for number in dict.fromkeys(layers):
-            times = recomputed_layers(self._step, number // job.parallel.virtual_stages) * job.parallel.virtual_stages
-            distinct[number] = Counter({name: number * value for name, value in layer.items()})
-            if again and times:
-                distinct[number]["recomputation"] = again * times
-        stages = [Counter(distinct[number]) for number in layers]
-        stages[-1].update(self._head())
+        alike = {number: self._stage(number, layer, again) for number in dict.fromkeys(layers)}
+        stages = [alike[number] for number in layers]
+        for end, more in ((0, self._embedding()), (-1, self._head())):
+            stages[end] = _Parts(stages[end])
+            stages[end].add(more)
         return stages
 
-    def _layer(self) -> tuple[Counter[str], float]:
+    def _stage(self, layers: int, layer: _Parts, again: float) -> _Parts:
+        stage, chunks = _Parts(), self._job.parallel.virtual_stages
+        stage.add(layer, layers)
+        if again:
+            stage.add({"recomputation": again}, chunks * recomputed_layers(self._step, layers // chunks))
+        return stage
+
+    def _layer(self) -> tuple[_Parts, float]:
         """Seconds of a layer by purpose; and of what of it is recomputed."""
         job, step = self._job, self._step
         operations = roofline.layer_operations(
@@ -167,48 +185,50 @@ class _Seconds:
             fan_form=job.parallel.fan_form,
             has_plain_attention=self._has_plain_attention,
         )
-        forward, backward = Counter[str](), Counter[str]()
+        forward, backward = _Parts(), _Parts()
         for operation in operations:
-            forward[operation.kind] += self._work(operation, operation.forward)
-            backward[operation.kind] += self._work(operation, operation.backward, is_backward=True)
-        self._communicate(forward, layer_forward(step))
-        self._communicate(backward, layer_backward(step))
-        self._wait_for_host(forward, [operation.forward for operation in operations], layer_forward(step))
-        self._wait_for_host(backward, [operation.backward for operation in operations], layer_backward(step))
+            forward.add({operation.kind: self._work(operation, operation.forward)})
+            backward.add({operation.kind: self._work(operation, operation.backward, is_backward=True)})
+        self._communicate(forward, list(layer_forward(step)), sum(each.forward.kernels for each in operations))
+        self._communicate(backward, list(layer_backward(step)), sum(each.backward.kernels for each in operations))
         self._layer_backward = backward.total()
-        again = 0.0
-        if job.parallel.recompute_granularity == "full":
-            again = forward.total()
-        elif job.parallel.recompute_granularity == "selective":
+        again = forward.total() if job.parallel.recompute_granularity == "full" else 0.0
+        if job.parallel.recompute_granularity == "selective":
             again = sum(
                 self._work(operation, operation.forward)
                 for operation in operations
                 if operation.module and job.parallel.recomputes(operation.module)
             )
-            again += sum(self._collective(term) for term in recomputed(step))
-        return forward + backward, again
+            again += sum(map(self._collective, recomputed(step)))
+        forward.add(backward)
+        return forward, again
 
-    def _communicate(self, direction: Counter[str], terms: Iterable[Term]) -> None:
-        """Add what a direction communicates, less what is hidden.
+    def _communicate(self, direction: _Parts, terms: list[Term], kernels: int) -> None:
+        """Add what a direction communicates, less what is hidden; and how much longer the host takes to launch it all.
 
-        Linear layers start two of a backward's collectives beside their products, which they slow by about as much.
+        Linear layers start two of a backward's collectives beside their products, which they slow by about as much:
+        that hides nothing.
         """
+        machine = self._machine
         spent = dict.fromkeys(IN_WORDS, 0.0)
         for term in terms:
             spent[term.group] += self._collective(term)
         if self._overlaps_tensor_parallel:
-            spent[TENSOR] -= self._machine.overlap * min(spent[TENSOR], direction["matrix products"])
+            spent[TENSOR] -= machine.overlap * min(spent[TENSOR], direction["matrix products"])
         if self._job.layers == "transformer_engine" and self._job.parallel.cp_comm_type in (None, "p2p"):
-            spent[CONTEXT] -= self._machine.overlap * min(spent[CONTEXT], direction["attention"])  # a ring beside it
-        direction.update({f"{IN_WORDS[group]} communication": value for group, value in spent.items() if value})
-
-    def _wait_for_host(self, direction: Counter[str], works: list[Work], terms: Iterable[Term]) -> None:
-        """Add what a direction lasts longer because the host cannot launch its kernels as fast as they end."""
+            spent[CONTEXT] -= machine.overlap * min(spent[CONTEXT], direction["attention"])  # a ring beside it
+        direction.add({f"{IN_WORDS[group]} communication": value for group, value in spent.items() if value})
         if self._job.kernels.cuda_graph_impl == "none":
-            collectives = sum(term.calls for term in terms if self._groups[term.group] > 1)
-            launching = (sum(work.kernels for work in works) + collectives) * self._machine.launch_seconds
-            if (wait := launching - direction.total()) > 0:
-                direction["host"] = wait
+            launches = kernels + sum(term.calls for term in terms if self._groups[term.group] > 1)
+            direction.add({"host": max(0.0, launches * machine.launch_seconds - direction.total())})
+
+    def _embedding(self) -> dict[str, float]:
+        step = self._step
+        moved = roofline.EMBEDDING_PASSES * step.hidden_bytes
+        return {
+            "element-wise": moved / self._machine.memory_rate,
+            "tensor parallel communication": sum(map(self._collective, embedding_terms(step))),
+        }
 
     def _head(self) -> dict[str, float]:
         job, step = self._job, self._step
@@ -222,20 +242,21 @@ class _Seconds:
         computed = sum(self._work(head, work) for work in (head.forward, head.backward))
         return {
             "loss head": computed,
-            "tensor parallel communication": sum(self._collective(term) for term in head_terms(step)),
+            "tensor parallel communication": sum(map(self._collective, head_terms(step))),
         }
 
     def _work(self, operation: Operation, work: Work, *, is_backward: bool = False) -> float:
         """An operation in one direction: its FLOPs' time and its bytes'."""
         job, machine = self._job, self._machine
-        moved, flops = work.bytes, work.flops
-        dtype, efficiency = job.precision.dtype, machine.product_efficiency
+        moved, flops = float(work.bytes), float(work.flops)
+        dtype: str = job.precision.dtype
+        efficiency = machine.product_efficiency
         if operation.kind == "attention" and not self._has_plain_attention:
             efficiency, flops = machine.attention_efficiency, flops * (FLASH_BACKWARD if is_backward else 1)
         elif self._is_in_fp8(operation):
             dtype, efficiency = "fp8", machine.fp8_product_efficiency
             moved += CAST_BYTES * operation.operands // 2  # an operand a direction
-        moving = moved / (machine.memory_bytes_per_second * machine.memory_efficiency)
+        moving = moved / machine.memory_rate
         if not flops:
             return moving
         computing = flops / (machine.flops_per_second(dtype) * efficiency)
@@ -275,15 +296,15 @@ class _Seconds:
         backward = layers * self._layer_backward
         kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
         reduce = Term(REPLICAS, kind, "gradients", elements * roofline.GRADIENT_BYTES)
-        found = {
+        once = {
             "between steps": self._machine.step_seconds,
             "optimizer": self._optimizer(elements),
             "gradient reduction": self._beside(reduce, buckets, backward, parallel.overlap_grad_reduce),
         }
         if parallel.use_distributed_optimizer:
             gather = Term(REPLICAS, "all-gather", "weights", elements * job.element_bytes)
-            found["weight gathering"] = self._beside(gather, buckets, backward / 2, parallel.overlap_param_gather)
-        return {name: value for name, value in found.items() if value}
+            once["weight gathering"] = self._beside(gather, buckets, backward / 2, parallel.overlap_param_gather)
+        return once
 
     def _beside(self, term: Term, buckets: int, window: float, overlaps: bool | None) -> float:
         """The exposed seconds of a collective in buckets, beside a computation of `window` seconds."""
@@ -306,7 +327,7 @@ class _Seconds:
         copied = job.element_bytes if job.element_bytes < roofline.GRADIENT_BYTES else 0
         per_weight = roofline.OPTIMIZER_READ + roofline.OPTIMIZER_WRITTEN + copied
         moved = elements * (roofline.ZEROED + per_weight / shards)
-        return moved / (self._machine.memory_bytes_per_second * self._machine.memory_efficiency)
+        return moved / self._machine.memory_rate
 
 
 def _count(held: Iterable[Weight]) -> int:

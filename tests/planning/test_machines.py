@@ -1,0 +1,62 @@
+"""Machines by name and by file: what a file may say, and what is wrong with one in a line each."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.planning.machines import known_machines, load_machine
+
+
+@pytest.mark.parametrize("name", known_machines())
+def test_every_known_machine_says_where_its_figures_are_from(name: str) -> None:
+    machine = load_machine(name.upper())
+    assert machine.problems() == [] and machine.sources
+    assert 0 < machine.relative_error < 1
+
+
+def test_a_file_with_all_fields_is_the_machine(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(dataclasses.asdict(load_machine("h100"))))
+    assert load_machine(str(file)) == load_machine("h100")
+
+
+def test_a_file_may_say_only_what_differs(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"machine": {"like": "H100", "name": "mine", "network": {"bytes_per_second": 25e9}}}))
+    mine, h100 = load_machine(str(file)), load_machine("h100")
+    assert mine.network.bytes_per_second == 25e9 and mine.network.efficiency == h100.network.efficiency
+    assert mine.domain == h100.domain and mine.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("like: h100\nproduct_efficiency: 1.5\noverlap: -1", ["machine.overlap is -1", "at most 1"]),
+        ("like: h100\nmemory_bandwidth: 1e12", ["machine.memory_bandwidth", "did you mean"]),
+        ("like: h10", ["like is 'h10'", "h100"]),
+        ("name: mine", ["machine.memory_bytes is missing"]),
+        ("like: h100\ndomain: {efficiency: 0}", ["machine.domain.efficiency is 0.0; it must be above 0"]),
+        ("[1, 2]", ["holds no fields of a machine"]),
+        ("a: [", ["cannot be read as a machine"]),
+    ],
+)
+def test_a_wrong_file_is_refused(text: str, said: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError) as refused:
+        load_machine(str(file))
+    assert all(part in str(refused.value) for part in said)
+    assert all(line.startswith(str(file)) for line in str(refused.value).splitlines())
+
+
+def test_an_unknown_name_names_the_nearest() -> None:
+    with pytest.raises(InputError, match=r"'h10' is neither known nor a file; did you mean h100\?"):
+        load_machine("h10")
+
+
+def test_a_format_that_a_machine_lacks_is_refused() -> None:
+    with pytest.raises(InputError, match=r"fp8 is not known of NVIDIA A100.*change precision\.fp8"):
+        load_machine("a100").flops_per_second("fp8")
