@@ -61,13 +61,11 @@ def assumptions(plan: Plan) -> list[str]:
         )
     if machine.relative_error:
         found.append(
-            f"± {machine.relative_error:.0%} is the mean error of a step's time on published runs that took no part in "
-            "the fit; single runs were further off."
+            f"± {machine.relative_error:.0%}: nine of ten published steps of these chips are within it of the formula, each "
+            "predicted without any run of its own source."
         )
     else:
-        found.append(
-            f"Nobody has compared steps of {machine.name} with the formula: the error of a step's time is unknown."
-        )
+        found.append(f"Nobody has compared steps of {machine.name} with the formula: its error is unknown.")
     if not request.named:
         found.append(
             "The search gives all stages equally many layers. It counts what does not fit among the layouts that would "
