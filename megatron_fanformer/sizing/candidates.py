@@ -11,7 +11,7 @@ from megatron_fanformer.configuration import build
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.layout import RecomputeModule
-from megatron_fanformer.training.config import RunConfig
+from megatron_fanformer.training.config import RunConfig, TrainingConfig
 from megatron_fanformer.training.layouts import Layout, laid_over, layout_fields, layout_text
 
 MICRO_BATCH = "mbs"
@@ -50,15 +50,14 @@ def laid_out(config: RunConfig, text: str) -> RunConfig:
     training = config.training
     for name in (MICRO_BATCH, "micro_batch_size"):
         if name in fields:
-            training = _with_micro_batch(config, fields.pop(name), text).training
+            training = _with_micro_batch(training, fields.pop(name), text)
     layout = laid_over(Layout(config.parallel, config.kernels), fields, text)
     return dataclasses.replace(config, parallel=layout.parallel, kernels=layout.kernels, training=training)
 
 
-def _with_micro_batch(config: RunConfig, size: Any, text: str) -> RunConfig:
-    values = {**dataclasses.asdict(config.training), "micro_batch_size": size}
+def _with_micro_batch(training: TrainingConfig, size: Any, text: str) -> TrainingConfig:
     try:
-        return dataclasses.replace(config, training=build(values, type(config.training), "training."))
+        return build({**dataclasses.asdict(training), "micro_batch_size": size}, TrainingConfig, "training.")
     except InputError as error:
         raise InputError(f"layout {text!r}: {error}") from None
 
@@ -105,7 +104,7 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
                     yield [dataclasses.replace(config, parallel=parallel, training=each) for each in micro_batches]
 
 
-def _micro_batches(config: RunConfig, replicas: int) -> list[Any]:
+def _micro_batches(config: RunConfig, replicas: int) -> list[TrainingConfig]:
     """The section `training` for every size that a replica's samples divide into; 1 if they do not."""
     samples, rest = divmod(config.training.global_batch_size, replicas)
     sizes = [1] if rest or not samples else _divisors(samples)

@@ -61,8 +61,8 @@ def assumptions(plan: Plan) -> list[str]:
         )
     if machine.relative_error:
         found.append(
-            f"± {machine.relative_error:.0%}: nine of ten published steps of these chips are within it of the formula, each "
-            "predicted without any run of its own source."
+            f"± {machine.relative_error:.0%}: nine of ten published steps of these chips are within it of the formula, "
+            "each predicted without any run of its own source."
         )
     else:
         found.append(f"Nobody has compared steps of {machine.name} with the formula: its error is unknown.")

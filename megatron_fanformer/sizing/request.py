@@ -72,14 +72,15 @@ def read_request(
         raise InputError("\n".join(found))
     # A known machine is a GPU, whatever this one is; a file may also describe the CPUs that a configuration asks for.
     on_cpu = config.runtime.device == "cpu" and machine not in known_machines().values()
-    if config.precision.fp8:
-        machine.flops_per_second("fp8")  # refused if it has none
     if not named and not search:
         named = [(own_layout(config.parallel, config.kernels)[0], config)]
+    config = for_machine(config, machine, on_cpu=on_cpu)
+    for number_format in (config.precision.dtype, *(["fp8"] if config.precision.fp8 else [])):
+        machine.flops_per_second(number_format)  # refused if it has none
     training = config.training
     return PlanRequest(
         file=file,
-        config=for_machine(config, machine, on_cpu=on_cpu),
+        config=config,
         gpus=gpus,
         machine=machine,
         named=tuple((name, for_machine(each, machine, on_cpu=on_cpu)) for name, each in named),

@@ -84,7 +84,7 @@ def test_the_table_names_every_part(config: str, capsys: pytest.CaptureFixture[s
         (["--simulate", "8"], 8, "h100", "has the ranks 0 to 7"),
         (["--report", "none/plan.json"], 8, "h100", "none is not a folder"),
         (["--model.hidden_size", "33"], 8, "h100", "model.hidden_size 33 is not a multiple"),
-        (["--precision.fp8", "hybrid", "--kernels.transformer_impl", "auto"], 8, "a100", "FP8"),
+        (["--precision.fp8", "hybrid", "--kernels.transformer_impl", "auto"], 8, "a100", "change precision.fp8"),
         (["--search", "--training.global_batch_size", "1"], 7, "h100", "none of"),
     ],
 )
