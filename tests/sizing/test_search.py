@@ -29,12 +29,12 @@ def h100() -> Machine:
 
 @pytest.fixture(scope="module")
 def config(h100: Machine, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """A small model, at 4 layers and 16 samples, whose FAN map does not divide over four ranks."""
+    """A small model of 6 layers, whose FAN map does not divide over four ranks; 8 samples a step."""
     tokens = write_tokens(tmp_path_factory.mktemp("tokens") / "tokens")
     made = run_config(
-        model={"num_layers": 4, "fan": {"p_ratio": 0.2}},
+        model={"num_layers": 6, "fan": {"p_ratio": 0.2}},
         data={"train_data": [tokens]},
-        training={"run_dir": str(tmp_path_factory.mktemp("runs") / "run"), "global_batch_size": 16},
+        training={"run_dir": str(tmp_path_factory.mktemp("runs") / "run"), "global_batch_size": 8},
     )
     return for_machine(made, h100, on_cpu=False)
 
