@@ -1,1 +1,1 @@
-"""What a configuration costs, by formula: FLOPs, memory traffic and communication."""
+"""What a configuration costs, by formula: FLOPs, memory, memory traffic and communication."""

@@ -1,4 +1,4 @@
-"""What one layer keeps from forward to backward, and what its backward holds besides: operation by operation.
+"""What one layer keeps from forward to backward, and what its backward holds besides, operation by operation.
 
 Two implementations are described: the local layers, as torch runs them on a CPU (the simulation and the tests measure
 them there), and Transformer Engine's, whose kernels fuse what the CPU does in passes.
@@ -27,9 +27,9 @@ class Operation(NamedTuple):
     backward: int
     """There only while its backward runs: gradients that come in and go out, the weight's, temporaries."""
     remade: int = 0
-    """Not kept, but made again before its backward, for this operation or those before it."""
+    """Not kept, but made again before its backward, for it and for those before it."""
     freed: int = 0
-    """Of what was remade, freed after its backward."""
+    """Of what was made again, let go after its backward."""
 
 
 class Rise(NamedTuple):
@@ -42,11 +42,7 @@ class Rise(NamedTuple):
 
 
 def rise(operations: Iterable[Operation]) -> Rise:
-    """Walks through a backward pass.
-
-    A weight's gradient, a gradient of activations and what is recomputed come on top of what was kept, which is freed
-    on the way.
-    """
+    """Walk through the backward of a run of operations, whose forward came to its end."""
     operations = list(operations)
     saved = live = sum(operation.saved for operation in operations)
     fullest = saved
@@ -108,6 +104,16 @@ class LayerShapes:
         """Before it is added to the float32 one; nothing where the product adds it."""
         return 0 if self.is_fused else rows * columns * self.element
 
+    def column_parallel_backward(self, rows: int) -> int:
+        """Of a column parallel map: the gradients of its output and input, and its weight's.
+
+        Under sequence parallelism the input is gathered once more, and of its gradient, a sum, a part is kept.
+        """
+        gradients = self.stream + self.whole(rows + self.hidden) + self.weight_gradient(rows, self.hidden)
+        if self.is_sharded:
+            gradients += self.stream + (self.gathered if self.is_engine else 0)  # the local layers have a buffer for it
+        return gradients
+
     def quantised(self, tokens: int, width: int) -> int:
         """One 8-bit copy, with its scales."""
         numbers = tokens * width
@@ -138,34 +144,37 @@ def norm_backward(shapes: LayerShapes) -> int:
 
 def _before_attention(shapes: LayerShapes) -> Iterator[Operation]:
     """Input norm, FAN map, X_F, and the product that reads it."""
-    job, stream = shapes.job, shapes.stream
-    recomputes_norm = job.parallel.recomputes("layernorm") and not _has_fused_input_norm(shapes)
-    freed_norm = stream if recomputes_norm else 0  # beside the copy that the map reads
-    yield Operation("input norm", stream + shapes.statistics(), stream + norm_backward(shapes), freed=freed_norm)
-    if not job.model.has_fan:
-        yield _first_map(shapes, "QKV", shapes.qkv, freed_norm, is_fp8=shapes.is_fp8)
+    has_fan = shapes.job.model.has_fan
+    second_copy = shapes.stream if _recomputes_input_norm(shapes) else 0  # beside the one that the map reads
+    yield Operation(
+        "input norm",
+        saved=shapes.stream + shapes.statistics(),
+        backward=shapes.stream + norm_backward(shapes),
+        freed=second_copy,
+    )
+    is_replicated = has_fan and not shapes.is_column
+    rows = shapes.fan_rows if has_fan else shapes.qkv
+    is_fp8 = shapes.is_fp8 and (shapes.job.precision.fp8_fan or not has_fan)
+    yield Operation(
+        "FAN map" if has_fan else "QKV",
+        saved=0 if second_copy else shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=is_fp8),
+        backward=shapes.part(rows) + 2 * shapes.stream + shapes.weight_gradient(rows, shapes.hidden)
+        if is_replicated
+        else shapes.column_parallel_backward(rows),
+        freed=second_copy,
+    )
+    if not has_fan:
         return
-    is_fp8 = shapes.is_fp8 and job.precision.fp8_fan
-    yield _first_map(shapes, "FAN map", shapes.fan_rows, freed_norm, is_fp8=is_fp8)
     if shapes.is_column and not shapes.is_engine:
         yield _fan_with_product(shapes)
     else:
         yield from _fan_then_product(shapes)
 
 
-def _has_fused_input_norm(shapes: LayerShapes) -> bool:
-    return shapes.is_engine and (shapes.is_column or not shapes.job.model.has_fan)
-
-
-def _first_map(shapes: LayerShapes, name: str, rows: int, freed: int, *, is_fp8: bool) -> Operation:
-    """The map that reads the norm's output, which is kept for it (unless it is recomputed)."""
-    kept = 0 if freed else shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=is_fp8)
-    is_replicated = name == "FAN map" and not shapes.is_column
-    gradients = shapes.of_fan(rows) + shapes.stream if is_replicated else shapes.whole(rows + shapes.hidden)
-    if not is_replicated and shapes.is_sharded:  # its part, beside the whole that is scattered
-        gradients += shapes.stream + (shapes.gathered if shapes.is_engine else 0)
-    weight = shapes.weight_gradient(rows, shapes.hidden)
-    return Operation(name, kept, shapes.stream + gradients + weight, freed=freed)
+def _recomputes_input_norm(shapes: LayerShapes) -> bool:
+    """Not where the Engine fuses it into the map that reads it."""
+    is_fused = shapes.is_engine and (shapes.is_column or not shapes.job.model.has_fan)
+    return shapes.job.parallel.recomputes("layernorm") and not is_fused
 
 
 class _FAN(NamedTuple):
@@ -254,125 +263,109 @@ def _delayed_copy(shapes: LayerShapes, tokens: int, width: int) -> int:
 
 
 def _attention(shapes: LayerShapes) -> Iterator[Operation]:
-    job, stream = shapes.job, shapes.stream
-    recomputes_norm = job.parallel.recomputes("layernorm") and not _has_fused_input_norm(shapes)
-    recomputes_core = job.parallel.recomputes("core_attn")
+    """Rotary embedding, core attention, and the map behind it."""
+    job, stream, context = shapes.job, shapes.stream, shapes.whole(shapes.queries)
     if not shapes.is_engine:  # cos and sin of each position, of queries and of keys
         positions = shapes.tokens // job.micro_batch_size
         yield Operation("rotary embedding", 2 * positions * job.model.kv_channels * shapes.element, 0)
-    inputs, copies = _attention_inputs(shapes)
-    context = shapes.whole(shapes.queries)
+    given, read, copies = _attention_inputs(shapes)
     exponents = shapes.tokens * shapes.heads * FLOAT
-    gradients = context + shapes.whole(shapes.queries) + 2 * shapes.whole(_key_width(shapes))
-    if recomputes_core:
-        again = copies + exponents + context
-        yield Operation("core attention", inputs, stream + gradients + again)
-    else:
-        kept = copies + _kept_beside_copies(shapes, inputs) if copies else inputs
-        yield Operation("core attention", kept + exponents, stream + gradients)
-    copy = _delayed_copy(shapes, shapes.tokens, shapes.queries)
+    gradients = 2 * context + 2 * shapes.whole(shapes.values if shapes.is_engine else shapes.queries)
+    is_recomputed = job.parallel.recomputes("core_attn")
+    yield Operation(
+        "core attention",
+        saved=given if is_recomputed else read + copies + exponents,
+        backward=stream + gradients + (copies + exponents + context if is_recomputed else 0),
+    )
     turned = context if not shapes.is_engine and job.micro_batch_size > 1 else 0  # its samples lie apart
-    backward = stream + shapes.gathered + context + turned + shapes.weight_gradient(shapes.hidden, shapes.queries)
-    yield Operation("attention output", context + copy, backward, remade=2 * stream if recomputes_norm else 0)
+    yield Operation(
+        "attention output",
+        saved=context + _delayed_copy(shapes, shapes.tokens, shapes.queries),
+        backward=stream + shapes.gathered + context + turned + shapes.weight_gradient(shapes.hidden, shapes.queries),
+        remade=2 * stream if _recomputes_input_norm(shapes) else 0,
+    )
 
 
-def _key_width(shapes: LayerShapes) -> int:
-    """Of the keys that attention reads: the local one repeats those that several queries share."""
-    return shapes.values if shapes.is_engine else shapes.queries
+def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
+    """What attention is given; what it keeps of that; and what it keeps of its own copies."""
+    queries, keys = shapes.whole(shapes.queries), shapes.whole(shapes.values)
+    values, is_view = _values(shapes)
+    given = queries + keys + values
+    if shapes.is_engine:  # it copies values that are a view
+        return (given, queries + keys, keys) if is_view else (given, given, 0)
+    if shapes.job.parallel.context_parallel_size > 1:
+        return given, queries, _whole_sequence(shapes)
+    if shapes.queries > shapes.values:  # keys and values are repeated for the queries that share them
+        return given, queries, 2 * queries
+    return given, given, 0
 
 
-def _attention_inputs(shapes: LayerShapes) -> tuple[int, int]:
-    """Rotated queries and keys, and values; and the copies that attention itself makes of them.
-
-    Values are a view of what QKV made, of which they keep all, unless a FAN layer makes them.
-    """
-    model, job = shapes.job.model, shapes.job
-    rotated = shapes.whole(shapes.queries + shapes.values)
-    if model.fan.placement != "qk_and_v":
-        own = shapes.whole(_made_by_qkv(shapes))
-    elif not shapes.is_column or job.parallel.recomputes("fan"):
-        own = shapes.whole(shapes.values) if shapes.tensor > 1 or job.parallel.recomputes("fan") else 0
-    else:
-        own = 0  # a view of FAN's output, which FAN keeps
-    copies = 0
-    if job.parallel.context_parallel_size > 1 and not shapes.is_engine:
-        copies = _whole_sequence(shapes)
-    elif shapes.is_engine:
-        copies = shapes.whole(shapes.values)  # values, on their own
-    elif shapes.queries > shapes.values:
-        copies = 2 * shapes.whole(shapes.queries)
-    return rotated + own, copies
-
-
-def _made_by_qkv(shapes: LayerShapes) -> int:
-    """Width of the tensor whose view the values are: of all ranks, where query groups are fewer than they."""
-    is_gathered = shapes.job.model.query_groups < shapes.tensor
-    return shapes.qkv * (shapes.tensor if is_gathered else 1)
-
-
-def _kept_beside_copies(shapes: LayerShapes, inputs: int) -> int:
-    """Of the inputs, where copies took the place of others: queries, and keys unless they were copied, too."""
-    if shapes.is_engine:
-        return shapes.whole(shapes.queries + shapes.values)
-    return shapes.whole(shapes.queries)
+def _values(shapes: LayerShapes) -> tuple[int, bool]:
+    """Bytes of the tensor that values lie in, beyond what FAN keeps; and whether they are a view of a wider one."""
+    job = shapes.job
+    if job.model.fan.placement != "qk_and_v":
+        # QKV's output: of all ranks, where query groups are fewer than they.
+        ranks = shapes.tensor if job.model.query_groups < shapes.tensor else 1
+        return shapes.whole(shapes.qkv) * ranks, True
+    if job.parallel.recomputes("fan") or not shapes.is_column:
+        return shapes.whole(shapes.values), False
+    return 0, shapes.tensor > 1
 
 
 def _whole_sequence(shapes: LayerShapes) -> int:
-    """Keys and values of all context parallel ranks in order, and the masks of this rank's two chunks."""
-    job = shapes.job
-    ranks = job.parallel.context_parallel_size
-    length = job.model.seq_length // (2 * ranks)
-    masks = length * length * (2 * ranks + 1) * shapes.element  # one for all samples and heads
-    gathered = ranks * shapes.whole(2 * shapes.values)
-    context = shapes.whole(shapes.queries)  # of each chunk, beside the two together
-    if shapes.queries > shapes.values:  # what each chunk sees, repeated
+    """What the local attention keeps under context parallelism, which goes through the rank's two chunks in turn.
+
+    Keys and values of all ranks in order, or repeated as far as each chunk sees them; a mask for each chunk, the same
+    for all samples and heads; and each chunk's output, beside the two together.
+    """
+    ranks = shapes.job.parallel.context_parallel_size
+    chunk_tokens = shapes.job.model.seq_length // (2 * ranks)
+    masks = chunk_tokens * chunk_tokens * (2 * ranks + 1) * shapes.element
+    seen = ranks * shapes.whole(2 * shapes.values)
+    if shapes.queries > shapes.values:
         seen = shapes.whole(2 * shapes.queries) * (2 * ranks + 1) // 2
-        return seen + masks + context
-    return gathered + masks + context
+    return seen + masks + shapes.whole(shapes.queries)
 
 
 # -- the MLP
 
 
-def _mlp(shapes: LayerShapes) -> Iterator[Operation]:
-    job, stream, inner = shapes.job, shapes.stream, shapes.inner
-    is_recomputed = job.parallel.recomputes("mlp")
-    recomputes_norm = job.parallel.recomputes("layernorm") and not shapes.is_engine
+def _mlp(shapes: LayerShapes) -> list[Operation]:
+    """Norm, first map, SwiGLU, second map. (The Engine's norm is inside the first map, and its statistics with it.)"""
+    parallel, stream, inner = shapes.job.parallel, shapes.stream, shapes.inner
+    statistics = shapes.statistics()
     normed = shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=shapes.is_fp8)
-    gate_and_up = shapes.whole(2 * inner)
-    activated = shapes.kept_input(shapes.tokens, inner, is_fp8=shapes.is_fp8)
-    again = gate_and_up + activated + stream if is_recomputed else 0  # and what the MLP made, once more
-    if is_recomputed and shapes.is_engine:
-        again += normed + shapes.statistics()  # the norm is inside the first map
-    second_copy = stream if recomputes_norm else 0
-    remade = again + 2 * second_copy
-
-    kept_normed = 0 if recomputes_norm or (is_recomputed and shapes.is_engine) else normed
-    statistics = 0 if is_recomputed and shapes.is_engine else shapes.statistics()
-    yield Operation("pre-MLP norm", stream + statistics, stream + norm_backward(shapes), freed=second_copy)
-    first = stream + gate_and_up + shapes.whole(shapes.hidden)
-    if shapes.is_sharded:
-        first += stream + (shapes.gathered if shapes.is_engine else 0)
-    first += shapes.weight_gradient(2 * inner, shapes.hidden)
-    if shapes.is_fp8:
-        first += 2 * shapes.quantised(shapes.tokens, 2 * inner)
-    freed = second_copy + (stream if is_recomputed else 0)
-    if is_recomputed and shapes.is_engine:
-        freed += normed + shapes.statistics()
-    yield Operation("first map of the MLP", kept_normed, first, freed=freed)
-    yield Operation(
-        "SwiGLU",
-        0 if is_recomputed else gate_and_up,
-        stream + shapes.whole(3 * inner),
-        freed=gate_and_up if is_recomputed else 0,
+    gradient_copies, gradient_copies_2 = (
+        2 * shapes.quantised(shapes.tokens, width) if shapes.is_fp8 else 0 for width in (2 * inner, shapes.hidden)
     )
-    second = stream + shapes.gathered + shapes.whole(inner) + shapes.weight_gradient(shapes.hidden, inner)
-    if shapes.is_fp8:
-        second += 2 * shapes.quantised(shapes.tokens, shapes.hidden)
-    yield Operation(
+    norm = Operation(
+        "pre-MLP norm",
+        saved=stream + (0 if shapes.is_engine else statistics),
+        backward=stream + norm_backward(shapes),
+    )
+    first = Operation(
+        "first map of the MLP",
+        saved=normed + (statistics if shapes.is_engine else 0),
+        backward=shapes.column_parallel_backward(2 * inner) + gradient_copies,
+    )
+    swiglu = Operation("SwiGLU", saved=shapes.whole(2 * inner), backward=stream + shapes.whole(3 * inner))
+    gradients = stream + shapes.gathered + shapes.whole(inner)
+    second = Operation(
         "second map of the MLP",
-        0 if is_recomputed else activated,
-        second,
-        remade=remade,
-        freed=activated if is_recomputed else 0,
+        saved=shapes.kept_input(shapes.tokens, inner, is_fp8=shapes.is_fp8),
+        backward=gradients + shapes.weight_gradient(shapes.hidden, inner) + gradient_copies_2,
     )
+    if parallel.recomputes("layernorm") and not shapes.is_engine:  # held twice again
+        norm, first, second = norm._replace(freed=stream), _made_again(first), second._replace(remade=2 * stream)
+    if parallel.recomputes("mlp"):
+        remade = second.remade + swiglu.saved + second.saved + stream  # with what the MLP makes
+        if shapes.is_engine:
+            remade, first = remade + first.saved, _made_again(first)
+        first = first._replace(freed=first.freed + stream)
+        swiglu, second = _made_again(swiglu), _made_again(second)._replace(remade=remade)
+    return [norm, first, swiglu, second]
+
+
+def _made_again(operation: Operation) -> Operation:
+    """The same, where what it kept is made again before its backward."""
+    return operation._replace(saved=0, freed=operation.freed + operation.saved)
