@@ -6,7 +6,8 @@
 
 Every case is a whole Trainer on random tokens, in processes of its own. Cases of one number format take turns, a few
 steps at a time, with the model's own matrix products between them: a machine that is busy with something else slows all
-alike, and ratios hold. Compared are:
+alike, and ratios hold. Beside each case's step stands what the formula predicts of it (`planning.step_time`) from the
+machine's rates, measured in the same minutes. Compared are:
 
 - fanformer: the FANformer of the preset or configuration;
 - transformer: the same without FAN, of equal width;
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarking.machine import measured_machine, predicted_seconds
 from benchmarking.matrix_rate import MatrixClock
 from benchmarking.ranks import CaseRanks, Timing, write_tokens
 
@@ -55,6 +57,8 @@ class Case:
     dtype: str
     layout: str
     timings: list[Timing] = field(default_factory=list)
+    predictions: list[float] = field(default_factory=list)
+    """Seconds of a step by formula, from the machine's rates in the same round; of one rank, which has all cores."""
     breakdown: dict[str, float] = field(default_factory=dict)
     peak_memory: int = 0
 
@@ -84,13 +88,15 @@ def main() -> int:
         print(f"bench_train: {error}", file=sys.stderr)
         return error.exit_code
     print(f"{_machine(device)}; {options.rounds} rounds of {options.steps} steps of {_batch(options, cases[0].model)}")
-    report = []
+    report: dict[str, Any] = {"machine": {}, "cases": []}
     with tempfile.TemporaryDirectory(prefix="bench-train-") as folder:
         for dtype in options.dtypes:
             group = [case for case in cases if case.dtype == dtype]
-            rates = _run(group, options, device, Path(folder))
-            report += [_line(case, group[0], rates, options) for case in group]
-            _print(group, report[-len(group) :])
+            rates, machine = _run(group, options, device, Path(folder))
+            report["machine"] = {**machine, **report["machine"]}  # shares are of the first format's rate
+            lines = [_line(case, group[0], rates, options) for case in group]
+            report["cases"] += lines
+            _print(group, lines)
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
@@ -110,7 +116,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns per case")
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="steps per turn")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("SECTION.FIELD", "VALUE"))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write one object per case there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the machine and the cases there")
     return parser.parse_args()
 
 
@@ -150,8 +156,13 @@ def _model(name: str, base: FANformerConfig) -> FANformerConfig:
     return dataclasses.replace(base, fan=dataclasses.replace(base.fan, p_ratio=p_ratio))
 
 
-def _run(group: list[Case], options: argparse.Namespace, device: devices.DeviceKind, folder: Path) -> list[float]:
-    """Let all cases of a number format take their turns; returns the fastest matrix product's rate in each round."""
+def _run(
+    group: list[Case], options: argparse.Namespace, device: devices.DeviceKind, folder: Path
+) -> tuple[list[float], dict[str, Any]]:
+    """Let all cases of a number format take their turns.
+
+    Returns the fastest matrix product's rate in each round, and the machine in the round of its median rate.
+    """
     model = group[0].model
     tokens = write_tokens(folder / f"tokens-{group[0].dtype}", model.vocab_size, 100 * model.seq_length)
     if device == "cpu":
@@ -159,23 +170,28 @@ def _run(group: list[Case], options: argparse.Namespace, device: devices.DeviceK
     dtype = DTYPES.get(group[0].dtype, torch.bfloat16)  # fp8 is compared with bf16's rate
     micro_batch = options.micro_batch_size * model.seq_length
     clock = MatrixClock(model, micro_batch, dtype, torch.device(device))
-    ranks, rates = [], []
+    runs = [_values(case, options, tokens, folder / f"{case.dtype}-{n}", device) for n, case in enumerate(group)]
+    ranks, rates, machines = [], [], []
     try:
-        for number, case in enumerate(group):
-            values = _values(case, options, tokens, folder / f"{case.dtype}-{number}", device)
+        for case, values in zip(group, runs, strict=True):
             ranks.append(CaseRanks(values, parse_layout(case.layout).world_size))
             ranks[-1].steps(WARM_UP)
         for _ in range(options.rounds):
-            rates.append(clock.fastest())
-            for case, own in zip(group, ranks, strict=True):
+            rates.append(clock.rates())
+            size = options.micro_batch_size
+            machines.append(measured_machine(model, size, dtype, rates[-1].mean, torch.device(device)))
+            for case, values, own in zip(group, runs, ranks, strict=True):
                 case.timings.append(own.steps(options.steps))
+                if parse_layout(case.layout).world_size == 1:
+                    case.predictions.append(predicted_seconds(values, machines[-1]))
         for case, own in zip(group, ranks, strict=True):
             case.peak_memory = own.peak_memory()
             case.breakdown = own.breakdown(options.steps)
     finally:
         for own in ranks:
             own.close()
-    return rates
+    middle = sorted(range(len(rates)), key=lambda number: rates[number].mean)[len(rates) // 2]
+    return [rate.fastest for rate in rates], machines[middle]
 
 
 def _values(
@@ -229,8 +245,20 @@ def _line(case: Case, first: Case, rates: list[float], options: argparse.Namespa
         "share_of_matrix_rate": model_flops / best,
         "share_of_matrix_rate_in_turns": statistics.median(in_turns),
         f"step_time_over_{first.name.replace(' ', '_')}": statistics.median(ratios),
+        **_prediction(case),
         "peak_memory_bytes": case.peak_memory,
         "breakdown_seconds": case.breakdown,
+    }
+
+
+def _prediction(case: Case) -> dict[str, float]:
+    """What the formula says of a step, and of it for each second measured in the same round."""
+    if not case.predictions:
+        return {}
+    ratios = [predicted / own.seconds for predicted, own in zip(case.predictions, case.timings, strict=True)]
+    return {
+        "predicted_step_seconds": statistics.median(case.predictions),
+        "predicted_over_measured": statistics.median(ratios),
     }
 
 
@@ -250,6 +278,10 @@ def _print(group: list[Case], lines: list[dict[str, Any]]) -> None:
             f"{line['share_of_matrix_rate_in_turns']:6.1%} {over:6.3f} "
             f"{line['peak_memory_bytes'] / 1e9:7.2f} {1000 * line['between_steps_seconds']:6.1f}ms"
         )
+    for line in lines:
+        if predicted := line.get("predicted_step_seconds"):
+            error = line["predicted_over_measured"] - 1
+            print(f"{line['case']:32} {line['step_seconds']:.4f} s a step; by formula {predicted:.4f} s, {error:+.1%}")
     print(f"(share: model FLOP/s of that product's rate; turns: of the rate in the same round; time: over {first})")
     for row in _breakdown_rows(group):
         print(row)

@@ -10,7 +10,7 @@ T tensor parallel ranks.
 
 import functools
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.layout import FANForm, RecomputeModule
@@ -74,7 +74,10 @@ def step_parts(model: FANformerConfig, *, tokens: int, element_bytes: int) -> li
         tokens: of the micro batch.
         element_bytes: of weights and activations.
     """
-    layer = layer_operations(model, tokens=tokens, element_bytes=element_bytes)
+    layer = sorted(
+        layer_operations(model, tokens=tokens, element_bytes=element_bytes),
+        key=lambda operation: get_args(Kind).index(operation.kind),
+    )
     operations = [(operation, model.num_layers) for operation in layer]
     operations.append((head_operation(model, tokens=tokens, element_bytes=element_bytes), 1))
     totals: dict[str, tuple[int, int]] = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fanformer.planning.machines import load_machine
 from tests.small_runs import ROOT, small_run, write_config
 
 TOOL = ROOT / "tools" / "bench_train.py"
@@ -43,7 +44,7 @@ def test_a_line_a_case_and_sums_that_hold(
     options = ["--models", "p=0.125", "--layouts", "tp=1", "tp=2", "--dtypes", "fp32"]
     assert bench("--config", str(config), *options, "--rounds", "1", "--steps", "1", "--json", str(report)) == 0
     said = capsys.readouterr().out
-    lines = {line["case"]: line for line in json.loads(report.read_text())}
+    lines = {line["case"]: line for line in json.loads(report.read_text())["cases"]}
     assert list(lines) == ["p=0.125 fp32", "p=0.125 fp32 tp=2"]
     for line in lines.values():
         assert all(line[name] > 0 for name in NUMBERS)
@@ -52,6 +53,10 @@ def test_a_line_a_case_and_sums_that_hold(
         assert {"matrix products", "attention", "FAN activation", "optimizer", "host"} <= set(line["breakdown_seconds"])
     assert "communication" in lines["p=0.125 fp32 tp=2"]["breakdown_seconds"]
     assert all(name in said for name in lines)
+    alone, shared = lines.values()
+    assert alone["predicted_step_seconds"] > 0 and "predicted_step_seconds" not in shared  # ranks that share the cores
+    machine = load_machine(str(report))
+    assert machine.fp32_flops_per_second <= 1.01 * alone["matrix_flops_per_second"]  # the mean product, the fastest
 
 
 @pytest.mark.parametrize(

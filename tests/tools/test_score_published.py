@@ -53,7 +53,7 @@ def test_each_source_predicted_without_its_own_runs(score: Score) -> None:
     report = score(str(PUBLISHED), "--leave-one-out")
     assert all(source["mean_error"] < 0.06 for source in report["sources"].values())
     assert report["all"]["mean_error"] < report["all"]["mean_error_of_constant_utilization"] / 2
-    # Three runs of SimuMax that wait for the host are beyond 15%: no other source's do (docs/planning.md).
+    # Runs of SimuMax that wait for the host, of which no other source tells (docs/planning.md).
     beyond = [run for run in report["runs"] if abs(run["error"]) > 0.15]
     assert {run["name"].rpartition("_mbc")[0] for run in beyond} <= {"llama3_70b_l12_tp8_pp1_dp1"}
     for name in ("a100", "h100", "b200"):
@@ -62,14 +62,14 @@ def test_each_source_predicted_without_its_own_runs(score: Score) -> None:
 
 
 def test_a_fit_finds_a_slower_chip(score: Score, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs whose seconds are the formula's at three quarters of the H100's product rates."""
+    """Runs whose seconds are the formula's at three quarters of the H100's product rates, FP8's mostly."""
     monkeypatch.syspath_prepend(str(TOOL.parent))
     from published.rows import read_rows
 
     with PUBLISHED.open(newline="") as stream:
-        lines = [line for line in csv.DictReader(stream) if line["gpu"] == "H100" and line["src"] != "megatron-r0.8"]
+        lines = [line for line in csv.DictReader(stream) if line["src"] == "nemo24.07" and line["pp"] == "1"]
     for line in lines:
-        line["src"] = f"made-{line['L']}"  # of several sources, so that they weigh
+        line["src"] = line["name"]  # of several sources, so that they weigh
     h100 = known_machines()["h100"]
     rates = ("product_efficiency", "fp8_product_efficiency")
     slower = dataclasses.replace(h100, **{name: 0.75 * getattr(h100, name) for name in rates})
@@ -88,7 +88,7 @@ def test_a_fit_finds_a_slower_chip(score: Score, tmp_path: Path, monkeypatch: py
     committed, fitted = score(str(file))["all"], score(str(file), "--fit-on", str(file))
     assert committed["mean_error"] > 0.10
     assert fitted["all"]["mean_error"] < committed["mean_error"] / 4
-    assert fitted["constants"]["h100"]["product_efficiency"] < 0.85 * h100.product_efficiency
+    assert fitted["constants"]["h100"]["fp8_product_efficiency"] < 0.85 * h100.fp8_product_efficiency
 
 
 @pytest.mark.parametrize(

@@ -1,41 +1,115 @@
 """The machine as the formula of the step time knows it (`planning.machines`), measured with a model's own shapes."""
 
+import functools
+import json
+import os
+import platform
+import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import multiprocessing
 
-from benchmarking.matrix_rate import REPEATS, MatrixClock, timed
+from benchmarking.matrix_rate import REPEATS, timed
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.planning.machines import known_machines
+from megatron_fanformer.planning.job import Job
+from megatron_fanformer.planning.machines import known_machines, machine_of
 from megatron_fanformer.planning.roofline import layer_operations
-from megatron_fanformer.planning.step_time import FLASH_BACKWARD
+from megatron_fanformer.planning.step_time import FLASH_BACKWARD, step_time
+from megatron_fanformer.training.config import config_from_dict
 
-USUAL_GPU, CPU = "h100", "cpu"  # whose links are taken, which one process cannot measure
+USUAL_GPU = "h100"
+LARGEST_SUM, SUMS = 32 << 20, 5  # bytes; times
+STATED_ERROR = 0.15  # of a step's time predicted from such a file, on the machine itself (docs/planning.md)
 
 
 def measured_machine(
-    model: FANformerConfig, micro_batch_size: int, dtype: str, torch_dtype: torch.dtype, device: torch.device
+    model: FANformerConfig, micro_batch_size: int, dtype: torch.dtype, product_rate: float, device: torch.device
 ) -> dict[str, Any]:
-    """The fields of a machine file: rates that were measured, and what else the machine that it is `like` has."""
-    tokens = micro_batch_size * model.seq_length
-    rate = MatrixClock(model, tokens, torch_dtype, device).mean()
-    name = torch.cuda.get_device_name() if device.type == "cuda" else CPU
-    known = [short for short in known_machines() if short in name.lower()]
-    return {
-        "like": known[0] if known else USUAL_GPU,
-        "name": f"{name}, measured",
-        f"{dtype}_flops_per_second": rate,
+    """The values of a machine file: rates measured here; what one process cannot measure is of the machine it is like.
+
+    Args:
+        product_rate: FLOP/s of the model's products, of which the caller knows the mean.
+    """
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    measured = {
+        f"{short}_flops_per_second": product_rate,
         "product_efficiency": 1.0,
         "unhidden": 0.0,  # the products' bytes are in their rate
-        "attention_efficiency": min(1.0, _attention_rate(model, micro_batch_size, torch_dtype, device) / rate),
-        "memory_bytes_per_second": _memory_rate(tokens, model, torch_dtype, device),
+        "attention_efficiency": min(1.0, _attention_rate(model, micro_batch_size, dtype, device) / product_rate),
+        "memory_bytes_per_second": _memory_rate(model, micro_batch_size, dtype, device),
         "memory_efficiency": 1.0,
-        "relative_error": 0.15,
-        "sources": [
-            f"measured by tools/bench_train.py, in {dtype}; links and host are those of the machine it is like"
-        ],
+        "relative_error": STATED_ERROR,
     }
+    if device.type == "cpu":
+        return {**_cpu(), **measured, "sources": [f"measured by tools/bench_train.py, in {short}"]}
+    name = torch.cuda.get_device_name(device)
+    like = next((known for known in known_machines() if known in name.lower()), USUAL_GPU)
+    sources = [
+        f"rates of products, attention and memory: tools/bench_train.py, in {short}",
+        f"the rest: that of {like}",
+    ]
+    return {"like": like, "name": f"{name}, measured", **measured, "sources": sources}
+
+
+@functools.cache
+def _cpu() -> dict[str, Any]:
+    """What does not change from round to round, of a CPU whose ranks communicate over gloo."""
+    with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
+        multiprocessing.spawn(_time_sums, args=(folder,), nprocs=2)
+        least, most = json.loads(Path(folder, "seconds").read_text())
+    # Of two ranks an all-reduce moves half of the tensor, twice.
+    link = {"bytes_per_second": LARGEST_SUM / max(most - least, 1e-9), "efficiency": 1.0, "latency_seconds": 0.0}
+    return {
+        "name": f"{os.cpu_count()} cores of {platform.machine()}, measured",
+        "memory_bytes": psutil.virtual_memory().total,
+        "launch_seconds": 0.0,  # no kernel is launched: an operation's time has its Python
+        "step_seconds": 0.0,
+        "collective_seconds": least,
+        "domain_size": os.cpu_count(),
+        "domain": link,
+        "network": link,
+        "overlap": 0.0,  # gloo takes cores from the computation
+    }
+
+
+def _time_sums(rank: int, folder: str) -> None:
+    """Write the seconds of an all-reduce over two ranks, of one number and of many bytes."""
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    seconds = []
+    for elements in (1, LARGEST_SUM // 4):
+        tensor = torch.ones(elements)
+        dist.all_reduce(tensor)
+        started = time.perf_counter()
+        for _ in range(SUMS):
+            dist.all_reduce(tensor)
+        seconds.append((time.perf_counter() - started) / SUMS)
+    if rank == 0:
+        Path(folder, "seconds").write_text(json.dumps(seconds))
+    dist.destroy_process_group()
+
+
+def predicted_seconds(run: dict[str, Any], machine: dict[str, Any]) -> float:
+    """A step of a run of one rank by formula, on a machine, both as plain values."""
+    config = config_from_dict(run)
+    on_cpu = config.runtime.device == "cpu"
+    job = Job(
+        model=config.model,
+        parallel=config.parallel,
+        kernels=config.kernels,
+        precision=config.precision,
+        data_parallel_size=1,
+        micro_batch_size=config.training.micro_batch_size,
+        num_micro_batches=config.training.global_batch_size // config.training.micro_batch_size,
+        layers="local" if on_cpu else "transformer_engine",
+        on_cpu=on_cpu,
+    )
+    return step_time(job, machine_of(machine, "the measured machine")).seconds
 
 
 def _attention_rate(model: FANformerConfig, micro_batch_size: int, dtype: torch.dtype, device: torch.device) -> float:
@@ -54,8 +128,8 @@ def _attention_rate(model: FANformerConfig, micro_batch_size: int, dtype: torch.
     return flops / min(timed(both, device) for _ in range(REPEATS))
 
 
-def _memory_rate(tokens: int, model: FANformerConfig, dtype: torch.dtype, device: torch.device) -> float:
-    """Bytes per second of a sum of two activations of the MLP's width."""
-    first, second = (torch.randn(tokens, model.ffn_hidden_size, dtype=dtype, device=device) for _ in range(2))
-    seconds = min(timed(lambda: torch.add(first, second), device) for _ in range(REPEATS))
-    return 3 * first.nbytes / seconds
+def _memory_rate(model: FANformerConfig, micro_batch_size: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Bytes per second of a sum of two activations as wide as the MLP."""
+    shape = (micro_batch_size * model.seq_length, model.ffn_hidden_size)
+    first, second = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
+    return 3 * first.nbytes / min(timed(lambda: torch.add(first, second), device) for _ in range(REPEATS))

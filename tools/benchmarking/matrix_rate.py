@@ -40,6 +40,15 @@ def weights_of(model: FANformerConfig) -> list[Weight]:
     ]
 
 
+class Rates(NamedTuple):
+    """FLOP/s of a model's products."""
+
+    fastest: float
+    """Of the fastest product."""
+    mean: float
+    """Of all products of a step together."""
+
+
 class MatrixClock:
     """Times a model's products, again and again.
 
@@ -49,26 +58,19 @@ class MatrixClock:
 
     def __init__(self, model: FANformerConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self._weights, self._tokens, self._dtype, self._device = weights_of(model), tokens, dtype, device
-        self._layers = model.num_layers
+        *layer, _ = self._weights
+        self._times = [model.num_layers] * len(layer) + [1]  # the last is the head's
 
-    def fastest(self) -> float:
-        """FLOP/s of the fastest product at present, each by the best of a few timings."""
-        fastest = 0.0
-        for weight in self._weights:
+    def rates(self) -> "Rates":
+        """The rates at present, each product's by the best of a few timings."""
+        fastest = flops = seconds = 0.0
+        for weight, times in zip(self._weights, self._times, strict=True):
+            own = 2 * self._tokens * weight.rows * weight.columns
             for product in self._products(weight):
-                seconds = min(timed(product, self._device) for _ in range(REPEATS))
-                fastest = max(fastest, 2 * self._tokens * weight.rows * weight.columns / seconds)
-        return fastest
-
-    def mean(self) -> float:
-        """FLOP/s of all products of the model together, those of a layer as often as it has layers."""
-        flops = seconds = 0.0
-        for weight in self._weights:
-            times = 1 if weight is self._weights[-1] else self._layers
-            for product in self._products(weight):
-                seconds += times * min(timed(product, self._device) for _ in range(REPEATS))
-                flops += times * 2 * self._tokens * weight.rows * weight.columns
-        return flops / seconds
+                taken = min(timed(product, self._device) for _ in range(REPEATS))
+                fastest = max(fastest, own / taken)
+                flops, seconds = flops + times * own, seconds + times * taken
+        return Rates(fastest, flops / seconds)
 
     def _products(self, weight: Weight) -> list[Callable[[], Tensor]]:
         def random(*shape: int) -> Tensor:
