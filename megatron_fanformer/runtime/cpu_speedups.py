@@ -54,4 +54,4 @@ def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
     """Where its first element is; not by `data_ptr`, which simulated tensors do not have."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())

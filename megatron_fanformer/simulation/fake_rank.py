@@ -23,9 +23,9 @@ from megatron_fanformer.training.optimizer import build_optimizer
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import Batches, StepShape, train_step, wrap_stages
 
-STEPS = 2
-"""Until memory and communication are those of any later step: the first update makes the optimizer's moments, and
-megatron-core 0.19 has one more all-reduce in a run's first step."""
+SHORT_STEPS = 1
+"""Of a few micro batches, before the step that is looked at, whose memory and communication are then those of any later
+one: the first update makes the optimizer's moments, and megatron-core 0.19 has one more all-reduce in a run's first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class SimulatedRank:
 
 
 def run_rank(config: RunConfig, *, world_size: int, rank: int, backend: str = "nccl") -> SimulatedRank:
-    """Be one rank of a world: build it, and take two steps.
+    """Be one rank of a world: build it, take a short step, and a whole one.
 
     Args:
         backend: what the ranks of that world communicate over; some of megatron-core's settings follow from it.
@@ -72,7 +72,7 @@ def run_rank(config: RunConfig, *, world_size: int, rank: int, backend: str = "n
 
 
 def take_steps(config: RunConfig, grid: RankGrid, *, seed: int | None = None) -> tuple[Job, list[CollectiveCount]]:
-    """Build this rank's stage as the trainer does, and take two steps.
+    """Build this rank's stage as the trainer does, take a short step, and a whole one.
 
     Args:
         seed: of the initial weights; None draws none, where they have no content.
@@ -104,10 +104,12 @@ def take_steps(config: RunConfig, grid: RankGrid, *, seed: int | None = None) ->
         seq_length=config.model.seq_length,
     )
     batches = _batches(shape)
-    for _ in range(STEPS):
+    fewest = min(shape.num_micro_batches, config.parallel.pipeline_model_parallel_size)
+    short = dataclasses.replace(shape, num_micro_batches=fewest)
+    for step_shape in (*[short] * SHORT_STEPS, shape):
         scheduler.step(1)
         with count_collectives(grid) as counts:
-            train_step(wrapped, optimizer, batches, grid, shape)
+            train_step(wrapped, optimizer, batches, grid, step_shape)
     return job, counts.lines()
 
 

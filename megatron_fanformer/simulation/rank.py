@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # imports torch, which takes seconds
 
 
 def simulate(config: RunConfig, *, world_size: int, rank: int) -> "SimulatedRank":
-    """Run one rank of a world for two steps, as the trainer would, and see what it holds and communicates.
+    """Be one rank of a world, as the trainer would, for a training step: see what it holds and communicates.
 
     Fields that are left to the machine are as on GPUs over NCCL: bf16, communication overlapped.
 

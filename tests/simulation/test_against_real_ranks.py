@@ -120,18 +120,19 @@ def test_a_simulated_rank_is_the_real_one(name: str, run_on_ranks: RunOnRanks) -
 ALLOCATOR_TOLERANCE = 0.03
 
 
-def allocated(config: RunConfig) -> tuple[int, int]:
-    """This rank's peak by the tracker, and by torch's own record of its CPU allocator."""
+def allocated(config: RunConfig) -> tuple[int, int, int]:
+    """This rank's stage, and its peak by the tracker and by torch's own record of its CPU allocator."""
     tracker = MemoryTracker()
     recorder = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     with recorder, tracker, rank_grid(config.parallel, "cpu") as grid:
         take_steps(config, grid, seed=0)
+        stage = grid.groups.pp.rank()
     held = peak = 0
     for event in sorted(recorder.profiler.kineto_results.events(), key=lambda event: event.start_ns()):  # type: ignore
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)
-    return tracker.peak_bytes, peak
+    return stage, tracker.peak_bytes, peak
 
 
 @pytest.mark.full
@@ -141,5 +142,8 @@ def test_the_tracker_agrees_with_the_allocator(name: str, run_on_ranks: RunOnRan
     model = dict(hidden_size=512, ffn_hidden_size=1024, seq_length=512, vocab_size=4000)
     config = resolved(CONFIGS[name])
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
-    for rank, (tracked, by_allocator) in enumerate(run_on_ranks(RANKS, allocated, config)):
-        assert tracked == pytest.approx(by_allocator, rel=ALLOCATOR_TOLERANCE), f"rank {rank}"
+    ranks = run_on_ranks(RANKS, allocated, config)
+    for stage in range(config.parallel.pipeline_model_parallel_size):
+        # All ranks of a stage hold as much, but for what gloo's threads hold on to for a moment.
+        tracked, by_allocator = (min(rank[field] for rank in ranks if rank[0] == stage) for field in (1, 2))
+        assert tracked == pytest.approx(by_allocator, rel=ALLOCATOR_TOLERANCE), f"stage {stage}"

@@ -69,7 +69,7 @@ def test_no_step_holds_more_than_the_one_before(monkeypatch: pytest.MonkeyPatch)
         sequence_parallel=True,
     )
     two_steps = fake_rank.run_rank(config, world_size=4, rank=0)
-    monkeypatch.setattr(fake_rank, "STEPS", 5)
+    monkeypatch.setattr(fake_rank, "SHORT_STEPS", 4)
     five_steps = fake_rank.run_rank(config, world_size=4, rank=0)
     assert (five_steps.peak_bytes, five_steps.held_bytes) == (two_steps.peak_bytes, two_steps.held_bytes)
     assert five_steps.collectives == two_steps.collectives
