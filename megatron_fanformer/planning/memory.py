@@ -36,9 +36,11 @@ MOMENT_BYTES = 2 * 4
 FP8_COPIES = 2  # of a weight: as it is, and transposed, which Hopper's products need
 SAMPLE_BYTES = 3 * ID_BYTES + FLOAT  # a token's id, label and position, and its weight in the loss
 
+BLOCK_OF_TEE = 57
+"""Micro batches that `itertools.tee`, which hands them to the chunks of a stage, lets go of at a time."""
 PREFETCHED = 3
-"""Inputs and gradients that the interleaved schedule has received or not yet let go, beside those of chunks in flight:
-from none to five were seen, by stage and phase."""
+"""Inputs and gradients that the interleaved schedule holds beside those of chunks in flight, while forward and backward
+take turns: one to five were seen."""
 
 ALLOCATOR_BYTES = 4 * 2**30
 """Reserved by torch's allocator beyond what is allocated: SimuMax v1.2 measured 2 to 4 GiB on B200."""
@@ -88,10 +90,11 @@ def rank_memory(job: Job, stage: int) -> RankMemory:
     """
     shapes = LayerShapes(job)
     held = chunks(job.model, job.parallel, stage)
-    moment = max(_moments(shapes, stage, held), key=lambda moment: moment.activations + moment.working)
+    in_flight = chunks_in_flight(job, stage)
+    moment = max(_moments(shapes, stage, held, in_flight), key=lambda moment: moment.activations + moment.working)
     lines = [
         *_states(job, stage, held),
-        *_kept_by_layers(shapes, held),
+        *_kept_by_layers(shapes, held, takes_turns=in_flight < len(held) * job.num_micro_batches),
         MemoryLine("activations", moment.activations),
         MemoryLine(f"working memory: {moment.name}", moment.working),
     ]
@@ -125,7 +128,7 @@ def _states(job: Job, stage: int, held: list[Chunk]) -> Iterator[MemoryLine]:
     yield MemoryLine("moments", updated * MOMENT_BYTES)
 
 
-def _kept_by_layers(shapes: LayerShapes, held: list[Chunk]) -> Iterator[MemoryLine]:
+def _kept_by_layers(shapes: LayerShapes, held: list[Chunk], *, takes_turns: bool) -> Iterator[MemoryLine]:
     """What layers and schedules keep for themselves, beside weights and activations."""
     job, parallel = shapes.job, shapes.job.parallel
     if shapes.is_engine:
@@ -133,9 +136,10 @@ def _kept_by_layers(shapes: LayerShapes, held: list[Chunk]) -> Iterator[MemoryLi
         yield MemoryLine("Transformer Engine's dummy weight gradients", _dummy_gradients(shapes, held))
     elif shapes.is_sharded:
         yield MemoryLine("buffer of the sequence's gather", shapes.gathered)
-    if parallel.virtual_stages > 1:
+    if parallel.virtual_stages > 1 and takes_turns:
         yield MemoryLine("pipeline receive buffers", PREFETCHED * shapes.stream)
-    samples = job.num_micro_batches * job.micro_batch_size * job.model.seq_length * SAMPLE_BYTES
+    loaded = min(job.num_micro_batches, BLOCK_OF_TEE) if job.on_cpu else 1  # in the device's memory
+    samples = loaded * job.micro_batch_size * job.model.seq_length * SAMPLE_BYTES
     angles = job.model.seq_length * job.model.kv_channels * FLOAT
     yield MemoryLine("samples and rotary angles", samples + len(held) * angles)
 
@@ -152,7 +156,7 @@ def _fp8_copies(job: Job, chunk: Chunk) -> int:
     elements = sum(
         weight.elements
         for weight in layer_weights(job.model, job.parallel)
-        if "linear" in weight.name and (precision.fp8_fan or ".fan." not in weight.name)
+        if "linear_" in weight.name or (precision.fp8_fan and weight.name.endswith("fan.linear.weight"))
     )
     return FP8_COPIES * elements * max(0, layers)
 
@@ -173,12 +177,11 @@ def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:
 # -- the moments of a step
 
 
-def _moments(shapes: LayerShapes, stage: int, held: list[Chunk]) -> Iterator[Moment]:
-    job = shapes.job
-    layer = rise(layer_operations(job))
+def _moments(shapes: LayerShapes, stage: int, held: list[Chunk], in_flight: int) -> Iterator[Moment]:
+    layer = rise(layer_operations(shapes.job))
     of_chunk = _chunk_rise(shapes, layer, held[0].layers)
     kept = of_chunk.saved + (embedding_ids(shapes) if held[0].has_embedding else 0)
-    others = kept * (chunks_in_flight(job, stage) - 1)
+    others = kept * (in_flight - 1)
     # The schedule holds on to the last gradient that it sent back, and in forward also to the input that it is of.
     sent = shapes.stream if stage > 0 and len(held) == 1 else 0
     yield Moment("backward of a layer", others + kept, of_chunk.backward + sent)

@@ -38,7 +38,8 @@ class SimulatedRank:
     job: Job
     """What it ran, every open field resolved: what a formula is to be asked about."""
     peak_bytes: int
-    """The most that live tensors have taken, from the building of the model to the end of the last step."""
+    """The most that live tensors take in a step. (A CPU's building takes more in places: it makes a weight whole, in
+    float32, before it keeps a shard.)"""
     held_bytes: int
     """What they take between steps: weights, gradients, the optimizer's state, and a micro batch's samples."""
     collectives: list[CollectiveCount]
@@ -59,7 +60,7 @@ def run_rank(config: RunConfig, *, world_size: int, rank: int, backend: str = "n
     tracker = MemoryTracker()
     with fake_world(world_size, rank), tracker, rank_grid(config.parallel, "cpu") as own:
         grid = dataclasses.replace(own, backend=backend)
-        job, collectives = take_steps(config, grid)
+        job, collectives = take_steps(config, grid, tracker=tracker)
         return SimulatedRank(
             rank=rank,
             stage=grid.groups.pp.rank(),
@@ -71,11 +72,14 @@ def run_rank(config: RunConfig, *, world_size: int, rank: int, backend: str = "n
         )
 
 
-def take_steps(config: RunConfig, grid: RankGrid, *, seed: int | None = None) -> tuple[Job, list[CollectiveCount]]:
+def take_steps(
+    config: RunConfig, grid: RankGrid, *, seed: int | None = None, tracker: MemoryTracker | None = None
+) -> tuple[Job, list[CollectiveCount]]:
     """Build this rank's stage as the trainer does, take a short step, and a whole one.
 
     Args:
         seed: of the initial weights; None draws none, where they have no content.
+        tracker: what is to have the peak of the steps alone.
 
     Returns:
         What was run, and what the collectives of the last step add up to.
@@ -106,6 +110,8 @@ def take_steps(config: RunConfig, grid: RankGrid, *, seed: int | None = None) ->
     batches = _batches(shape)
     fewest = min(shape.num_micro_batches, config.parallel.pipeline_model_parallel_size)
     short = dataclasses.replace(shape, num_micro_batches=fewest)
+    if tracker is not None:
+        tracker.forget_peak()
     for step_shape in (*[short] * SHORT_STEPS, shape):
         scheduler.step(1)
         with count_collectives(grid) as counts:

@@ -23,6 +23,10 @@ class MemoryTracker(TorchDispatchMode):
         self._sizes: dict[int, int] = {}  # by the storage's address in C++
         self._references: dict[int, Any] = {}
 
+    def forget_peak(self) -> None:
+        """Begin a new peak, at what is held now."""
+        self.peak_bytes = self.held_bytes
+
     def __enter__(self) -> Any:
         self._resize = torch.UntypedStorage.resize_
         torch.UntypedStorage.resize_ = self._resizing(self._resize)  # type: ignore[method-assign]

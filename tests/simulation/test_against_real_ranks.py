@@ -81,7 +81,7 @@ def followed(config: RunConfig) -> FollowedRank:
     tracker = MemoryTracker()
     without_gloo = mock.patch.object(dist.Work, "wait", unseen(dist.Work.wait))
     with without_gloo, tracker, rank_grid(config.parallel, "cpu") as grid:
-        _, collectives = take_steps(config, grid, seed=0)
+        _, collectives = take_steps(config, grid, seed=0, tracker=tracker)
         return FollowedRank(tracker.peak_bytes, tracker.held_bytes, collectives)
 
 
