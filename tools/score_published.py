@@ -50,7 +50,6 @@ def main() -> int:
     try:
         rows = read_rows(options.rows)
         fitted_on = read_rows(options.fit_on) if options.fit_on else None
-        _check(rows)
         scores, machines = _scores(rows, fitted_on, leave_one_out=options.leave_one_out)
     except FanformerError as error:
         print(f"score_published: {error}", file=sys.stderr)
@@ -82,19 +81,12 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _check(rows: Sequence[Row]) -> None:
-    for row in rows:
-        if row.gpu not in known_machines():
-            raise InputError(f"{row.name}: gpu {row.gpu!r} is not known; known are {', '.join(known_machines())}")
-
-
 def _scores(
     rows: list[Row], fitted_on: list[Row] | None, *, leave_one_out: bool
 ) -> tuple[list[Score], dict[str, Machine]]:
     """The scores, and the machines with which they were made (the committed ones, with one source left out in turn)."""
     if not leave_one_out:
         machines = fit(fitted_on) if fitted_on else known_machines()
-        machines = {**known_machines(), **machines}
         return [
             Score(row, row.predict(machines[row.gpu]), constant_utilization(fitted_on or rows, row)) for row in rows
         ], machines

@@ -95,7 +95,12 @@ def test_a_fit_finds_a_slower_chip(score: Score, tmp_path: Path, monkeypatch: py
     ("change", "said"),
     [
         (lambda text: text.replace(",step_seconds,", ",seconds,", 1), "no column step_seconds"),
-        (lambda text: text.replace(",A100,", ",A1000,", 1), "gpu 'a1000' is not known"),
+        (lambda text: text.replace(",A100,", ",A1000,", 1), ":2: gpu is 'A1000'; it must be one of A100"),
+        (
+            lambda text: text.replace(",A100,bf16,8,8,", ",A100,bf16,8,3,", 1),
+            ":2: 8 gpus are no multiple of tp x pp x cp, 3",
+        ),
+        (lambda text: text.replace(",full,1.42,", ",full,0,", 1), ":2: step_seconds is 0.0; it must be above 0"),
         (lambda text: text.replace(",6144,24576,64,", ",six,24576,64,", 1), ":2: invalid literal"),
         (lambda text: text.replace(",6144,24576,64,", ",6144,24576,63,", 1), ":2: model.hidden_size 6144 is not"),
     ],

@@ -30,13 +30,13 @@ class Factor(NamedTuple):
     """Of `Machine`; or of a link, as in `domain.efficiency`."""
     deviation: float
     """Standard deviation of the factor's logarithm, before any run is seen."""
-    machine: str | None = None
-    """The one that it applies to; None: all alike."""
+    machines: tuple[str, ...] = ()
+    """Those that it applies to; none: all alike."""
 
 
 FACTORS = (
     Factor("product_efficiency", 0.10),
-    *(Factor("product_efficiency", 0.10, name) for name in ("a100", "h100", "b200")),
+    *(Factor("product_efficiency", 0.10, names) for names in (("a100",), ("h100", "h200"), ("b200",))),
     Factor("fp8_product_efficiency", 0.15),
     Factor("attention_efficiency", 0.20),
     Factor("memory_efficiency", 0.10),
@@ -77,7 +77,8 @@ PRIORS: dict[str, dict[str, float]] = {
         "memory_efficiency": 0.70,
     },
 }
-NVLINK = {"a100": 0.75, "h100": 0.75, "b200": 0.70}
+PRIORS["h200"] = PRIORS["h100"]
+NVLINK = {"a100": 0.75, "h100": 0.75, "h200": 0.75, "b200": 0.70}
 
 
 def prior_machines() -> dict[str, Machine]:
@@ -138,7 +139,7 @@ def _scaled(machines: Mapping[str, Machine], logs: np.ndarray) -> dict[str, Mach
     """The machines with each factor applied."""
     scaled = dict(machines)
     for factor, log in zip(FACTORS, logs, strict=True):
-        for name in [factor.machine] if factor.machine else machines:
+        for name in factor.machines or machines:
             owner, _, field = factor.field.rpartition(".")
             now = getattr(getattr(scaled[name], owner) if owner else scaled[name], field)
             scaled[name] = _with(scaled[name], factor.field, now * math.exp(log))

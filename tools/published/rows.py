@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
@@ -23,6 +24,7 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 
 NUMBERS = ("gpus", "tp", "pp", "cp", "vp", "gbs", "mbs", "seq", "L", "h", "f", "heads", "V")
 NEEDED = ("src", "name", "gpu", "prec", *NUMBERS, "rec", "step_seconds")
+CHOICES = {"gpu": ("A100", "H100", "H200", "B200"), "prec": ("bf16", "fp8"), "rec": ("full", "sel", "none")}
 # A gated MLP of two thirds the inner size has the weights and FLOPs of one without a gate.
 UNGATED_SHARE = 2 / 3
 
@@ -106,26 +108,40 @@ def read_rows(file: Path) -> list[Row]:
         InputError: it cannot be read, lacks a column, or a row is no job.
     """
     try:
-        with file.open(newline="", encoding="utf-8") as stream:
+        with regular_file(file).open(newline="", encoding="utf-8") as stream:
             reader = csv.DictReader(stream)
             lines = list(reader)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise InputError(f"{file} cannot be read: {error}") from error
     if missing := [name for name in NEEDED if name not in (reader.fieldnames or [])]:
         raise InputError(f"{file} has no column {missing[0]}; it needs {', '.join(NEEDED)}")
+    if not lines:
+        raise InputError(f"{file} has no rows")
     return [_row(line, f"{file}:{number}") for number, line in enumerate(lines, start=2)]
 
 
 def _row(values: dict[str, str], where: str) -> Row:
     try:
         numbers = {name: int(values[name]) for name in NUMBERS}
+        numbers["kv"] = int(values.get("kv") or numbers["heads"])
         seconds = float(values["step_seconds"])
     except (TypeError, ValueError) as error:
         raise InputError(f"{where}: {error}; sizes are integers, step_seconds a number") from None
+    if small := [name for name, number in numbers.items() if number < 1]:
+        raise InputError(f"{where}: {small[0]} is {numbers[small[0]]}; it must be at least 1")
+    if not 0 < seconds < math.inf:
+        raise InputError(f"{where}: step_seconds is {seconds}; it must be above 0, and finite")
+    if numbers["gpus"] % (ranks := numbers["tp"] * numbers["pp"] * numbers["cp"]):
+        raise InputError(f"{where}: {numbers['gpus']} gpus are no multiple of tp x pp x cp, {ranks}")
+    for name, allowed in CHOICES.items():
+        if values[name] not in allowed:
+            raise InputError(f"{where}: {name} is {values[name]!r}; it must be one of {', '.join(allowed)}")
     software = next((known for name, known in SOURCES.items() if values["src"].startswith(name)), OTHERS)
     jobs = [tuple(_job(values, each, software) for each in group) for group in _batches(numbers, software)]
     if found := [problem for job in sum(jobs, ()) for problem in (*job.model.problems(), *job.parallel.problems())]:
         raise InputError(f"{where}: {found[0]}")
+    if jobs[0][0].parallel.layers_per_stage(numbers["L"]) is None:
+        raise InputError(f"{where}: {numbers['L']} layers do not divide over pp {numbers['pp']}")
     return Row(values["src"], values["name"], values["gpu"].lower(), tuple(jobs), software, seconds)
 
 
@@ -155,7 +171,7 @@ def _job(values: dict[str, str], n: dict[str, int], software: Software) -> Job:
         hidden_size=n["h"],
         ffn_hidden_size=n["f"] if is_gated else round(UNGATED_SHARE * n["f"]),
         num_attention_heads=n["heads"],
-        num_query_groups=int(values["kv"]) if values.get("kv") else None,
+        num_query_groups=n["kv"],
         vocab_size=n["V"],
         seq_length=n["seq"],
         untie_embeddings_and_output_weights=is_gated,
