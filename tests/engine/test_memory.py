@@ -86,7 +86,9 @@ def test_a_layer_keeps_what_the_formula_says(
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("modules", [["core_attn"], ["mlp"], ["fan"], ["core_attn", "mlp", "fan"]], ids="+".join)
+@pytest.mark.parametrize(
+    "modules", [["core_attn"], ["layernorm"], ["mlp"], ["fan"], ["core_attn", "layernorm", "mlp", "fan"]], ids="+".join
+)
 def test_what_is_recomputed_is_not_kept(run_on_engine_ranks: RunOnRanks, layout: str, modules: list[str]) -> None:
     given = (FANConfig(), layout, PrecisionConfig(dtype="bf16"), modules)
     for kept in run_on_engine_ranks(ranks_of(layout), kept_by_layer, *given):
