@@ -14,6 +14,8 @@ from megatron_fanformer.sizing.estimate import Estimate, estimate, job_of, probl
 from megatron_fanformer.training.config import RunConfig
 
 MOST_SHOWN = 10
+OF_SCHEDULE = ("pipeline bubble", "pipeline sends")  # the parts of a step that the number of chunks changes
+BOUNDING = tuple(name for name in DEGREES if name != "virtual_pipeline_model_parallel_size")
 NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:, ?\d+(?:\.\d+)?)*")  # also several, with commas between
 
 
@@ -72,8 +74,8 @@ def judge(named: Sequence[tuple[str, RunConfig]], gpus: int, machine: Machine) -
 def search(config: RunConfig, gpus: int, machine: Machine) -> Findings:
     """All layouts of a configuration on that many GPUs.
 
-    A step that recomputes nothing bounds the time of the same step with recomputation from below. Layouts are taken in
-    the order of their bounds, so that few are asked for their memory before the fastest that fit are known.
+    Layouts are taken in the order of a lower bound of their time, which those share that differ in recomputation and in
+    the pipeline's schedule alone. So few are asked for their own time and memory before the fastest that fit are known.
     """
     rejections = _Rejections(config)
     legal = list(_legal(config, gpus, rejections))
@@ -121,14 +123,15 @@ def _legal(config: RunConfig, gpus: int, rejections: "_Rejections") -> Iterator[
 
 
 def _bounds(legal: Iterable[RunConfig], gpus: int, machine: Machine) -> Iterator[float]:
-    """The least that a step of each can take, in seconds: what it takes without recomputation."""
+    """The least that a step of each can take, in seconds: recomputing nothing, and waiting for no other stage."""
     known: dict[tuple[Any, ...], float] = {}
     for config in legal:
-        plain = dataclasses.replace(config.parallel, **NOT_RECOMPUTED)
-        key = (*(getattr(plain, name) for name in DEGREES), config.training.micro_batch_size)
+        parallel = config.parallel
+        key = (*(getattr(parallel, name) for name in BOUNDING), config.training.micro_batch_size)
         if key not in known:
-            job = job_of(dataclasses.replace(config, parallel=plain), gpus)
-            known[key] = step_time(job, machine).seconds
+            plain = dataclasses.replace(parallel, virtual_pipeline_model_parallel_size=None, **NOT_RECOMPUTED)
+            time = step_time(job_of(dataclasses.replace(config, parallel=plain), gpus), machine)
+            known[key] = time.seconds - sum(time.parts.get(name, 0.0) for name in OF_SCHEDULE)
         yield known[key]
 
 
