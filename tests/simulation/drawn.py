@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.simulation.rank import problems
 from megatron_fanformer.training.config import RunConfig
 from tests.simulation.runs import run_config
@@ -21,7 +22,8 @@ def draw(seed: int, number: int, world_size: int) -> RunConfig:
 
 def describe(config: RunConfig) -> str:
     """What is not the default, for a log."""
-    parallel = {name: value for name, value in vars(config.parallel).items() if value not in (None, 1, False)}
+    default = ParallelConfig()
+    parallel = {name: value for name, value in vars(config.parallel).items() if value != getattr(default, name)}
     model = {name: getattr(config.model, name) for name in ("num_layers", "num_query_groups", "fan")}
     return f"{parallel} {model} {config.precision.dtype}, {config.training.global_batch_size} samples"
 
