@@ -17,10 +17,11 @@ from typing import Any
 
 from megatron_fanformer import __version__
 from megatron_fanformer.errors import FanformerError, InputError, escaped
+from megatron_fanformer.sizing.options import add_options
 
 PROGRAM = "megatron-fanformer"
 MOST_SHOWN = 200  # characters of an argument or a path in an error
-TAKES_OVERRIDES = ("train", "parity", "inspect", "config")  # --section.field VALUE
+TAKES_OVERRIDES = ("train", "parity", "plan", "inspect", "config")  # --section.field VALUE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -308,6 +309,20 @@ def _parity(options: argparse.Namespace, rest: list[str], _arguments: list[str])
     )
 
 
+# -- plan
+
+
+def _plan_options(parser: argparse.ArgumentParser) -> None:
+    _config_option(parser)
+    add_options(parser)
+
+
+def _plan(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.sizing.command import plan
+
+    plan(options, rest)
+
+
 # -- generate
 
 
@@ -455,6 +470,7 @@ VERBS: dict[str, tuple[_Describe, _Run, str]] = {
         "List the configuration's fields; print its JSON schema or a resolved configuration.",
     ),
     "parity": (_parity_options, _parity, "Show that parallel layouts train the same model as one process."),
+    "plan": (_plan_options, _plan, "Say what a run costs on many GPUs, whether it fits, and find its fastest layout."),
     "generate": (_generate_options, _generate, "Continue a prompt."),
     "inspect": (
         _inspect_options,

@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "simulation": ("runtime", "data", "model", "planning", "checkpoint", "training"),
     "generation": ("runtime", "data", "model", "checkpoint", "formats", "hf"),
     "parity": ("runtime", "data", "model", "planning", "checkpoint", "training"),
+    "sizing": ("runtime.layout", "model", "planning", "training", "simulation"),
     "inspection": ("runtime", "data", "model", "checkpoint", "formats", "training"),
     "demo": (
         "runtime",
@@ -54,6 +55,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "training",
         "generation",
         "parity",
+        "sizing",
         "inspection",
         "demo",
     ),

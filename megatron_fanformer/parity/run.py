@@ -22,13 +22,13 @@ from megatron_fanformer.parity.comparison import (
     differences,
 )
 from megatron_fanformer.parity.config import ParityConfig, read_layouts
-from megatron_fanformer.parity.layouts import SINGLE, Layout, single_process
 from megatron_fanformer.parity.shrinking import BUCKETS, SmallRun, shrink
 from megatron_fanformer.parity.trial import Trace, TrialConfig, run_trial
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
 from megatron_fanformer.training.config import RunConfig
+from megatron_fanformer.training.layouts import SINGLE, Layout, single_process
 from megatron_fanformer.training.machine_rules import backend_problems, engine_problems, kernel_problems
 
 REORDERED_RUNS = 3

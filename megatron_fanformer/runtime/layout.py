@@ -104,6 +104,19 @@ class ParallelConfig:
         """Whether that part of a layer is recomputed by itself."""
         return self.recompute_granularity == "selective" and module in self.recompute_modules
 
+    def overlaps(self, *, pays: bool) -> tuple[bool, bool]:
+        """`overlap_grad_reduce` and `overlap_param_gather` resolved.
+
+        Args:
+            pays: whether there are replicas that communicate beside the computation, as over NCCL.
+        """
+        reduces, gathers = self.overlap_grad_reduce, self.overlap_param_gather
+        if reduces is None:
+            reduces = pays or bool(gathers)
+        if gathers is None:
+            gathers = pays and reduces and self.use_distributed_optimizer
+        return reduces, gathers
+
     def layers_per_stage(self, num_layers: int) -> list[int] | None:
         """Layers of each pipeline stage, its chunks together; None if they do not divide evenly."""
         stages = self.pipeline_model_parallel_size

@@ -130,18 +130,34 @@ class RunConfig:
 
     def problems(self, data_parallel_size: int) -> list[str]:
         """Everything that is wrong with this configuration at that number of replicas, one line each."""
-        sections = [getattr(self, section.name) for section in dataclasses.fields(self)]
-        found = [problem for section in sections if hasattr(section, "problems") for problem in section.problems()]
-        if found:
-            return found  # rules between fields make sense only for valid fields
-        found += layout_problems(self.model, self.parallel)
-        found += graph_problems(self.parallel, self.kernels)
-        found += fp8_problems(self.model, self.parallel, self.precision, self.training.micro_batch_size, self.kernels)
-        found += batch_problems(
-            self.parallel, data_parallel_size, self.training.global_batch_size, self.training.micro_batch_size
-        )
-        found += self.schedule.joint_problems(lr=self.optimizer.lr, train_iters=self.training.train_iters)
-        return found
+        return self.section_problems() or self.joint_problems(data_parallel_size)
+
+    def section_problems(self, *, leaving: Sequence[str] = ()) -> list[str]:
+        """The rules that a section breaks by itself, one line each.
+
+        Args:
+            leaving: sections to leave out, such as `data`, which looks at the token files.
+        """
+        names = [section.name for section in dataclasses.fields(self) if section.name not in leaving]
+        sections = [getattr(self, name) for name in names]
+        return [problem for section in sections if hasattr(section, "problems") for problem in section.problems()]
+
+    def joint_problems(self, data_parallel_size: int) -> list[str]:
+        """The rules between sections that it breaks, which make sense where each is valid by itself, one line each."""
+        return [*self.problems_of_layout(), *self.problems_of_steps(data_parallel_size)]
+
+    def problems_of_layout(self) -> list[str]:
+        """Those that hold for any batch."""
+        return [*layout_problems(self.model, self.parallel), *graph_problems(self.parallel, self.kernels)]
+
+    def problems_of_steps(self, data_parallel_size: int) -> list[str]:
+        """Those of batches and of their number."""
+        training = self.training
+        return [
+            *fp8_problems(self.model, self.parallel, self.precision, training.micro_batch_size, self.kernels),
+            *batch_problems(self.parallel, data_parallel_size, training.global_batch_size, training.micro_batch_size),
+            *self.schedule.joint_problems(lr=self.optimizer.lr, train_iters=training.train_iters),
+        ]
 
 
 def tell_on_stderr(notice: str) -> None:

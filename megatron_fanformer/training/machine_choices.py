@@ -103,12 +103,10 @@ def _overlap(parallel: ParallelConfig, grid: RankGrid) -> Iterator[Choice]:
         reason = "one replica"
     else:
         reason = f"{replicas} replicas, over NCCL"
-    reduces = parallel.overlap_grad_reduce
-    if reduces is None:
-        reduces = pays or bool(parallel.overlap_param_gather)
+    reduces, gathers = parallel.overlaps(pays=pays)
+    if parallel.overlap_grad_reduce is None:
         yield Choice("parallel", "overlap_grad_reduce", reduces, reason)
     if parallel.overlap_param_gather is None:
-        gathers = pays and reduces and parallel.use_distributed_optimizer
         if pays and not gathers:
             reason = "it needs overlap_grad_reduce and use_distributed_optimizer"
         yield Choice("parallel", "overlap_param_gather", gathers, reason)

@@ -76,26 +76,39 @@ def engine_problems(
     model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, dtype: "torch.dtype"
 ) -> list[str]:
     """What the layers that this machine has, the Engine's or local ones, cannot compute, one line each."""
-    return list(_engine_problems(model, parallel, kernels, str(dtype).removeprefix("torch.")))
+    number_format = str(dtype).removeprefix("torch.")
+    return layer_problems(
+        model, parallel, kernels, with_engine=_has_engine(kernels), in_fp32=number_format == "float32"
+    )
+
+
+def layer_problems(
+    model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, *, with_engine: bool, in_fp32: bool
+) -> list[str]:
+    """What the Engine's layers, or the local ones, cannot compute, one line each."""
+    if with_engine:
+        return list(_engine_problems(model, parallel, kernels, in_fp32=in_fp32))
+    return list(_local_problems(parallel, kernels))
+
+
+def _local_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> Iterator[str]:
+    if parallel.cp_comm_type not in (None, "all_gather"):
+        yield (
+            f"parallel.cp_comm_type is {parallel.cp_comm_type}, which Transformer Engine's attention has, and the "
+            "local layers, which gather keys and values, have not; set it to null"
+        )
+    if kernels.fused_single_qkv_rope:
+        yield (
+            "kernels.fused_single_qkv_rope is true, but its kernel is Transformer Engine's, whose layers are not "
+            "in use here; set it to false"
+        )
 
 
 def _engine_problems(
-    model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, dtype: str
+    model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, *, in_fp32: bool
 ) -> Iterator[str]:
-    if not _has_engine(kernels):
-        if parallel.cp_comm_type not in (None, "all_gather"):
-            yield (
-                f"parallel.cp_comm_type is {parallel.cp_comm_type}, which Transformer Engine's attention has, and the "
-                "local layers, which gather keys and values, have not; set it to null"
-            )
-        if kernels.fused_single_qkv_rope:
-            yield (
-                "kernels.fused_single_qkv_rope is true, but its kernel is Transformer Engine's, whose layers are not "
-                "in use here; set it to false"
-            )
-        return
     size = parallel.context_parallel_size
-    if size > 1 and dtype == "float32":
+    if size > 1 and in_fp32:
         yield (
             f"parallel.context_parallel_size is {size} in float32, but Transformer Engine's attention over context "
             "parallel ranks is of 16 bits alone; set the dtype to bf16, or kernels.transformer_impl to local"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,25 +65,42 @@ def parse_layout(text: str, transformer_impl: TransformerImpl = "auto") -> Layou
     Raises:
         InputError: it cannot be read, or breaks a rule of `Layout`.
     """
-    single = single_process(transformer_impl)
-    values = _values(text)
-    found = [
-        *value_problems(values["parallel"], ParallelConfig),
-        *value_problems(values["kernels"], KernelsConfig),
-    ]
-    if not found:
-        layout = Layout(
-            dataclasses.replace(single.parallel, **values["parallel"]),
-            dataclasses.replace(single.kernels, **values["kernels"]),
-        )
-        found = layout.problems()
-    if found:
+    layout = laid_over(single_process(transformer_impl), layout_fields(text), text)
+    if found := layout.problems():
         raise InputError("\n".join(f"layout {text!r}: {problem}" for problem in found))
     return layout
 
 
-def _values(text: str) -> dict[str, dict[str, Any]]:
-    """What a layout's text says, by section and field."""
+def laid_over(base: Layout, fields: Mapping[str, Any], text: str) -> Layout:
+    """A layout with other values of those fields.
+
+    Args:
+        text: where they were read, for errors.
+
+    Raises:
+        InputError: there is no such field, or it has no such value.
+    """
+    kernels = {name: value for name, value in fields.items() if name in KERNEL_FIELDS}
+    parallel = {name: value for name, value in fields.items() if name not in kernels}
+    values = moved_names({"parallel": parallel, "kernels": kernels}, MOVED_KERNELS)[0]
+    found = [
+        *value_problems(values["parallel"], ParallelConfig),
+        *value_problems(values["kernels"], KernelsConfig),
+    ]
+    if found:
+        raise InputError("\n".join(f"layout {text!r}: {problem}" for problem in found))
+    return Layout(
+        dataclasses.replace(base.parallel, **values["parallel"]),
+        dataclasses.replace(base.kernels, **values["kernels"]),
+    )
+
+
+def layout_fields(text: str) -> dict[str, Any]:
+    """What a layout's text says, by the long names of fields.
+
+    Raises:
+        InputError: it cannot be read.
+    """
     fields: dict[str, Any] = {}
     for item in filter(None, COMMA_BETWEEN_ITEMS.split(text.replace(" ", ""))):
         name, has_value, value = item.partition("=")
@@ -90,10 +108,10 @@ def _values(text: str) -> dict[str, dict[str, Any]]:
             raise InputError(f"layout {text!r}: {item!r} has no value; write it as in tp=2,sp=true")
         names = OVERLAPPED if name == OVERLAP else (SHORT_NAMES.get(name, name),)
         fields.update(dict.fromkeys(names, _value(text, value)))
-    if fields.get("recompute_granularity") == "full":
-        fields = {"recompute_method": "uniform", "recompute_num_layers": 1, **fields}
-    kernels = {name: fields.pop(name) for name in KERNEL_FIELDS if name in fields}
-    return moved_names({"parallel": fields, "kernels": kernels}, MOVED_KERNELS)[0]
+    if "recompute_granularity" in fields:
+        layers = ("uniform", 1) if fields["recompute_granularity"] == "full" else (None, None)
+        fields = {**dict(zip(("recompute_method", "recompute_num_layers"), layers, strict=True)), **fields}
+    return fields
 
 
 def _value(text: str, value: str) -> Any:
@@ -106,20 +124,26 @@ def _value(text: str, value: str) -> Any:
 def own_layout(parallel: ParallelConfig, kernels: KernelsConfig) -> tuple[str, Layout]:
     """A configuration's own layout, and how it would be written."""
     single = single_process(kernels.transformer_impl)
-    long_names = {long: short for short, long in SHORT_NAMES.items()}
     sections: tuple[tuple[Any, Any], ...] = ((parallel, single.parallel), (kernels, single.kernels))
     said = {
-        long_names.get(field.name, field.name): getattr(own, field.name)
+        field.name: getattr(own, field.name)
         for own, plain in sections
         for field in dataclasses.fields(own)
         if getattr(own, field.name) not in (None, getattr(plain, field.name))
     }
-    text = ",".join(f"{name}={_written(value)}" for name, value in said.items())
     resolved = dataclasses.replace(parallel, data_parallel_size=parallel.data_parallel_size or 1)
-    return text or SINGLE, Layout(resolved, kernels)
+    return layout_text(said) or SINGLE, Layout(resolved, kernels)
+
+
+def layout_text(fields: Mapping[str, Any]) -> str:
+    """How those values of fields are written, by their short names."""
+    short_names = {long: short for short, long in SHORT_NAMES.items()}
+    return ",".join(f"{short_names.get(name, name)}={_written(value)}" for name, value in fields.items())
 
 
 def _written(value: Any) -> str:
+    if value is None:
+        return "null"
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

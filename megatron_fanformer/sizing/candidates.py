@@ -1,0 +1,149 @@
+"""Configurations in other layouts: as a user names them, and all that a search looks at.
+
+What a layout does not name is the configuration's own, as if its fields had been overridden on the command line.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_fanformer.configuration import build
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.runtime.layout import RecomputeModule
+from megatron_fanformer.training.config import RunConfig, TrainingConfig
+from megatron_fanformer.training.layouts import Layout, laid_over, layout_fields, layout_text
+
+MICRO_BATCH = "mbs"
+DEGREES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "data_parallel_size",
+    "sequence_parallel",
+    "fan_form",
+)
+NAMED = (
+    *DEGREES,
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "cp_comm_type",
+    "recompute_granularity",
+    "recompute_modules",
+)
+"""The fields of `parallel` that a search sets, and a layout's name shows."""
+NOT_RECOMPUTED: dict[str, Any] = {
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+}
+
+
+def laid_out(config: RunConfig, text: str) -> RunConfig:
+    """The configuration in the layout that `text` describes, such as `tp=8,pp=4,mbs=2`.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    fields = layout_fields(text)
+    training = config.training
+    for name in (MICRO_BATCH, "micro_batch_size"):
+        if name in fields:
+            training = _with_micro_batch(training, fields.pop(name), text)
+    layout = laid_over(Layout(config.parallel, config.kernels), fields, text)
+    return dataclasses.replace(config, parallel=layout.parallel, kernels=layout.kernels, training=training)
+
+
+def _with_micro_batch(training: TrainingConfig, size: Any, text: str) -> TrainingConfig:
+    try:
+        return build({**dataclasses.asdict(training), "micro_batch_size": size}, TrainingConfig, "training.")
+    except InputError as error:
+        raise InputError(f"layout {text!r}: {error}") from None
+
+
+def layout_name(config: RunConfig, base: RunConfig) -> str:
+    """The text that `laid_out` reads as this configuration, if it differs from `base` in its layout alone."""
+    plain = type(config.parallel)()
+    said: dict[str, Any] = {}
+    for name in NAMED:
+        value = getattr(config.parallel, name)
+        if name == "recompute_modules" and config.parallel.recompute_granularity != "selective":
+            continue
+        if not value == getattr(plain, name) == getattr(base.parallel, name):
+            said[name] = value
+    return layout_text({**said, MICRO_BATCH: config.training.micro_batch_size})
+
+
+def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
+    """The configuration in every layout of that many GPUs, legal or not; one list a layout, by rising micro batch.
+
+    Of two spellings of one layout there is one: sequence parallelism and the `sequence` form where there are tensor
+    parallel ranks, chunks where there are stages, of whose layers each has its share. All stages have equally many
+    layers.
+    """
+    layers = config.model.num_layers
+    for tensor in _divisors(gpus):
+        for context in _divisors(gpus // tensor):
+            for pipeline in _divisors(gpus // tensor // context):
+                if pipeline > layers:
+                    continue  # a stage without a layer
+                replicas = gpus // (tensor * context * pipeline)
+                degrees: dict[str, Any] = {
+                    "tensor_model_parallel_size": tensor,
+                    "context_parallel_size": context,
+                    "cp_comm_type": config.parallel.cp_comm_type if context > 1 else None,
+                    "pipeline_model_parallel_size": pipeline,
+                    "num_layers_in_first_pipeline_stage": None,
+                    "num_layers_in_last_pipeline_stage": None,
+                    "data_parallel_size": replicas,
+                }
+                micro_batches = _micro_batches(config, replicas)
+                for rest in _other_fields(config, tensor, pipeline):
+                    parallel = dataclasses.replace(config.parallel, **degrees, **rest)
+                    yield [dataclasses.replace(config, parallel=parallel, training=each) for each in micro_batches]
+
+
+def _micro_batches(config: RunConfig, replicas: int) -> list[TrainingConfig]:
+    """The section `training` for every size that a replica's samples divide into; 1 if they do not."""
+    samples, rest = divmod(config.training.global_batch_size, replicas)
+    sizes = [1] if rest or not samples else _divisors(samples)
+    return [dataclasses.replace(config.training, micro_batch_size=size) for size in sizes]
+
+
+def _other_fields(config: RunConfig, tensor: int, pipeline: int) -> Iterator[dict[str, Any]]:
+    layers, rest = divmod(config.model.num_layers, pipeline)
+    chunks = [None, *_divisors(layers)[1:]] if pipeline > 1 and not rest else [None]
+    for number in chunks:
+        for form in _fan_forms(config.model, tensor):
+            for recomputation in recomputations(config):
+                yield {"virtual_pipeline_model_parallel_size": number, **form, **recomputation}
+
+
+def _fan_forms(model: FANformerConfig, tensor: int) -> list[Mapping[str, Any]]:
+    plain = {"sequence_parallel": False, "fan_form": "column"}
+    if tensor == 1:
+        return [plain]
+    sharded = [{"sequence_parallel": True, "fan_form": form} for form in ("column", "sequence")]
+    return [plain, *sharded[: 2 if model.has_fan else 1]]
+
+
+def recomputations(config: RunConfig) -> list[Mapping[str, Any]]:
+    """What backward recomputes, from nothing to everything: nothing, what costs no matrix product, the MLP too, layers.
+
+    A configuration's own modules, where it recomputes selectively, take the place of the two in the middle.
+    """
+    cheap: list[RecomputeModule] = ["layernorm", "fan"] if config.model.has_fan else ["layernorm"]
+    modules: list[list[RecomputeModule]] = [cheap, [*cheap, "mlp"]]
+    if config.parallel.recompute_granularity == "selective":
+        modules = [config.parallel.recompute_modules]
+    selective = [
+        {**NOT_RECOMPUTED, "recompute_granularity": "selective", "recompute_modules": each} for each in modules
+    ]
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return [NOT_RECOMPUTED, *selective, full]
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

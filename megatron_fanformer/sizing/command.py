@@ -1,0 +1,95 @@
+"""What `megatron-fanformer plan` does with its options: judges or searches, simulates, prints, writes."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.errors import DivergenceError, InputError
+from megatron_fanformer.sizing.cost import cost
+from megatron_fanformer.sizing.picture import plan_picture
+from megatron_fanformer.sizing.report import Plan, as_values, print_plan
+from megatron_fanformer.sizing.request import PlanRequest, read_request
+from megatron_fanformer.sizing.search import Findings, judge, search
+from megatron_fanformer.sizing.simulated import SimulatedStage, simulate_layout
+
+WIDTH_OF_A_FILE = 160  # columns where there is no terminal
+PICTURE = ".png"
+
+
+def plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Answer what was asked, and write the report.
+
+    Raises:
+        InputError: the request is wrong, or nothing legal fits.
+        DivergenceError: a simulated rank and the formulas disagree.
+    """
+    report = Path(options.report) if options.report else None
+    if report is not None and not report.parent.is_dir():
+        raise InputError(f"--report {report}: {report.parent} is not a folder; create it, or name another")
+    if report is not None and report.suffix == PICTURE:
+        raise InputError(f"--report {report} has the name of its picture; name it .json")
+    request = read_request(
+        Path(options.config),
+        overrides,
+        gpus=options.gpus,
+        gpu=options.gpu,
+        layouts=options.layouts,
+        search=options.search,
+        simulated_ranks=options.simulate,
+        tokens=options.tokens,
+        price=options.price,
+    )
+    answer = _answer(request)
+    if answer.shown is not None:
+        print_plan(answer, Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE))
+        if report is not None:
+            write_atomically(report, json.dumps(as_values(answer), indent=1) + "\n")
+            write_atomically(report.with_suffix(PICTURE), plan_picture(answer.shown))
+    _check(answer)
+
+
+def _answer(request: PlanRequest) -> Plan:
+    if request.named:
+        findings = judge(request.named, request.gpus, request.machine)
+    else:
+        findings = search(request.config, request.gpus, request.machine)
+    shown = findings.candidates[0] if findings.candidates else None
+    return Plan(
+        request=request,
+        findings=findings,
+        cost=cost(shown, request.tokens, request.price) if shown else None,
+        simulated=_simulated(findings, request),
+    )
+
+
+def _simulated(findings: Findings, request: PlanRequest) -> tuple[SimulatedStage, ...]:
+    if not request.simulated_ranks or findings.best is None:
+        return ()
+    with Console(stderr=True).status(f"simulating {findings.best.name}"):
+        processes = len(os.sched_getaffinity(0))
+        return tuple(simulate_layout(findings.best, request.simulated_ranks, processes=processes))
+
+
+def _check(answer: Plan) -> None:
+    findings = answer.findings
+    if findings.best is None:
+        raise InputError("\n".join(_nothing_fits(answer)))
+    if differences := [line for each in answer.simulated for line in each.differences]:
+        raise DivergenceError("\n".join(f"simulation and formula disagree: {line}" for line in differences))
+
+
+def _nothing_fits(answer: Plan) -> Iterator[str]:
+    """One line a named layout, and a search's largest class; of those that are legal, what the smallest lacks."""
+    findings, request = answer.findings, answer.request
+    if request.named:
+        yield from (f"layout {each.example!r}: {each.message}" for each in findings.rejected)
+        return
+    nearest = answer.shown.shortage if answer.shown else findings.rejected[0].message
+    legal = f"{findings.legal:,} legal ones of " if findings.legal else ""
+    yield f"none of {legal}{findings.judged:,} layouts {'fits' if findings.legal else 'is legal'}: {nearest}"

@@ -1,0 +1,137 @@
+"""One configuration on one machine: whether it is legal, its memory on every stage, and its time, by formula.
+
+A configuration is judged as `train` would on GPUs of that kind, with the same rules; its data is not read.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.planning.job import Job, Layers
+from megatron_fanformer.planning.machines import Machine
+from megatron_fanformer.planning.memory import RankMemory, rank_memory, reserve_bytes
+from megatron_fanformer.planning.step_time import StepTime, step_time
+from megatron_fanformer.training.config import RunConfig
+from megatron_fanformer.training.machine_rules import layer_problems
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A legal layout's memory and time."""
+
+    name: str
+    """As `--layouts` reads it."""
+    config: RunConfig
+    job: Job
+    machine: Machine
+    stages: tuple[RankMemory, ...]
+    """The memory of a rank of each pipeline stage."""
+    reserve_bytes: int
+    """Held beside allocated tensors."""
+    time: StepTime
+
+    @property
+    def heaviest(self) -> RankMemory:
+        """The stage that needs most."""
+        return max(self.stages, key=lambda stage: stage.total_bytes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of a GPU's memory, on the heaviest stage."""
+        return self.heaviest.total_bytes + self.reserve_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the GPU has that much."""
+        return self.needed_bytes <= self.machine.memory_bytes
+
+    @property
+    def shortage(self) -> str:
+        """What a layout that does not fit lacks."""
+        return (
+            f"a GPU of pipeline stage {self.heaviest.stage} needs {self.needed_bytes / GIB:.1f} GiB, "
+            f"{self.reserve_bytes / GIB:.1f} of them reserved, but {self.machine.name} has "
+            f"{self.machine.memory_bytes / GIB:.1f}; spread the model over more GPUs, take a smaller micro batch, or "
+            "recompute more"
+        )
+
+
+def for_machine(config: RunConfig, machine: Machine, *, on_cpu: bool) -> RunConfig:
+    """The configuration with what it leaves to the machine chosen for that one; but overlap depends on the layout."""
+    engine: Layers = "local" if on_cpu else "transformer_engine"
+    kernels, precision = config.kernels, config.precision
+    if kernels.transformer_impl == "auto":
+        kernels = dataclasses.replace(kernels, transformer_impl=engine)
+    if kernels.gradient_accumulation_fusion is None:
+        fuses = kernels.transformer_impl == "transformer_engine"
+        kernels = dataclasses.replace(kernels, gradient_accumulation_fusion=fuses)
+    if precision.dtype == "auto":
+        has_matrix_units = (machine.bf16_flops_per_second or 0) > (machine.fp32_flops_per_second or 0)
+        precision = dataclasses.replace(precision, dtype="bf16" if has_matrix_units else "fp32")
+    runtime = dataclasses.replace(config.runtime, device="cpu" if on_cpu else "cuda")
+    return dataclasses.replace(config, kernels=kernels, precision=precision, runtime=runtime)
+
+
+def problems(config: RunConfig, gpus: int) -> list[str]:
+    """The rules of `train` that a configuration's layout breaks on that many GPUs, one line each.
+
+    Args:
+        config: of `for_machine`, with nothing wrong in sections that no layout changes.
+    """
+    if found := [*config.parallel.problems(), *config.kernels.problems(), *config.training.problems()]:
+        return found
+    try:
+        replicas = config.parallel.resolve_data_parallel_size(gpus)
+    except InputError as error:
+        return [str(error)]
+    return problems_of_layout(config) + config.problems_of_steps(replicas)
+
+
+def problems_of_layout(config: RunConfig) -> list[str]:
+    """Those of them that hold for any batch, where each field is valid by itself."""
+    return config.problems_of_layout() + layer_problems(
+        config.model,
+        config.parallel,
+        config.kernels,
+        with_engine=config.kernels.transformer_impl == "transformer_engine",
+        in_fp32=config.precision.dtype == "fp32",
+    )
+
+
+def job_of(config: RunConfig, gpus: int) -> Job:
+    """A legal configuration of `for_machine`, as the formulas are asked about it."""
+    replicas = config.parallel.resolve_data_parallel_size(gpus)
+    on_cpu = config.runtime.device == "cpu"
+    pays = not on_cpu and replicas * config.parallel.context_parallel_size > 1
+    reduces, gathers = config.parallel.overlaps(pays=pays)
+    layers: Layers = "local" if config.kernels.transformer_impl == "local" else "transformer_engine"
+    return Job(
+        model=config.model,
+        parallel=dataclasses.replace(config.parallel, overlap_grad_reduce=reduces, overlap_param_gather=gathers),
+        kernels=config.kernels,
+        precision=config.precision,
+        data_parallel_size=replicas,
+        micro_batch_size=config.training.micro_batch_size,
+        num_micro_batches=config.num_micro_batches(replicas),
+        layers=layers,
+        on_cpu=on_cpu,
+    )
+
+
+def estimate(name: str, config: RunConfig, job: Job, machine: Machine, time: StepTime | None = None) -> Estimate:
+    """The memory and time of a job.
+
+    Args:
+        time: its time, where it is known already.
+    """
+    return Estimate(
+        name=name,
+        config=config,
+        job=job,
+        machine=machine,
+        stages=tuple(rank_memory(job, stage) for stage in range(job.parallel.pipeline_model_parallel_size)),
+        reserve_bytes=reserve_bytes(job, machine),
+        time=time or step_time(job, machine),
+    )

@@ -1,0 +1,302 @@
+"""What a plan found: as tables for the terminal, and as plain values for a file."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_fanformer import __version__
+from megatron_fanformer.planning.communication import communication
+from megatron_fanformer.planning.memory import RankMemory
+from megatron_fanformer.sizing.cost import Cost
+from megatron_fanformer.sizing.estimate import GIB, Estimate
+from megatron_fanformer.sizing.request import PlanRequest
+from megatron_fanformer.sizing.search import Findings
+from megatron_fanformer.sizing.simulated import SimulatedStage
+
+MOST_STAGES = 4  # columns; the file has all
+LAYERS = {"local": "the local layers", "transformer_engine": "Transformer Engine's layers"}
+GROUPS = {"tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline", "dp_cp": "replicas"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The answer to a request."""
+
+    request: PlanRequest
+    findings: Findings
+    cost: Cost | None
+    """Of the first candidate; None without one."""
+    simulated: tuple[SimulatedStage, ...] = ()
+    """Ranks of the first candidate."""
+
+    @property
+    def shown(self) -> Estimate | None:
+        """The layout that the details are of: the fastest that fits, or the first that does not."""
+        return self.findings.candidates[0] if self.findings.candidates else None
+
+
+def assumptions(plan: Plan) -> list[str]:
+    """What the figures depend on, one sentence each."""
+    request, shown = plan.request, plan.shown
+    machine, config = request.machine, request.config
+    fp8 = f", products in FP8 ({config.precision.fp8_recipe})" if config.precision.fp8 else ""
+    found = [
+        "Everything is predicted by formula, not measured.",
+        f"{request.gpus:,} chips {machine.name}, {machine.domain_size} in a domain of fast links; ranks in the order "
+        "tensor, context, data, pipeline parallel.",
+        f"Numbers in {config.precision.dtype}{fp8}; communication of gradients and weights overlapped where the "
+        "configuration leaves it open.",
+        "A run's time is that of its steps: no evaluations, saves, restarts or idle nodes.",
+    ]
+    if shown:
+        found.append(
+            f"Memory is of {LAYERS[shown.job.layers]}; {shown.reserve_bytes / GIB:.1f} GiB are left to the allocator, "
+            "communicators and the CUDA context."
+        )
+    if machine.relative_error:
+        found.append(
+            f"± {machine.relative_error:.0%}: nine of ten published steps of these chips are within it of the formula, "
+            "each predicted without any run of its own source."
+        )
+    else:
+        found.append(f"Nobody has compared steps of {machine.name} with the formula: its error is unknown.")
+    if not request.named:
+        found.append(
+            "The search gives all stages equally many layers. It counts what does not fit among the layouts that would "
+            "be faster than the last candidate."
+        )
+    if plan.simulated:
+        found.append(
+            "Simulated are the local layers, since the Engine's compute on GPUs alone, with few micro batches: its "
+            "peak is held against the formula for local layers."
+        )
+    return found
+
+
+# -- for the terminal
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """The tables: the layout's memory, time and cost; the other candidates; what was rejected."""
+    request, shown = plan.request, plan.shown
+    model = request.config.model
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def show(table: Table) -> None:
+        console.print()
+        console.print(table)
+
+    say(
+        f"{request.file.name}: {model.num_parameters:,} parameters; a global batch of "
+        f"{request.config.training.global_batch_size:,} samples of {model.seq_length:,} tokens, on {request.gpus:,} x "
+        f"{request.machine.name}. Predicted, not measured."
+    )
+    if shown is not None and plan.cost is not None:
+        room = f"{shown.needed_bytes / GIB:.1f} of {request.machine.memory_bytes / GIB:.1f} GiB"
+        say(f"\n{shown.name}: {'fits' if shown.fits else 'does NOT fit'}, {room}")
+        show(_memory_table(shown))
+        show(_time_table(shown))
+        say(_cost_line(shown, plan.cost))
+    if len(plan.findings.candidates) > 1:
+        show(_candidate_table(plan.findings))
+    if plan.simulated:
+        show(_simulation_table(plan))
+    findings = plan.findings
+    say(f"\n{findings.judged:,} {_layouts(findings.judged)} judged, {findings.legal:,} legal.")
+    if findings.rejected:
+        show(_rejected_table(findings))
+    for sentence in assumptions(plan):
+        say(f"- {sentence}")
+
+
+def _layouts(count: int) -> str:
+    return "layout" if count == 1 else "layouts"
+
+
+def _table(title: str, *columns: str, text_columns: int = 1) -> Table:
+    """A plain table whose first columns are text, and the others numbers."""
+    table = Table(box=None, header_style="bold", pad_edge=False, title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        is_text = number < text_columns
+        table.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+    return table
+
+
+def _memory_table(shown: Estimate) -> Table:
+    stages = _shown_stages(shown)
+    table = _table(
+        f"memory of a GPU, GiB ({LAYERS[shown.job.layers]})", "", *(f"stage {stage.stage}" for stage in stages)
+    )
+    purposes = list(dict.fromkeys(line.purpose for stage in stages for line in stage.lines))
+    for purpose in purposes:
+        table.add_row(purpose, *(_gib(_bytes_of(stage, purpose)) for stage in stages))
+    table.add_row("reserve", *(_gib(shown.reserve_bytes) for _ in stages))
+    table.add_row("total", *(_gib(stage.total_bytes + shown.reserve_bytes) for stage in stages), style="bold")
+    return table
+
+
+def _shown_stages(shown: Estimate) -> list[RankMemory]:
+    if len(shown.stages) <= MOST_STAGES:
+        return list(shown.stages)
+    numbers = {0, shown.heaviest.stage, len(shown.stages) - 1}
+    return [stage for stage in shown.stages if stage.stage in numbers]
+
+
+def _bytes_of(stage: RankMemory, purpose: str) -> int:
+    return sum(line.bytes for line in stage.lines if line.purpose == purpose)
+
+
+def _gib(count: int) -> str:
+    size = count / GIB
+    return f"{size:.2f}" if size >= 0.1 or not count else f"{size:.2g}"
+
+
+def _time_table(shown: Estimate) -> Table:
+    time = shown.time
+    table = _table("a training step", "", "seconds", "share")
+    for name, seconds in sorted(filter(itemgetter(1), time.parts.items()), key=itemgetter(1), reverse=True):
+        table.add_row(name, f"{seconds:.3f}", f"{seconds / time.seconds:.1%}")
+    table.add_row("total", _with_error(time.seconds, time.relative_error, ".3f"), "", style="bold")
+    for group, seconds in time.exposed.items():
+        table.add_row(
+            f"exposed communication, {GROUPS.get(group, group)}", f"{seconds:.3f}", f"{seconds / time.seconds:.1%}"
+        )
+    return table
+
+
+def _with_error(value: float, relative_error: float, form: str) -> str:
+    return f"{value:{form}}{f' ± {value * relative_error:{form}}' if relative_error else ''}"
+
+
+def _cost_line(shown: Estimate, cost: Cost) -> str:
+    time, error = shown.time, shown.time.relative_error
+    price = "" if cost.price is None else f", price {_with_error(cost.price, error, ',.0f')}"
+    return (
+        f"\nmodel FLOPs utilization {time.model_flops_utilization:.1%}, {time.tokens_per_second:,.0f} tokens a second; "
+        f"{cost.tokens:,} tokens: {_with_error(cost.days, error, ',.2f')} days, "
+        f"{_with_error(cost.gpu_hours, error, ',.0f')} GPU hours{price}"
+    )
+
+
+def _candidate_table(findings: Findings) -> Table:
+    table = _table("candidates", "layout", "seconds", "MFU", "GiB", "")
+    for each in findings.candidates:
+        table.add_row(
+            escape(each.name),
+            f"{each.time.seconds:.3f}",
+            f"{each.time.model_flops_utilization:.1%}",
+            f"{each.needed_bytes / GIB:.1f}",
+            "fits" if each.fits else "too large",
+        )
+    return table
+
+
+def _simulation_table(plan: Plan) -> Table:
+    table = _table(
+        "simulated ranks (the local layers)", "rank", "stage", "peak GiB", "by formula", "calls", "GiB moved", ""
+    )
+    for each in plan.simulated:
+        table.add_row(
+            str(each.rank),
+            str(each.stage),
+            _gib(each.peak_bytes),
+            f"{_gib(each.formula_peak_bytes)} ({each.formula_peak_bytes / each.peak_bytes - 1:+.1%})",
+            f"{each.counted.calls:,}",
+            _gib(each.counted.message_bytes),
+            "DISAGREES" if each.differences else "as by formula",
+        )
+    return table
+
+
+def _rejected_table(findings: Findings) -> Table:
+    table = _table("rejected", "layouts", "of them", "what train says of it", text_columns=3)
+    for each in findings.rejected:
+        table.add_row(f"{each.count:,}", escape(each.example), escape(each.message))
+    return table
+
+
+# -- for a file
+
+
+def as_values(plan: Plan) -> dict[str, Any]:
+    """The whole of it as plain values, for JSON; sizes in bytes, times in seconds."""
+    request, shown, findings = plan.request, plan.shown, plan.findings
+    model = request.config.model
+    return {
+        "megatron_fanformer": __version__,
+        "config": str(request.file),
+        "model": {**dataclasses.asdict(model), "num_parameters": model.num_parameters},
+        "machine": {**dataclasses.asdict(request.machine), "gpus": request.gpus},
+        "layout": None if shown is None else _layout(shown),
+        "memory": None if shown is None else _memory(shown),
+        "time": None if shown is None else dataclasses.asdict(shown.time),
+        "cost": None if plan.cost is None else {**dataclasses.asdict(plan.cost), "gpu_hour_price": request.price},
+        "communication": None if shown is None else list(_communication(shown)),
+        "candidates": [_candidate(each) for each in findings.candidates],
+        "judged": findings.judged,
+        "legal": findings.legal,
+        "rejected": [dataclasses.asdict(each) for each in findings.rejected],
+        "simulated": [_simulated(each) for each in plan.simulated],
+        "assumptions": assumptions(plan),
+    }
+
+
+def _layout(shown: Estimate) -> dict[str, Any]:
+    job = shown.job
+    return {
+        "name": shown.name,
+        "fits": shown.fits,
+        "parallel": {**dataclasses.asdict(job.parallel), "data_parallel_size": job.data_parallel_size},
+        "micro_batch_size": job.micro_batch_size,
+        "num_micro_batches": job.num_micro_batches,
+        "layers": job.layers,
+        "precision": dataclasses.asdict(job.precision),
+    }
+
+
+def _memory(shown: Estimate) -> dict[str, Any]:
+    return {
+        "layers": shown.job.layers,
+        "of_a_gpu": shown.machine.memory_bytes,
+        "needed": shown.needed_bytes,
+        "reserve": shown.reserve_bytes,
+        "stages": [
+            {
+                "stage": stage.stage,
+                "total": stage.total_bytes,
+                "lines": {line.purpose: line.bytes for line in stage.lines},
+            }
+            for stage in shown.stages
+        ],
+    }
+
+
+def _communication(shown: Estimate) -> Iterator[dict[str, Any]]:
+    """What one rank of each stage communicates in a step."""
+    for stage in range(len(shown.stages)):
+        for line in communication(shown.job.traffic(stage)):
+            yield {"stage": stage, **dataclasses.asdict(line)}
+
+
+def _candidate(each: Estimate) -> dict[str, Any]:
+    return {
+        "layout": each.name,
+        "fits": each.fits,
+        "memory": each.needed_bytes,
+        "seconds": each.time.seconds,
+        "model_flops_utilization": each.time.model_flops_utilization,
+        "tokens_per_second": each.time.tokens_per_second,
+    }
+
+
+def _simulated(each: SimulatedStage) -> dict[str, Any]:
+    values = dataclasses.asdict(each)
+    return {**values, "counted": each.counted._asdict(), "formula": each.formula._asdict(), "layers": "local"}

@@ -1,0 +1,90 @@
+"""What `plan` is asked, read and checked before anything is judged; torch is not imported."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.planning.machines import Machine, known_machines, load_machine
+from megatron_fanformer.sizing.candidates import laid_out
+from megatron_fanformer.sizing.estimate import for_machine
+from megatron_fanformer.sizing.options import ALL_STAGES
+from megatron_fanformer.training.config import RunConfig, load_config
+from megatron_fanformer.training.layouts import own_layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """A run to plan."""
+
+    file: Path
+    config: RunConfig
+    """With what it leaves to the machine chosen for the one asked about."""
+    gpus: int
+    machine: Machine
+    named: tuple[tuple[str, RunConfig], ...]
+    """The layouts to judge, by their names; none: search all."""
+    simulated_ranks: tuple[int | str, ...]
+    """Numbers, or `ALL_STAGES`."""
+    tokens: int
+    price: float | None
+    """Of a GPU hour."""
+
+
+def read_request(
+    file: Path,
+    overrides: Sequence[str],
+    *,
+    gpus: int,
+    gpu: str,
+    layouts: Sequence[str],
+    search: bool,
+    simulated_ranks: Sequence[int | str],
+    tokens: int | None,
+    price: float | None,
+) -> PlanRequest:
+    """Read the configuration, the machine and the layouts.
+
+    Raises:
+        InputError: something of it is wrong; every problem, one line each.
+    """
+    found: list[str] = []
+    try:
+        machine = load_machine(gpu)
+    except InputError as error:
+        found.append(str(error))
+    config = load_config(file, overrides)
+    found += config.section_problems(leaving=("data", "parallel"))
+    named: list[tuple[str, RunConfig]] = []
+    for text in layouts:
+        try:
+            named.append((text, laid_out(config, text)))
+        except InputError as error:
+            found.append(str(error))
+    if ALL_STAGES in simulated_ranks and len(simulated_ranks) > 1:
+        found.append(f"--simulate names ranks beside {ALL_STAGES}, which is one of every stage; give one of the two")
+    found += [
+        f"--simulate {rank}: a world of {gpus} has the ranks 0 to {gpus - 1}; choose one of them"
+        for rank in simulated_ranks
+        if isinstance(rank, int) and rank >= gpus
+    ]
+    if found:
+        raise InputError("\n".join(found))
+    # A known machine is a GPU, whatever this one is; a file may also describe the CPUs that a configuration asks for.
+    on_cpu = config.runtime.device == "cpu" and machine not in known_machines().values()
+    if not named and not search:
+        named = [(own_layout(config.parallel, config.kernels)[0], config)]
+    config = for_machine(config, machine, on_cpu=on_cpu)
+    for number_format in (config.precision.dtype, *(["fp8"] if config.precision.fp8 else [])):
+        machine.flops_per_second(number_format)  # refused if it has none
+    training = config.training
+    return PlanRequest(
+        file=file,
+        config=config,
+        gpus=gpus,
+        machine=machine,
+        named=tuple((name, for_machine(each, machine, on_cpu=on_cpu)) for name, each in named),
+        simulated_ranks=tuple(simulated_ranks),
+        tokens=tokens or training.train_iters * training.global_batch_size * config.model.seq_length,
+        price=price,
+    )

@@ -1,0 +1,175 @@
+"""The fastest layouts that fit, of those that a user names or of all; and why the others are not among them."""
+
+import dataclasses
+import heapq
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megatron_fanformer.planning.machines import Machine
+from megatron_fanformer.planning.step_time import StepTime, step_time
+from megatron_fanformer.sizing.candidates import DEGREES, NOT_RECOMPUTED, all_layouts, layout_name
+from megatron_fanformer.sizing.estimate import Estimate, estimate, job_of, problems, problems_of_layout
+from megatron_fanformer.training.config import RunConfig
+
+MOST_SHOWN = 10
+OF_SCHEDULE = ("pipeline bubble", "pipeline sends")  # the parts of a step that the number of chunks changes
+BOUNDING = tuple(name for name in DEGREES if name != "virtual_pipeline_model_parallel_size")
+NUMBERS = re.compile(r"\d+(?:\.\d+)?(?:, ?\d+(?:\.\d+)?)*")  # also several, with commas between
+
+
+@dataclass(frozen=True, kw_only=True)
+class RejectedClass:
+    """Layouts that one rule keeps out. (A layout that breaks several is in as many classes.)"""
+
+    rule: str
+    """What all of them are told, with N for the numbers."""
+    count: int
+    example: str
+    """One of them, as `--layouts` reads it; of those that do not fit, the one that needs least."""
+    message: str
+    """What the example is told, by `train` too: the values, the rule, and the nearest legal value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What was found among layouts."""
+
+    candidates: tuple[Estimate, ...]
+    """Those that fit first, the fastest first; of a search the ten fastest that fit, or the one that lacks least."""
+    judged: int
+    """Layouts looked at."""
+    legal: int
+    """Those that break no rule."""
+    rejected: tuple[RejectedClass, ...]
+    """The largest class first. Of a search, what does not fit is counted among the layouts that would be faster than
+    the last candidate."""
+
+    @property
+    def best(self) -> Estimate | None:
+        """The fastest that fits."""
+        return next((each for each in self.candidates if each.fits), None)
+
+
+def judge(named: Sequence[tuple[str, RunConfig]], gpus: int, machine: Machine) -> Findings:
+    """Layouts that a user names, each with the configuration that is laid out so."""
+    rejections, estimates = _Rejections(named[0][1]), list[Estimate]()
+    for name, config in named:
+        if found := problems(config, gpus):
+            rejections.add(found, name)
+        else:
+            estimates.append(estimate(name, config, job_of(config, gpus), machine))
+    for each in sorted(estimates, key=lambda each: each.needed_bytes):
+        if not each.fits:
+            rejections.add([each.shortage], each.name)
+    return Findings(
+        candidates=tuple(sorted(estimates, key=lambda each: (not each.fits, each.time.seconds))),
+        judged=len(named),
+        legal=len(estimates),
+        rejected=rejections.classes(),
+    )
+
+
+def search(config: RunConfig, gpus: int, machine: Machine) -> Findings:
+    """All layouts of a configuration on that many GPUs.
+
+    Layouts are taken in the order of a lower bound of their time, which those share that differ in recomputation and in
+    the pipeline's schedule alone. So few are asked for their own time and memory before the fastest that fit are known.
+    """
+    rejections = _Rejections(config)
+    legal = list(_legal(config, gpus, rejections))
+    waiting = [_Waiting(seconds, number, None) for number, seconds in enumerate(_bounds(legal, gpus, machine))]
+    heapq.heapify(waiting)
+    found: list[Estimate] = []
+    least: Estimate | None = None
+    too_large = 0
+    while waiting and len(found) < MOST_SHOWN:
+        _, number, time = heapq.heappop(waiting)
+        job = job_of(legal[number], gpus)
+        if time is None:
+            time = step_time(job, machine)
+            heapq.heappush(waiting, _Waiting(time.seconds, number, time))
+            continue
+        each = estimate(layout_name(legal[number], config), legal[number], job, machine, time)
+        if each.fits:
+            found.append(each)
+            continue
+        too_large += 1
+        if least is None or each.needed_bytes < least.needed_bytes:
+            least = each
+    if least:
+        rejections.add([least.shortage], least.name, count=too_large)
+    return Findings(
+        candidates=tuple(found or filter(None, [least])),
+        judged=rejections.layouts + len(legal),
+        legal=len(legal),
+        rejected=rejections.classes(),
+    )
+
+
+def _legal(config: RunConfig, gpus: int, rejections: "_Rejections") -> Iterator[RunConfig]:
+    """The layouts that break no rule; the others are added to `rejections`."""
+    for micro_batches in all_layouts(config, gpus):
+        parallel = micro_batches[0].parallel
+        of_layout = [*parallel.problems(), *problems_of_layout(micro_batches[0])]
+        for each in micro_batches:
+            found = of_layout + each.problems_of_steps(parallel.data_parallel_size or 1)
+            if found:
+                rejections.layouts += 1
+                rejections.add(found, each)
+            else:
+                yield each
+
+
+def _bounds(legal: Iterable[RunConfig], gpus: int, machine: Machine) -> Iterator[float]:
+    """The least that a step of each can take, in seconds: recomputing nothing, and waiting for no other stage."""
+    known: dict[tuple[Any, ...], float] = {}
+    for config in legal:
+        parallel = config.parallel
+        key = (*(getattr(parallel, name) for name in BOUNDING), config.training.micro_batch_size)
+        if key not in known:
+            plain = dataclasses.replace(parallel, virtual_pipeline_model_parallel_size=None, **NOT_RECOMPUTED)
+            time = step_time(job_of(dataclasses.replace(config, parallel=plain), gpus), machine)
+            known[key] = time.seconds - sum(time.parts.get(name, 0.0) for name in OF_SCHEDULE)
+        yield known[key]
+
+
+class _Waiting(NamedTuple):
+    """A legal layout by its number, and its time, or a bound of that."""
+
+    seconds: float
+    number: int
+    time: StepTime | None
+    """None: `seconds` is a bound."""
+
+
+@dataclass
+class _Rejections:
+    """Layouts by the rule that keeps them out, with the first example of each."""
+
+    base: RunConfig
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, tuple[str, RunConfig | str]] = field(default_factory=dict)
+    layouts: int = 0
+
+    def add(self, messages: list[str], example: RunConfig | str, *, count: int = 1) -> None:
+        """More that are told these."""
+        for message in messages:
+            rule = NUMBERS.sub("N", message)
+            self.counts[rule] = self.counts.get(rule, 0) + count
+            self.examples.setdefault(rule, (message, example))
+
+    def classes(self) -> tuple[RejectedClass, ...]:
+        """The largest first."""
+        found = [
+            RejectedClass(
+                rule=rule,
+                count=count,
+                example=example if isinstance(example, str) else layout_name(example, self.base),
+                message=message,
+            )
+            for rule, count in self.counts.items()
+            for message, example in [self.examples[rule]]
+        ]
+        return tuple(sorted(found, key=lambda each: -each.count))

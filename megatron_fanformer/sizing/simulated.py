@@ -1,0 +1,93 @@
+"""Steps of single ranks of a layout, run under fake tensors, beside what the formulas say of them."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_fanformer.planning.communication import Total, communication, totals
+from megatron_fanformer.planning.memory import rank_memory
+from megatron_fanformer.sizing.estimate import Estimate
+from megatron_fanformer.sizing.options import ALL_STAGES
+from megatron_fanformer.training.config import RunConfig
+
+if TYPE_CHECKING:  # imports torch, which takes seconds
+    from megatron_fanformer.simulation.fake_rank import SimulatedRank
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedStage:
+    """One simulated rank, with local layers, and the formulas for the same."""
+
+    rank: int
+    stage: int
+    micro_batches: int
+    """That it took: no more than show its peak."""
+    peak_bytes: int
+    formula_peak_bytes: int
+    counted: Total
+    """All its collectives of a step."""
+    formula: Total
+    seconds: float
+    """That the simulation took."""
+    differences: tuple[str, ...]
+    """Where the two disagree, one line each."""
+
+
+def simulate_layout(estimate: Estimate, ranks: Sequence[int | str], *, processes: int) -> list[SimulatedStage]:
+    """Run those ranks of a layout, or one of each of its stages.
+
+    Args:
+        processes: at a time; each takes less than a gigabyte.
+
+    Raises:
+        InputError: the configuration asks for what cannot be simulated.
+    """
+    from megatron_fanformer.simulation.rank import first_rank_of_each_stage, simulate_ranks, with_few_micro_batches
+
+    config, world_size = as_simulated(estimate.config), estimate.job.world_size
+    numbers = [rank for rank in ranks if isinstance(rank, int)]
+    if ALL_STAGES in ranks:
+        numbers = first_rank_of_each_stage(config.parallel, world_size)
+    few = with_few_micro_batches(config, world_size)
+    found = simulate_ranks(few, world_size=world_size, ranks=numbers, processes=processes)
+    return [_beside_formula(each) for each in found]
+
+
+def as_simulated(config: RunConfig) -> RunConfig:
+    """The configuration with local layers, the only ones that can be simulated."""
+    kernels = dataclasses.replace(
+        config.kernels,
+        transformer_impl="local",
+        gradient_accumulation_fusion=None,
+        cuda_graph_impl="none",
+        fused_single_qkv_rope=False,
+    )
+    return dataclasses.replace(
+        config,
+        kernels=kernels,
+        parallel=dataclasses.replace(config.parallel, cp_comm_type=None),
+        precision=dataclasses.replace(config.precision, fp8=None, fp8_fan=False, first_last_layers_bf16=False),
+        runtime=dataclasses.replace(config.runtime, device="auto"),
+    )
+
+
+def _beside_formula(simulated: "SimulatedRank") -> SimulatedStage:
+    from megatron_fanformer.simulation.comparison import communication_differences, peak_differences
+
+    formula_peak = rank_memory(simulated.job, simulated.stage).total_bytes
+    return SimulatedStage(
+        rank=simulated.rank,
+        stage=simulated.stage,
+        micro_batches=simulated.job.num_micro_batches,
+        peak_bytes=simulated.peak_bytes,
+        formula_peak_bytes=formula_peak,
+        counted=_sum(totals(simulated.collectives)),
+        formula=_sum(totals(communication(simulated.job.traffic(simulated.stage)))),
+        seconds=simulated.seconds,
+        differences=(*communication_differences(simulated), *peak_differences(simulated, formula_peak)),
+    )
+
+
+def _sum(cells: dict[tuple[str, str], Total]) -> Total:
+    return Total(sum(cell.calls for cell in cells.values()), sum(cell.message_bytes for cell in cells.values()))

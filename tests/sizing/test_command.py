@@ -1,0 +1,169 @@
+"""The verb `plan`: what it prints and writes, and its exit codes."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fanformer.cli import main
+from megatron_fanformer.planning.communication import communication
+from megatron_fanformer.planning.memory import rank_memory
+from megatron_fanformer.sizing.options import tokens
+from tests.small_runs import ROOT, small_run, write_config
+
+KEYS = {"model", "machine", "layout", "memory", "time", "cost", "communication", "candidates", "rejected"}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    """A configuration whose token files do not exist."""
+    values = small_run(
+        "no-tokens",
+        tmp_path / "run",
+        model={"num_layers": 4},
+        precision={"dtype": "bf16"},
+        training={"global_batch_size": 16, "micro_batch_size": 1},
+    )
+    return str(write_config(tmp_path / "config.yaml", values))
+
+
+def plan(config: str, *arguments: str, gpus: int = 8, gpu: str = "h100") -> int:
+    return main(["plan", "--config", config, "--gpus", str(gpus), "--gpu", gpu, *arguments])
+
+
+def test_the_report_holds_all_of_it(config: str, tmp_path: Path) -> None:
+    report = tmp_path / "plan.json"
+    arguments = ["--layouts", "tp=2,pp=2", "pp=4", "tp=3", "--tokens", "3M", "--price", "2.5", "--report", str(report)]
+    assert plan(config, *arguments) == 0
+    found = json.loads(report.read_text())
+    assert {*KEYS, "simulated", "assumptions"} <= set(found)
+    assert {each["layout"] for each in found["candidates"]} == {"tp=2,pp=2", "pp=4"}
+    (illegal,) = {each["example"] for each in found["rejected"]}
+    assert illegal == "tp=3"
+    seconds = found["time"]["seconds"]
+    assert seconds == min(each["seconds"] for each in found["candidates"])
+    assert sum(found["time"]["parts"].values()) == pytest.approx(seconds, rel=1e-9)
+    for stage in found["memory"]["stages"]:
+        assert sum(stage["lines"].values()) == stage["total"] <= found["memory"]["needed"] - found["memory"]["reserve"]
+    hours = 3e6 / (16 * 16 / seconds) / 3600  # 16 samples of 16 tokens a step
+    assert found["cost"]["days"] == pytest.approx(hours / 24)
+    assert found["cost"]["gpu_hours"] == pytest.approx(8 * hours)
+    assert found["cost"]["price"] == pytest.approx(2.5 * 8 * hours)
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_table_names_every_part(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    report = tmp_path / "plan.json"
+    assert plan(config, "--report", str(report), "--parallel.tensor_model_parallel_size", "2") == 0
+    table = capsys.readouterr().out
+    found = json.loads(report.read_text())
+    assert "tp=2" in table and "fits" in table and "Predicted, not measured" in table
+    for name in [
+        *(name for name, value in found["time"]["parts"].items() if value),
+        *found["memory"]["stages"][0]["lines"],
+        *found["assumptions"],
+    ]:
+        assert name in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "gpu", "said"),
+    [
+        ([], 8, "h10", "did you mean h100?"),
+        (["--parallel.tensor_model_parallel_size", "4"], 2, "h100", "not a multiple of tensor x context x pipeline"),
+        (["--layouts", "pp=3"], 6, "h100", "layout 'pp=3': parallel.pipeline_model_parallel_size 3 does not divide"),
+        (["--layouts", "mbs=0"], 8, "h100", "training.micro_batch_size is 0; it must be at least 1"),
+        (["--layouts", "tp"], 8, "h100", "write it as in tp=2,sp=true"),
+        (["--tokens", "1.5"], 8, "h100", "write it as in 1T, 300B or 15M"),
+        (["--price", "nan"], 8, "h100", "is not a price"),
+        (["--simulate", "8"], 8, "h100", "has the ranks 0 to 7"),
+        (["--report", "none/plan.json"], 8, "h100", "none is not a folder"),
+        (["--model.hidden_size", "33"], 8, "h100", "model.hidden_size 33 is not a multiple"),
+        (["--precision.fp8", "hybrid", "--kernels.transformer_impl", "auto"], 8, "a100", "change precision.fp8"),
+        (["--search", "--training.global_batch_size", "1"], 7, "h100", "none of"),
+    ],
+)
+def test_a_wrong_request_is_one_line(
+    config: str, capsys: pytest.CaptureFixture[str], arguments: list[str], gpus: int, gpu: str, said: str
+) -> None:
+    assert plan(config, *arguments, gpus=gpus, gpu=gpu) == 2
+    output = capsys.readouterr()
+    (line,) = output.err.splitlines()
+    assert said in line
+    assert output.out == ""
+
+
+@pytest.mark.parametrize("asked", [[], ["--search"]])
+def test_what_does_not_fit_is_shown_and_refused(
+    config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, asked: list[str]
+) -> None:
+    machine = tmp_path / "small.yaml"
+    machine.write_text("like: h100\nname: a small one\nmemory_bytes: 1000\n")
+    assert plan(config, *asked, gpu=str(machine)) == 2
+    output = capsys.readouterr()
+    (line,) = output.err.splitlines()
+    assert "but a small one has 0.0" in line
+    assert "does NOT fit" in output.out
+
+
+def simulated(job: Any, stage: int, peak: int, *, dropped: int) -> Any:
+    from megatron_fanformer.simulation.fake_rank import SimulatedRank
+
+    lines: list[Any] = communication(job.traffic(stage))[dropped:]
+    return SimulatedRank(rank=0, stage=stage, job=job, peak_bytes=peak, held_bytes=0, collectives=lines, seconds=0.0)
+
+
+@pytest.mark.parametrize(("dropped", "heavier", "said"), [(0, 1.0, ""), (1, 1.0, "counted"), (0, 1.03, "memory")])
+def test_a_simulation_that_disagrees_is_told_and_ends_with_code_4(
+    config: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    dropped: int,
+    heavier: float,
+    said: str,
+) -> None:
+    from megatron_fanformer.simulation import rank as simulation
+    from megatron_fanformer.sizing.estimate import job_of
+
+    def simulate_ranks(run: Any, *, world_size: int, ranks: list[int], processes: int) -> list[Any]:
+        job = dataclasses.replace(job_of(run, world_size), on_cpu=True)
+        peak = round(rank_memory(job, 0).total_bytes * heavier)
+        return [simulated(job, 0, peak, dropped=dropped) for _ in ranks]
+
+    monkeypatch.setattr(simulation, "simulate_ranks", simulate_ranks)
+    assert plan(config, "--simulate", "0", "--parallel.tensor_model_parallel_size", "2") == (4 if said else 0)
+    output = capsys.readouterr()
+    assert ("DISAGREES" in output.out) == bool(said)
+    assert all("simulation and formula disagree" in line and said in line for line in output.err.splitlines())
+    assert bool(output.err) == bool(said)
+
+
+@pytest.mark.full  # a process a stage, each importing torch and megatron-core
+def test_simulated_stages_agree_with_the_formulas(config: str, tmp_path: Path) -> None:
+    report = tmp_path / "plan.json"
+    arguments = ["--layouts", "tp=2,pp=2,sp=true,fan=sequence", "--simulate", "all-stages", "--report", str(report)]
+    assert plan(config, *arguments, "--training.global_batch_size", "64", gpus=32) == 0
+    found = json.loads(report.read_text())["simulated"]
+    assert [each["rank"] for each in found] == [0, 16]
+    assert all(each["counted"] == each["formula"] and not each["differences"] for each in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("1T", 10**12), ("1.05t", 1_050_000_000_000), ("300B", 3 * 10**11), ("15M", 15_000_000)]
+)
+def test_numbers_of_tokens(text: str, number: int) -> None:
+    assert tokens(text) == number
+
+
+def test_torch_is_not_imported(config: str) -> None:
+    program = "import sys; from megatron_fanformer.cli import main; code = main(sys.argv[1:]); " + (
+        "sys.exit(code or any(name in sys.modules for name in ('torch', 'megatron.core', 'transformers')))"
+    )
+    arguments = ["plan", "--config", config, "--gpus", "8", "--gpu", "h100", "--search"]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr

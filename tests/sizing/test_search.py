@@ -1,0 +1,113 @@
+"""The search against looking at every layout, and what it rejects against what `train` says of the same."""
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.model.config import FANConfig
+from megatron_fanformer.planning.machines import Machine, load_machine
+from megatron_fanformer.sizing.candidates import all_layouts, laid_out, layout_name
+from megatron_fanformer.sizing.estimate import Estimate, estimate, for_machine, job_of, problems
+from megatron_fanformer.sizing.search import MOST_SHOWN, NUMBERS, search
+from megatron_fanformer.training.config import RunConfig, load_config
+from megatron_fanformer.training.preflight import check_run
+from tests.sizing.test_candidates import run_config
+from tests.small_runs import ROOT, write_tokens
+
+GPUS = 8
+
+
+@pytest.fixture(scope="module")
+def h100() -> Machine:
+    return load_machine("h100")
+
+
+@pytest.fixture(scope="module")
+def config(h100: Machine, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A small model of 6 layers, whose FAN map does not divide over four ranks; 8 samples a step."""
+    tokens = write_tokens(tmp_path_factory.mktemp("tokens") / "tokens")
+    made = run_config(
+        model={"num_layers": 6, "fan": {"p_ratio": 0.2}},
+        data={"train_data": [tokens]},
+        training={"run_dir": str(tmp_path_factory.mktemp("runs") / "run"), "global_batch_size": 8},
+    )
+    return for_machine(made, h100, on_cpu=False)
+
+
+def every_layout(config: RunConfig, gpus: int) -> Iterator[RunConfig]:
+    for micro_batches in all_layouts(config, gpus):
+        yield from micro_batches
+
+
+@pytest.fixture(scope="module")
+def legal(config: RunConfig, h100: Machine) -> list[Estimate]:
+    return [
+        estimate(layout_name(each, config), each, job_of(each, GPUS), h100)
+        for each in every_layout(config, GPUS)
+        if not problems(each, GPUS)
+    ]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
+def test_it_finds_what_looking_at_every_layout_finds(
+    config: RunConfig, legal: list[Estimate], h100: Machine, share: float
+) -> None:
+    """On machines on which all layouts fit, on which half do, and on which few do: `share` do not."""
+    needed = sorted(each.needed_bytes for each in legal)
+    small = dataclasses.replace(h100, memory_bytes=needed[round((1 - share) * (len(needed) - 1))])
+    fitting = [each for each in legal if each.needed_bytes <= small.memory_bytes]
+    fastest = sorted(fitting, key=lambda each: each.time.seconds)[:MOST_SHOWN]
+    found = search(config, GPUS, small)
+    assert [each.name for each in found.candidates] == [each.name for each in fastest]
+    assert [each.time for each in found.candidates] == [each.time for each in fastest]
+    assert found.legal == len(legal)
+
+
+def test_it_counts_what_each_rule_rejects(config: RunConfig, h100: Machine) -> None:
+    counts = Counter(
+        NUMBERS.sub("N", message) for each in every_layout(config, GPUS) for message in problems(each, GPUS)
+    )
+    found = search(config, GPUS, h100)
+    assert {each.rule: each.count for each in found.rejected} == counts
+    assert found.judged == sum(1 for _ in every_layout(config, GPUS))
+
+
+def test_train_says_of_an_example_what_the_search_does(config: RunConfig, h100: Machine) -> None:
+    rejected = search(config, GPUS, h100).rejected
+    for each in rejected:
+        with pytest.raises(InputError) as refused:
+            check_run(laid_out(config, each.example), GPUS)
+        assert each.message in str(refused.value).splitlines()
+    assert len(rejected) > 3
+
+
+def test_the_nearest_p_ratio_is_named(config: RunConfig, h100: Machine) -> None:
+    (fan,) = (each for each in search(config, GPUS, h100).rejected if "FAN map" in each.rule)
+    nearest = float(fan.message.rpartition(" ")[2])
+    mended = dataclasses.replace(config, model=dataclasses.replace(config.model, fan=FANConfig(p_ratio=nearest)))
+    assert not any("FAN map" in line for line in problems(laid_out(mended, fan.example), GPUS))
+
+
+def test_where_nothing_fits_the_one_that_lacks_least_is_shown(
+    config: RunConfig, legal: list[Estimate], h100: Machine
+) -> None:
+    found = search(config, GPUS, dataclasses.replace(h100, memory_bytes=1))
+    (shown,) = found.candidates
+    assert found.best is None
+    assert shown.needed_bytes == min(each.needed_bytes for each in legal)
+    (too_large,) = (each for each in found.rejected if each.example == shown.name)
+    assert too_large.count == len(legal)
+
+
+@pytest.mark.full  # it takes seconds
+def test_a_thousand_gpus_are_searched_in_ten_seconds(h100: Machine) -> None:
+    config = for_machine(load_config(Path(ROOT / "examples" / "fanformer-7b.yaml")), h100, on_cpu=False)
+    started = time.process_time()
+    found = search(config, 1024, h100)
+    assert time.process_time() - started < 10
+    assert found.best and found.legal > 20_000

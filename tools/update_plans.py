@@ -1,0 +1,149 @@
+"""Writes what `megatron-fanformer plan --search` finds: the layouts of the examples, and a table of docs/planning.md.
+
+    python tools/update_plans.py            # rewrite examples/fanformer-*.yaml and docs/planning.md; minutes
+    python tools/update_plans.py --check    # exit 1 if one of them is out of date
+
+Each example has a table in its header, of the fastest layout on every number of GPUs in `GPUS`; the section `parallel`
+and `training.micro_batch_size` are the row of the ranks that the header states. The page has a table of weak scaling.
+Everything else is written by hand.
+"""
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_fanformer.planning.machines import load_machine
+from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.sizing.candidates import NAMED, layout_name
+from megatron_fanformer.sizing.cost import cost
+from megatron_fanformer.sizing.estimate import GIB, Estimate, for_machine
+from megatron_fanformer.sizing.search import search
+from megatron_fanformer.training.config import RunConfig, load_config
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+PAGE = ROOT / "docs" / "planning.md"
+GPU = "h100"
+GPUS = (8, 64, 256, 1024)
+WEAK_GPUS = (8, 64, 512, 4096)
+WEAK_MODELS = ("fanformer-1b", "fanformer-7b")
+SAMPLES_PER_GPU = 8
+TABLE = re.compile(r"(<!-- weak scaling -->\n).*?(<!-- end of weak scaling -->)", re.DOTALL)
+BLOCK = re.compile(r"# -- layouts by .*?# -- end of layouts\n", re.DOTALL)
+PARALLEL = re.compile(r"(?<=^parallel:\n)(?:  .*\n)+", re.MULTILINE)
+MICRO_BATCH = re.compile(r"^  micro_batch_size: .*$", re.MULTILINE)
+RANKS = re.compile(r"^# Ranks: (\d+)", re.MULTILINE)
+
+
+def main() -> int:
+    """Rewrite the examples, or report which of them are out of date; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file would change")
+    options = parser.parse_args()
+    is_stale = False
+    for file in [*sorted(EXAMPLES.glob("fanformer-*.yaml")), PAGE]:
+        text = page(PAGE.read_text()) if file == PAGE else planned(file)
+        if text == file.read_text():
+            continue
+        is_stale = True
+        if options.check:
+            print(f"{file.relative_to(ROOT)} is not what plan --search finds; run {Path(__file__).name}")
+        else:
+            file.write_text(text)
+            print(f"wrote {file.relative_to(ROOT)}")
+    return int(options.check and is_stale)
+
+
+def planned(file: Path) -> str:
+    """What the file should hold."""
+    text = file.read_text()
+    ranks = int(RANKS.search(text)[1])  # type: ignore[index]
+    config = _without_layout(file)
+    found = {gpus: search(config, gpus, load_machine(GPU)).best for gpus in GPUS}
+    own = found[ranks]
+    if own is None:
+        raise SystemExit(f"{file.name}: nothing fits {ranks} GPUs; state another number of ranks")
+    base = dataclasses.replace(own.config, parallel=dataclasses.replace(own.config.parallel, data_parallel_size=None))
+    rows = [f"# {line}".rstrip() for line in _rows(found, base)]
+    text = BLOCK.sub(lambda _: "\n".join([*rows, "# -- end of layouts\n"]), text)
+    text = PARALLEL.sub(lambda _: "".join(f"  {name}: {_yaml(value)}\n" for name, value in _fields(own)), text)
+    size, number = own.job.micro_batch_size, own.job.num_micro_batches
+    per_step = f"{number} micro batch{'es' if number > 1 else ''} per step at {ranks} ranks"
+    return MICRO_BATCH.sub(f"  micro_batch_size: {size}  # as the layout: {per_step}", text)
+
+
+def page(text: str) -> str:
+    """The page with its table of weak scaling rebuilt."""
+    lines = [
+        "| model | GPUs | global batch | layout | s/step | tokens/s a GPU | MFU | of 8 GPUs' rate | GiB |",
+        "|---|--:|--:|---|--:|--:|--:|--:|--:|",
+        *(line for name in WEAK_MODELS for line in _weak_rows(name)),
+    ]
+    return TABLE.sub(lambda found: found[1] + "\n".join(lines) + "\n" + found[2], text)
+
+
+def _weak_rows(name: str) -> Iterator[str]:
+    config = _without_layout(EXAMPLES / f"{name}.yaml")
+    first = 0.0
+    for gpus in WEAK_GPUS:
+        training = dataclasses.replace(config.training, global_batch_size=SAMPLES_PER_GPU * gpus)
+        best = search(dataclasses.replace(config, training=training), gpus, load_machine(GPU)).best
+        if best is None:
+            yield f"| {name} | {gpus:,} | {training.global_batch_size:,} | none fits | | | | | |"
+            continue
+        rate = best.time.tokens_per_second / gpus
+        first = first or rate
+        yield (
+            f"| {name} | {gpus:,} | {training.global_batch_size:,} | `{best.name}` | {best.time.seconds:.3f} "
+            f"| {rate:,.0f} | {best.time.model_flops_utilization:.1%} | {rate / first:.0%} "
+            f"| {best.needed_bytes / GIB:.1f} |"
+        )
+
+
+def _without_layout(file: Path) -> RunConfig:
+    """A configuration on the GPU asked about; the layout that the file has now shall not matter."""
+    config = for_machine(load_config(file), load_machine(GPU), on_cpu=False)
+    return dataclasses.replace(config, parallel=ParallelConfig())
+
+
+def _rows(found: dict[int, Estimate | None], base: RunConfig) -> Iterator[str]:
+    machine = load_machine(GPU)
+    yield f"-- layouts by `plan --search`, on {machine.name}: predicted, not measured"
+    yield f"{'GPUs':>5} {'s/step':>8} {'MFU':>6} {'GiB':>5} {'days':>7}  layout"
+    for gpus, best in found.items():
+        if best is None:
+            yield f"{gpus:>5}  none fits"
+            continue
+        training, time = base.training, best.time
+        days = cost(best, training.train_iters * training.global_batch_size * base.model.seq_length, None).days
+        memory = best.needed_bytes / GIB
+        yield (
+            f"{gpus:>5} {time.seconds:>8.3f} {time.model_flops_utilization:>6.1%} {memory:>5.1f} {days:>7.1f}  "
+            f"{layout_name(best.config, base)}"
+        )
+
+
+def _fields(own: Estimate) -> Iterator[tuple[str, Any]]:
+    """The fields of `parallel` to write: the degrees that everybody looks for, and what differs from its default."""
+    parallel, plain = own.config.parallel, ParallelConfig()
+    always = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel")
+    names = [*NAMED, "recompute_method", "recompute_num_layers"]
+    for name in names:
+        value = getattr(parallel, name)
+        if name != "data_parallel_size" and (name in always or value != getattr(plain, name)):
+            yield name, value
+    yield "use_distributed_optimizer", parallel.use_distributed_optimizer
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(value)}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
