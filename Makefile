@@ -35,7 +35,8 @@ test-full: $(INSTALLED) ## run the tests, those that take longer too
 	$(PYTEST) -m ""
 
 smoke: $(INSTALLED) ## the part of the tests that shows whether another Python and megatron-core serve
-	$(PYTEST) tests/parity/test_parity.py tests/training/test_trainer.py tests/golden tests/engine/test_layers.py
+	$(PYTEST) tests/parity/test_parity.py tests/training/test_trainer.py tests/golden tests/engine/test_layers.py \
+		tests/engine/test_stock_loop.py
 
 lint: $(INSTALLED) ## check format, lint and types
 	$(BIN)/ruff format --check .

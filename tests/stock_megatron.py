@@ -10,6 +10,12 @@ import contextlib
 import importlib.util
 import io
 import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -39,6 +45,9 @@ ARCHITECTURE = [
 # What turns off those of Megatron's defaults that need Transformer Engine, and the one that needs apex's kernel.
 WITHOUT_ENGINE = [*("--transformer-impl", "local"), "--no-rope-fusion", "--no-persist-layer-norm"]
 WITHOUT_APEX = ["--no-gradient-accumulation-fusion"]
+
+ROOT = Path(__file__).parents[1]
+LOGGED_LOSS = re.compile(r"iteration +(\d+)/.*lm loss: (\S+)")
 
 
 def command_line(
@@ -83,6 +92,45 @@ def parsed_arguments(flags: list[str], world_size: int) -> Any:
         args = arguments.parse_args()
         arguments.validate_args(args, {})
     return args
+
+
+def pretrain(flags: list[str], environment: Mapping[str, str], *, ranks: int = 1) -> dict[int, float]:
+    """Losses by step of Megatron's own training loop (tests/gpu/pretrain_stock.py), by its log.
+
+    Args:
+        flags: its, without those that say what is logged.
+        environment: of its processes, one for each of `ranks`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"rank-{rank}.log" for rank in range(ranks)]
+        command = [
+            *(sys.executable, "-m", "tests.gpu.pretrain_stock", *flags, "--meet-at", f"{folder}/store"),
+            *("--num-workers", "0", "--log-interval", "1", "--eval-iters", "0", "--eval-interval", "1000"),
+        ]
+        processes = []
+        try:
+            for rank, log in enumerate(logs):
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+                with log.open("w") as output:
+                    processes.append(
+                        subprocess.Popen(
+                            command,
+                            cwd=ROOT,
+                            env={**environment, **place, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+                            stdout=output,
+                            stderr=subprocess.STDOUT,
+                        )
+                    )
+            codes = [process.wait() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        written = [log.read_text() for log in logs]
+    assert codes == [0] * ranks, "\n".join(text[-5000:] for text in written)
+    losses = {int(step): float(loss) for step, loss in LOGGED_LOSS.findall(written[-1])}
+    first, second, *_ = losses  # what is logged at the second step is the mean of both
+    losses[second] = 2 * losses[second] - losses[first]
+    return losses
 
 
 def stock_model(

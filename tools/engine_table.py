@@ -64,7 +64,7 @@ def compare_fp8(pool) -> None:  # type: ignore[no-untyped-def]
             bf16 = pool.run(*given)
             for fp8_fan in (False, True):
                 precision = PrecisionConfig(dtype="bf16", fp8="hybrid", fp8_recipe=recipe, fp8_fan=fp8_fan)
-                fp8 = pool.run(*given, precision, torch.bfloat16, None, passes)
+                fp8 = pool.run(*given, precision, torch.bfloat16, (), passes)
                 loss, gradient = abs(fp8[0].loss - bf16[0].loss), worst_gradient(fp8, bf16)
                 print(f"| {recipe} | {layout} | {str(fp8_fan).lower()} | {loss:.1e} | {gradient:.2f} |", flush=True)
 

@@ -43,7 +43,8 @@ def to_gradient(
     greatest_c, sum_c = exponentials(logits_cv)
     (total_c, label_c), factor_c = _over_vocabulary(greatest_c, sum_c, label_c, is_own, group)
     torch.sub(total_c.log(), label_c, out=losses_c)
-    share_c = (factor_c / total_c).clamp_min(SMALLEST_SHARE)
+    unit_c = sum_c if logits_cv.dtype != torch.float32 else 1.0  # what the exponentials were divided by
+    share_c = (unit_c * factor_c / total_c).clamp_min(SMALLEST_SHARE)
     if is_differentiated:
         below_one_c = label_c.exp() / total_c - 1  # the label's probability less 1, rounded once
         logits_cv[rows, columns] = (below_one_c / share_c).to(logits_cv.dtype).where(is_own, logits_cv[rows, columns])
@@ -67,6 +68,11 @@ def _over_vocabulary(
 def exponentials(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
     """The largest logit of each row, and the sum of exponentials relative to it, which replace the logits.
 
+    In 16 bits they are divided by that sum, so that the greatest terms of a gradient, a label's and those that are
+    multiplied by a token's factor, are rounded once: of a whole vocabulary the factor is 1. (Otherwise bf16 gradients
+    were 1.4 to 1.7 times as far from float32 as those of a plain softmax, at initial weights; in float32 it is one more
+    pass for nothing.)
+
     By the kernel (`cross_entropy_triton`) where Triton reaches them, else in PyTorch; both [c], in float32.
     """
     return ((_kernel() if triton_reaches(logits_cv) else None) or exponentials_in_torch)(logits_cv)
@@ -86,10 +92,11 @@ def exponentials_in_torch(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
     for logits in logits_cv.split(_rows_in_cache(logits_cv)):
         values = logits.float()  # themselves in float32
         row_greatest = values.amax(-1, keepdim=True)
-        sums.append(values.sub_(row_greatest).exp_().sum(-1))
-        greatest.append(row_greatest.squeeze(-1))
+        row_sum = values.sub_(row_greatest).exp_().sum(-1, keepdim=True)
         if values is not logits:
-            logits.copy_(values)
+            logits.copy_(values.div_(row_sum))
+        sums.append(row_sum.squeeze(-1))
+        greatest.append(row_greatest.squeeze(-1))
     return torch.cat(greatest), torch.cat(sums)
 
 

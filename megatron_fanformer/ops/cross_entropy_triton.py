@@ -20,6 +20,8 @@ WARPS = 8
 def exponentials(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
     """The largest logit of each row, and the sum of exponentials relative to it, which replace the logits.
 
+    In 16 bits they are divided by that sum (see `cross_entropy.exponentials`).
+
     Args:
         logits_cv: contiguous; float32, bfloat16 or float16.
 
@@ -47,7 +49,11 @@ def _exponentials(logits_cv, greatest_c, sum_c, V: tl.constexpr, BLOCK: tl.const
         greatest = higher
     tl.store(greatest_c + token, greatest)
     tl.store(sum_c + token, total)
+    share = 1 / total
     for begin in range(0, V, BLOCK):
         is_there = begin + columns < V
         logits = tl.load(row + begin + columns, mask=is_there, other=-float("inf")).to(tl.float32)
-        tl.store(row + begin + columns, tl.exp(logits - greatest).to(logits_cv.dtype.element_ty), mask=is_there)
+        values = tl.exp(logits - greatest)
+        if logits_cv.dtype.element_ty != tl.float32:
+            values *= share
+        tl.store(row + begin + columns, values.to(logits_cv.dtype.element_ty), mask=is_there)

@@ -149,7 +149,7 @@ def _check_machine(config: ParityConfig, run: RunConfig, named: dict[str, Layout
         for problem in (
             *kernel_problems(layout.kernels),
             *engine_problems(run.model, layout.parallel, layout.kernels, DTYPES[config.dtype]),
-            *backend_problems(layout.parallel, backend, device),
+            *backend_problems(layout.parallel, layout.kernels, backend, device),
         )
     ]
     if found:

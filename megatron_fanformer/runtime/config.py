@@ -19,8 +19,8 @@ class RuntimeConfig:
     """Reproduce the same numbers bit for bit, on a GPU at the cost of speed; a CPU run always does
     (docs/gpu.md#the-same-numbers-every-time)."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
-    """How ranks communicate; null: over NCCL on GPUs, over gloo on CPUs. gloo also serves tensor and data parallel
-    ranks that share a GPU, at a fraction of the speed; NCCL needs one GPU a rank."""
+    """How ranks communicate; null: over NCCL on GPUs, over gloo on CPUs. gloo also serves ranks that share a GPU, but
+    for pipeline stages and `cp_comm_type` p2p, at a fraction of the speed; NCCL needs one GPU a rank."""
     distributed_timeout_minutes: float | None = None
     """How long a rank may be silent, or hold up the others in a step, before the run ends and names it; null: ten times
     the longest of the last twenty steps, and at least 2 minutes (docs/clusters.md#when-a-rank-fails)."""

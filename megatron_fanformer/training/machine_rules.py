@@ -27,24 +27,36 @@ def machine_problems(config: RunConfig) -> list[str]:
     return [
         *kernel_problems(config.kernels),
         *engine_problems(config.model, config.parallel, config.kernels, config.dtype(device)),
-        *backend_problems(config.parallel, config.runtime.backend(device), device),
+        *backend_problems(config.parallel, config.kernels, config.runtime.backend(device), device),
         *fp8_machine_problems(config.precision, device),
     ]
 
 
-def backend_problems(parallel: ParallelConfig, backend: str, device: devices.DeviceKind) -> list[str]:
-    """What ranks on that device cannot send each other."""
+def backend_problems(
+    parallel: ParallelConfig, kernels: KernelsConfig, backend: str, device: devices.DeviceKind
+) -> list[str]:
+    """What ranks on that device cannot send each other, one line each."""
     if device == "cpu" and backend == "nccl":
         return [
             "runtime.distributed_backend is nccl, but this run is on the CPU, where ranks have gloo; set it to null"
         ]
-    sends = parallel.pipeline_model_parallel_size > 1 or parallel.context_parallel_size > 1
-    if device == "cuda" and backend == "gloo" and sends:
-        return [
-            "runtime.distributed_backend is gloo, which sends no tensor from one GPU rank to another, and pipeline and "
-            "context parallel ranks do; set it to null, or the layout to tensor and data parallel"
-        ]
-    return []
+    if device != "cuda" or backend != "gloo":
+        return []
+    return [
+        f"runtime.distributed_backend is gloo, which sends no tensor from one GPU rank to another, and {what}"
+        for what in _sends(parallel, kernels)
+    ]
+
+
+def _sends(parallel: ParallelConfig, kernels: KernelsConfig) -> Iterator[str]:
+    """What is sent from rank to rank, and the remedy. gloo's collectives do take GPU tensors."""
+    if parallel.pipeline_model_parallel_size > 1:
+        yield "pipeline stages do; set it to null, or parallel.pipeline_model_parallel_size to 1"
+    if parallel.context_parallel_size > 1 and _has_engine(kernels) and parallel.cp_comm_type in (None, "p2p"):
+        yield (
+            "Transformer Engine's attention exchanges keys and values so; set it to null, or parallel.cp_comm_type to "
+            "all_gather"
+        )
 
 
 def kernel_problems(kernels: KernelsConfig) -> list[str]:

@@ -92,13 +92,13 @@ def one_pass(
     layout: str,
     precision: PrecisionConfig | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    scaled_norm: str | None = None,
+    scaled_norms: tuple[str, ...] = (),
     passes: int = 1,
 ) -> Pass:
-    """The last of so many passes; `scaled_norm` names a norm whose weight is taken times 1.5 before."""
+    """The last of so many passes; `scaled_norms` names norms whose weights are taken times 1.5 before."""
     with model_on_rank(implementation, VARIANTS[variant], layout, precision, dtype) as (stage, grid):
         for shard in local_shards(model_state([stage], grid)["model0"]):
-            if scaled_norm and shard.key.endswith(scaled_norm):
+            if shard.key.endswith(scaled_norms):
                 shard.data.data.mul_(1.5)
         (wrapped,) = wrap_stages([stage], ParallelConfig(**FIELDS[layout], use_distributed_optimizer=False))
         tokens, positions = batch()

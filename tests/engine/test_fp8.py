@@ -52,7 +52,7 @@ def check(run: RunOnRanks, recipe: str, layout: str, *, fp8_fan: bool) -> None:
     given = (ranks_of(layout), one_pass, "transformer_engine", "paper", layout)
     bf16: list[Pass] = run(*given)
     passes = PASSES_UNTIL_SCALED if recipe == "delayed" else 1
-    fp8: list[Pass] = run(*given, precision(recipe, fp8_fan=fp8_fan), torch.bfloat16, None, passes)
+    fp8: list[Pass] = run(*given, precision(recipe, fp8_fan=fp8_fan), torch.bfloat16, (), passes)
     for name, shape in maps(layout).items():
         is_fp8 = name != "FAN" or fp8_fan
         assert fp8[0].in_fp8[shape] == {(kind, is_fp8, is_fp8) for kind in PRODUCTS}, name

@@ -15,9 +15,10 @@ FP32_GRADIENT, FP32_LOSS = 1e-5, 2e-6
 # bf16: either implementation was off float32 by 2.1% in the worst gradient of these variants, and by 0.002 nats.
 BF16_GRADIENT, BF16_LOSS = 0.04, 4e-3
 BOUNDS = {torch.float32: (FP32_LOSS, FP32_GRADIENT), torch.bfloat16: (BF16_LOSS, BF16_GRADIENT)}
+SCALED_NORMS = ("layers.0.input_layernorm.weight", "layers.1.pre_mlp_layernorm.weight")
 SPREAD = "tp2 sp, FAN sequence"
-"""The layout of every variant in each run; the others are the paper's."""
-DTYPES = [pytest.param(torch.float32, id="fp32"), pytest.param(torch.bfloat16, id="bf16")]
+"""The layout in which every variant is compared in each run; the others are the paper's."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +34,26 @@ def local(run_on_engine_ranks: RunOnRanks) -> Callable[[str, torch.dtype], list[
     return of
 
 
+def is_for_every_run(variant: str, layout: str, dtype: torch.dtype) -> bool:
+    """The paper's variant in all layouts; each other one in both types and, but for the Transformer, both layouts."""
+    own = {torch.float32: "one rank" if variant == "Transformer" else SPREAD, torch.bfloat16: "one rank"}
+    return variant == "paper" or layout == own[dtype]
+
+
 CASES = [
     pytest.param(
-        variant, layout, marks=() if variant == "paper" or layout in ("one rank", SPREAD) else pytest.mark.full
+        *(variant, layout, dtype),
+        id=f"{variant}-{layout}-{name}",
+        marks=() if is_for_every_run(variant, layout, dtype) else pytest.mark.full,
     )
     for variant in VARIANTS
     for layout in LAYOUTS
+    for name, dtype in DTYPES.items()
     if not (variant == "Transformer" and "FAN" in layout)  # which has no FAN map
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("variant", "layout"), CASES)
+@pytest.mark.parametrize(("variant", "layout", "dtype"), CASES)
 def test_same_model_as_the_local_layers(
     run_on_engine_ranks: RunOnRanks,
     local: Callable[[str, torch.dtype], list[Pass]],
@@ -60,19 +69,15 @@ def test_same_model_as_the_local_layers(
     assert worst_gradient(ranks, expected) <= same_gradient
 
 
-@pytest.mark.parametrize("norm", ["layers.0.input_layernorm.weight", "layers.1.pre_mlp_layernorm.weight"])
 @pytest.mark.parametrize("variant", ["paper", "qk_and_v", "Transformer"])
-def test_no_norm_is_dropped(run_on_engine_ranks: RunOnRanks, variant: str, norm: str) -> None:
-    """A scaled norm changes the output, and to what the local layers make of it."""
-
-    def passes(implementation: str, scaled: str | None) -> list[Pass]:
-        return run_on_engine_ranks(1, one_pass, implementation, variant, "one rank", None, torch.float32, scaled)
-
-    plain, scaled, expected = (
-        passes("transformer_engine", None),
-        passes("transformer_engine", norm),
-        passes("local", norm),
+def test_no_norm_is_dropped(
+    run_on_engine_ranks: RunOnRanks, local: Callable[[str, torch.dtype], list[Pass]], variant: str
+) -> None:
+    """Scaled norms, an input norm and one before SwiGLU, change the output to what the local layers make of them."""
+    scaled, expected = (
+        run_on_engine_ranks(1, one_pass, implementation, variant, "one rank", None, torch.float32, SCALED_NORMS)
+        for implementation in ("transformer_engine", "local")
     )
-    assert abs(plain[0].loss - scaled[0].loss) > 100 * FP32_LOSS
+    assert abs(local(variant, torch.float32)[0].loss - scaled[0].loss) > 100 * FP32_LOSS
     assert scaled[0].loss == pytest.approx(expected[0].loss, abs=FP32_LOSS, rel=0)
     assert worst_gradient(scaled, expected) <= FP32_GRADIENT

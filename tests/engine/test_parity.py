@@ -7,7 +7,7 @@ import pytest
 
 from megatron_fanformer.parity.run import ParityConfig, ParityResult, run_parity
 from megatron_fanformer.runtime.rank_pool import RankPool
-from tests.engine.faults import CONTEXT, ENGINE, ENGINE_FAULTS, FAULTS_IN_BF16, faulty_trial
+from tests.engine.faults import CONTEXT, ENGINE, ENGINE_FAULTS, FAULTS_IN_BF16, OUTSIDE_LAYERS, faulty_trial
 from tests.parity.test_matrix import PLACEMENTS
 from tests.parity.test_parity import Comparison, write_config
 
@@ -15,7 +15,7 @@ from tests.parity.test_parity import Comparison, write_config
 LOSSES = 1e-5
 GRADIENTS = 1e-5  # norm of the difference over the norm
 
-# In each run: what no planted fault's layout has (those are compared without a fault, too).
+# In each run, beside those that faults are planted in.
 LAYOUTS = (
     "gradient_accumulation_fusion=true",
     "recompute=full",
@@ -50,9 +50,14 @@ MORE_BF16_LAYOUTS = (
 ON_ENGINE = {"device": "cuda", "transformer_impl": "local"}  # of the single process; layouts name the Engine's
 
 
+def on_engine(layouts: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{layout},{ENGINE}" for layout in layouts)
+
+
 def compare(pool: RankPool, file: Path, *layouts: str, **options: Any) -> ParityResult:
-    engine = tuple(f"{layout},{ENGINE}" for layout in layouts)
-    return run_parity(ParityConfig(file=file, layouts=engine, **{"steps": 3, **ON_ENGINE, **options}), pool=pool)
+    return run_parity(
+        ParityConfig(file=file, layouts=on_engine(layouts), **{"steps": 3, **ON_ENGINE, **options}), pool=pool
+    )
 
 
 def assert_close(result: ParityResult) -> None:
@@ -66,8 +71,8 @@ def assert_close(result: ParityResult) -> None:
 
 @pytest.fixture(scope="module")
 def comparison(engine_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
-    file = write_config(tmp_path_factory.mktemp("parity"))
-    return Comparison(engine_pool, file, ENGINE_FAULTS, faulty_trial, **ON_ENGINE)
+    file, others = write_config(tmp_path_factory.mktemp("parity")), on_engine(LAYOUTS)
+    return Comparison(engine_pool, file, ENGINE_FAULTS, faulty_trial, others, **ON_ENGINE)
 
 
 @pytest.fixture(scope="module")
@@ -76,22 +81,20 @@ def bf16_comparison(engine_pool: RankPool, tmp_path_factory: pytest.TempPathFact
     return Comparison(engine_pool, file, FAULTS_IN_BF16, faulty_trial, dtype="bf16", **ON_ENGINE)
 
 
-@pytest.mark.parametrize("name", ENGINE_FAULTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full if n in OUTSIDE_LAYERS else ()) for n in ENGINE_FAULTS]
+)
 def test_a_planted_fault_is_caught_and_named(comparison: Comparison, name: str) -> None:
     comparison.assert_caught(name)
 
 
-def test_the_faults_layouts_without_a_fault_are_the_same(comparison: Comparison) -> None:
+def test_layouts_without_a_fault_are_the_same(comparison: Comparison) -> None:
     assert_close(comparison.of(*comparison.layouts))
 
 
 def test_context_parallelism_and_a_fault_in_it(bf16_comparison: Comparison) -> None:
     bf16_comparison.of(*bf16_comparison.layouts).check()
     bf16_comparison.assert_caught(CONTEXT)
-
-
-def test_other_layouts_are_the_same(engine_pool: RankPool, tmp_path: Path) -> None:
-    assert_close(compare(engine_pool, write_config(tmp_path), *LAYOUTS))
 
 
 @pytest.mark.full  # each variant's pass is compared in bf16 in every run

@@ -88,8 +88,8 @@ def record(measured: Losses) -> None:
     FILE.write_text("{\n" + lines + "\n}\n")
 
 
-def measure(pool: RankPool, folder: Path, case: str) -> list[float]:
-    """The losses of a case, trained in a folder of its own by the whole trainer."""
+def measure(pool: RankPool, folder: Path, case: str, steps: int = STEPS) -> list[float]:
+    """The losses of a case, or the first of them, trained in a folder of its own by the whole trainer."""
     layout, model = CASES[case]
     folder.mkdir(parents=True)
     values = small_run(
@@ -98,7 +98,8 @@ def measure(pool: RankPool, folder: Path, case: str) -> list[float]:
         model={"num_layers": 4, **MODELS[model]},
         parallel=LAYOUTS[layout],
         optimizer={"lr": 3e-3},
-        training={"train_iters": STEPS},
+        schedule={"lr_decay_iters": STEPS},
+        training={"train_iters": steps},
     )
     parallel = config_from_dict(values).parallel
     pool.run(parallel.model_parallel_size * (parallel.data_parallel_size or 1), _train, values)

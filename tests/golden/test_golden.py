@@ -7,18 +7,20 @@ import pytest
 from megatron_fanformer.runtime.rank_pool import RankPool
 from tests.golden.measuring import CASES, STEPS, machine_kind, measure, recorded
 
+SOME_STEPS = 8  # of each run of the tests: past the warm-up, and a last bit that moved shows within a few
 ELSEWHERE = 2e-5  # relative: 20 steps of float32 in which other kernels sum in another order
 
 
+@pytest.mark.parametrize("steps", [SOME_STEPS, pytest.param(STEPS, marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", CASES)
-def test_losses_are_the_recorded_ones(rank_pool: RankPool, tmp_path: Path, case: str) -> None:
-    losses = measure(rank_pool, tmp_path / "case", case)
+def test_losses_are_the_recorded_ones(rank_pool: RankPool, tmp_path: Path, case: str, steps: int) -> None:
+    losses = measure(rank_pool, tmp_path / "case", case, steps)
     kinds = recorded()
     assert kinds, "tools/update_golden.py records them"
     for kind, cases in kinds.items():
         if kind == machine_kind():
-            assert losses == cases[case], "tools/update_golden.py shows the differences"
-        assert losses == pytest.approx(cases[case], rel=ELSEWHERE, abs=0), kind
+            assert losses == cases[case][:steps], "tools/update_golden.py shows the differences"
+        assert losses == pytest.approx(cases[case][:steps], rel=ELSEWHERE, abs=0), kind
 
 
 def test_every_case_is_recorded_and_falls() -> None:

@@ -17,13 +17,11 @@ from tests.engine_on_cpu import installing
 from tests.small_runs import small_run, start_command, write_config
 from tests.token_pairs import write_token_pair
 
+IS_STAND_IN = torch.cuda.is_available() and torch.cuda.get_device_name() == installing.NAME
 # As runs on GPUs do by themselves, which is over NCCL; a torch without it shares the GPU over gloo.
-BACKEND = None if torch.distributed.is_nccl_available() else "gloo"
+BACKEND = None if torch.distributed.is_nccl_available() and not IS_STAND_IN else "gloo"
 ON_GPU = RuntimeConfig(device="cuda", distributed_backend=BACKEND)
-needs_real_gpu = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_name() == installing.NAME,
-    reason="the GPU is the stand-in of tests/engine_on_cpu",
-)
+needs_real_gpu = pytest.mark.skipif(IS_STAND_IN, reason="the GPU is the stand-in of tests/engine_on_cpu")
 
 VOCAB_SIZE = 512
 SEQ_LENGTH = 128

@@ -1,28 +1,55 @@
-"""Stock Megatron-LM's training loop on its mock data: what `pretrain_gpt.py`, which no package brings, asks of it.
+"""Stock Megatron-LM's training loop: what `pretrain_gpt.py`, which no package brings, asks of it.
 
-Takes Megatron-LM's flags; one rank.
+Takes Megatron-LM's flags, and two of its own.
 """
 
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.datasets import utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.initialization import initialize
+
+SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+
+
+def own_flags(parser: ArgumentParser) -> ArgumentParser:
+    """Add the flags that are not Megatron-LM's."""
+    parser.add_argument("--meet-at", required=True, help="a file that is not there yet, at which the ranks meet")
+    parser.add_argument("--fanformer-seed", type=int, help="begin with our initial weights of this seed")
+    return parser
+
+
+def give_our_weights(stages: list[torch.nn.Module], model: FANformerConfig, seed: int) -> list[torch.nn.Module]:
+    """Put our initial weights in the place of Megatron's own, by their global names."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    for stage in stages:
+        names = {"non_homogeneous_layers": True, "dp_cp_group": group}  # one name a layer, as in our own checkpoints
+        initialize(stage.sharded_state_dict(metadata=names), model, seed)  # type: ignore[operator]
+    return stages
+
 
 def datasets(numbers_of_samples: list[int]) -> Any:
-    """Mock training, validation and test sets: each document counts up, so that the next token can be learned."""
+    """Training, validation and test sets.
+
+    With --mock-data each document counts up, so that the next token can be learned.
+    """
     args = get_args()
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
+        blend=None if args.mock_data else (args.data_path, None),
         split=args.split,
         path_to_cache=args.data_cache_path,
         tokenizer=get_tokenizer(),
@@ -31,7 +58,8 @@ def datasets(numbers_of_samples: list[int]) -> Any:
         eod_mask_loss=False,
         create_attention_mask=args.create_attention_mask_in_dataloader,
     )
-    return BlendedMegatronDatasetBuilder(MockGPTDataset, numbers_of_samples, lambda: True, config).build()
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(kind, numbers_of_samples, lambda: True, config).build()
 
 
 datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank builds them
@@ -57,7 +85,12 @@ if __name__ == "__main__":
     # Megatron compiles its data helpers when it starts, and ends if it cannot; the package has them compiled, and no
     # Makefile.
     utils.compile_helpers = lambda: None
-    arguments = parse_and_validate_args()
+    arguments = parse_and_validate_args(own_flags)
     configuration = pretrain_cfg_container_from_args(arguments, gpt_config_from_args(arguments))
-    pretrain(configuration, datasets, ModelType.encoder_or_decoder, forward_step)
+    if arguments.fanformer_seed is not None:
+        sizes = {name: getattr(arguments, name) for name in SIZES}
+        ours = partial(give_our_weights, model=FANformerConfig(**sizes), seed=arguments.fanformer_seed)
+        configuration.model.pre_wrap_hooks.append(ours)
+    store = torch.distributed.FileStore(arguments.meet_at, arguments.world_size)
+    pretrain(configuration, datasets, ModelType.encoder_or_decoder, forward_step, store=store)
     torch.distributed.destroy_process_group()

@@ -31,13 +31,14 @@ CONFIG = FANformerConfig(
     untie_embeddings_and_output_weights=True,
 )
 CHUNK_TOKENS = 192  # a rest of 64
-# Times the plain head's own distance from float32. At initial weights the gradient of a label's logit is -1 in bf16,
-# and the plain head rounds one result; ours rounds that entry as well, a token's factor in, and the result. Over three
-# seeds (2026-11, tests/engine_on_cpu) it was 1.40 to 1.42 for the hidden states, 1.66 to 1.69 for the weight.
-AS_GOOD = 1.8
+# Times the plain head's own distance from float32: the same roundings, sums of other lengths.
+AS_GOOD = 1.05
 SAME_FP32 = 1e-5  # relative to the greatest element; without TF32
 SAME_LOSS = 1e-5  # nats, of the same logits
-ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8}  # relative, of exponentials of differences below 64
+ROUNDING = {
+    torch.float32: 3e-6,
+    torch.bfloat16: 2**-8,
+}  # relative, of exponentials of differences below 64, or their shares
 
 
 @pytest.fixture(scope="module")

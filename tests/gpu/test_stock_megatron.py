@@ -4,9 +4,6 @@ The loop comes with megatron-core 0.19 (Python 3.12); `pretrain_stock.py` here s
 """
 
 import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,40 +12,35 @@ import torch
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.layer_spec import transformer_engine_problem
 from megatron_fanformer.runtime.parallel import ParallelConfig
-from tests.stock_megatron import HAS_TRAINING, SPEC, command_line
+from tests.gpu.making import BACKEND
+from tests.stock_megatron import HAS_TRAINING, SPEC, command_line, pretrain
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-    pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="stock Megatron starts NCCL"),
     pytest.mark.skipif(not HAS_TRAINING, reason="megatron.training comes with megatron-core 0.19"),
 ]
 
-ROOT = Path(__file__).parents[2]
 MODEL = FANformerConfig(
     num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, vocab_size=256, seq_length=32
 )
 STEPS = 24
 STOP = 20
 LEARNED = 1.0  # nats; it begins at ln 256 = 5.5, and twenty such steps on a CPU ended at 3.9
-LOSS = re.compile(r"iteration +(\d+)/.*lm loss: (\S+)")
 
 
 def train(spec: list[str], *flags: str) -> dict[int, float]:
     """Losses by step of a run of stock Megatron on its mock data, as its log has them."""
     has_engine = transformer_engine_problem() is None
-    command = [
-        *(sys.executable, "-m", "tests.gpu.pretrain_stock"),
-        *command_line(MODEL, ParallelConfig(), spec, has_engine=has_engine),
-        *("--mock-data", "--num-workers", "0", "--global-batch-size", "8", "--bf16"),
-        *("--lr", "3e-3", "--lr-decay-style", "constant", "--train-iters", str(STEPS)),
-        *("--log-interval", "1", "--eval-iters", "0", "--eval-interval", "1000"),
-        *flags,
-    ]
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **rank}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return {int(step): float(loss) for step, loss in LOSS.findall(done.stdout)}
+    return pretrain(
+        [
+            *command_line(MODEL, ParallelConfig(), spec, has_engine=has_engine),
+            *("--mock-data", "--global-batch-size", "8", "--bf16", "--train-iters", str(STEPS)),
+            *("--lr", "3e-3", "--lr-decay-style", "constant", "--distributed-backend", BACKEND or "nccl"),
+            *flags,
+        ],
+        os.environ,
+    )
 
 
 @pytest.mark.parametrize("spec", [SPEC, ["tests.model.my_fanformer", "my_layer_spec"]], ids=["paper", "own-module"])

@@ -26,7 +26,6 @@ RunOnRanks = Callable[..., list[Any]]
 
 SAME_FP32 = 1e-6  # of the greatest element: sums in another order
 SAME_TRAINING = 2e-5  # of a tensor's norm, after layers, clipping and Adam
-AS_GOOD_IN_BF16 = 1.3  # times the plain head's own distance from float64: as many roundings, others
 SAME_LOSS_IN_BF16 = 2e-6  # nats: losses come from the same bf16 logits, in float32
 
 CONFIG = tiny_model(num_layers=1, vocab_size=250, seq_length=24)  # 256 rows with padding
@@ -168,17 +167,23 @@ def test_tensor_parallel_parts_are_the_whole(
         assert sequence_parallel or torch.equal(rank.x_sbh, x_sbh)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_bf16_is_as_far_from_exact_as_the_plain_head(run_on_ranks: RunOnRanks, ranks: int) -> None:
-    problem = Problem.drawn(scale=3, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("ranks", "scale", "as_good"), [(1, 1, 1.02), (2, 3, 1.3)])
+def test_bf16_is_as_far_from_exact_as_the_plain_head(
+    run_on_ranks: RunOnRanks, ranks: int, scale: float, as_good: float
+) -> None:
+    """On one rank it has the same roundings, of which small logits show the most; a vocabulary's shares have others.
+
+    `as_good` is times the plain head's own distance from float64.
+    """
+    problem = Problem.drawn(scale=scale, dtype=torch.bfloat16)
     both = [head(tensor_model_parallel_size=ranks) for head in (fused, plain)]
     found, expected = (run_on_ranks(ranks, head_outcome, problem, way) for way in both)
     truth = exact(problem)
     assert (found[0].losses_sb - expected[0].losses_sb).abs().max() < SAME_LOSS_IN_BF16
-    assert distance(found[0].x_sbh, truth.x_sbh) < AS_GOOD_IN_BF16 * distance(expected[0].x_sbh, truth.x_sbh)
+    assert distance(found[0].x_sbh, truth.x_sbh) < as_good * distance(expected[0].x_sbh, truth.x_sbh)
     weights = [torch.cat([rank.weight_vh for rank in outcome]) for outcome in (found, expected)]
     own, plains = (distance(weight, truth.weight_vh) for weight in weights)
-    assert own < AS_GOOD_IN_BF16 * plains
+    assert own < as_good * plains
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

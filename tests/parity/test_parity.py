@@ -53,6 +53,7 @@ class Comparison:
 
     Args:
         faulty: `run_trial` with the fault of a name; a function that ranks import.
+        others: layouts besides, in which none is planted.
         options: of the parity command.
     """
 
@@ -62,9 +63,10 @@ class Comparison:
         file: Path,
         faults: dict[str, Fault] = FAULTS,
         faulty: Callable[..., Any] = faulty_trial,
+        others: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
-        layouts = tuple(sorted({fault.layout for fault in faults.values()}))
+        layouts = (*sorted({fault.layout for fault in faults.values()}), *others)
         config = ParityConfig(file=file, layouts=layouts, steps=3, **options)
         run, self.layouts = read_layouts(config)
         self._pool, self._faults, self._faulty = pool, faults, faulty
@@ -98,6 +100,7 @@ def test_a_planted_fault_is_caught_and_named(comparison: Comparison, name: str) 
     comparison.assert_caught(name)
 
 
+@pytest.mark.full  # tests/engine/test_parity.py tells bf16 from a fault in each run
 def test_bf16_is_told_from_a_fault(rank_pool: RankPool, config_file: Path) -> None:
     name = "p and g shards swapped on one rank"
     comparison = Comparison(rank_pool, config_file, dtype="bf16")

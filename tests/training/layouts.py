@@ -85,10 +85,12 @@ class TrainedCase:
     weights: list[tuple[str, Any, Any, Any]]
 
 
-def train_reference(case: str, parallel: ParallelConfig, lr: float = RECIPE.lr) -> TrainedCase:
-    """Train a reference case by its recipe on its stream of batches, in a layout, on this rank."""
+def train_reference(
+    case: str, parallel: ParallelConfig, lr: float = RECIPE.lr, steps: int | None = None
+) -> TrainedCase:
+    """Train a reference case by its recipe on its stream of batches, or so many of them, in a layout, on this rank."""
     config, tensors = reference_tensors(case)
-    stream = load_file(REFERENCE / case / "stream.safetensors")["stream"]
+    stream = load_file(REFERENCE / case / "stream.safetensors")["stream"][:steps]
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)
         stages = build_stages(config, parallel, grid, dtype=torch.float32, seed=None)

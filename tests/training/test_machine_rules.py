@@ -66,17 +66,31 @@ def test_what_the_layers_at_hand_cannot_compute(
 
 
 def test_nccl_is_for_gpus() -> None:
-    (problem,) = backend_problems(ParallelConfig(), "nccl", "cpu")
+    (problem,) = backend_problems(ParallelConfig(), KernelsConfig(), "nccl", "cpu")
     assert "distributed_backend is nccl, but this run is on the CPU" in problem
 
 
-@pytest.mark.parametrize("size", ["pipeline_model_parallel_size", "context_parallel_size"])
-def test_gloo_sends_nothing_between_gpus(size: str) -> None:
-    sending = ParallelConfig(**{size: 2})
-    (problem,) = backend_problems(sending, "gloo", "cuda")
-    assert "sends no tensor from one GPU rank to another" in problem
-    assert backend_problems(sending, "nccl", "cuda") == backend_problems(sending, "gloo", "cpu") == []
-    assert backend_problems(ParallelConfig(tensor_model_parallel_size=2), "gloo", "cuda") == []
+@pytest.mark.parametrize(
+    ("has_engine", "fields", "part"),
+    [
+        (False, {"pipeline_model_parallel_size": 2}, "parallel.pipeline_model_parallel_size to 1"),
+        (True, {"context_parallel_size": 2}, "parallel.cp_comm_type to all_gather"),
+        (True, {"context_parallel_size": 2, "cp_comm_type": "p2p"}, "parallel.cp_comm_type to all_gather"),
+        (True, {"context_parallel_size": 2, "cp_comm_type": "all_gather"}, None),
+        (True, {"context_parallel_size": 2, "cp_comm_type": "a2a"}, None),
+        (False, {"context_parallel_size": 2}, None),  # the local layers gather
+        (True, {"tensor_model_parallel_size": 2}, None),
+    ],
+)
+def test_gloo_sends_nothing_between_gpus(
+    has_engine: bool, fields: dict[str, Any], part: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "has_transformer_engine", lambda: has_engine)
+    parallel, kernels = ParallelConfig(**fields), KernelsConfig()
+    found = backend_problems(parallel, kernels, "gloo", "cuda")
+    assert [part in problem for problem in found] == ([] if part is None else [True])
+    assert backend_problems(parallel, kernels, "nccl", "cuda") == []
+    assert backend_problems(parallel, kernels, "gloo", "cpu") == []
 
 
 def test_a_layers_graph_is_not_recomputed_as_a_whole() -> None:

@@ -23,6 +23,7 @@ from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run, write_tokens
 from tests.training.layouts import gather, shards_of
 
 SAME_LOSS = 1e-6  # relative, between layouts
+STEPS, HALF = 12, 6  # of the runs that are resumed: beyond the five of the warm-up
 
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "tp1-plain": {"parallel": {"use_distributed_optimizer": False}},
@@ -96,10 +97,13 @@ def runs_in(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory, 
     return runs
 
 
-def make_runs(run_on_ranks: RunOnRanks, folder: Path, tokens: str, layout: dict[str, dict[str, Any]]) -> Runs:
+def make_runs(
+    run_on_ranks: RunOnRanks, folder: Path, tokens: str, layout: dict[str, dict[str, Any]], steps: int = STEPS
+) -> Runs:
+    layout = {**layout, "training": {"train_iters": steps, **layout.get("training", {})}}
     straight = small_run(tokens, folder / "straight", **layout)
     stopping = small_run(tokens, folder / "resumed", **layout)
-    stopping["training"]["exit_interval"] = 10
+    stopping["training"]["exit_interval"] = steps // 2
     ranks = world_size(straight)
     run_on_ranks(ranks, train, straight)
     at_half = run_on_ranks(ranks, train, stopping)
@@ -121,8 +125,8 @@ def test_a_resume_takes_the_present_learning_rate(
     values["schedule"] = {"lr_decay_style": "constant"}
     run_on_ranks(world_size(values), train, values)
     rates = {metrics["step"]: metrics["learning_rate"] for metrics in read_metrics(tmp_path / "run")}
-    assert [rates[step] for step in range(11, 21)] == pytest.approx([4e-3] * 10)
-    assert rates[10] > 4e-3
+    assert [rates[step] for step in range(HALF + 1, STEPS + 1)] == pytest.approx([4e-3] * HALF)
+    assert rates[HALF] > 4e-3
 
 
 def numbers(run: Path) -> list[tuple[int, float, float, float]]:
@@ -132,8 +136,8 @@ def numbers(run: Path) -> list[tuple[int, float, float, float]]:
 @pytest.mark.parametrize("layout", SOME_LAYOUTS)
 def test_a_resumed_run_logs_what_an_uninterrupted_one_does(runs_in: Callable[[str], Runs], layout: str) -> None:
     runs = runs_in(layout)
-    assert [step for step, *_ in numbers(runs.half)] == list(range(1, 11))
-    assert [step for step, *_ in numbers(runs.straight)] == list(range(1, 21))
+    assert [step for step, *_ in numbers(runs.half)] == list(range(1, HALF + 1))
+    assert [step for step, *_ in numbers(runs.straight)] == list(range(1, STEPS + 1))
     assert numbers(runs.resumed) == numbers(runs.straight)
 
 
@@ -143,7 +147,8 @@ def test_a_resumed_run_ends_with_the_same_weights_and_optimizer_bit_for_bit(
 ) -> None:
     runs = runs_in(layout)
     [straight], [resumed] = (
-        run_on_ranks(1, stored_tensors, run / "checkpoints" / "step-00000020") for run in (runs.straight, runs.resumed)
+        run_on_ranks(1, stored_tensors, run / "checkpoints" / store.checkpoint_name(STEPS))
+        for run in (runs.straight, runs.resumed)
     )
     assert straight.keys() == resumed.keys()
     assert any("exp_avg_sq" in name for name in straight)
@@ -164,14 +169,16 @@ def test_a_checkpoint_of_tp2_goes_on_in_another_layout(
 ) -> None:
     runs = runs_in("tp2")
     shutil.copytree(runs.half, tmp_path / "run")
-    values = small_run(tokens, tmp_path / "run", parallel=degrees, training={"exit_interval": 14})
+    stop = HALF + 2
+    training = {"train_iters": STEPS, "exit_interval": stop}
+    values = small_run(tokens, tmp_path / "run", parallel=degrees, training=training)
     ranks = run_on_ranks(world_size(values), train, values)
     loaded = gather([before for before, _ in ranks])
     assert loaded.keys() == runs.weights_at_half.keys()
     assert [name for name in loaded if not torch.equal(loaded[name], runs.weights_at_half[name])] == []
     losses = [metrics["loss"] for metrics in read_metrics(tmp_path / "run")]
     expected = [metrics["loss"] for metrics in read_metrics(runs.straight)]
-    assert losses == pytest.approx(expected[:14], rel=SAME_LOSS, abs=0)
+    assert losses == pytest.approx(expected[:stop], rel=SAME_LOSS, abs=0)
 
 
 # -- the model that is trained
