@@ -148,7 +148,7 @@ def test_a_step_is_near_the_simulated_one() -> None:
     assert_formula_is_near(large(config), 4, [1])
 
 
-SEED, LAYOUTS, WORLD = 4177, 16, 64
+SEED, LAYOUTS, WORLD = 4177, 10, 64
 
 
 @pytest.mark.full
