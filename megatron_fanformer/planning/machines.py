@@ -89,7 +89,7 @@ class Machine:
     """The share of a communication beside computation that is hidden, in [0, 1]: both slow each other."""
     relative_error: float
     """How far off a step's time is, as a share of it: nine of ten published runs are within, each predicted without any
-    of its own source."""
+    of its own source; 0 if nobody has compared."""
     sources: list[str]
     """Where the figures are from, one a line."""
 
