@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -291,24 +292,9 @@ def _check_node_options(parser: argparse.ArgumentParser) -> None:
 
 def _check_node(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
     from megatron_fanformer.nodes.check import CheckConfig, check_nodes
-    from megatron_fanformer.nodes.judgement import Rules
 
     _prepare_environment()
-    least = options.minimum_bandwidth
-    rules = Rules(
-        tolerance=options.tolerance,
-        minimum_bandwidth=None if least is None else least * 1e9,
-        gpus=options.gpus,
-    )
-    check_nodes(
-        CheckConfig(
-            rules=rules,
-            folder=options.folder,
-            output=options.output,
-            time_limit=options.time_limit,
-            json=options.json,
-        )
-    )
+    check_nodes(CheckConfig(**{field.name: getattr(options, field.name) for field in fields(CheckConfig)}))
 
 
 # -- parity

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,12 @@ HEARD_SECONDS = 10.0  # for the others to hear the verdicts
 class CheckConfig:
     """The command's options."""
 
-    rules: Rules = field(default_factory=Rules)
+    tolerance: float = 0.85
+    """The least share of the median over all nodes that a matrix rate or a clock may be."""
+    minimum_bandwidth: float | None = None
+    """GB/s between two nodes, in each direction and for each GPU; None: half of the nodes' median."""
+    gpus: int | None = None
+    """GPUs that a node must show; None: as many as most nodes do."""
     folder: Path | None = None
     """Of the file system that all nodes share; None: it is not looked at."""
     output: Path | None = None
@@ -47,17 +52,24 @@ class CheckConfig:
         Raises:
             InputError: one line for each.
         """
-        rules, found = self.rules, []
-        if not 0 < rules.tolerance <= 1:
-            found.append(f"--tolerance is {rules.tolerance:g}; it must be above 0, and at most 1")
-        if rules.minimum_bandwidth is not None and not rules.minimum_bandwidth > 0:
+        found = []
+        if not 0 < self.tolerance <= 1:
+            found.append(f"--tolerance is {self.tolerance:g}; it must be above 0, and at most 1")
+        if self.minimum_bandwidth is not None and not self.minimum_bandwidth > 0:
             found.append("--minimum-bandwidth must be above 0 GB/s; leave it out for half of the nodes' median")
-        if rules.gpus is not None and rules.gpus < 0:
-            found.append(f"--gpus is {rules.gpus}; it must be 0 or more")
+        if self.gpus is not None and self.gpus < 0:
+            found.append(f"--gpus is {self.gpus}; it must be 0 or more")
         if not self.time_limit > 0:
             found.append(f"--time-limit is {self.time_limit:g}; it must be above 0 seconds")
         if found:
             raise InputError("\n".join(found))
+
+    @property
+    def rules(self) -> Rules:
+        """What is asked of a node."""
+        least = self.minimum_bandwidth
+        bandwidth = None if least is None else least * 1e9
+        return Rules(tolerance=self.tolerance, minimum_bandwidth=bandwidth, gpus=self.gpus)
 
 
 def check_nodes(config: CheckConfig) -> None:

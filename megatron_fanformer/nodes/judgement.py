@@ -20,11 +20,10 @@ class Rules:
     """What is asked of a node."""
 
     tolerance: float = 0.85
-    """The least share of the median over all nodes that a matrix rate or a clock may be."""
+    """Share of the median over all nodes."""
     minimum_bandwidth: float | None = None
-    """Bytes per second between two nodes, in each direction and for each GPU; None: half of the median."""
+    """Bytes per second."""
     gpus: int | None = None
-    """GPUs a node; None: as many as most nodes have."""
 
 
 @dataclass(frozen=True, kw_only=True)
