@@ -23,7 +23,7 @@ from megatron_fanformer.training.metrics import read_metrics
 from tests.small_runs import ROOT, start_program, write_tokens
 
 EXAMPLES = ROOT / "examples"
-CONFIGS = sorted(EXAMPLES.glob("*.yaml"))
+CONFIGS = sorted(set(EXAMPLES.glob("*.yaml")) - {EXAMPLES / "kubernetes-jobset.yaml"})
 PAPER_SIZES = [name for name in PRESETS if re.fullmatch(r"fanformer-\d+[mb]", name)]
 TRAIN_SECONDS = 240  # two ranks import for ten seconds on idle cores
 
