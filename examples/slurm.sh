@@ -12,7 +12,7 @@
 # Variables, with their defaults:
 #   NODES (all of the job)   how many nodes to train on
 #   FOLDER (where sbatch was called)   a folder that all nodes share, for the check to write to
-#   MINIMUM_BANDWIDTH (half of the nodes' median)   GB/s between two nodes
+#   CHECK_OPTIONS (none)     further options of `check-node`, such as "--minimum-bandwidth 40"
 #   MAX_RESTARTS (3)         how often the ranks are started again in this job, after a failure
 #   PYTHON (python3)         the interpreter that has megatron_fanformer
 #
@@ -42,6 +42,7 @@ MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 export MASTER_PORT SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 STOPPED=5                 # the exit code of ranks that a signal stopped
 SIGNALLED=$((128 + 10))   # that of a check which SIGUSR1 ended
+CHECK_SECONDS=900         # the check has limits of its own
 LOST_NODE_SECONDS=15      # until a step that could not be started is tried again: Slurm takes minutes to notice
 LOST_NODE_TRIES=40
 
@@ -49,16 +50,16 @@ LOST_NODE_TRIES=40
 hold=(env --block-signal=TERM,INT,HUP,USR1,USR2)
 "${hold[@]}" true 2> /dev/null || hold=()
 
-# on TASKS_PER_NODE NODE… -- COMMAND…: run it on nodes, of which the first is where the processes meet.
+# on TASKS_PER_NODE WAIT NODE… -- COMMAND…: run it on nodes, of which the first is where the processes meet. After the
+# first has ended, the others have WAIT seconds: those that stop after saving end seconds apart.
 on() {
-    local tasks=$1 nodes=()
-    shift
+    local tasks=$1 wait=$2 nodes=()
+    shift 2
     while [[ $1 != -- ]]; do nodes+=("$1"); shift; done
     shift
     export MASTER_ADDR=${nodes[0]}
-    # Ranks that stop after saving end seconds apart, which --wait allows. After a failure it ends the remaining ones.
     srun --nodes="${#nodes[@]}" --nodelist="$(IFS=,; echo "${nodes[*]}")" --ntasks="$((tasks * ${#nodes[@]}))" \
-        --ntasks-per-node="$tasks" --kill-on-bad-exit=0 --wait=30 "$@"
+        --ntasks-per-node="$tasks" --kill-on-bad-exit=0 --wait="$wait" "$@"
 }
 
 # The job goes back to the queue, and is resumed from its checkpoint. Without this, submit it again by hand.
@@ -69,14 +70,15 @@ requeue() {
 
 # The healthy nodes of those that Slurm still gives this job, in `healthy`.
 check_nodes() {
-    local report=$folder/.healthy-$SLURM_JOB_ID options=(--folder "$folder") nodes code
-    [[ -z ${MINIMUM_BANDWIDTH:-} ]] || options+=(--minimum-bandwidth "$MINIMUM_BANDWIDTH")
+    local report=$folder/.healthy-$SLURM_JOB_ID options=() nodes code
+    read -ra options <<< "${CHECK_OPTIONS:-}"
     for ((try = 1; try <= LOST_NODE_TRIES; try++)); do
         rm -f "$report"
         mapfile -t nodes < <(scontrol show hostnames "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N)")
         if ((${#nodes[@]} < wanted)); then requeue; fi
         code=0
-        on 1 "${nodes[@]}" -- "$python" -m megatron_fanformer check-node "${options[@]}" --output "$report" || code=$?
+        on 1 "$CHECK_SECONDS" "${nodes[@]}" -- "$python" -m megatron_fanformer check-node "${options[@]}" \
+            --folder "$folder" --output "$report" || code=$?
         if [[ $code -eq $SIGNALLED ]]; then requeue; fi
         if [[ -e $report ]]; then
             mapfile -t healthy < "$report"
@@ -93,11 +95,11 @@ check_nodes() {
 for ((start = 0; start <= ${MAX_RESTARTS:-3}; start++)); do
     check_nodes
     if ((${#healthy[@]} < wanted)); then
-        echo "${#healthy[@]} nodes are healthy, and $wanted are needed; ask for spare ones: NODES=$wanted sbatch --nodes=…" >&2
+        echo "healthy nodes: ${#healthy[@]}, and $wanted are needed; ask for more: NODES=$wanted sbatch --nodes=…" >&2
         exit 1
     fi
     code=0
-    on "${SLURM_NTASKS_PER_NODE:-1}" "${healthy[@]:0:wanted}" -- \
+    on "${SLURM_NTASKS_PER_NODE:-1}" 30 "${healthy[@]:0:wanted}" -- \
         "${hold[@]}" "$python" -m megatron_fanformer train "$@" || code=$?
     case $code in
         "$STOPPED") requeue ;;

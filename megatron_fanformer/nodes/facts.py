@@ -76,9 +76,13 @@ def find_facts(facts: Facts, folder: Path | None) -> None:
     facts.doing = "importing torch"
     import torch  # a file system that hangs shows here first
 
-    parts: list[tuple[str, Callable[[Facts], None]]] = [("its versions", _find_versions)]
-    places = [Path(tempfile.gettempdir()), *([SHARED_MEMORY] if SHARED_MEMORY.is_dir() else [])]
-    parts += [(f"writing to {place}", lambda facts, place=place: _write_to(facts, place)) for place in places]
+    parts: list[tuple[str, Callable[[Facts], None]]] = [
+        ("its versions", _find_versions),
+        # Python itself tries to write there, and refuses to name a folder where it cannot.
+        ("writing to the temporary folder", lambda facts: _write_to(facts, Path(tempfile.gettempdir()))),
+    ]
+    if SHARED_MEMORY.is_dir():
+        parts.append((f"writing to {SHARED_MEMORY}", lambda facts: _write_to(facts, SHARED_MEMORY)))
     if folder is not None:
         parts.append((f"writing to {folder}", lambda facts: _share(facts, folder)))
     parts.append(("its GPUs", _find_gpus) if _has_gpus(facts) else ("its matrix rate", _find_processor_rate))
