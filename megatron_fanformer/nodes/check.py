@@ -89,7 +89,7 @@ def check_nodes(config: CheckConfig) -> None:
     facts, links = Facts(), Links()
     if not _done_within(config.time_limit, lambda: find_facts(facts, config.folder)):
         facts.problems.append(
-            f"it was still at {facts.doing} after {config.time_limit:.0f} s; leave it out, and have it looked at"
+            f"it was still at {facts.doing} after {config.time_limit:g} s; leave it out, and have it looked at"
         )
     try:
         meeting = _Meeting(address, number, count, config.time_limit)
@@ -186,7 +186,7 @@ class _Judge:
         heard = meeting.hear("rates", [number for number in taking_part if number != JUDGE], LINKS_SECONDS)
         rates = {number: {int(other): values for other, values in own.items()} for number, own in heard.items()}
         judged = judge(found, {JUDGE: links, **rates}, self._config.rules)
-        missing = f"it did not answer within {meeting.seconds:.0f} s; leave it out, and see whether it is up"
+        missing = f"it did not answer within {meeting.seconds:g} s; leave it out, and see whether it is up"
         verdicts = [
             judged.get(number) or Verdict(node=f"node {number} of {meeting.count}", problems=[missing])
             for number in range(meeting.count)

@@ -245,7 +245,7 @@ class Heartbeat:
         return self._failed() or self._silent(limit) or (self._stuck(limit, idle) if self._rank == MAIN_RANK else None)
 
     def _failed(self) -> FanformerError | None:
-        # Before its first step is over, a rank that was stopped by a signal has left the others without a word to them.
+        # Until a step is over there may be no such collective: a rank that a signal ended is just gone.
         after = TOLD_SECONDS if self._activity.step_seconds else min(TOLD_SECONDS, LATE_BEATS * self._interval)
         for seen in self._late(after).values():
             end = seen.beat.end

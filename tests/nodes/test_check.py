@@ -7,10 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron_fanformer.cli import main
+from megatron_fanformer.nodes import check as check_module
+from megatron_fanformer.nodes.facts import Facts
+from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime.device import RankAddress
 from tests.small_runs import start_program
 
 SECONDS = 240
@@ -60,6 +65,7 @@ def check(tmp_path: Path, planted: list[str], *, missing: int = 0, limit: float 
     return [node.returncode for node in nodes], json.loads(said[0][0]), output.read_text()
 
 
+@pytest.mark.full  # two processes import torch
 def test_two_nodes_meet_and_are_found_healthy(tmp_path: Path) -> None:
     codes, report, healthy = check(tmp_path, ["", ""])
     assert codes == [0, 0] and report["healthy"], report
@@ -95,6 +101,29 @@ def test_a_folder_that_is_not_shared_is_noticed(tmp_path: Path) -> None:
     codes, report, _ = check(tmp_path, ["other folder", ""])
     assert codes == [1, 1]
     assert all("is not what node-0 reads there" in node["problems"][0] for node in report["nodes"])
+
+
+def test_who_does_not_come_in_time_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Node 0 of three, alone."""
+
+    def find_facts(facts: Facts, _folder: Path | None) -> None:
+        facts.doing = "done"
+
+    address = RankAddress(
+        rank=0, world_size=6, local_rank=0, local_world_size=2, master_address="127.0.0.1", master_port=0
+    )
+    output = tmp_path / "healthy"
+    with (
+        mock.patch.object(devices, "rank_address", lambda: address),
+        mock.patch.object(check_module, "find_facts", find_facts),
+    ):
+        assert main(["check-node", "--time-limit", "0.5", "--output", str(output)]) == 1
+        assert main(["check-node", "--time-limit", "0.5", "--output", str(tmp_path / "no" / "folder")]) == 2
+    said, errors = capsys.readouterr()
+    missing = "unhealthy: it did not answer within 0.5 s; leave it out, and see whether it is up"
+    assert said.splitlines()[1:3] == [f"node {number} of 3: {missing}" for number in (1, 2)]
+    assert errors.splitlines()[0] == "megatron-fanformer: 2 of 3 nodes are unhealthy; leave them out"
+    assert output.read_text() == f"{devices.node_name()}\n"
 
 
 def test_a_node_alone_is_described_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
