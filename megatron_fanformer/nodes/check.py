@@ -182,9 +182,9 @@ class _Judge:
         gpus = min((len(found[number].gpus) for number in taking_part), default=0)
         meeting.tell("links", (taking_part, gpus))
         if JUDGE in taking_part:
-            _measure(links, meeting, taking_part, gpus)
+            _measure(own, links, meeting, taking_part, gpus)
         heard = meeting.hear("rates", [number for number in taking_part if number != JUDGE], LINKS_SECONDS)
-        rates = {number: {int(other): values for other, values in own.items()} for number, own in heard.items()}
+        rates = {number: {int(other): values for other, values in told.items()} for number, told in heard.items()}
         judged = judge(found, {JUDGE: links, **rates}, self._config.rules)
         missing = f"it did not answer within {meeting.seconds:g} s; leave it out, and see whether it is up"
         verdicts = [
@@ -220,7 +220,7 @@ def _judged(meeting: _Meeting, facts: Facts, links: Links) -> list[Verdict]:
     if JUDGE in heard:
         taking_part, gpus = heard[JUDGE]
         if meeting.number in taking_part:
-            _measure(links, meeting, taking_part, gpus)
+            _measure(facts, links, meeting, taking_part, gpus)
             meeting.tell("rates", links)
         heard = meeting.hear("verdicts", [JUDGE], 2 * LINKS_SECONDS)
     if JUDGE not in heard:
@@ -232,10 +232,15 @@ def _judged(meeting: _Meeting, facts: Facts, links: Links) -> list[Verdict]:
     ]
 
 
-def _measure(links: Links, meeting: _Meeting, nodes: list[int], gpus: int) -> None:
+def _measure(facts: Facts, links: Links, meeting: _Meeting, nodes: list[int], gpus: int) -> None:
+    if len(nodes) < 2:
+        return
     from megatron_fanformer.nodes.links import measure_links
 
-    _done_within(LINKS_SECONDS, lambda: measure_links(links, meeting.store, meeting.number, nodes, gpus))
+    store = meeting.store.clone()  # of its own: what hangs may hold it
+    facts.doing = "its links"
+    if _done_within(LINKS_SECONDS, lambda: measure_links(links, store, meeting.number, nodes, gpus)):
+        facts.doing = "done"
 
 
 def _report(verdicts: list[Verdict], config: CheckConfig) -> None:
