@@ -15,7 +15,7 @@ from tests.small_runs import ROOT, small_run, write_config, write_tokens
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 
 SECONDS = 600.0  # for ranks to start, or to save, on a machine that has much else to do
-STEPS = 1200
+STEPS = 600
 TWO_RANKS = {"tensor_model_parallel_size": 2}
 CANNOT_WRITE = """#!/usr/bin/env bash
 [[ $SLURMD_NODENAME != node1 || $3 != check-node ]] || ulimit -f 0
