@@ -19,7 +19,8 @@ class LoggingConfig:
     """Steps from one look for a slow rank to the next: own work and waiting of every rank, over the last four steps,
     in the metrics, and the slowest in the log where it stands out; null: none (docs/clusters.md#slow-ranks)."""
     straggler_factor: float = 1.4
-    """The slowest rank is named where its own work takes more than this times the median of its pipeline stage."""
+    """The slowest rank is named where its own work takes more than this times the median of its pipeline stage, and
+    that is more than a tenth of a step."""
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""

@@ -15,6 +15,7 @@ from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.waits import timed_waits
 
 MEASURED_STEPS = 4  # before each report; the median of them, for any single step may be disturbed
+LEAST_LOSS = 0.1  # of a step: what the others wait for a rank that is named; below, a disturbed machine is as likely
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class Slowest(NamedTuple):
     """The median of its stage, in seconds of own work."""
     factor: float
     """Its own work over that."""
+    loss: float
+    """What it takes beyond that, as a share of a step: what the others wait for it."""
 
 
 def find_slowest(times: Sequence[RankTime]) -> Slowest:
@@ -48,7 +51,9 @@ def find_slowest(times: Sequence[RankTime]) -> Slowest:
     }
     factors = [time.work / max(usual[time.stage], 1e-9) for time in times]
     rank = max(range(len(times)), key=factors.__getitem__)
-    return Slowest(rank, usual[times[rank].stage], factors[rank])
+    work, wait, stage = times[rank]
+    loss = (work - usual[stage]) / max(work + wait, 1e-9)
+    return Slowest(rank, usual[stage], factors[rank], loss)
 
 
 class Stragglers:
@@ -88,8 +93,8 @@ class Stragglers:
         dist.all_gather_into_tensor(numbers, torch.tensor(own, dtype=torch.float64, device=self._grid.torch_device))
         times = [RankTime(*row) for row in numbers.view(-1, len(own)).tolist()]
         slowest = find_slowest(times)
-        if slowest.factor > self._factor:
-            self._name(step, slowest, times)
+        if slowest.factor > self._factor and slowest.loss > LEAST_LOSS:
+            self._name(step, slowest, times[slowest.rank].work)
         return {
             "work_seconds/median": statistics.median(time.work for time in times),
             "work_seconds/slowest": times[slowest.rank].work,
@@ -98,18 +103,18 @@ class Stragglers:
             "slowest_rank": slowest.rank,
         }
 
-    def _name(self, step: int, slowest: Slowest, times: list[RankTime]) -> None:
+    def _name(self, step: int, slowest: Slowest, work: float) -> None:
         host = [devices.node_name()]
         dist.broadcast_object_list(host, src=slowest.rank)
         if self._grid.is_main:
             logger.warning(
                 "step %d  rank %d on %s holds up the others: %.4g s of own work a step, %.3g times the median of its "
-                "stage (%.4g s), while the ranks wait %.4g s; see whether that node is healthy (check-node)",
+                "stage (%.4g s), which is %.0f%% of a step; see whether that node is healthy (check-node)",
                 step,
                 slowest.rank,
                 host[0],
-                times[slowest.rank].work,
+                work,
                 slowest.factor,
                 slowest.usual,
-                statistics.median(time.wait for time in times),
+                100 * slowest.loss,
             )

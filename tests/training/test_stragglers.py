@@ -22,8 +22,8 @@ def test_a_rank_is_held_against_its_own_stage() -> None:
     """The second stage has twice the work; in the first, rank 2 takes half as long again as the others."""
     work = [1.0, 1.1, 1.5, 0.9, 2.0, 2.1, 2.2, 2.0]
     times = [RankTime(seconds, 0.0, stage=rank // 4) for rank, seconds in enumerate(work)]
-    assert find_slowest(times) == Slowest(2, 1.0, 1.5)
-    assert find_slowest([RankTime(1.0, 0.5, 0), RankTime(1.5, 0.0, 0)]) == Slowest(1, 1.0, 1.5)
+    assert find_slowest(times) == Slowest(2, 1.0, 1.5, loss=0.5 / 1.5)
+    assert find_slowest([RankTime(1.0, 1.5, 0), RankTime(1.5, 1.0, 0)]) == Slowest(1, 1.0, 1.5, loss=0.5 / 2.5)
     assert find_slowest([RankTime(1.0, 0.5, 0), RankTime(9.0, 0.0, 1)]).factor == 1.0  # alone in their stages
 
 
