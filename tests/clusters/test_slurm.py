@@ -15,7 +15,7 @@ from tests.small_runs import ROOT, small_run, write_config, write_tokens
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 
 SECONDS = 600.0  # for ranks to start, or to save, on a machine that has much else to do
-STEPS = 600
+STEPS = 300
 TWO_RANKS = {"tensor_model_parallel_size": 2}
 CANNOT_WRITE = """#!/usr/bin/env bash
 [[ $SLURMD_NODENAME != node1 || $3 != check-node ]] || ulimit -f 0
@@ -84,7 +84,7 @@ def cluster(slurm_packages: Path, program_environment: dict[str, str], tmp_path:
 @pytest.fixture
 def values(tmp_path: Path) -> dict[str, Any]:
     training = {"train_iters": STEPS}
-    sections: dict[str, Any] = {"parallel": TWO_RANKS, "training": training, "checkpoint": {"save_interval": 100}}
+    sections: dict[str, Any] = {"parallel": TWO_RANKS, "training": training, "checkpoint": {"save_interval": 40}}
     return small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run", **sections)
 
 
@@ -125,7 +125,7 @@ def test_a_lost_node_is_replaced_by_a_spare_one(
 ) -> None:
     """The job goes on from its last checkpoint, and is not requeued."""
     job = Job(cluster, tmp_path, values, NODES="2")
-    job.wait_for_steps(150)
+    job.wait_for_steps(60)
     cluster.lose("node1")
     job.wait_for_end()
     assert job.state("Restarts") == "0"
