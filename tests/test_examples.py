@@ -190,7 +190,8 @@ def run_slurm_script(
     command = ["bash", EXAMPLES / "slurm.sh", "--config", "a file.yaml"]
     script = subprocess.run(command, env={"CHECK_CODE": "", **environment}, check=False)
     assert not list(folder.glob(".healthy*"))
-    return script.returncode, *((folder / name).read_text().splitlines() for name in ("srun.told", "scontrol.told"))
+    srun, scontrol = ((folder / name).read_text().splitlines() for name in ("srun.told", "scontrol.told"))
+    return script.returncode, srun, scontrol
 
 
 @pytest.mark.parametrize(
