@@ -107,12 +107,12 @@ def check_nodes(config: CheckConfig) -> None:
         _report(verdicts, config)
     sick = sum(not verdict.is_healthy for verdict in verdicts)
     if sick:
-        error = FanformerError(f"{sick} of {count} nodes are unhealthy; leave them out" if count > 1 else "")
-        error.is_told_elsewhere = number != JUDGE or count == 1
+        unhealthy = FanformerError(f"{sick} of {count} nodes are unhealthy; leave them out" if count > 1 else "")
+        unhealthy.is_told_elsewhere = number != JUDGE or count == 1
         if facts.doing != "done":
             sys.stdout.flush()
-            os._exit(error.exit_code)  # what hangs would keep the interpreter from its end
-        raise error
+            os._exit(unhealthy.exit_code)  # what hangs would keep the interpreter from its end
+        raise unhealthy
 
 
 def _done_within(seconds: float, work: Callable[[], None]) -> bool:

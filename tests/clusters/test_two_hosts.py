@@ -52,7 +52,8 @@ class Hosts(Namespaces):
 
 @pytest.fixture
 def hosts(program_environment: dict[str, str], tmp_path: Path) -> Iterator[Hosts]:
-    with Hosts(tmp_path, program_environment) as hosts:
+    hosts = Hosts(tmp_path, program_environment)
+    with hosts:
         yield hosts
 
 
