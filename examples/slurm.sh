@@ -4,6 +4,18 @@
 #
 #   sbatch --nodes=8 examples/slurm.sh --config examples/fanformer-1b.yaml
 #
+# It checks the nodes first, and goes on with the healthy ones. With spare nodes, NODES says how many ranks are to run
+# on; an unhealthy or lost node is then left out, and the run goes on without waiting in the queue:
+#
+#   NODES=8 sbatch --nodes=10 examples/slurm.sh --config examples/fanformer-1b.yaml
+#
+# Variables, with their defaults:
+#   NODES (all of the job)   how many nodes to train on
+#   FOLDER (where sbatch was called)   a folder that all nodes share, for the check to write to
+#   CHECK_OPTIONS (none)     further options of `check-node`, such as "--minimum-bandwidth 40"
+#   MAX_RESTARTS (3)         how often the ranks are started again in this job, after a failure
+#   PYTHON (python3)         the interpreter that has megatron_fanformer
+#
 # Adapt the lines below to the cluster, and load its modules or activate the environment before sbatch.
 #
 #SBATCH --job-name=fanformer
@@ -19,19 +31,79 @@
 # Three minutes before the time limit the ranks get a signal: they save a checkpoint, and end with exit code 5.
 #SBATCH --signal=USR1@180
 #SBATCH --requeue
+# A lost node ends the ranks, and not the job: see below.
+#SBATCH --no-kill
 set -euo pipefail
 
-mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-MASTER_ADDR=${nodes[0]}
+python=${PYTHON:-python3}
+folder=${FOLDER:-$PWD}
+wanted=${NODES:-$SLURM_JOB_NUM_NODES}
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
-export MASTER_ADDR MASTER_PORT
+export MASTER_PORT SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
+STOPPED=5                 # the exit code of ranks that a signal stopped
+SIGNALLED=$((128 + 10))   # that of a check which SIGUSR1 ended
+CHECK_SECONDS=900         # the check has limits of its own
+LOST_NODE_SECONDS=15      # until a step that could not be started is tried again: Slurm takes minutes to notice
+LOST_NODE_TRIES=40
 
-# Ranks that stop after saving end seconds apart, which --wait allows. After a failure it ends the remaining ones.
-code=0
-srun --kill-on-bad-exit=0 --wait=30 "${PYTHON:-python3}" -m megatron_fanformer train "$@" || code=$?
+# Ranks are born with their signals held, until Python listens (coreutils before 8.31 cannot do it).
+hold=(env --block-signal=TERM,INT,HUP,USR1,USR2)
+"${hold[@]}" true 2> /dev/null || hold=()
 
-# Stopped after saving: the requeued job resumes from there. Without this line, submit it again by hand.
-if [[ $code -eq 5 ]]; then
+# on TASKS_PER_NODE WAIT NODE… -- COMMAND…: run it on nodes, of which the first is where the processes meet. After the
+# first has ended, the others have WAIT seconds: those that stop after saving end seconds apart.
+on() {
+    local tasks=$1 wait=$2 nodes=()
+    shift 2
+    while [[ $1 != -- ]]; do nodes+=("$1"); shift; done
+    shift
+    export MASTER_ADDR=${nodes[0]}
+    srun --nodes="${#nodes[@]}" --nodelist="$(IFS=,; echo "${nodes[*]}")" --ntasks="$((tasks * ${#nodes[@]}))" \
+        --ntasks-per-node="$tasks" --kill-on-bad-exit=0 --wait="$wait" "$@"
+}
+
+# The job goes back to the queue, and is resumed from its checkpoint. Without this, submit it again by hand.
+requeue() {
     scontrol requeue "$SLURM_JOB_ID"
-fi
+    exit "$STOPPED"
+}
+
+# The healthy nodes of those that Slurm still gives this job, in `healthy`.
+check_nodes() {
+    local report=$folder/.healthy-$SLURM_JOB_ID options=() nodes code
+    read -ra options <<< "${CHECK_OPTIONS:-}"
+    for ((try = 1; try <= LOST_NODE_TRIES; try++)); do
+        rm -f "$report"
+        mapfile -t nodes < <(scontrol show hostnames "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N)")
+        if ((${#nodes[@]} < wanted)); then requeue; fi
+        code=0
+        on 1 "$CHECK_SECONDS" "${nodes[@]}" -- "$python" -m megatron_fanformer check-node "${options[@]}" \
+            --folder "$folder" --output "$report" || code=$?
+        if [[ $code -eq $SIGNALLED ]]; then requeue; fi
+        if [[ -e $report ]]; then
+            mapfile -t healthy < "$report"
+            rm -f "$report"
+            return
+        fi
+        if [[ $code -eq 2 ]]; then exit 2; fi
+        sleep "$LOST_NODE_SECONDS"
+    done
+    echo "the nodes could not be checked; see what srun says" >&2
+    exit 1
+}
+
+for ((start = 0; start <= ${MAX_RESTARTS:-3}; start++)); do
+    check_nodes
+    if ((${#healthy[@]} < wanted)); then
+        echo "healthy nodes: ${#healthy[@]}, and $wanted are needed; ask for more: NODES=$wanted sbatch --nodes=…" >&2
+        exit 1
+    fi
+    code=0
+    on "${SLURM_NTASKS_PER_NODE:-1}" 30 "${healthy[@]:0:wanted}" -- \
+        "${hold[@]}" "$python" -m megatron_fanformer train "$@" || code=$?
+    case $code in
+        "$STOPPED") requeue ;;
+        0 | 2 | 3 | 4) exit "$code" ;; # done, or starting again would not help
+    esac
+done
 exit "$code"

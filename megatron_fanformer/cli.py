@@ -12,11 +12,14 @@ import errno
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from megatron_fanformer import __version__
 from megatron_fanformer.errors import FanformerError, InputError, escaped
+from megatron_fanformer.processes import ended_by_stop_signals, hold_signals, signals_released
 from megatron_fanformer.sizing.options import add_options
 
 PROGRAM = "megatron-fanformer"
@@ -42,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, rest = _parser().parse_known_args([argument for argument in arguments if argument != "--debug"])
         if rest and options.verb not in TAKES_OVERRIDES:
             raise InputError(f"unknown argument {rest[0]}; {PROGRAM} {options.verb} --help lists the options")
-        options.run(options, rest, arguments)
+        # `train` takes signals over by itself, and keeps them to the end.
+        with nullcontext() if options.verb == "train" else signals_released():
+            options.run(options, rest, arguments)
     except KeyboardInterrupt:
         return _tell("stopped by the keyboard", 1)
     except FanformerError as error:
@@ -62,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry_point() -> None:
     """What the installed command calls."""
+    hold_signals()
     sys.exit(main())
 
 
@@ -225,19 +231,21 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> None:
-    from megatron_fanformer.runtime.device import rank_address
+    from megatron_fanformer.runtime.heartbeat import tell_stopped
     from megatron_fanformer.runtime.launch import end_with_launcher, report_failure
 
-    end_with_launcher()
-    _prepare_environment()
-    address = rank_address()
-    from megatron_fanformer.training.start import run_rank, start_run
+    with ended_by_stop_signals(tell_stopped):  # from before what takes seconds to import
+        end_with_launcher()
+        _prepare_environment()
+        from megatron_fanformer.runtime.device import rank_address
+        from megatron_fanformer.training.start import run_rank, start_run
 
-    if address is None:
-        start_run(Path(options.config), rest, arguments, options.log_file)
-        return
-    with report_failure():
-        run_rank(Path(options.config), rest, address, options.log_file)
+        address = rank_address()
+        if address is None:
+            start_run(Path(options.config), rest, arguments, options.log_file)
+            return
+        with report_failure():
+            run_rank(Path(options.config), rest, address, options.log_file)
 
 
 # -- config
@@ -265,6 +273,27 @@ def _config(options: argparse.Namespace, rest: list[str], _arguments: list[str])
         print(resolved_text(Path(options.config), rest))
     else:
         print(schema_text() if options.schema else field_list())
+
+
+# -- check-node
+
+
+def _check_node_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--folder", type=Path, help="of the file system that all nodes share, such as the run's; is written to")
+    add("--minimum-bandwidth", type=float, metavar="GB/S", help="between two nodes (half of the nodes' median)")
+    add("--tolerance", type=float, default=0.85, help="the least share of the median that a rate may be (0.85)")
+    add("--gpus", type=int, metavar="N", help="GPUs that a node must show (as many as most nodes)")
+    add("--time-limit", type=float, default=180.0, metavar="SECONDS", help="for a node to answer in (180)")
+    add("--output", type=Path, metavar="FILE", help="write the names of the healthy nodes, one a line")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _check_node(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.nodes.check import CheckConfig, check_nodes
+
+    _prepare_environment()
+    check_nodes(CheckConfig(**{field.name: getattr(options, field.name) for field in fields(CheckConfig)}))
 
 
 # -- parity
@@ -464,6 +493,7 @@ VERBS: dict[str, tuple[_Describe, _Run, str]] = {
     "demo": (_demo_options, _demo, "From text to a trained FANformer, on this machine, in minutes."),
     "prepare": (_prepare_options, _prepare, "Turn documents into token files."),
     "train": (_train_options, _train, "Train, or continue a run."),
+    "check-node": (_check_node_options, _check_node, "Check the nodes that a run is about to start on."),
     "config": (
         _config_verb_options,
         _config,

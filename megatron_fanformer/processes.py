@@ -52,6 +52,35 @@ def seconds_since_start(process: int) -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
+def hold_signals() -> set[signal.Signals]:
+    """Have the kernel keep the signals to stop and to save until something here answers them; returns the mask before.
+
+    To be called first of all in a process whose verb answers them. They reach it when `ended_by_stop_signals`, or
+    `signals_released`, begins. Children inherit it, and with it the care for signals until they have begun.
+    """
+    return {signal.Signals(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, SAVE_SIGNAL))}
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Around the start of children that are to hold their signals, as `hold_signals`, from their first instruction."""
+    before = hold_signals()
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def signals_released() -> Iterator[None]:
+    """Signals that were held reach this process inside; at the end they are held again, if they were."""
+    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, SAVE_SIGNAL))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _stop_signals() -> list[signal.Signals]:
     """Those that this process does not ignore, as under `nohup`."""
     return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
@@ -59,11 +88,15 @@ def _stop_signals() -> list[signal.Signals]:
 
 @contextmanager
 def _handled(handlers: dict[signal.Signals, Any], wakeup: int) -> Iterator[None]:
-    """Signals as given, and the file that Python writes them to (-1: none); what they did before is restored."""
+    """Signals as given, and the file that Python writes them to (-1: none); what they did before is restored.
+
+    Inside, none is held; what was held before comes at once.
+    """
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     wakeup_before = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     try:
-        yield
+        with signals_released():
+            yield
     finally:
         signal.set_wakeup_fd(wakeup_before)
         for number, handler in before.items():

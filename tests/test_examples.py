@@ -23,7 +23,7 @@ from megatron_fanformer.training.metrics import read_metrics
 from tests.small_runs import ROOT, start_program, write_tokens
 
 EXAMPLES = ROOT / "examples"
-CONFIGS = sorted(EXAMPLES.glob("*.yaml"))
+CONFIGS = sorted(set(EXAMPLES.glob("*.yaml")) - {EXAMPLES / "kubernetes-jobset.yaml"})
 PAPER_SIZES = [name for name in PRESETS if re.fullmatch(r"fanformer-\d+[mb]", name)]
 TRAIN_SECONDS = 240  # two ranks import for ten seconds on idle cores
 
@@ -152,30 +152,75 @@ def stand_in(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def run_slurm_script(folder: Path, exit_code: int) -> tuple[int, str, str]:
-    """Run slurm.sh where Slurm's commands only tell what they are asked; its exit code, srun's words and scontrol's."""
-    stand_in(folder, "srun", f'echo "$MASTER_ADDR $MASTER_PORT $*" > {folder}/srun.told; exit {exit_code}')
-    stand_in(folder, "scontrol", f'echo "$*" >> {folder}/scontrol.told; printf "node-7\\nnode-8\\n"')
+SRUN = """
+if [[ "$*" == *check-node* ]]; then
+    [[ -z $CHECK_CODE ]] || exit "$CHECK_CODE"
+    printf "%s\\n" $HEALTHY > "${@: -1}"
+    exit 1  # some node is unhealthy
+fi
+echo "$MASTER_ADDR $MASTER_PORT $*" >> $FOLDER/srun.told
+exit $(sed -n "$(wc -l < $FOLDER/srun.told)p" $FOLDER/codes)
+"""
+
+
+def run_slurm_script(
+    folder: Path, codes: list[int], *, healthy: str = "node-7 node-8 node-9", **variables: str
+) -> tuple[int, list[str], list[str]]:
+    """Run slurm.sh where Slurm's commands only tell what they are asked; its exit code, srun's words and scontrol's.
+
+    Args:
+        codes: with which the ranks end, one after the other.
+        healthy: the nodes that the check finds fit.
+    """
+    (folder / "codes").write_text("".join(f"{code}\n" for code in codes))
+    (folder / "srun.told").touch()
+    stand_in(folder, "srun", SRUN)
+    stand_in(folder, "scontrol", f'echo "$*" >> {folder}/scontrol.told; printf "node-7\\nnode-8\\nnode-9\\n"')
+    stand_in(folder, "squeue", 'echo "node-[7-9]"')
     environment = {
         "PATH": f"{folder}:/usr/bin:/bin",
-        "SLURM_JOB_NODELIST": "node-[7-8]",
+        "SLURM_JOB_NUM_NODES": "3",
         "SLURM_JOB_ID": "12345",
+        "SLURM_NTASKS_PER_NODE": "8",
         "PYTHON": "python",
+        "FOLDER": str(folder),
+        "HEALTHY": healthy,
+        **variables,
     }
-    script = subprocess.run(["bash", EXAMPLES / "slurm.sh", "--config", "a file.yaml"], env=environment, check=False)
-    return script.returncode, (folder / "srun.told").read_text(), (folder / "scontrol.told").read_text()
+    command = ["bash", EXAMPLES / "slurm.sh", "--config", "a file.yaml"]
+    script = subprocess.run(command, env={"CHECK_CODE": "", **environment}, check=False)
+    assert not list(folder.glob(".healthy*"))
+    srun, scontrol = ((folder / name).read_text().splitlines() for name in ("srun.told", "scontrol.told"))
+    return script.returncode, srun, scontrol
 
 
-@pytest.mark.parametrize("exit_code", [0, 1, 5])
-def test_the_slurm_script_joins_the_ranks_and_requeues_what_stopped_after_saving(
-    tmp_path: Path, exit_code: int
+@pytest.mark.parametrize(
+    ("codes", "end", "is_requeued"),
+    [([0], 0, False), ([2], 2, False), ([5], 5, True), ([1, 137, 0], 0, False), ([1, 1, 1, 1], 1, False)],
+)
+def test_the_slurm_script_joins_the_ranks_requeues_what_stopped_and_restarts_what_failed(
+    tmp_path: Path, codes: list[int], end: int, is_requeued: bool
 ) -> None:
-    code, srun, scontrol = run_slurm_script(tmp_path, exit_code)
-    assert code == exit_code
-    assert srun.startswith("node-7 22345 ")
-    assert srun.endswith("python -m megatron_fanformer train --config a file.yaml\n")
-    requeued = ["requeue 12345"] if exit_code == 5 else []
-    assert scontrol.splitlines() == ["show hostnames node-[7-8]", *requeued]
+    code, srun, scontrol = run_slurm_script(tmp_path, codes)
+    assert code == end and len(srun) == len(codes)
+    for line in srun:
+        assert line.startswith("node-7 22345 --nodes=3 --nodelist=node-7,node-8,node-9 --ntasks=24 ")
+        assert line.endswith("python -m megatron_fanformer train --config a file.yaml")
+    assert scontrol == ["show hostnames node-[7-9]"] * len(codes) + ["requeue 12345"] * is_requeued
+
+
+def test_the_slurm_script_leaves_unhealthy_nodes_out(tmp_path: Path) -> None:
+    code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8 node-9", NODES="2")
+    assert code == 0
+    assert srun[0].startswith("node-8 22345 --nodes=2 --nodelist=node-8,node-9 --ntasks=16 ")
+    (tmp_path / "srun.told").unlink()
+    code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8", NODES="2")
+    assert (code, srun) == (1, [])
+
+
+def test_the_slurm_script_requeues_a_check_that_its_signal_ended(tmp_path: Path) -> None:
+    code, srun, scontrol = run_slurm_script(tmp_path, [0], CHECK_CODE="138")
+    assert (code, srun, scontrol[-1]) == (5, [], "requeue 12345")
 
 
 def test_the_tasks_of_an_array_prepare_a_list_each_and_their_outputs_are_one_blend(tmp_path: Path) -> None:

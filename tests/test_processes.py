@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.processes import STOP_SIGNALS, seconds_since_start
+from megatron_fanformer.processes import STOP_SIGNALS, seconds_since_start, signals_held
 from tests.faults.lives import is_running
+from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
 
 WAITS_IN_A_LIBRARY = """
 import ctypes, sys
@@ -46,6 +47,19 @@ print("ended", flush=True)
 time.sleep(60)
 """
 
+SIGNALS_ITSELF = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == os.environ.get("SIGNAL_AT"):
+            os.kill(os.getpid(), signal.SIGUSR1)
+sys.meta_path.insert(0, Finder())
+"""
+"""As `sitecustomize`: a signal at the moment when a module is about to be imported."""
+MOMENTS = ("megatron_fanformer.cli", "argparse", "megatron_fanformer.runtime.launch", "yaml")
+LATE_MOMENTS = ("torch", "megatron.core", "megatron_fanformer.training.trainer", "megatron.core.optimizer")
+STOPPED = "stopped on SIGUSR1 with no step in progress; nothing is lost, run the same command to continue"
+
 
 def start(code: str, *arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
@@ -67,6 +81,36 @@ def test_a_signal_at_the_start_ends_a_process_at_once_with_a_line(number: signal
     assert said == (
         f"stopped on {number.name} with no step in progress; nothing is lost, run the same command to continue\n"
     )
+
+
+@pytest.mark.parametrize(
+    "module", [*MOMENTS, *(pytest.param(module, marks=pytest.mark.full) for module in LATE_MOMENTS)]
+)
+def test_a_signal_while_a_run_is_imported_ends_it_with_a_line(module: str, tmp_path: Path) -> None:
+    """From the first line of `__main__`: to a rank of Slurm's, an exit code of 138 would be a failure."""
+    (tmp_path / "sitecustomize.py").write_text(SIGNALS_ITSELF)
+    file = write_config(tmp_path / "config.yaml", small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run"))
+    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "SIGNAL_AT": module}
+    process = start_command("train", "--config", str(file), environment=environment)
+    said, errors = process.communicate(timeout=240)
+    assert (process.returncode, said, errors) == (5, "", f"megatron-fanformer: {STOPPED}\n")
+
+
+def test_a_signal_before_python_runs_is_held_where_the_parent_saw_to_it(tmp_path: Path) -> None:
+    file = write_config(tmp_path / "config.yaml", small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run"))
+    with signals_held():
+        process = start_command("train", "--config", str(file))
+    process.send_signal(signal.SIGUSR1)
+    _, errors = process.communicate(timeout=240)
+    assert (process.returncode, errors) == (5, f"megatron-fanformer: {STOPPED}\n")
+
+
+def test_verbs_that_answer_no_signal_end_by_it_as_ever(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SIGNALS_ITSELF)
+    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "SIGNAL_AT": "yaml"}
+    process = start_command("config", environment=environment)
+    process.communicate(timeout=240)
+    assert process.returncode == -signal.SIGUSR1
 
 
 def test_the_loop_takes_signals_over_and_a_child_keeps_its_own() -> None:

@@ -60,6 +60,9 @@ _METHODS: dict[str, _Method] = {
     "monitored_barrier": _Method("barrier", None),
 }
 
+COLLECTIVES = tuple(_METHODS)
+"""The methods of ProcessGroup that are collectives, in any torch; each has some of them."""
+
 # Names of megatron-core's groups, as its ProcessGroupCollection calls them; the first match names a group.
 _GROUPS = ("tp", "cp", "pp", "dp_cp", "dp", "mp", "embd", "intra_dist_opt", "pos_embd", "tp_cp", "tp_dp_cp")
 WORLD = "world"

@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import os
 import re
+import socket
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +154,21 @@ def rank_address() -> RankAddress | None:
     if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         return _slurm_address(env)
     return None
+
+
+def rank_number() -> int:
+    """This process's rank among those of its launcher, whatever else that says; 0 where there is none."""
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+
+
+def store_is_hosted() -> bool:
+    """Whether this process's launcher hosts the store at the ranks' address, as torchrun's agent does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def node_name() -> str:
+    """What the launcher of the ranks calls this machine: Slurm's own name for it, else the host's."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _slurm_address(env: "os._Environ[str]") -> RankAddress:

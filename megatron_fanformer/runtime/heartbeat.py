@@ -23,8 +23,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_fanformer.errors import FanformerError
-from megatron_fanformer.runtime.launch import PeerFailed, end_now
+from megatron_fanformer.errors import FanformerError, Interrupted
+from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime.launch import PeerFailed, end_now, tell_end
 
 MAIN_RANK = 0
 BEAT_SECONDS = 1.0
@@ -34,6 +35,7 @@ STEPS_WITHIN_LIMIT, STEPS_SEEN = 10, 20  # the limit is ten times the longest of
 START_SECONDS = 600.0  # silence until a step was taken: building sample indices holds up a process's other threads
 LONG_SECONDS = 3600.0  # without progress outside steps: loading, compiling, saving
 TOLD_SECONDS = 10.0  # a rank that failed ends the others through the collective that all of them are in, mostly
+LATE_BEATS = 3  # a rank that has not beaten for so many is late
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +169,10 @@ class Heartbeat:
         self._over.set()
         self._threads[0].join(2 * self._interval)  # longer only if the store does not answer
 
+    def wait_until_heard(self) -> None:
+        """After `stop`, let the others hear of it: the store may end with this process."""
+        time.sleep((LATE_BEATS + 2) * self._interval if self._rank == MAIN_RANK else 0.0)
+
     # -- the thread `beats`, which may wait for the store for ever
 
     def _beats(self) -> None:
@@ -219,6 +225,8 @@ class Heartbeat:
             error = self.judge(time.monotonic())
             if error is not None and not self._over.is_set():
                 self.stop(error.exit_code, str(error))
+                if error.is_told_elsewhere:
+                    self.wait_until_heard()
                 self._end(error)
 
     def judge(self, now: float) -> FanformerError | None:
@@ -232,16 +240,20 @@ class Heartbeat:
         unanswered = self._awake - self._answered
         if unanswered > limit and idle > limit:  # if it makes progress, it needs no store
             return _peer_failed(f"the store of the ranks at {self._address} has not answered for {unanswered:.0f} s")
-        if unanswered > 3 * self._interval or not self._seen:
+        if unanswered > LATE_BEATS * self._interval or not self._seen:
             return None
         return self._failed() or self._silent(limit) or (self._stuck(limit, idle) if self._rank == MAIN_RANK else None)
 
     def _failed(self) -> FanformerError | None:
-        for seen in self._late(TOLD_SECONDS).values():
+        # Until a step is over there may be no such collective: a rank that a signal ended is just gone.
+        after = TOLD_SECONDS if self._activity.step_seconds else min(TOLD_SECONDS, LATE_BEATS * self._interval)
+        for seen in self._late(after).values():
             end = seen.beat.end
             if end is not None and end[0]:
                 error = FanformerError(end[1])
-                error.exit_code, error.is_told_elsewhere = end[0], True
+                error.exit_code = end[0]
+                # Of all ranks that a signal reached, rank 0 alone tells the user of it.
+                error.is_told_elsewhere = self._rank != MAIN_RANK or end[0] != Interrupted.exit_code
                 return error
         return None
 
@@ -260,7 +272,7 @@ class Heartbeat:
 
     def _stuck(self, limit: float, idle: float) -> FanformerError | None:
         waited = min([idle, *(self._awake - seen.progressed for seen in self._seen.values())])
-        if waited <= limit or any(seen.beat.end is None for seen in self._late(3 * self._interval).values()):
+        if waited <= limit or any(seen.beat.end is None for seen in self._late(LATE_BEATS * self._interval).values()):
             return None  # in the latter case one is about to be called silent
         others = {rank: beat for rank, seen in self._seen.items() if (beat := seen.beat).end is None}
         now = self._activity
@@ -294,9 +306,26 @@ def watching_ranks(
         return
     beats = Heartbeat(store, rank, world_size, address=address, limit_seconds=limit_seconds)
     beats.start()
+    _beating.append(beats)
     try:
         yield
     except BaseException as error:
         beats.stop(getattr(error, "exit_code", 1), f"rank {rank}: {error}")
         raise
+    finally:
+        _beating.clear()
     beats.stop(0)
+
+
+_beating: list[Heartbeat] = []
+"""This process's, while it is among ranks."""
+
+
+def tell_stopped(message: str) -> None:
+    """Before a signal ends this process with no step in progress: tell the user, and the other ranks, which end too."""
+    stopped = Interrupted(message)
+    stopped.is_told_elsewhere = devices.rank_number() != MAIN_RANK  # a launcher sends it to all
+    tell_end(stopped)
+    for beats in _beating:
+        beats.stop(stopped.exit_code, message)
+        beats.wait_until_heard()

@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_fanformer.errors import FanformerError, Interrupted
-from megatron_fanformer.processes import NOTHING_LOST, SAVE_SIGNAL, end_with_owner, end_with_parent, signals_to
+from megatron_fanformer.processes import SAVE_SIGNAL, end_with_owner, end_with_parent, signals_held, signals_to
 from megatron_fanformer.runtime import device as devices
 
 STOP_GRACE_SECONDS = 600  # how long a rank may take to save after a signal to stop, and to end after another ended
 FAILURE_GRACE_SECONDS = 0.5  # ranks that fail together end together
 KILLED_SECONDS = 10.0
 POLL_SECONDS = 0.05
-PEER_FAILURE_WAIT_SECONDS = 5.0  # a rank that lost a peer lets the peer's own error be seen first
+PEER_FAILURE_WAIT_SECONDS = 15.0  # a rank that lost a peer lets the peer's own error be seen first
 PEER_FAILURE_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "unhandled system error")
 
 logger = logging.getLogger(__name__)
@@ -70,12 +70,22 @@ class _Rank:
         """Its exit code, negative for a signal; None while it is running."""
         return self.process.poll()
 
+    @property
+    def stopped(self) -> str | None:
+        """What it said when a signal ended it with no step in progress; None unless one has."""
+        told = self._told() if self.code == Interrupted.exit_code else None
+        return None if told is None else str(told["message"])
+
+    def _told(self) -> dict[str, Any] | None:
+        try:
+            return dict(json.loads(self.error.read_text())["message"])
+        except (OSError, ValueError):  # it could not say
+            return None
+
     def failure(self, *, was_stopping: bool) -> RankFailed:
         """How it failed, once it has."""
-        code = self.process.returncode
-        try:
-            told = json.loads(self.error.read_text())["message"]
-        except (OSError, ValueError):  # it could not say
+        code, told = self.process.returncode, self._told()
+        if told is None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             return RankFailed(f"rank {self.number}: {how}", max(code, 1), was_stopping=was_stopping)
         blamed = "" if told["extraInfo"].get("names_rank") else f"rank {self.number}: "
@@ -104,7 +114,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, foun
         ranks: list[_Rank] = []
         with signals_to(heard.append):
             try:
-                with _save_signal_ignored():
+                with signals_held():  # by the ranks, until they listen
                     for number in range(num_ranks):
                         error = Path(folder) / f"error-{number}.json"
                         environment = devices.rank_environment(
@@ -118,16 +128,6 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, foun
                 for rank in ranks:
                     with suppress(subprocess.TimeoutExpired):  # the kernel may keep one that waits for a device
                         rank.process.wait(KILLED_SECONDS)
-
-
-@contextmanager
-def _save_signal_ignored() -> Iterator[None]:
-    """Processes that are started inside ignore the signal to save, which would end them, until they listen to it."""
-    handler = signal.signal(SAVE_SIGNAL, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(SAVE_SIGNAL, handler)
 
 
 def _started(arguments: Sequence[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
@@ -163,7 +163,7 @@ def _wait_for(ranks: list[_Rank], heard: "deque[signal.Signals]") -> None:
                 1,
                 was_stopping=True,
             )
-        if any(rank.code not in (None, 0, Interrupted.exit_code) for rank in ranks):
+        if any(rank.code not in (None, 0, Interrupted.exit_code) or rank.stopped for rank in ranks):
             break
         time.sleep(POLL_SECONDS)
     _tell_how_they_ended(ranks, stop)
@@ -172,8 +172,9 @@ def _wait_for(ranks: list[_Rank], heard: "deque[signal.Signals]") -> None:
 def _tell_how_they_ended(ranks: list[_Rank], stop: signal.Signals | None) -> None:
     """Raise what the end of the ranks, or of the first of them, means; nothing if the run is over."""
     name = stop.name if stop else "a signal to a rank"
-    if stop and any(rank.code == -signal.SIGTERM for rank in ranks):  # in the loop, they save
-        raise Interrupted(f"stopped on {name} with no step in progress; {NOTHING_LOST}")
+    if before_steps := next((rank.stopped for rank in ranks if rank.stopped), None):  # in the loop, they save
+        _wait_at_most(FAILURE_GRACE_SECONDS, ranks)
+        raise Interrupted(before_steps.replace(signal.SIGTERM.name, name, 1) if stop else before_steps)
     failed = [rank for rank in ranks if rank.code not in (None, 0, Interrupted.exit_code)]
     if failed:
         _wait_at_most(FAILURE_GRACE_SECONDS, ranks)
@@ -218,23 +219,29 @@ def report_failure() -> Iterator[None]:
         if getattr(error, "is_told_elsewhere", False) or any(sign in str(error) for sign in PEER_FAILURE_SIGNS):
             # Not this rank's own failure: the peer's is the one that the user must see, and is about to be noticed.
             time.sleep(PEER_FAILURE_WAIT_SECONDS)
-        _leave_for_launcher(error)
+        if not isinstance(error, Interrupted):
+            _leave_for_launcher(error)
         raise
 
 
 def end_now(error: FanformerError) -> NoReturn:
     """End this rank from a thread, with an error: its main thread may be waiting for another rank for ever."""
-    _leave_for_launcher(error)
     logger.error("ended by %s", error, extra={"file_only": True})
+    tell_end(error)
+    os._exit(error.exit_code)
+
+
+def tell_end(error: FanformerError) -> None:
+    """Leave an error where the launcher finds it, or print it where there is no launcher of ours to."""
+    _leave_for_launcher(error)
     if not (devices.launched_here() or error.is_told_elsewhere):
         print(f"megatron-fanformer: {error}", file=sys.stderr, flush=True)
-    os._exit(error.exit_code)
 
 
 def _leave_for_launcher(error: Exception) -> None:
     """Write an error as torch's launchers read it; ours are told without their class."""
     file = devices.error_file()
-    if file is None or isinstance(error, Interrupted):
+    if file is None:
         return
     details = {
         "py_callstack": "".join(traceback.format_exception(error)),

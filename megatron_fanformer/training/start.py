@@ -7,13 +7,13 @@ import logging
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.processes import ended_by_stop_signals, signals_to
+from megatron_fanformer.processes import signals_to
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.training.config import RunConfig, load_config, tell_on_stderr
 from megatron_fanformer.training.preflight import RunStart, check_run
@@ -40,7 +40,7 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
     config = load_config(file, overrides)
     # The lock comes before its checkpoint is chosen: a run that is about to end may be saving another one.
     locked = run_lock(Path(config.training.run_dir))
-    with ended_by_stop_signals(tell_on_stderr), run_log(rank=0) as started, locked:
+    with run_log(rank=0) as started, locked:
         start = check_run(config, None)
         import torch  # after errors are reported
 
@@ -100,7 +100,7 @@ def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress,
     """
     quiet = address.rank != 0 or devices.launched_here()
     tell = _tell_nothing if quiet else tell_on_stderr  # reported already
-    with nullcontext() if devices.launched_here() else ended_by_stop_signals(tell), run_log(address.rank) as started:
+    with run_log(address.rank) as started:
         config = load_config(file, overrides, tell=tell)
         if found := [*config.parallel.problems(), *config.runtime.problems()]:
             raise InputError("\n".join(found))

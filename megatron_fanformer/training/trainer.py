@@ -49,6 +49,7 @@ from megatron_fanformer.training.step import (
     weights_in_step,
     wrap_stages,
 )
+from megatron_fanformer.training.stragglers import Stragglers
 
 GARBAGE_INTERVAL = 100  # steps
 
@@ -85,6 +86,7 @@ class Trainer:
         self._rank_asked = AskedRank(self.run / store.SAVE_REQUEST, minutes) if grid.is_main else AskedRank()
         self._asked = Requests()  # of any rank, at the end of the current step
         seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
+        self._stragglers = self._straggler_measurement()
         self._build()
         self._start_or_resume()
         self._load_data()
@@ -108,10 +110,12 @@ class Trainer:
 
     def take_step(self) -> Stopping | None:
         """Train one step and do all that is due after it; returns why to end now, or None."""
-        metrics = self._train_one_step()
+        with self._stragglers.measuring(self.step + 1):
+            metrics = self._train_one_step()
         if self._bad_steps.are_too_many:
             self._go_back()
             return "signal" if self._asked.stop else None
+        metrics.update(self._stragglers.report_if_due(self.step))
         metrics.update(self._evaluate_if_due())
         self._log(metrics)
         stopping = self._shall_stop()
@@ -302,6 +306,13 @@ class Trainer:
         return "exit_interval" if interval is not None and self.step % interval == 0 else None
 
     # -- the start
+
+    def _straggler_measurement(self) -> Stragglers:
+        logging_config = self.config.logging
+        # The collectives of a CUDA graph are called when it is captured, and never again.
+        is_seen = self.config.kernels.cuda_graph_impl == "none"
+        interval = logging_config.straggler_interval if is_seen else None
+        return Stragglers(self.grid, interval=interval, factor=logging_config.straggler_factor)
 
     def _build(self) -> None:
         config, grid = self.config, self.grid

@@ -244,6 +244,7 @@ FAULTS: dict[str, Fault] = {
         line="^megatron-fanformer: rank 0: was killed by SIGKILL$",
         sections={"training": {"max_restarts": 1}, "checkpoint": {"save_interval": 20}},
     ),
+    "a signal to a rank at start": Fault(do=terminate_one_rank, code=5, line=f"stopped on SIGTERM {NO_STEP}", steps=0),
     "a signal at start": Fault(do=terminate_at_start, code=5, line=f"stopped on SIGTERM {NO_STEP}", steps=0),
 }
 

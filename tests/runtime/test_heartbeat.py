@@ -121,6 +121,24 @@ def test_the_error_of_a_rank_reaches_all_others_by_the_main_one() -> None:
     assert ranks.live(5, silent=(2,), stuck=(0, 1)) == {0: "rank 2: a.bin is damaged"}
 
 
+def test_a_rank_that_a_signal_ended_before_the_first_step_ends_the_others_at_once() -> None:
+    """Under Slurm they would otherwise be killed 30 s later, and the job would not be requeued."""
+    ranks = Ranks(3)
+    for activity in ranks.activities:
+        activity.step_seconds.clear()
+    ranks.live(2)
+    ranks.beats[2]._ending = (5, "stopped on SIGUSR1")
+    ranks.beats[2].beat()
+    assert ranks.live(5, silent=(2,), stuck=(0, 1)) == {0: "stopped on SIGUSR1"}
+    error = ranks.beats[0].judge(ranks.now)
+    assert error is not None and (error.exit_code, error.is_told_elsewhere) == (5, False)
+    ranks.beats[0]._ending = (5, "stopped on SIGUSR1")
+    ranks.beats[0].beat()
+    assert ranks.live(5, silent=(0, 2), stuck=(1,)) == {1: "stopped on SIGUSR1"}
+    error = ranks.beats[1].judge(ranks.now)
+    assert error is not None and (error.exit_code, error.is_told_elsewhere) == (5, True)
+
+
 @pytest.mark.parametrize(
     ("stated", "steps", "limit"),
     [

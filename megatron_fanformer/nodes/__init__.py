@@ -1,0 +1,1 @@
+"""What a node must show before it joins a run: the command `check-node`."""

@@ -1,0 +1,254 @@
+"""The command `check-node`: this node alone, or all nodes that a launcher started it on, each held against the others.
+
+One process of each node takes part, and any other leaves at once. They meet at a store as the ranks of a run do. Node 0
+judges: it hears what each node found of itself, has those that answered measure their links, and tells every one the
+verdicts. Nobody waits longer than its limit for another one, nor for a piece of its own hardware: what hangs is named.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.nodes.facts import Facts, facts_from_plain, find_facts
+from megatron_fanformer.nodes.judgement import Links, Rules, Verdict, judge
+from megatron_fanformer.runtime import device as devices
+
+JUDGE = 0
+POLL_SECONDS = 0.1
+LINKS_SECONDS = 240.0  # for all links of a node together
+HEARD_SECONDS = 10.0  # for the others to hear the verdicts
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckConfig:
+    """The command's options."""
+
+    tolerance: float = 0.85
+    """The least share of the median over all nodes that a matrix rate or a clock may be."""
+    minimum_bandwidth: float | None = None
+    """GB/s between two nodes, in each direction and for each GPU; None: half of the nodes' median."""
+    gpus: int | None = None
+    """GPUs that a node must show; None: as many as most nodes do."""
+    folder: Path | None = None
+    """Of the file system that all nodes share; None: it is not looked at."""
+    output: Path | None = None
+    """Where the names of the healthy nodes go, one a line; None: nowhere."""
+    time_limit: float = 180.0
+    """Seconds in which a node must have found out about itself, and the others after it."""
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what is no option's value.
+
+        Raises:
+            InputError: one line for each.
+        """
+        found = []
+        if not 0 < self.tolerance <= 1:
+            found.append(f"--tolerance is {self.tolerance:g}; it must be above 0, and at most 1")
+        if self.minimum_bandwidth is not None and not self.minimum_bandwidth > 0:
+            found.append("--minimum-bandwidth must be above 0 GB/s; leave it out for half of the nodes' median")
+        if self.gpus is not None and self.gpus < 0:
+            found.append(f"--gpus is {self.gpus}; it must be 0 or more")
+        if not self.time_limit > 0:
+            found.append(f"--time-limit is {self.time_limit:g}; it must be above 0 seconds")
+        if found:
+            raise InputError("\n".join(found))
+
+    @property
+    def rules(self) -> Rules:
+        """What is asked of a node."""
+        least = self.minimum_bandwidth
+        bandwidth = None if least is None else least * 1e9
+        return Rules(tolerance=self.tolerance, minimum_bandwidth=bandwidth, gpus=self.gpus)
+
+
+def check_nodes(config: CheckConfig) -> None:
+    """Check this node, or those that meet here, and print the verdicts (node 0 does).
+
+    Raises:
+        FanformerError: a node is unhealthy, or the nodes could not be heard.
+    """
+    address = devices.rank_address()
+    if address is not None and address.local_rank > 0:
+        return  # its node's first process looks at all of it
+    local = address.local_world_size if address is not None else 1
+    number = address.rank // local if address is not None else JUDGE
+    count = address.world_size // local if address is not None else 1
+    if count == 1 and config.folder is not None and not config.folder.is_dir():
+        raise InputError(f"--folder {config.folder} is not a folder; name one that all nodes share")
+    facts, links = Facts(), Links()
+    if not _done_within(config.time_limit, lambda: find_facts(facts, config.folder)):
+        facts.problems.append(
+            f"it was still at {facts.doing} after {config.time_limit:g} s; leave it out, and have it looked at"
+        )
+    try:
+        meeting = _Meeting(address, number, count, config.time_limit)
+        verdicts = _Judge(config, meeting).verdicts(facts, links) if number == JUDGE else _judged(meeting, facts, links)
+    except RuntimeError as error:  # torch's, of a store that is gone
+        reason = str(error).splitlines()[0]
+        raise FanformerError(
+            f"{facts.node}: unhealthy: the first node does not answer ({reason}); see its network, and whether the "
+            "first node is up"
+        ) from error
+    finally:
+        if facts.shared_file is not None:
+            Path(facts.shared_file).unlink(missing_ok=True)
+    if number == JUDGE:
+        _report(verdicts, config)
+    sick = sum(not verdict.is_healthy for verdict in verdicts)
+    if sick:
+        unhealthy = FanformerError(f"{sick} of {count} nodes are unhealthy; leave them out" if count > 1 else "")
+        unhealthy.is_told_elsewhere = number != JUDGE or count == 1
+        if facts.doing != "done":
+            sys.stdout.flush()
+            os._exit(unhealthy.exit_code)  # what hangs would keep the interpreter from its end
+        raise unhealthy
+
+
+def _done_within(seconds: float, work: Callable[[], None]) -> bool:
+    """Whether some work of this node's came to its end in time; it is left alone if not."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    worker = threading.Thread(target=run, name="check", daemon=True)
+    worker.start()
+    worker.join(seconds)
+    if raised:
+        raise raised[0]
+    return not worker.is_alive()
+
+
+class _Meeting:
+    """The store of the nodes; each says a thing once, and hears the others' until a limit."""
+
+    def __init__(self, address: devices.RankAddress | None, number: int, count: int, seconds: float) -> None:
+        from torch.distributed import HashStore, TCPStore
+
+        self.number, self.count, self.seconds = number, count, seconds
+        self.store: Any = (
+            HashStore()
+            if address is None
+            else TCPStore(
+                address.master_address,
+                address.master_port,
+                is_master=number == JUDGE and not devices.store_is_hosted(),
+                timeout=timedelta(seconds=seconds),
+                wait_for_workers=False,
+            )
+        )
+
+    def tell(self, what: str, value: Any) -> None:
+        """Tell the others something."""
+        self.store.set(f"{what}-{self.number}", json.dumps(value))
+
+    def hear(self, what: str, numbers: Collection[int], seconds: float) -> dict[int, Any]:
+        """What the nodes told, by number, as far as they did in time."""
+        keys = {number: f"{what}-{number}" for number in numbers}
+        end = time.monotonic() + seconds
+        while keys and not self.store.check(list(keys.values())) and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+        return {number: json.loads(self.store.get(key)) for number, key in keys.items() if self.store.check([key])}
+
+
+class _Judge:
+    """Node 0 at its work."""
+
+    def __init__(self, config: CheckConfig, meeting: _Meeting) -> None:
+        self._config, self._meeting = config, meeting
+
+    def verdicts(self, own: Facts, links: Links) -> list[Verdict]:
+        """The verdicts on all nodes, in their order; the others are told."""
+        meeting = self._meeting
+        others = [number for number in range(meeting.count) if number != JUDGE]
+        heard = meeting.hear("facts", others, meeting.seconds)
+        found = {JUDGE: own, **{number: facts_from_plain(values) for number, values in heard.items()}}
+        self._read_shared_files(found)
+        taking_part = [number for number, facts in found.items() if facts.doing == "done"]
+        gpus = min((len(found[number].gpus) for number in taking_part), default=0)
+        meeting.tell("links", (taking_part, gpus))
+        if JUDGE in taking_part:
+            _measure(own, links, meeting, taking_part, gpus)
+        heard = meeting.hear("rates", [number for number in taking_part if number != JUDGE], LINKS_SECONDS)
+        rates = {number: {int(other): values for other, values in told.items()} for number, told in heard.items()}
+        judged = judge(found, {JUDGE: links, **rates}, self._config.rules)
+        missing = f"it did not answer within {meeting.seconds:g} s; leave it out, and see whether it is up"
+        verdicts = [
+            judged.get(number) or Verdict(node=f"node {number} of {meeting.count}", problems=[missing])
+            for number in range(meeting.count)
+        ]
+        meeting.tell("verdicts", [verdict.is_healthy for verdict in verdicts])
+        meeting.hear("heard", heard, HEARD_SECONDS)  # the store may end with this process
+        return verdicts
+
+    def _read_shared_files(self, found: dict[int, Facts]) -> None:
+        """Whether what each node wrote into the shared folder can be read here; it is removed then."""
+        for facts in found.values():
+            if facts.shared_file is None:
+                continue
+            file = Path(facts.shared_file)
+            try:
+                is_same = file.read_text() == facts.shared_text
+                file.unlink(missing_ok=True)
+            except OSError:
+                is_same = False
+            if not is_same:
+                facts.problems.append(
+                    f"what it wrote into {file.parent} is not what {found[JUDGE].node} reads there; mount the same "
+                    "file system"
+                )
+
+
+def _judged(meeting: _Meeting, facts: Facts, links: Links) -> list[Verdict]:
+    """Any other node at its work: tells, measures, and hears whether all are healthy."""
+    meeting.tell("facts", facts.as_plain())
+    heard = meeting.hear("links", [JUDGE], 3 * meeting.seconds)
+    if JUDGE in heard:
+        taking_part, gpus = heard[JUDGE]
+        if meeting.number in taking_part:
+            _measure(facts, links, meeting, taking_part, gpus)
+            meeting.tell("rates", links)
+        heard = meeting.hear("verdicts", [JUDGE], 2 * LINKS_SECONDS)
+    if JUDGE not in heard:
+        raise FanformerError(f"{facts.node}: the first node has not judged in time; see whether it is up")
+    meeting.tell("heard", True)
+    return [
+        Verdict(node=str(number), problems=[] if is_healthy else ["told by the first node"])
+        for number, is_healthy in enumerate(heard[JUDGE])
+    ]
+
+
+def _measure(facts: Facts, links: Links, meeting: _Meeting, nodes: list[int], gpus: int) -> None:
+    if len(nodes) < 2:
+        return
+    from megatron_fanformer.nodes.links import measure_links
+
+    store = meeting.store.clone()  # of its own: what hangs may hold it
+    facts.doing = "its links"
+    if _done_within(LINKS_SECONDS, lambda: measure_links(links, store, meeting.number, nodes, gpus)):
+        facts.doing = "done"
+
+
+def _report(verdicts: list[Verdict], config: CheckConfig) -> None:
+    if config.json:
+        healthy = all(verdict.is_healthy for verdict in verdicts)
+        print(json.dumps({"healthy": healthy, "nodes": [verdict.as_plain() for verdict in verdicts]}))
+    else:
+        print("\n".join(verdict.line() for verdict in verdicts))
+    if config.output is not None:
+        names = [f"{verdict.node}\n" for verdict in verdicts if verdict.is_healthy]
+        write_atomically(config.output, "".join(names))

@@ -1,0 +1,218 @@
+"""What this node shows by itself: its versions, its GPUs or cores, how fast they multiply, where it can write."""
+
+import importlib.metadata
+import os
+import platform
+import secrets
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_fanformer import __version__
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.runtime import device as devices
+
+LEAST_FREE_SHARE = 0.95  # of a GPU's memory: a context of our own takes half a GiB
+MOST_BUSY_PERCENT = 10.0  # of a GPU's time, before it is given any work
+LEAST_FREE_BYTES = 1 << 30  # of a disk
+PROBE_BYTES = 1 << 20  # written and read back
+GPU_MATRIX, CPU_MATRIX = 8192, 2048  # rows and columns of the square products
+CPU_SECONDS = 0.5  # of products on a CPU; the fastest counts
+GPU_REPETITIONS = 100
+NVIDIA_SMI_SECONDS = 30.0
+SHARED_MEMORY = Path("/dev/shm")  # data loaders and NCCL pass messages there
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """What one GPU shows."""
+
+    name: str
+    flops_per_second: float
+    """Of bf16 products."""
+    clock_mhz: float | None = None
+    """Of its multiprocessors, under that load; None where nvidia-smi does not tell."""
+
+
+@dataclass(kw_only=True)
+class Facts:
+    """What a node shows; it is filled in as it is found out, so that what hangs leaves the rest."""
+
+    node: str = field(default_factory=devices.node_name)
+    problems: list[str] = field(default_factory=list)
+    """What is wrong with it, whatever the others show."""
+    doing: str = "starting"
+    """What it is being asked just now."""
+    versions: dict[str, str] = field(default_factory=dict)
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    gpus: list[Gpu] = field(default_factory=list)
+    flops_per_second: float | None = None
+    """Of products on its cores; None where it has GPUs."""
+    shared_file: str | None = None
+    """What it left in the shared folder for the judge to read."""
+    shared_text: str = ""
+
+    def as_plain(self) -> dict[str, Any]:
+        """For a message to the judge."""
+        return asdict(self)
+
+
+def facts_from_plain(values: dict[str, Any]) -> Facts:
+    """The facts of such a message."""
+    return Facts(**{**values, "gpus": [Gpu(**gpu) for gpu in values["gpus"]]})
+
+
+def find_facts(facts: Facts, folder: Path | None) -> None:
+    """Find out everything about this node; what fails is a problem of it, and the rest is still asked.
+
+    Args:
+        folder: of the shared file system; None: it is not looked at.
+    """
+    facts.doing = "importing torch"
+    import torch  # a file system that hangs shows here first
+
+    parts: list[tuple[str, Callable[[Facts], None]]] = [
+        ("its versions", _find_versions),
+        # Python itself tries to write there, and refuses to name a folder where it cannot.
+        ("writing to the temporary folder", lambda facts: _write_to(facts, Path(tempfile.gettempdir()))),
+    ]
+    if SHARED_MEMORY.is_dir():
+        parts.append((f"writing to {SHARED_MEMORY}", lambda facts: _write_to(facts, SHARED_MEMORY)))
+    if folder is not None:
+        parts.append((f"writing to {folder}", lambda facts: _share(facts, folder)))
+    parts.append(("its GPUs", _find_gpus) if _has_gpus(facts) else ("its matrix rate", _find_processor_rate))
+    for doing, find in parts:
+        facts.doing = doing
+        try:
+            find(facts)
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            facts.problems.append(f"{doing} failed ({lines[0]}); leave the node out, and have it looked at")
+    facts.doing = "done"
+    del torch
+
+
+def _has_gpus(facts: Facts) -> bool:
+    try:
+        return devices.resolve_device("auto") == "cuda"
+    except InputError as error:
+        facts.problems.append(str(error))
+        return False
+
+
+def _find_versions(facts: Facts) -> None:
+    import torch
+
+    facts.versions.update(
+        {
+            "megatron_fanformer": __version__,
+            "Python": platform.python_version(),
+            "megatron-core": importlib.metadata.version("megatron-core"),
+            "torch": torch.__version__,
+        }
+    )
+    if torch.cuda.is_available():
+        facts.versions["CUDA"] = str(torch.version.cuda)
+        facts.versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts.versions["the driver"] = _ask_nvidia("driver_version")[0]
+
+
+def _write_to(facts: Facts, place: Path) -> None:
+    free = shutil.disk_usage(place).free
+    if free < LEAST_FREE_BYTES and place != SHARED_MEMORY:
+        facts.problems.append(f"{place} has {free >> 20} MiB free, and needs {LEAST_FREE_BYTES >> 20}; free some")
+    content = secrets.token_bytes(PROBE_BYTES)
+    with tempfile.TemporaryFile(dir=place) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        file.seek(0)
+        if file.read() != content:
+            raise OSError(f"{place} returns other bytes than were written")
+
+
+def _share(facts: Facts, folder: Path) -> None:
+    _write_to(facts, folder)
+    file = folder / f".check-node-{facts.node}-{secrets.token_hex(8)}"
+    facts.shared_text = secrets.token_hex(32)
+    file.write_text(facts.shared_text)
+    facts.shared_file = str(file)
+
+
+def _find_processor_rate(facts: Facts) -> None:
+    import torch
+
+    dtype = torch.bfloat16 if devices.has_bf16_matrix_units("cpu") else torch.float32
+    factor = torch.ones(CPU_MATRIX, CPU_MATRIX, dtype=dtype)
+    torch.mm(factor, factor)
+    fastest, end = float("inf"), time.perf_counter() + CPU_SECONDS
+    while time.perf_counter() < end or fastest == float("inf"):
+        began = time.perf_counter()
+        torch.mm(factor, factor)
+        fastest = min(fastest, time.perf_counter() - began)
+    facts.flops_per_second = 2 * CPU_MATRIX**3 / fastest
+
+
+def _find_gpus(facts: Facts) -> None:
+    import torch
+
+    for number in range(torch.cuda.device_count()):
+        facts.doing = f"GPU {number}"
+        busy = _ask_gpu(number, "utilization.gpu")  # before it is given any work
+        free, total = torch.cuda.mem_get_info(number)
+        if free < LEAST_FREE_SHARE * total:
+            facts.problems.append(
+                f"GPU {number} has {free / total:.0%} of its memory free, and needs {LEAST_FREE_SHARE:.0%}; end what "
+                "else runs on it (nvidia-smi shows it)"
+            )
+        if busy is not None and busy > MOST_BUSY_PERCENT:
+            facts.problems.append(
+                f"GPU {number} is busy {busy:.0f}% of the time, and may be {MOST_BUSY_PERCENT:.0f}%; end what else "
+                "runs on it (nvidia-smi shows it)"
+            )
+        facts.gpus.append(_work_of(number, facts))
+
+
+def _work_of(number: int, facts: Facts) -> Gpu:
+    import torch
+
+    with torch.cuda.device(number):
+        factor = torch.randn(GPU_MATRIX, GPU_MATRIX, dtype=torch.bfloat16, device="cuda")
+        product = torch.mm(factor, factor)
+        for _ in range(GPU_REPETITIONS):  # until it is warm, and its clock what it stays at
+            torch.mm(factor, factor, out=product)
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        for _ in range(GPU_REPETITIONS):
+            torch.mm(factor, factor, out=product)
+        ended.record()
+        for _ in range(10 * GPU_REPETITIONS):  # for nvidia-smi to see
+            torch.mm(factor, factor, out=product)
+        clock = _ask_gpu(number, "clocks.sm")
+        torch.cuda.synchronize()
+        if not torch.equal(product, torch.mm(factor, factor)):
+            facts.problems.append(f"GPU {number} computes the same product otherwise a second time; replace it")
+        seconds = began.elapsed_time(ended) / 1000 / GPU_REPETITIONS
+    name = torch.cuda.get_device_name(number)
+    return Gpu(name=name, flops_per_second=2 * GPU_MATRIX**3 / seconds, clock_mhz=clock)
+
+
+def _ask_gpu(number: int, what: str) -> float | None:
+    """A number that nvidia-smi knows of a GPU; None if it does not."""
+    import torch
+
+    try:
+        return float(_ask_nvidia(what, f"--id=GPU-{torch.cuda.get_device_properties(number).uuid}")[0])
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def _ask_nvidia(what: str, *options: str) -> list[str]:
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", *options]
+    asked = subprocess.run(command, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_SECONDS)
+    return asked.stdout.splitlines() or [""]

@@ -1,0 +1,180 @@
+"""Which nodes are fit to join a run: each by itself, and beside the others."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_fanformer.nodes.facts import Facts
+
+LEAST_SHARE_OF_BANDWIDTH = 0.5  # of the nodes' median, where no bandwidth is stated: links share switches, chips do not
+
+Links = dict[int, list[float]]
+"""By the other node's number: bytes per second of a collective with it, by GPU (one number where there is none); 0 for
+one that did not come to its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What is asked of a node."""
+
+    tolerance: float = 0.85
+    """Share of the median over all nodes."""
+    minimum_bandwidth: float | None = None
+    """Bytes per second."""
+    gpus: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What is found of a node."""
+
+    node: str
+    problems: list[str] = field(default_factory=list)
+    facts: Facts | None = None
+    bandwidth: list[float] = field(default_factory=list)
+    """Bytes per second of its better link, by GPU."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the node may join."""
+        return not self.problems
+
+    def line(self) -> str:
+        """The verdict for a reader."""
+        if self.problems:
+            return f"{self.node}: unhealthy: {'. And: '.join(self.problems)}"
+        assert self.facts is not None
+        shown = []
+        if gpus := self.facts.gpus:
+            slowest = min(gpu.flops_per_second for gpu in gpus)
+            shown = [f"{len(gpus)} × {gpus[0].name}", f"{slowest / 1e12:.0f} TFLOP/s and more"]
+        elif self.facts.flops_per_second is not None:
+            shown = [f"{self.facts.cores} cores", f"{self.facts.flops_per_second / 1e9:.0f} GFLOP/s"]
+        if self.bandwidth:
+            shown.append(f"{min(self.bandwidth) / 1e9:.2f} GB/s between nodes")
+        return f"{self.node}: healthy ({', '.join(shown)})"
+
+    def as_plain(self) -> dict[str, Any]:
+        """For JSON."""
+        facts = None if self.facts is None else self.facts.as_plain()
+        return {
+            "node": self.node,
+            "healthy": self.is_healthy,
+            "problems": self.problems,
+            "facts": facts,
+            "bandwidth": self.bandwidth,
+        }
+
+
+def judge(found: dict[int, Facts], links: dict[int, Links], rules: Rules) -> dict[int, Verdict]:
+    """The verdicts on the nodes that answered, by number.
+
+    Args:
+        links: of the nodes that measured them.
+    """
+    verdicts = {}
+    usual = _Usual(found.values())
+    bandwidths = {number: _best(links.get(number, {})) for number in found}
+    usual_bandwidth = statistics.median_high([min(rates) for rates in bandwidths.values() if rates] or [0.0])
+    for number, facts in found.items():
+        problems = [
+            *facts.problems,
+            *_versions(facts, usual),
+            *_equipment(facts, usual, rules),
+            *_rates(facts, usual, rules),
+            *_bandwidth(bandwidths[number], usual_bandwidth, rules),
+        ]
+        verdicts[number] = Verdict(node=facts.node, problems=problems, facts=facts, bandwidth=bandwidths[number])
+    return verdicts
+
+
+class _Usual:
+    """What most nodes show, or the median of them; the first node's, where as many show another."""
+
+    def __init__(self, found: Iterable[Facts]) -> None:
+        nodes = list(found)
+        self.count = len(nodes)
+        names = dict.fromkeys(name for facts in nodes for name in facts.versions)
+        self.versions = {name: _most([facts.versions.get(name, "missing") for facts in nodes]) for name in names}
+        self.gpus: int = _most([len(facts.gpus) for facts in nodes])
+        self.cores: int = _most([facts.cores for facts in nodes])
+        gpus = [gpu for facts in nodes for gpu in facts.gpus]
+        self.gpu_name = _most([gpu.name for gpu in gpus]) if gpus else None
+        self.gpu_rate = statistics.median([gpu.flops_per_second for gpu in gpus] or [0.0])
+        self.clock = statistics.median([gpu.clock_mhz for gpu in gpus if gpu.clock_mhz is not None] or [0.0])
+        rates = [facts.flops_per_second for facts in nodes if facts.flops_per_second is not None]
+        self.processor_rate = statistics.median_high(rates or [0.0])  # of two nodes one may be slow
+
+
+def _most(values: list[Any]) -> Any:
+    return Counter(values).most_common(1)[0][0]
+
+
+def _versions(facts: Facts, usual: _Usual) -> list[str]:
+    return [
+        f"{name} is {facts.versions.get(name, 'missing')}, and on most nodes {version}; install the same everywhere"
+        for name, version in usual.versions.items()
+        if facts.versions and facts.versions.get(name, "missing") != version
+    ]
+
+
+def _equipment(facts: Facts, usual: _Usual, rules: Rules) -> list[str]:
+    expected = usual.gpus if rules.gpus is None else rules.gpus
+    found = []
+    if len(facts.gpus) != expected:
+        why = "on most nodes" if rules.gpus is None else "by --gpus"
+        found.append(f"it shows {len(facts.gpus)} GPUs, and {why} {expected}; see dmesg and nvidia-smi there")
+    found += [
+        f"GPU {number} is a {gpu.name}, and most are {usual.gpu_name}; leave the node out"
+        for number, gpu in enumerate(facts.gpus)
+        if gpu.name != usual.gpu_name
+    ]
+    if facts.cores != usual.cores:
+        found.append(f"it gives this process {facts.cores} cores, and most nodes {usual.cores}; ask for the same")
+    return found
+
+
+def _rates(facts: Facts, usual: _Usual, rules: Rules) -> list[str]:
+    found = []
+    for number, gpu in enumerate(facts.gpus):
+        rate, least = gpu.flops_per_second / 1e12, rules.tolerance * usual.gpu_rate / 1e12
+        if rate < least:
+            found.append(
+                f"GPU {number} multiplies at {rate:.0f} TFLOP/s, below {rules.tolerance:g} of the median "
+                f"({least:.0f}); see `nvidia-smi -q -d PERFORMANCE` there for what slows it down"
+            )
+        if gpu.clock_mhz is not None and gpu.clock_mhz < rules.tolerance * usual.clock:
+            found.append(
+                f"GPU {number} runs at {gpu.clock_mhz:.0f} MHz, below {rules.tolerance:g} of the median "
+                f"({rules.tolerance * usual.clock:.0f}); see `nvidia-smi -q -d CLOCK,PERFORMANCE` there"
+            )
+    own = facts.flops_per_second
+    if own is not None and own < rules.tolerance * usual.processor_rate:
+        found.append(
+            f"its cores multiply at {own / 1e9:.0f} GFLOP/s, below {rules.tolerance:g} of the nodes' median "
+            f"({rules.tolerance * usual.processor_rate / 1e9:.0f}); see what else runs there"
+        )
+    return found
+
+
+def _best(links: Links) -> list[float]:
+    """By GPU, the better of a node's links: of a slow one, the other end may be the cause."""
+    return [max(rates) for rates in zip(*links.values(), strict=False)]
+
+
+def _bandwidth(best: list[float], usual: float, rules: Rules) -> list[str]:
+    least = LEAST_SHARE_OF_BANDWIDTH * usual if rules.minimum_bandwidth is None else rules.minimum_bandwidth
+    where = "half of the nodes' median" if rules.minimum_bandwidth is None else "--minimum-bandwidth"
+    found = []
+    for gpu, rate in enumerate(best):
+        place = f" from GPU {gpu}" if len(best) > 1 else ""
+        if rate == 0:
+            found.append(f"no collective with another node{place} came to its end; see its network")
+        elif rate < least:
+            found.append(
+                f"a collective with another node{place} moves {rate / 1e9:.3g} GB/s, below {where} "
+                f"({least / 1e9:.3g}); see its network"
+            )
+    return found

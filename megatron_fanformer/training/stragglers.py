@@ -1,0 +1,120 @@
+"""Finds the rank that all others wait for: own work and waiting by rank, measured in a few steps of every hundred."""
+
+import logging
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.runtime.waits import timed_waits
+
+MEASURED_STEPS = 4  # before each report; the median of them, for any single step may be disturbed
+LEAST_LOSS = 0.1  # of a step: what the others wait for a rank that is named; below, a disturbed machine is as likely
+
+logger = logging.getLogger(__name__)
+
+
+class RankTime(NamedTuple):
+    """A rank's share of a step, in seconds."""
+
+    work: float
+    """Its own work: the step without `wait`."""
+    wait: float
+    """For other ranks and for their bytes, in collectives."""
+    stage: float
+    """Its pipeline stage: those of other stages have other work to do."""
+
+
+class Slowest(NamedTuple):
+    """The rank that is slowest beside the others of its pipeline stage."""
+
+    rank: int
+    usual: float
+    """The median of its stage, in seconds of own work."""
+    factor: float
+    """Its own work over that."""
+    loss: float
+    """What it takes beyond that, as a share of a step: what the others wait for it."""
+
+
+def find_slowest(times: Sequence[RankTime]) -> Slowest:
+    """The slowest of all ranks, given in their order. Of two medians it takes the lower: of two ranks one is slow."""
+    usual = {
+        stage: statistics.median_low(time.work for time in times if time.stage == stage)
+        for stage in {time.stage for time in times}
+    }
+    factors = [time.work / max(usual[time.stage], 1e-9) for time in times]
+    rank = max(range(len(times)), key=factors.__getitem__)
+    work, wait, stage = times[rank]
+    loss = (work - usual[stage]) / max(work + wait, 1e-9)
+    return Slowest(rank, usual[stage], factors[rank], loss)
+
+
+class Stragglers:
+    """The measurement on this rank; every rank has one.
+
+    Args:
+        interval: steps from one report to the next; None: nothing is measured.
+        factor: of the median, beyond which the slowest rank is named in the log.
+    """
+
+    def __init__(self, grid: RankGrid, *, interval: int | None, factor: float) -> None:
+        self._grid, self._factor = grid, factor
+        self._interval = interval if grid.world_size > 1 else None
+        self._taken: list[RankTime] = []
+
+    @contextmanager
+    def measuring(self, step: int) -> Iterator[None]:
+        """Around a training step; costs nothing in those that are not measured."""
+        if self._interval is None or -step % self._interval >= MEASURED_STEPS:
+            yield
+            return
+        began = time.perf_counter()
+        with timed_waits(self._grid.device) as waits:
+            yield
+            waited = waits.seconds()
+        taken = time.perf_counter() - began
+        self._taken.append(RankTime(max(0.0, taken - waited), waited, self._grid.groups.pp.rank()))
+
+    def report_if_due(self, step: int) -> dict[str, float]:
+        """The metrics of the steps measured since the last report, at its step; a collective call there."""
+        if self._interval is None or step % self._interval or not self._taken:
+            return {}
+        own = RankTime(*(statistics.median(values) for values in zip(*self._taken, strict=True)))
+        self._taken.clear()
+        logger.debug("step %d  own work %.4g s, waiting for other ranks %.4g s", step, own.work, own.wait)
+        numbers = torch.empty(self._grid.world_size * len(own), dtype=torch.float64, device=self._grid.torch_device)
+        dist.all_gather_into_tensor(numbers, torch.tensor(own, dtype=torch.float64, device=self._grid.torch_device))
+        times = [RankTime(*row) for row in numbers.view(-1, len(own)).tolist()]
+        slowest = find_slowest(times)
+        if slowest.factor > self._factor and slowest.loss > LEAST_LOSS:
+            self._name(step, slowest, times[slowest.rank].work)
+        return {
+            "work_seconds/median": statistics.median(time.work for time in times),
+            "work_seconds/slowest": times[slowest.rank].work,
+            "wait_seconds/median": statistics.median(time.wait for time in times),
+            "wait_seconds/slowest": times[slowest.rank].wait,
+            "slowest_rank": slowest.rank,
+        }
+
+    def _name(self, step: int, slowest: Slowest, work: float) -> None:
+        host = [devices.node_name()]
+        dist.broadcast_object_list(host, src=slowest.rank)
+        if self._grid.is_main:
+            logger.warning(
+                "step %d  rank %d on %s holds up the others: %.4g s of own work a step, %.3g times the median of its "
+                "stage (%.4g s), which is %.0f%% of a step; see whether that node is healthy (check-node)",
+                step,
+                slowest.rank,
+                host[0],
+                work,
+                slowest.factor,
+                slowest.usual,
+                100 * slowest.loss,
+            )

@@ -1,0 +1,36 @@
+"""What the tests on several machines need, and why they are skipped where it is not there."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.clusters import namespaces, slurm_here
+from tests.small_runs import ROOT
+
+
+@pytest.fixture(scope="session")
+def program_environment() -> dict[str, str]:
+    """Of programs that are to find this checkout and its interpreter."""
+    return {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+@pytest.fixture(scope="session")
+def slurm_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("slurm-packages")
+    if reason := namespaces.missing() or slurm_here.unpack(folder):
+        pytest.skip(reason)
+    return folder
+
+
+@pytest.fixture
+def needs_namespaces() -> None:
+    if reason := namespaces.missing():
+        pytest.skip(reason)

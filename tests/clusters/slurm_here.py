@@ -1,0 +1,140 @@
+"""A Slurm cluster on this machine: Debian's packages, unpacked and not installed, a controller and three nodes.
+
+Its processes, network and host names are in namespaces of their own, and it authenticates nobody.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+from tests.clusters.namespaces import Namespaces, wait_until
+
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libhwloc15")
+NODES = 3
+START_SECONDS = 120
+
+CONFIGURATION = """
+ClusterName=here
+SlurmctldHost=node0
+AuthType=auth/none
+CredType=cred/none
+SlurmUser=root
+SlurmdUser=root
+PluginDir={libraries}/slurm-wlm
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SchedulerType=sched/builtin
+ReturnToService=2
+SlurmdTimeout=20
+SlurmdParameters=config_overrides
+NodeName=node[0-2] Port=[17000-17002] CPUs=4 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+SETUP = """
+cp /etc/hosts {folder}/hosts
+ip link set lo up
+hostname node0
+mkdir {folder}/state
+for node in 0 1 2; do
+    echo 10.99.0.1$node node$node >> {folder}/hosts
+    ip address add 10.99.0.1$node/24 dev lo
+    mkdir {folder}/spool-node$node
+done
+mount --bind {folder}/hosts /etc/hosts
+{programs}/slurmctld-wlm -D -i > {folder}/slurmctld.out 2>&1 &
+for node in 0 1 2; do
+    {programs}/slurmd-wlm -D -N node$node -d {programs}/slurmstepd-wlm > {folder}/slurmd$node.out 2>&1 &
+done
+"""
+
+
+def unpack(folder: Path) -> str | None:
+    """Fetch and unpack the packages; why they cannot be had, or None."""
+    if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
+        return "Slurm's packages are fetched by apt-get and unpacked by dpkg"
+    fetch = ["apt-get", "download", *PACKAGES]
+    fetched = subprocess.run(fetch, cwd=folder, capture_output=True, text=True, check=False)
+    if fetched.returncode != 0:
+        return f"Slurm's packages cannot be had here ({fetched.stderr.strip().splitlines()[-1]})"
+    for package in folder.glob("*.deb"):
+        subprocess.run(["dpkg", "-x", package, folder], check=True)
+    if not list(folder.glob("usr/lib/*/slurm-wlm/auth_none.so")):
+        return "this Slurm has no auth/none"
+    return None
+
+
+class SlurmCluster(Namespaces):
+    """A cluster with the nodes node0, node1 and node2; the controller is on node0.
+
+    Args:
+        packages: what `unpack` filled.
+        folder: for its state and logs.
+    """
+
+    def __init__(self, packages: Path, folder: Path, environment: dict[str, str]) -> None:
+        libraries = next(packages.glob("usr/lib/*/slurm-wlm")).parent
+        (folder / "slurm.conf").write_text(CONFIGURATION.format(libraries=libraries, folder=folder))
+        super().__init__(
+            SETUP.format(folder=folder, programs=packages / "usr/sbin"),
+            {
+                **environment,
+                "SLURM_CONF": str(folder / "slurm.conf"),
+                "LD_LIBRARY_PATH": f"{libraries}:{libraries}/slurm-wlm",
+                "PATH": f"{packages}/usr/bin:{environment['PATH']}",
+            },
+        )
+
+    def __enter__(self) -> "SlurmCluster":
+        super().__enter__()
+        idle = ("sinfo", "--noheader", "--states=idle", "--format=%D")
+        wait_until(lambda: self._asked(*idle) == str(NODES), START_SECONDS, "the nodes did not come up")
+        return self
+
+    def _asked(self, *command: str) -> str:
+        process = self.start(*command)
+        return process.communicate(timeout=120)[0].strip()
+
+    def submit(self, *words: str) -> str:
+        """The number of a new job."""
+        return self.run("sbatch", "--parsable", *words)
+
+    def job(self, number: str) -> dict[str, str]:
+        """What Slurm says of a job."""
+        told = self.run("scontrol", "--oneliner", "show", "job", number)
+        return dict(word.partition("=")[::2] for word in told.split() if "=" in word)
+
+    def signal(self, number: str) -> None:
+        """To all ranks of a job, as `#SBATCH --signal` does before the time limit."""
+        self.run("scancel", "--signal=USR1", number)
+
+    def lose(self, node: str) -> None:
+        """A node is gone, with all that ran on it."""
+        tasks = self.processes((f"SLURMD_NODENAME={node}",))
+        # The daemon first, and what watches over the tasks before them: nobody is to tell how they ended.
+        watchers = {parent for task in tasks if (parent := _parent(task)) is not None}
+        for process in (*self.processes(("-N", node)), *watchers, *tasks):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def _parent(task: int) -> int | None:
+    """The slurmstepd that started a process; None if something else did."""
+    with suppress(OSError):
+        parent = int(Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()[1])
+        if "slurmstepd" in Path(f"/proc/{parent}/comm").read_text():
+            return parent
+    return None

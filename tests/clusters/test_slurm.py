@@ -1,0 +1,144 @@
+"""`examples/slurm.sh` on a real Slurm: stopped and requeued three times, and with a node that is lost or unhealthy."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fanformer.training.metrics import METRICS, read_metrics
+from tests.clusters.namespaces import wait_until
+from tests.clusters.slurm_here import SlurmCluster
+from tests.runtime.test_launch import train_here
+from tests.small_runs import ROOT, small_run, write_config, write_tokens
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
+
+SECONDS = 600.0  # for ranks to start, or to save, on a machine that has much else to do
+STEPS = 300
+TWO_RANKS = {"tensor_model_parallel_size": 2}
+CANNOT_WRITE = """#!/usr/bin/env bash
+[[ $SLURMD_NODENAME != node1 || $3 != check-node ]] || ulimit -f 0
+exec {python} "$@"
+"""
+"""As the interpreter: on node1 the check finds no disk to write to."""
+
+
+class Job:
+    """A job of `slurm.sh` that trains for `STEPS` steps on two nodes."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path, values: dict[str, Any], **variables: str) -> None:
+        self.cluster, self.folder = cluster, folder
+        self.run, self.log = Path(values["training"]["run_dir"]), folder / "job.log"
+        # Three nodes on a few cores disturb one another: their rates are not what is tested.
+        options = "--tolerance 0.001 --minimum-bandwidth 1e-6"
+        cluster.environment.update(FOLDER=str(folder), CHECK_OPTIONS=options, **variables)
+        here = (f"--output={self.log}", f"--chdir={ROOT}", "--ntasks-per-node=1", "--gpus-per-node=0", "--time=60")
+        script = str(ROOT / "examples" / "slurm.sh")
+        config = str(write_config(folder / "config.yaml", values))
+        nodes = "--nodes=3" if "NODES" in variables else "--nodes=2"
+        self.number = cluster.submit(nodes, "--cpus-per-task=1", *here, script, "--config", config)
+
+    @property
+    def steps(self) -> int:
+        metrics = self.run / METRICS
+        return len(metrics.read_text().splitlines()) if metrics.is_file() else 0
+
+    def is_loading(self) -> bool:
+        """Whether ranks have been started that take no step yet."""
+        return (
+            len(self.cluster.processes(("megatron_fanformer", "train", "SLURM_STEP_NUM_TASKS=2", "SLURM_LOCALID=0")))
+            == 2
+        )
+
+    def wait_for_steps(self, number: int) -> None:
+        self.wait_until(lambda: self.steps >= number, f"{number} steps")
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        wait_until(condition, SECONDS, f"no {what}: {self.told()}")
+
+    def wait_for_turn(self, number: int) -> None:
+        """Until it has been requeued so often; Slurm would let it wait for two minutes, and is told not to."""
+        self.wait_until(lambda: self.state("Restarts") == str(number), f"turn {number}")
+        self.cluster.run("scontrol", "update", f"jobid={self.number}", "StartTime=now")
+
+    def state(self, name: str = "JobState") -> str:
+        return self.cluster.job(self.number)[name]
+
+    def told(self) -> str:
+        return self.log.read_text() if self.log.is_file() else ""
+
+    def wait_for_end(self) -> None:
+        self.wait_until(lambda: self.state() in ("COMPLETED", "FAILED", "NODE_FAIL", "TIMEOUT"), "end")
+        assert (self.state(), self.state("ExitCode")) == ("COMPLETED", "0:0"), self.told()
+
+
+@pytest.fixture
+def cluster(slurm_packages: Path, program_environment: dict[str, str], tmp_path: Path) -> Iterator[SlurmCluster]:
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    with SlurmCluster(slurm_packages, folder, program_environment) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> dict[str, Any]:
+    training = {"train_iters": STEPS}
+    sections: dict[str, Any] = {"parallel": TWO_RANKS, "training": training, "checkpoint": {"save_interval": 40}}
+    return small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run", **sections)
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(metrics["step"], metrics["loss"]) for metrics in read_metrics(run)]
+
+
+def assert_as_undisturbed(run_on_ranks: Callable[..., list[Any]], values: dict[str, Any], folder: Path) -> None:
+    values["training"]["run_dir"] = str(folder / "straight")
+    run_on_ranks(2, train_here, values)
+    assert losses(folder / "run") == losses(folder / "straight")
+    assert [step for step, _ in losses(folder / "run")] == list(range(1, STEPS + 1))
+
+
+def test_a_job_that_is_stopped_again_and_again_ends_as_if_it_had_not_been(
+    cluster: SlurmCluster, values: dict[str, Any], tmp_path: Path, run_on_ranks: Callable[..., list[Any]]
+) -> None:
+    """After a few steps, while the second turn's ranks are loading, and after a few more steps."""
+    job = Job(cluster, tmp_path, values)
+    job.wait_for_steps(5)
+    cluster.signal(job.number)
+    job.wait_for_turn(1)
+    saved = job.steps
+    job.wait_until(job.is_loading, "ranks that load")
+    cluster.signal(job.number)
+    job.wait_for_turn(2)
+    assert job.steps == saved and "with no step in progress; nothing is lost" in job.told()
+    job.wait_for_steps(saved + 5)
+    cluster.signal(job.number)
+    job.wait_for_turn(3)
+    assert job.steps < STEPS
+    job.wait_for_end()
+    assert_as_undisturbed(run_on_ranks, values, tmp_path)
+
+
+def test_a_lost_node_is_replaced_by_a_spare_one(
+    cluster: SlurmCluster, values: dict[str, Any], tmp_path: Path, run_on_ranks: Callable[..., list[Any]]
+) -> None:
+    """The job goes on from its last checkpoint, and is not requeued."""
+    job = Job(cluster, tmp_path, values, NODES="2")
+    job.wait_for_steps(60)
+    cluster.lose("node1")
+    job.wait_for_end()
+    assert job.state("Restarts") == "0"
+    assert "node2: healthy" in job.told().rpartition("node0: healthy")[2]
+    assert_as_undisturbed(run_on_ranks, values, tmp_path)
+
+
+def test_an_unhealthy_node_is_left_out(cluster: SlurmCluster, values: dict[str, Any], tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(CANNOT_WRITE.format(python=cluster.environment["PYTHON"]))
+    python.chmod(0o755)
+    values["training"]["train_iters"] = 3
+    job = Job(cluster, tmp_path, values, NODES="2", PYTHON=str(python))
+    job.wait_for_end()
+    assert "node1: unhealthy: writing to " in job.told() and "1 of 3 nodes are unhealthy" in job.told()
+    assert job.steps == 3

@@ -1,0 +1,124 @@
+"""Two hosts with a cable between them, each with its own torchrun: a slow rank is named, and so is a slow cable."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fanformer.training.metrics import METRICS, read_metrics
+from tests.clusters.namespaces import Namespaces
+from tests.small_runs import ROOT, small_run, write_config, write_tokens
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800), pytest.mark.usefixtures("needs_namespaces")]
+
+SECONDS = 900
+SETUP = """
+cp /etc/hosts {folder}/hosts
+printf '10.98.0.1 host0\\n10.98.0.2 host1\\n' >> {folder}/hosts
+mount --bind {folder}/hosts /etc/hosts
+hostname host0
+ip link set lo up
+unshare --net --uts bash -c 'hostname host1; ip link set lo up; touch {folder}/up; exec sleep infinity' > /dev/null &
+other=$!
+until [[ -e {folder}/up ]]; do sleep 0.1; done
+ip link add cable0 type veth peer name cable1 netns $other
+ip address add 10.98.0.1/24 dev cable0
+ip link set cable0 up
+nsenter --target=$other --net bash -c 'ip address add 10.98.0.2/24 dev cable1; ip link set cable1 up'
+echo $other > {folder}/other
+"""
+
+
+class Hosts(Namespaces):
+    """`host0`, and `host1` within it."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self._folder = folder
+        super().__init__(SETUP.format(folder=folder), environment)
+
+    def start_on(self, host: int, *command: str, **environment: str) -> "subprocess.Popen[str]":
+        """Start a program on a host."""
+        enter = ["nsenter", f"--target={(self._folder / 'other').read_text().strip()}", "--net", "--uts"]
+        own = {"GLOO_SOCKET_IFNAME": f"cable{host}", "NNODES": "2", "NODE_RANK": str(host), "MASTER_ADDR": "host0"}
+        return self.start(*(enter if host else []), *command, environment={**own, **environment})
+
+
+@pytest.fixture
+def hosts(program_environment: dict[str, str], tmp_path: Path) -> Iterator[Hosts]:
+    hosts = Hosts(tmp_path, program_environment)
+    with hosts:
+        yield hosts
+
+
+def said_by(nodes: "list[subprocess.Popen[str]]") -> list[tuple[str, str]]:
+    return [node.communicate(timeout=SECONDS) for node in nodes]
+
+
+def slow_down(hosts: Hosts, run: Path, over: threading.Event) -> None:
+    """Once the run takes steps, the rank on host1 gets a fifth of the time."""
+    while not over.wait(0.02):
+        if not (run / METRICS).is_file():
+            continue
+        for process in hosts.processes(("megatron_fanformer", "RANK=1")):
+            try:
+                while not over.is_set():
+                    os.kill(process, signal.SIGSTOP)
+                    time.sleep(0.02)
+                    os.kill(process, signal.SIGCONT)
+                    time.sleep(0.005)
+            except ProcessLookupError:
+                return
+
+
+def test_the_rank_of_the_slow_host_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    values = small_run(
+        write_tokens(tmp_path / "tokens"),
+        tmp_path / "run",
+        parallel={"tensor_model_parallel_size": 2},
+        training={"train_iters": 100},
+        logging={"straggler_interval": 20},
+    )
+    train = ("bash", str(ROOT / "examples" / "torchrun.sh"), "--config", str(write_config(tmp_path / "c.yaml", values)))
+    nodes = [hosts.start_on(host, *train, NPROC_PER_NODE="1") for host in (0, 1)]
+    over = threading.Event()
+    slowing = threading.Thread(target=slow_down, args=(hosts, tmp_path / "run", over))
+    slowing.start()
+    try:
+        told = said_by(nodes)
+    finally:
+        over.set()
+        slowing.join()
+    assert [node.returncode for node in nodes] == [0, 0], told
+    reports = {metrics["step"]: metrics for metrics in read_metrics(tmp_path / "run") if "slowest_rank" in metrics}
+    assert list(reports) == [20, 40, 60, 80, 100]
+    for step in (60, 80, 100):  # the first one may have been measured before it was slow
+        assert reports[step]["slowest_rank"] == 1, reports
+        assert f"step {step}  rank 1 on host1 holds up the others: " in told[0][0], told
+
+
+def check(hosts: Hosts, tmp_path: Path, gigabytes: str) -> dict[str, Any]:
+    words = ("--json", "--tolerance", "0.001", "--minimum-bandwidth", gigabytes, "--folder", str(tmp_path))
+    torchrun = (hosts.environment["PYTHON"], "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1")
+    meeting = ("--master-addr=host0", "--master-port=29500", "--module", "megatron_fanformer", "check-node")
+    nodes = [hosts.start_on(host, *torchrun, f"--node-rank={host}", *meeting, *words) for host in (0, 1)]
+    told = said_by(nodes)
+    report: dict[str, Any] = json.loads(next(line for line in told[0][0].splitlines() if line.startswith("{")))
+    assert [node.returncode for node in nodes] == [0 if report["healthy"] else 1] * 2, told
+    return report
+
+
+def test_a_slow_cable_is_found(hosts: Hosts, tmp_path: Path) -> None:
+    before = check(hosts, tmp_path, "0.02")
+    assert [(node["node"], node["healthy"]) for node in before["nodes"]] == [("host0", True), ("host1", True)], before
+    hosts.run("tc", "qdisc", "add", "dev", "cable0", "root", "tbf", "rate", "80mbit", "burst", "64kb", "latency", "1s")
+    after = check(hosts, tmp_path, "0.02")
+    for node in after["nodes"]:  # of one cable, either end may be the cause
+        [rate] = node["bandwidth"]
+        assert rate < 0.01e9 and "below --minimum-bandwidth (0.02)" in node["problems"][0], after

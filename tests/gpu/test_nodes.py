@@ -1,0 +1,48 @@
+"""What `check-node` and the measurement of waits read off a GPU itself."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from megatron_fanformer.cli import main
+from megatron_fanformer.runtime.waits import timed_waits
+from tests.gpu.making import needs_real_gpu
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    needs_real_gpu,  # nvidia-smi, NCCL and CUDA's events
+]
+
+
+def test_each_gpu_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    count = torch.cuda.device_count()
+    main(["check-node", "--json", "--gpus", str(count)])  # another test may be using the GPU: then it is not idle
+    [node] = json.loads(capsys.readouterr().out)["nodes"]
+    assert {"CUDA", "NCCL", "the driver"} < node["facts"]["versions"].keys()
+    assert len(node["facts"]["gpus"]) == count
+    for gpu in node["facts"]["gpus"]:
+        assert 1e12 < gpu["flops_per_second"] < 1e16 and 100 < gpu["clock_mhz"] < 10_000
+    assert not [problem for problem in node["problems"] if "a second time" in problem]
+
+
+def test_the_stream_that_stands_still_is_measured_and_its_computation_is_not(tmp_path: Path) -> None:
+    store = dist.FileStore(f"{tmp_path}/store", 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        factor = torch.ones(4096, 4096, device="cuda")
+        message = torch.ones(1 << 26, device="cuda")
+        dist.all_reduce(message)
+        for count in (0, 50):
+            torch.cuda.synchronize()
+            with timed_waits("cuda") as waits:
+                for _ in range(count):
+                    torch.mm(factor, factor)
+                dist.all_reduce(message)
+                dist.all_reduce(message, async_op=True).wait()
+            assert 0 < waits.seconds() < 0.02  # the products take longer than that
+    finally:
+        dist.destroy_process_group()

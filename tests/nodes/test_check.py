@@ -1,0 +1,150 @@
+"""`check-node` in processes of its own: alone, and as nodes that meet, of which one hangs, differs or does not come."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron_fanformer.cli import main
+from megatron_fanformer.nodes import check as check_module
+from megatron_fanformer.nodes.facts import Facts
+from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime.device import RankAddress
+from tests.small_runs import start_program
+
+SECONDS = 240
+LIMIT = 60.0
+AS_PLANTED = """
+import sys, time
+from megatron_fanformer.nodes import facts
+planted = sys.argv.pop(1)
+find = facts._find_versions
+def find_versions(own):
+    find(own)
+    if planted == "hangs":
+        time.sleep(600)
+    if planted == "other torch":
+        own.versions["torch"] = "1.0"
+facts._find_versions = find_versions
+if planted == "other folder":
+    facts.Path.read_text = lambda self: "of another file system"
+from megatron_fanformer.cli import entry_point
+entry_point()
+"""
+
+
+def start_node(number: int, count: int, port: int, planted: str, *options: str) -> "subprocess.Popen[str]":
+    environment = {
+        **{"RANK": str(2 * number), "WORLD_SIZE": str(2 * count), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SLURMD_NODENAME": f"node-{number}"},
+        **{"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    }
+    # Two nodes on one machine disturb one another: their rates are not what is tested.
+    words = ("check-node", "--tolerance", "0.001", "--minimum-bandwidth", "1e-6", *options)
+    return start_program(sys.executable, "-c", AS_PLANTED, planted, *words, environment=environment)
+
+
+def check(tmp_path: Path, planted: list[str], *, missing: int = 0, limit: float = LIMIT) -> tuple[list[int], Any, str]:
+    """Check nodes with planted faults; their exit codes, node 0's report, and the healthy ones."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    output = tmp_path / "healthy"
+    options = ("--json", "--folder", str(tmp_path), "--output", str(output), "--time-limit", str(limit))
+    count = len(planted) + missing
+    nodes = [start_node(number, count, port, fault, *options) for number, fault in enumerate(planted)]
+    said = [node.communicate(timeout=SECONDS) for node in nodes]
+    assert [out for out, _ in said[1:]] == [""] * (len(nodes) - 1), said
+    assert not list(tmp_path.glob(".check-node*"))
+    return [node.returncode for node in nodes], json.loads(said[0][0]), output.read_text()
+
+
+@pytest.mark.full  # two processes import torch
+def test_two_nodes_meet_and_are_found_healthy(tmp_path: Path) -> None:
+    codes, report, healthy = check(tmp_path, ["", ""])
+    assert codes == [0, 0] and report["healthy"], report
+    assert healthy == "node-0\nnode-1\n"
+    for node in report["nodes"]:
+        assert node["facts"]["flops_per_second"] > 1e8 and node["facts"]["versions"]["torch"]
+        [rate] = node["bandwidth"]
+        assert 1e6 < rate < 1e12
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("planted", "missing", "limit", "problem"),
+    [
+        ("other torch", 0, LIMIT, "torch is 1.0"),
+        ("hangs", 0, 40.0, "it was still at its versions after 40 s"),
+        ("", 1, 40.0, "it did not answer within 40 s"),
+    ],
+)
+def test_a_node_that_differs_hangs_or_does_not_come_is_left_out(
+    planted: str, missing: int, limit: float, problem: str, tmp_path: Path
+) -> None:
+    codes, report, healthy = check(tmp_path, ["", "", *([] if missing else [planted])], missing=missing, limit=limit)
+    assert codes == [1] * len(codes) and not report["healthy"]
+    assert [node["healthy"] for node in report["nodes"]] == [True, True, False]
+    assert [line.startswith(problem) for line in report["nodes"][2]["problems"]] == [True], report
+    assert healthy == "node-0\nnode-1\n"
+
+
+@pytest.mark.full
+def test_a_folder_that_is_not_shared_is_noticed(tmp_path: Path) -> None:
+    """Node 0 reads what the others wrote, and here finds something else."""
+    codes, report, _ = check(tmp_path, ["other folder", ""])
+    assert codes == [1, 1]
+    assert all("is not what node-0 reads there" in node["problems"][0] for node in report["nodes"])
+
+
+def test_who_does_not_come_in_time_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Node 0 of three, alone."""
+
+    def find_facts(facts: Facts, _folder: Path | None) -> None:
+        facts.doing = "done"
+
+    address = RankAddress(
+        rank=0, world_size=6, local_rank=0, local_world_size=2, master_address="127.0.0.1", master_port=0
+    )
+    output = tmp_path / "healthy"
+    with (
+        mock.patch.object(devices, "rank_address", lambda: address),
+        mock.patch.object(check_module, "find_facts", find_facts),
+    ):
+        assert main(["check-node", "--time-limit", "0.5", "--output", str(output)]) == 1
+        assert main(["check-node", "--time-limit", "0.5", "--output", str(tmp_path / "no" / "folder")]) == 2
+    said, errors = capsys.readouterr()
+    missing = "unhealthy: it did not answer within 0.5 s; leave it out, and see whether it is up"
+    assert said.splitlines()[1:3] == [f"node {number} of 3: {missing}" for number in (1, 2)]
+    assert errors.splitlines()[0] == "megatron-fanformer: 2 of 3 nodes are unhealthy; leave them out"
+    assert output.read_text() == f"{devices.node_name()}\n"
+
+
+def test_a_node_alone_is_described_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-node", "--folder", str(tmp_path)]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{socket.gethostname()}: healthy ({len(os.sched_getaffinity(0))} cores, ")
+    assert main(["check-node", "--gpus", "8"]) == 1
+    out, errors = capsys.readouterr()
+    assert "it shows 0 GPUs, and by --gpus 8" in out and not errors
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        (["--tolerance", "1.5"], "--tolerance is 1.5"),
+        (["--minimum-bandwidth", "0"], "--minimum-bandwidth"),
+        (["--gpus", "-1"], "--gpus is -1"),
+        (["--time-limit", "nan"], "--time-limit is nan"),
+        (["--folder", "/nowhere"], "--folder /nowhere is not a folder"),
+    ],
+)
+def test_bad_options_are_refused(options: list[str], value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-node", *options]) == 2
+    assert value in capsys.readouterr().err

@@ -1,0 +1,201 @@
+"""`examples/kubernetes-jobset.yaml`: its fields are the API's, its names agree, and its shell starts and ends ranks.
+
+`FIELDS` is what the manifest uses of JobSet v1alpha2 (api/jobset/v1alpha2/jobset_types.go of kubernetes-sigs/jobset)
+and of Kubernetes' batch/v1 and core/v1 (1.31). What it does not know, an API server refuses.
+"""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.small_runs import ROOT
+
+MANIFEST = ROOT / "examples" / "kubernetes-jobset.yaml"
+
+Check = Callable[[Any], bool]
+
+
+def one_of(*values: Any) -> Check:
+    return lambda value: value in values
+
+
+def is_a(kind: type) -> Check:
+    return lambda value: type(value) is kind
+
+
+TEXT, WHOLE, FLAG = is_a(str), is_a(int), is_a(bool)
+MOUNT = [{"name": TEXT, "mountPath": TEXT}]
+CONTAINER = {
+    "name": TEXT,
+    "image": TEXT,
+    "command": [TEXT],
+    "args": [TEXT],
+    "env": [{"name": TEXT, "value": TEXT}],
+    "resources": {"limits": {"nvidia.com/gpu": WHOLE}},
+    "volumeMounts": MOUNT,
+    "workingDir": TEXT,
+}
+POD = {
+    "restartPolicy": one_of("Never"),  # a podFailurePolicy allows no other
+    "terminationGracePeriodSeconds": WHOLE,
+    "affinity": {
+        "podAntiAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": [
+                {"topologyKey": TEXT, "labelSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": TEXT}}}
+            ]
+        }
+    },
+    "volumes": [
+        {
+            "name": TEXT,
+            "persistentVolumeClaim": {"claimName": TEXT},
+            "emptyDir": {"medium": one_of("", "Memory")},
+        }
+    ],
+    "initContainers": [CONTAINER],
+    "containers": [CONTAINER],
+}
+FAILURE_RULE = {
+    "action": one_of("FailJob", "FailIndex", "Ignore", "Count"),
+    "onExitCodes": {"containerName": TEXT, "operator": one_of("In", "NotIn"), "values": [WHOLE]},
+    "onPodConditions": [{"type": TEXT, "status": one_of("True", "False", "Unknown")}],
+}
+JOB = {
+    "completionMode": one_of("Indexed", "NonIndexed"),
+    "parallelism": WHOLE,
+    "completions": WHOLE,
+    "backoffLimit": WHOLE,
+    "podFailurePolicy": {"rules": [FAILURE_RULE]},
+    "template": {"spec": POD},
+}
+FIELDS = {
+    "apiVersion": one_of("jobset.x-k8s.io/v1alpha2"),
+    "kind": one_of("JobSet"),
+    "metadata": {"name": TEXT},
+    "spec": {
+        "network": {"enableDNSHostnames": FLAG, "publishNotReadyAddresses": FLAG, "subdomain": TEXT},
+        "failurePolicy": {
+            "maxRestarts": WHOLE,
+            "restartStrategy": one_of("Recreate", "BlockingRecreate", "InPlaceRestart"),
+            "rules": [
+                {
+                    "name": TEXT,
+                    "action": one_of("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"),
+                    "onJobFailureReasons": [one_of("BackoffLimitExceeded", "DeadlineExceeded", "PodFailurePolicy")],
+                }
+            ],
+        },
+        "replicatedJobs": [{"name": TEXT, "replicas": WHOLE, "template": {"spec": JOB}}],
+    },
+}
+
+
+def wrong(value: Any, fields: Any, place: str = "") -> list[str]:
+    """What of a value is not as the fields are."""
+    if callable(fields):
+        return [] if fields(value) else [f"{place}: {value!r}"]
+    if isinstance(fields, list):
+        if not isinstance(value, list) or not value:
+            return [f"{place}: {value!r} is no list"]
+        return [found for part in value for found in wrong(part, fields[0], f"{place}[]")]
+    if not isinstance(value, dict):
+        return [f"{place}: {value!r} has no fields"]
+    unknown = [f"{place}.{name} is unknown" for name in value if name not in fields]
+    known = [name for name in value if name in fields]
+    return unknown + [found for name in known for found in wrong(value[name], fields[name], f"{place}.{name}")]
+
+
+@pytest.fixture
+def manifest() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(MANIFEST.read_text())
+    return loaded
+
+
+def parts(manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Its job and its pods."""
+    [replicated] = manifest["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    return job, job["template"]["spec"]
+
+
+def test_every_field_is_the_apis(manifest: dict[str, Any]) -> None:
+    assert wrong(manifest, FIELDS) == []
+    manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["backofLimit"] = 0
+    assert wrong(manifest, FIELDS) == [".spec.replicatedJobs[].template.spec.backofLimit is unknown"]
+
+
+def test_its_names_and_numbers_agree(manifest: dict[str, Any]) -> None:
+    job, pod = parts(manifest)
+    name, replicated = manifest["metadata"]["name"], manifest["spec"]["replicatedJobs"][0]["name"]
+    [check], [ranks] = pod["initContainers"], pod["containers"]
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    for container in (check, ranks):
+        environment = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert environment["MASTER_ADDR"] == f"{name}-{replicated}-0-0.{name}"  # job 0, pod 0, its subdomain
+        assert environment["WORLD_SIZE"] == str(job["parallelism"]) == str(job["completions"])
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    gpus = ranks["resources"]["limits"]["nvidia.com/gpu"]
+    assert f"gpus={gpus} " in ranks["command"][2] and f"--gpus {gpus}" in check["args"][0]
+    [labels] = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert list(labels["labelSelector"]["matchLabels"].values()) == [name]
+
+
+def test_exit_codes_mean_what_they_do_elsewhere(manifest: dict[str, Any]) -> None:
+    job, pod = parts(manifest)
+    rules = [rule for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    actions = {code: rule["action"] for rule in rules for code in rule["onExitCodes"]["values"]}
+    assert actions == {2: "FailJob", 3: "FailJob", 4: "FailJob", 5: "Ignore"}
+    assert {rule["onExitCodes"]["containerName"] for rule in rules} == {pod["containers"][0]["name"]}
+    [ends] = manifest["spec"]["failurePolicy"]["rules"]
+    assert (ends["action"], ends["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+
+
+STAND_IN = """#!/usr/bin/env bash
+echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $*" >> {folder}/told
+trap 'echo "$RANK" >> {folder}/stopped; exit 5' TERM
+case $(sed -n "$((LOCAL_RANK + 1))p" {folder}/codes) in
+    waits) for _ in {{1..600}}; do sleep 0.1; done ;;
+    *) exit "$(sed -n "$((LOCAL_RANK + 1))p" {folder}/codes)" ;;
+esac
+"""
+
+
+def start_pod(manifest: dict[str, Any], folder: Path, ends: list[str]) -> "subprocess.Popen[bytes]":
+    """The container of node 3, with an interpreter whose ranks end as given."""
+    _, pod = parts(manifest)
+    [ranks] = pod["containers"]
+    (folder / "codes").write_text("\n".join(ends) + "\n")
+    (folder / "python3").write_text(STAND_IN.format(folder=folder))
+    (folder / "python3").chmod(0o755)
+    environment = {entry["name"]: entry["value"] for entry in ranks["env"]}
+    environment |= {"JOB_COMPLETION_INDEX": "3", "PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.Popen([*ranks["command"], *ranks["args"]], env=environment)
+
+
+@pytest.mark.parametrize(("ends", "code"), [(["0"] * 8, 0), (["0", "3", "1"] + ["0"] * 5, 3)])
+def test_a_pod_starts_its_ranks_and_ends_with_their_highest_code(
+    manifest: dict[str, Any], ends: list[str], code: int, tmp_path: Path
+) -> None:
+    pod = start_pod(manifest, tmp_path, ends)
+    assert pod.wait(timeout=60) == code
+    told = sorted((tmp_path / "told").read_text().splitlines())
+    command = "-m megatron_fanformer train --config /runs/fanformer-1b.yaml"
+    assert told == [f"{24 + gpu}/64 {gpu}/8 {command}" for gpu in range(8)]
+
+
+def test_a_pod_passes_its_end_on_and_tells_that_the_ranks_stopped(manifest: dict[str, Any], tmp_path: Path) -> None:
+    pod = start_pod(manifest, tmp_path, ["waits"] * 8)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "told").is_file() or len((tmp_path / "told").read_text().splitlines()) < 8:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.2)
+    pod.terminate()
+    assert pod.wait(timeout=60) == 5
+    assert sorted((tmp_path / "stopped").read_text().split()) == [str(24 + gpu) for gpu in range(8)]

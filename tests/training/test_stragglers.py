@@ -1,0 +1,90 @@
+"""Own work and waiting of ranks, measured on gloo ranks of which one is slow, and which rank is then named."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.runtime.waits import timed_waits
+from megatron_fanformer.training.stragglers import MEASURED_STEPS, RankTime, Slowest, Stragglers, find_slowest
+
+SLOW_RANK = 1
+SLOW_SECONDS, USUAL_SECONDS = 0.06, 0.01
+
+
+def test_a_rank_is_held_against_its_own_stage() -> None:
+    """The second stage has twice the work; in the first, rank 2 takes half as long again as the others."""
+    work = [1.0, 1.1, 1.5, 0.9, 2.0, 2.1, 2.2, 2.0]
+    times = [RankTime(seconds, 0.0, stage=rank // 4) for rank, seconds in enumerate(work)]
+    assert find_slowest(times) == Slowest(2, 1.0, 1.5, loss=0.5 / 1.5)
+    assert find_slowest([RankTime(1.0, 1.5, 0), RankTime(1.5, 1.0, 0)]) == Slowest(1, 1.0, 1.5, loss=0.5 / 2.5)
+    assert find_slowest([RankTime(1.0, 0.5, 0), RankTime(9.0, 0.0, 1)]).factor == 1.0  # alone in their stages
+
+
+def take_steps(steps: int, interval: int | None) -> tuple[list[dict[str, float]], list[str]]:
+    """Steps of nothing but a pause, which is longer on one rank, and the kinds of collective that a step has."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron_fanformer.training.stragglers")
+    logger.addHandler(handler)
+    reports = []
+    try:
+        with rank_grid(ParallelConfig(), "cpu") as grid:
+            stragglers = Stragglers(grid, interval=interval, factor=2.0)
+            for step in range(1, steps + 1):
+                with stragglers.measuring(step):
+                    time.sleep(SLOW_SECONDS if grid.rank == SLOW_RANK else USUAL_SECONDS)
+                    dist.all_reduce(torch.ones(2))
+                    other = 1 - grid.rank
+                    sent = dist.P2POp(dist.isend, torch.ones(2), other)
+                    received = dist.P2POp(dist.irecv, torch.ones(2), other)
+                    for work in dist.batch_isend_irecv([sent, received]):
+                        work.wait()
+                reports.append(stragglers.report_if_due(step))
+    finally:
+        logger.removeHandler(handler)
+    return reports, [line for line in logged if "holds up" in line]
+
+
+def test_the_slow_rank_is_named_by_what_it_does_itself(run_on_ranks: Callable[..., list[Any]]) -> None:
+    """Its step takes no longer than the other's, which waits for it."""
+    (reports, said), (others, nothing) = run_on_ranks(2, take_steps, 8, 4)
+    assert [bool(report) for report in reports] == [step % 4 == 0 for step in range(1, 9)]
+    assert reports == others and nothing == []
+    for report in filter(None, reports):
+        assert report["slowest_rank"] == SLOW_RANK
+        assert SLOW_SECONDS <= report["work_seconds/slowest"] < 2 * SLOW_SECONDS
+        steps = [2 * report[f"{kind}_seconds/median"] - report[f"{kind}_seconds/slowest"] for kind in ("work", "wait")]
+        assert USUAL_SECONDS <= steps[0] < SLOW_SECONDS  # the other's own work, from the median of the two
+        assert steps[1] >= (SLOW_SECONDS - USUAL_SECONDS) / 2 and report["wait_seconds/slowest"] < USUAL_SECONDS
+    assert len(said) == 2 and all(f"rank {SLOW_RANK} on " in line for line in said)
+
+
+def count_wrapped(steps: int, interval: int | None) -> int:
+    with rank_grid(ParallelConfig(), "cpu") as grid:
+        stragglers, wrapped = Stragglers(grid, interval=interval, factor=2.0), 0
+        for step in range(1, steps + 1):
+            before = dist.Work.wait
+            with stragglers.measuring(step):
+                wrapped += dist.Work.wait is not before
+            assert dist.Work.wait is before
+            stragglers.report_if_due(step)
+    return wrapped
+
+
+@pytest.mark.parametrize(("interval", "measured"), [(20, 2 * MEASURED_STEPS), (2, 40), (None, 0)])
+def test_few_steps_are_measured(run_on_ranks: Callable[..., list[Any]], interval: int | None, measured: int) -> None:
+    assert run_on_ranks(2, count_wrapped, 40, interval) == [measured] * 2
+
+
+def test_what_is_not_a_collective_is_no_wait() -> None:
+    with timed_waits("cpu") as waits:
+        time.sleep(USUAL_SECONDS)
+    assert waits.seconds() == 0.0
