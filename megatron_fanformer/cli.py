@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer import __version__
-from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.errors import FanformerError, InputError, redacted
 
 PROGRAM = "megatron-fanformer"
 MOST_SHOWN = 200  # characters of an argument or a path in an error
@@ -69,7 +69,7 @@ def _tell(message: str, exit_code: int) -> int:
     if not _launcher_tells():
         for line in message.split("\n"):
             # A name from a file may hold what moves a terminal's cursor.
-            shown = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line)
+            shown = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in redacted(line))
             print(f"{PROGRAM}: {shown}", file=sys.stderr)
     return exit_code
 
@@ -314,7 +314,9 @@ def _parity(options: argparse.Namespace, rest: list[str], _arguments: list[str])
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a run's folder, one checkpoint, or an exported Hugging Face folder")
+    parser.add_argument(
+        "checkpoint", help="a run's folder, one checkpoint, the URL of one, or an exported Hugging Face folder"
+    )
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="at most this many (64)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (0)")
@@ -329,6 +331,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 def _generate(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
     from megatron_fanformer.formats.recognition import RUNNABLE, recognise
 
+    options.checkpoint = _on_this_machine(options.checkpoint)
     recognise(options.checkpoint, RUNNABLE)  # anything else is reported before torch is imported
     _ready()
     from megatron_fanformer.generation.generate import GenerateConfig, generate
@@ -350,7 +353,9 @@ def _generate(options: argparse.Namespace, _rest: list[str], _arguments: list[st
 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a checkpoint of ours, a reference checkpoint or a Hugging Face folder")
+    parser.add_argument(
+        "source", help="a checkpoint of ours or its URL, a reference checkpoint or a Hugging Face folder"
+    )
     parser.add_argument("destination", help="a folder that does not exist yet")
     parser.add_argument("--to", required=True, choices=("megatron", "hf", "reference"))
     parser.add_argument("--tokenizer", help="tokenizer to put beside the weights, where the source has none")
@@ -370,6 +375,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
 def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
     from megatron_fanformer.formats.recognition import MODELS, recognise
 
+    options.source = _on_this_machine(options.source)
     recognise(options.source, MODELS)  # anything else is reported before torch is imported
     _ready(on_cpu=True)
     from megatron_fanformer.formats.convert import convert_checkpoint
@@ -396,7 +402,8 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path",
         metavar="PATH",
-        help="token files (a prefix, one of them, a blend file, a folder), a run, a checkpoint, an exported folder",
+        help="token files (a prefix, one of them, a blend file, a folder), a run or a checkpoint or the URL of one, an "
+        "exported folder",
     )
     parser.add_argument("--verify", action="store_true", help="check that all of it is present and undamaged")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -409,6 +416,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
 def _inspect(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
     from megatron_fanformer.inspection.command import inspect_path, inspect_step
 
+    options.path = _on_this_machine(options.path)
     if options.step is None:
         stray = [*rest, *(f"--{name}" for name in ("config", "full") if getattr(options, name))]
         if stray:
@@ -420,6 +428,16 @@ def _inspect(options: argparse.Namespace, rest: list[str], _arguments: list[str]
     _prepare_environment(on_cpu=True)
     config = Path(options.config) if options.config else None
     inspect_step(options.path, options.step, config, rest, full=options.full, json=options.json)
+
+
+def _on_this_machine(path: str) -> str:
+    """The path itself; of a URL, the copy of its checkpoint, which is fetched if it is not there yet."""
+    from megatron_fanformer.checkpoint.remote import fetched, is_url
+    from megatron_fanformer.runtime.device import cache_folder
+
+    if not is_url(path):
+        return path
+    return str(fetched(path, cache_folder(), lambda line: print(f"{PROGRAM}: {line}", file=sys.stderr)))
 
 
 def _ready(*, on_cpu: bool = False) -> None:
