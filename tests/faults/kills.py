@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
 
 def run_once(config: RunConfig, ranks: int, kill_after: float | None) -> bool:
     """Start a run, and kill all its ranks after some seconds, if any are given; whether it came to its end."""
-    port = _free_port()
+    port = free_port()
     started = time.monotonic()
     children = [_forked(functools.partial(_train, config, rank, ranks, port)) for rank in range(ranks)]
     deadline = started + (NOT_FOR_EVER_SECONDS if kill_after is None else kill_after)
@@ -106,7 +106,8 @@ def _train(config: RunConfig, rank: int, ranks: int, port: int) -> None:
         trainer.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody listens to, as far as one can know."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])
@@ -118,10 +119,11 @@ def killed_to_the_end(config: RunConfig, ranks: int, generator: random.Random, s
     while done < kills and not run_once(config, ranks, generator.uniform(0, seconds)):
         done += 1
     run_once(config, ranks, None)
-    return _outcome(Path(config.training.run_dir), done)
+    return outcome_of(Path(config.training.run_dir), done)
 
 
-def _outcome(run: Path, kills: int) -> Outcome:
+def outcome_of(run: Path, kills: int) -> Outcome:
+    """How the run in a folder ended, whose checkpoints are all found sound."""
     for checkpoint in store.complete_checkpoints(run):
         check_stored(checkpoint)
     last = store.latest_checkpoint(run)
@@ -169,7 +171,7 @@ def campaign(layout: str, *, async_save: bool, kills: int, seed: int, folder: Pa
     shutil.rmtree(straight.training.run_dir)
     run_once(straight, ranks, None)  # again, for the time, and to show that it ends the same
     seconds = time.monotonic() - started
-    expected = _outcome(Path(straight.training.run_dir), 0)
+    expected = outcome_of(Path(straight.training.run_dir), 0)
     generator, done, runs = random.Random(seed), 0, 0
     while done < kills:
         config = configuration(f"killed-{runs}")
