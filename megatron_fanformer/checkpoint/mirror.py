@@ -11,6 +11,7 @@ left out. A checkpoint that is being copied is not removed (`spared`).
 
 import logging
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -54,6 +55,7 @@ def run_copies(url: str, keep: int | None, connection: Connection) -> None:
     for number in (*STOP_SIGNALS, SAVE_SIGNAL):
         signal.signal(number, signal.SIG_IGN)  # they are for the run, which ends this process
     end_with_owner()
+    os.nice(10)  # on a CPU the ranks need the cores
     with suppress(EOFError, OSError):  # the run has ended
         while True:
             _copy(url, keep, connection.recv(), connection)
@@ -217,9 +219,10 @@ def _fetch_newest(remote: RemoteRun, run: Path, here: int) -> Path | None:
             logger.warning("%s; taking the one before", error)
             damage = damage or error
             continue
-        for record in (store.METRICS, store.RECOVERY):
-            if (content := remote.fetch_record(record)) is not None:
-                write_atomically(run / record, content)
+        for record in (run / store.METRICS, run / store.RECOVERY):
+            content = remote.fetch_record(record.name)
+            if content is not None and (not record.exists() or record.stat().st_size < len(content)):
+                write_atomically(record, content)  # else the one here goes on further
         write_atomically(checkpoints / store.LATEST, name + "\n")
         return fetched
     if damage is not None:

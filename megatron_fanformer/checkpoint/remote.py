@@ -239,11 +239,11 @@ class RemoteRun:
     def _remove_old(self, newest: str, keep: int | None) -> None:
         """Remove what is older than the `keep` newest, and what a copy that was cut off left."""
         names = self._steps()
-        complete = [name for name in names if name <= newest and self._is_complete(name)]
-        for name in names:
-            is_old = keep is not None and name in complete[:-keep]
-            if is_old or not self._is_complete(name):  # later ones are of a run that was rewound, and stay
-                self._remove(name)
+        complete = [name for name in names if self._is_complete(name)]
+        kept = [name for name in complete if name <= newest][-(keep or len(complete)) :]
+        later = [name for name in complete if name > newest]  # of a run that was rewound
+        for name in set(names).difference(kept, later):
+            self._remove(name)
 
     def _remove(self, name: str, except_for: Any = ()) -> None:
         """Remove a checkpoint's files, the manifest first, and its folder where nothing is left."""

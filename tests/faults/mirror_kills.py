@@ -3,7 +3,7 @@
     python -m tests.faults.mirror_kills --kills 50          # a folder, by file://
     python -m tests.faults.mirror_kills --kills 50 --s3     # moto's S3 server, in a process of its own
 
-After each kill every checkpoint in the store is fetched and verified, and in half of the cases the run's folder removed.
+After each kill every checkpoint in the store is fetched and verified; half of the time the run's folder is removed.
 """
 
 import argparse
