@@ -416,18 +416,17 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
 def _inspect(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
     from megatron_fanformer.inspection.command import inspect_path, inspect_step
 
-    options.path = _on_this_machine(options.path)
     if options.step is None:
         stray = [*rest, *(f"--{name}" for name in ("config", "full") if getattr(options, name))]
         if stray:
             raise InputError(f"{stray[0]} has no effect without --step; {PROGRAM} inspect --help lists the options")
-        inspect_path(options.path, verify=options.verify, json=options.json)
+        inspect_path(_on_this_machine(options.path), verify=options.verify, json=options.json)
         return
     if options.verify:
         raise InputError("--verify checks files and --step shows samples; use one at a time")
     _prepare_environment(on_cpu=True)
     config = Path(options.config) if options.config else None
-    inspect_step(options.path, options.step, config, rest, full=options.full, json=options.json)
+    inspect_step(_on_this_machine(options.path), options.step, config, rest, full=options.full, json=options.json)
 
 
 def _on_this_machine(path: str) -> str:

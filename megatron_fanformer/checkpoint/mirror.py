@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,7 +29,7 @@ from megatron_fanformer.errors import CorruptError, FanformerError, redacted
 from megatron_fanformer.processes import SAVE_SIGNAL, STOP_SIGNALS, end_with_owner
 
 STALLED_SECONDS = 600.0
-"""Without a part sent or read back, at the end of a run: longer than drivers wait for an answer."""
+"""Without a part sent or read back: longer than drivers wait for an answer."""
 ALIVE_SECONDS = 5.0  # between the process's signs of life
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0
@@ -63,12 +64,14 @@ def run_copies(url: str, keep: int | None, connection: Connection) -> None:
 
 def _copy(url: str, keep: int | None, checkpoint: Path, connection: Connection) -> None:
     started = said = time.monotonic()
+    saying = threading.Lock()  # files are copied by several threads
 
     def advance() -> None:
         nonlocal said
-        if time.monotonic() - said > ALIVE_SECONDS:
-            said = time.monotonic()
-            connection.send(Told("alive", checkpoint.name))
+        with saying:
+            if time.monotonic() - said > ALIVE_SECONDS:
+                said = time.monotonic()
+                connection.send(Told("alive", checkpoint.name))
 
     def failed(attempt: int, reason: str) -> None:
         connection.send(Told("failed", checkpoint.name, reason=reason, attempt=attempt))
@@ -103,6 +106,7 @@ class Mirror:
         self._copying: Path | None = None
         self._waiting: Path | None = None
         self._offered = self._copied = ""
+        self._alive = 0.0  # when the process was last known to be
 
     @property
     def spared(self) -> tuple[str, ...]:
@@ -117,8 +121,15 @@ class Mirror:
 
     def hear(self) -> None:
         """Take note of what the process has done; never waits."""
-        while self._connection is not None and self._connection.poll():
-            self._note(self._received(self._connection))
+        while self._connection is not None:
+            if self._connection.poll():
+                told = self._received(self._connection)
+            elif self._copying is not None and time.monotonic() - self._alive > STALLED_SECONDS:
+                told = self._ended(f"no sign of life for {STALLED_SECONDS:.0f} s")
+            else:
+                return
+            self._alive = time.monotonic()
+            self._note(told)
             if self._copying is None:
                 self._start_next()
 
@@ -127,13 +138,13 @@ class Mirror:
 
         Args:
             is_enough: whether to wait no longer.
-            seconds: to wait at most. (A store that gives no sign of life is given up on by itself.)
+            seconds: to wait at most.
         """
-        end, alive = time.monotonic() + seconds, time.monotonic()
-        while self._copying is not None and not is_enough() and time.monotonic() < min(end, alive + STALLED_SECONDS):
-            if self._connection is not None and self._connection.poll(POLL_SECONDS):
-                alive = time.monotonic()
-                self.hear()
+        end = time.monotonic() + seconds
+        while self._copying is not None and not is_enough() and time.monotonic() < end:
+            if self._connection is not None:
+                self._connection.poll(POLL_SECONDS)
+            self.hear()
         if self._offered != self._copied:
             logger.warning(
                 "%s is not copied to %s; it is safe here, and the same command copies it when it is started again",
@@ -158,7 +169,7 @@ class Mirror:
             self._process = context.Process(target=run_copies, args=(self._url, self._keep, theirs), daemon=True)
             self._process.start()
             theirs.close()
-        self._copying, self._waiting = self._waiting, None
+        self._copying, self._waiting, self._alive = self._waiting, None, time.monotonic()
         with suppress(OSError):  # the process has ended, as its connection will say
             self._connection.send(self._copying)
 
@@ -166,10 +177,13 @@ class Mirror:
         try:
             told: Told = connection.recv()
         except (EOFError, OSError):
-            name = "" if self._copying is None else self._copying.name
-            self.close()
-            return Told("given up", name, reason="the process that copies was killed")
+            return self._ended("the process that copies was killed")
         return told
+
+    def _ended(self, reason: str) -> Told:
+        name = "" if self._copying is None else self._copying.name
+        self.close()
+        return Told("given up", name, reason=reason)
 
     def _note(self, told: Told) -> None:
         if told.what == "alive":

@@ -3,7 +3,9 @@
 Stores are folders here, by file:// or behind a filesystem that fails; `tests/faults/test_mirror_on_s3.py` has a server.
 """
 
+import os
 import shutil
+import signal
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -251,14 +253,21 @@ def test_a_checkpoint_that_is_being_copied_is_not_removed(tmp_path: Path) -> Non
     assert [path.name for path in store._steps(run / store.CHECKPOINTS)] == step_names(1, 3)
 
 
-def test_a_process_that_is_killed_is_told_and_replaced(
-    mirrored: tuple[Mirror, list[str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_is_killed_or_stopped_is_told_and_replaced(
+    number: signal.Signals,
+    mirrored: tuple[Mirror, list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     made, failed = mirrored
     made.offer(save(tmp_path / "run", 1))
-    assert made._process is not None
-    made._process.kill()
-    made.finish(lambda: False)
+    assert made._process is not None and made._process.pid is not None
+    os.kill(made._process.pid, number)
+    with monkeypatch.context() as patch:
+        patch.setattr(mirror, "STALLED_SECONDS", 0.3)
+        made.finish(lambda: False)
     assert failed == step_names(1)
     assert "step-00000001 is not copied" in caplog.messages[-1]
     made.offer(save(tmp_path / "run", 2))
