@@ -183,9 +183,11 @@ class RemoteRun:
         if not self.holds(checkpoint):
             self._copy_files(checkpoint, advance)
             manifest = (checkpoint / MANIFEST).read_bytes()
-            self._files.pipe_file(f"{self._checkpoints}/{checkpoint.name}/{MANIFEST}", manifest)
-            if not self.holds(checkpoint):
+            path = f"{self._checkpoints}/{checkpoint.name}/{MANIFEST}"
+            self._files.pipe_file(f"{path}.tmp", manifest)
+            if self._content(f"{path}.tmp", len(manifest)) != manifest:
                 raise OSError(f"{MANIFEST} was written, and another one read back")
+            self._files.mv(f"{path}.tmp", path)  # it appears as a whole, in stores that are folders, too
         self._files.pipe_file(f"{self._checkpoints}/{store.LATEST}", f"{checkpoint.name}\n".encode())
         self._remove_old(checkpoint.name, keep)
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -138,8 +138,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        on_disk = contextmanager(lambda: iter([f"file://{folder}"]))
-        with s3_server(folder) if options.s3 else on_disk() as url:
+        with s3_server(folder) if options.s3 else nullcontext(f"file://{folder}") as url:
             for layout in ("one rank", "dp 2"):
                 place = folder / layout.replace(" ", "-")
                 place.mkdir()
