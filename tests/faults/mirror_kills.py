@@ -20,15 +20,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-import torch
-
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.remote import RemoteRun
-from megatron_fanformer.runtime import device, megatron_cpu
 from megatron_fanformer.training.config import RunConfig, config_from_dict
-from tests.faults.kills import LAYOUTS, STEPS, free_port, outcome_of, run_once
 from tests.small_runs import small_run, write_tokens
 
+# torch, and what imports it, is imported by functions: the processes that copy import this module, too.
 BUCKET = "checkpoints"
 START_SECONDS = 60.0
 
@@ -36,6 +33,8 @@ START_SECONDS = 60.0
 @contextmanager
 def s3_server(folder: Path) -> Iterator[str]:
     """moto's S3 server with a bucket, whose URL this is; this process and its children use it by their environment."""
+    from tests.faults.kills import free_port
+
     port = free_port()
     with (folder / "server.log").open("wb") as log:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
@@ -83,6 +82,8 @@ def campaign(layout: str, url: str, *, kills: int, seed: int, folder: Path) -> s
         AssertionError: a run ended otherwise than one that nobody touched.
         CorruptError: a published checkpoint in the store does not verify.
     """
+    from tests.faults.kills import LAYOUTS, STEPS, outcome_of, run_once
+
     ranks, parallel = LAYOUTS[layout]
     tokens = write_tokens(folder / "tokens")
 
@@ -130,6 +131,10 @@ def main() -> None:
     parser.add_argument("--s3", action="store_true", help="on moto's S3 server")
     parser.add_argument("--seed", type=int, default=14)
     options = parser.parse_args()
+    import torch
+
+    from megatron_fanformer.runtime import device, megatron_cpu
+
     device.hide_gpus()
     device.quieten_libraries()
     megatron_cpu.install()
