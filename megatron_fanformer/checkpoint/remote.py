@@ -204,7 +204,6 @@ class RemoteRun:
         folder = f"{self._checkpoints}/{checkpoint.name}"
         self._remove(checkpoint.name, except_for=manifest.files)
         self._make_folder(folder)
-
         transfer = Callback(hooks={"sent": lambda *_, **__: advance()})
 
         def send(name: str) -> None:
@@ -252,10 +251,10 @@ class RemoteRun:
         folder = f"{self._checkpoints}/{name}"
         left = set(self._names(folder)) - set(except_for)
         for file in sorted(left, key=lambda file: file != MANIFEST):
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, IsADirectoryError):
                 self._files.rm_file(f"{folder}/{file}")
         if not except_for:
-            with suppress(FileNotFoundError, NotImplementedError):  # object stores have no folders
+            with suppress(OSError, NotImplementedError):  # object stores have no folders
                 self._files.rmdir(folder)
 
     # -- fetching from it
@@ -269,12 +268,12 @@ class RemoteRun:
         """
         with new_folder(into / name) as folder:
             (folder / MANIFEST).write_bytes(self.manifest_of(name))
-            manifest = read_manifest(folder)
-            assert manifest is not None
-            if manifest.step != store.step_of(Path(name)):
-                raise CorruptError(f"{self.url}: {name} is of step {manifest.step}; rename or remove it")
-            self._fetch_files(name, manifest, folder)
             try:
+                manifest = read_manifest(folder)
+                assert manifest is not None
+                if manifest.step != store.step_of(Path(name)):
+                    raise CorruptError(f"{folder} is of step {manifest.step}, another than its name says; remove it")
+                self._fetch_files(name, manifest, folder)
                 check_files(folder, manifest)
             except CorruptError as error:
                 told = str(error).replace(str(folder), f"{self.url}/{store.CHECKPOINTS}/{name}")
@@ -292,7 +291,7 @@ class RemoteRun:
             try:
                 stream = self._files.open(path, "rb", block_size=READ_BYTES)
             except FileNotFoundError:
-                raise CorruptError(f"{self.url}/{store.CHECKPOINTS}/{name}/{file} is missing; use another") from None
+                raise CorruptError(f"{folder / file} is missing; use another") from None
             with stream, (folder / file).open("xb") as out:
                 while limit and (block := stream.read(min(limit, READ_BYTES))):
                     out.write(block)

@@ -328,7 +328,7 @@ def test_of_what_is_there_the_newest_sound_one_is_taken(damage: str, tmp_path: P
     assert store.latest_checkpoint(run) == run / store.CHECKPOINTS / store.checkpoint_name(4)
     shutil.rmtree(source / store.CHECKPOINTS / store.checkpoint_name(4))
     shutil.rmtree(run)
-    with pytest.raises(CorruptError):
+    with pytest.raises(CorruptError, match=f"file://{source}/{store.CHECKPOINTS}/{store.checkpoint_name(5)}"):
         fetch_newer(f"file://{source}", run)
 
 
