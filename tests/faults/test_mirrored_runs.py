@@ -73,7 +73,7 @@ def test_commands_read_a_url_as_they_read_a_folder(url: str, things: Things, tmp
     assert inspected.code == 0 and "verified: " in inspected.output
     assert not inspected.errors, "it is fetched once"
     assert commands.run(["convert", url, str(tmp_path / "export"), "--to", "hf", "--no-verify"]).code == 0
-    loaded = ["--training.run_dir", str(tmp_path / "loaded"), "--training.train_iters", "1", "--checkpoint.load", url]
+    loaded = ["--training.run_dir", str(tmp_path / "loaded"), "--training.train_iters", "2", "--checkpoint.load", url]
     begun = commands.run(["train", "--config", str(things.config), *loaded])
     assert begun.code == 0, begun.errors
     assert [path.name for path in (tmp_path / "loaded" / store.LOADED).glob("*/*")] == [things.checkpoint.name]
