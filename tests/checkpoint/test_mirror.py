@@ -1,14 +1,16 @@
 """Checkpoints on another store: what is there is whole or none, whatever fails, and what comes from there is checked.
 
-Stores are folders here, by file:// or behind a filesystem that fails; `tests/faults/test_mirror_on_s3.py` has a server.
+Stores are folders here, by file:// or behind a filesystem that fails, and moto's S3 server where that is installed.
 """
 
 import os
+import random
 import shutil
 import signal
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,10 @@ from megatron_fanformer.checkpoint.manifest import MANIFEST, FileSums, check_fil
 from megatron_fanformer.checkpoint.mirror import Mirror, Told, fetch_newer
 from megatron_fanformer.checkpoint.remote import RemoteRun, fetched
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
+from tests.faults.mirror_kills import needs_server, s3_server, verified
 
 WEIGHTS = "__0_0.distcp"
+KILLS = 4
 
 
 class FailingFiles(LocalFileSystem):
@@ -272,6 +276,34 @@ def test_a_process_that_is_killed_or_stopped_is_told_and_replaced(
     made.offer(save(tmp_path / "run", 2))
     made.finish(lambda: False)
     assert there(tmp_path / "there") == step_names(2)
+
+
+STORES = ["file", pytest.param("s3", marks=[pytest.mark.full, needs_server])]
+
+
+@pytest.mark.timeout(900)  # a server that shares the cores with other tests is slow
+@pytest.mark.parametrize("kind", STORES)
+def test_a_copy_that_is_killed_at_any_moment_is_none(kind: str, tmp_path: Path) -> None:
+    def copied(step: int, seconds: float) -> float:
+        """Copy a checkpoint, for so long at most; returns the seconds that it took."""
+        made = Mirror(f"{base}/there", keep=2, note_failure=failed.append)
+        started = time.monotonic()
+        made.offer(save(tmp_path / "run", step, chance.randbytes(1 << 22)))
+        made.finish(lambda: False, seconds)
+        made.close()  # kills it
+        return time.monotonic() - started
+
+    chance, failed = random.Random(14), list[Any]()
+    with s3_server(tmp_path) if kind == "s3" else nullcontext(f"file://{tmp_path}") as base:
+        remote, seconds, cut_off = RemoteRun(f"{base}/there"), copied(1, float("inf")), 0
+        for step in range(2, 2 + KILLS):
+            copied(step, chance.uniform(seconds / 2, seconds))
+            cut_off += remote.candidates()[0] != store.checkpoint_name(step)
+            assert verified(f"{base}/there", tmp_path / "fetched") in (1, 2)
+        copied(99, float("inf"))
+        assert remote.candidates()[0] == store.checkpoint_name(99)
+        assert len(remote._steps()) <= 2, "what was cut off is removed"
+    assert cut_off and not failed
 
 
 # -- fetching

@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
 
 def run_once(config: RunConfig, ranks: int, kill_after: float | None) -> bool:
     """Start a run, and kill all its ranks after some seconds, if any are given; whether it came to its end."""
-    port = free_port()
+    port = _free_port()
     started = time.monotonic()
     children = [_forked(functools.partial(_train, config, rank, ranks, port)) for rank in range(ranks)]
     deadline = started + (NOT_FOR_EVER_SECONDS if kill_after is None else kill_after)
@@ -106,8 +106,7 @@ def _train(config: RunConfig, rank: int, ranks: int, port: int) -> None:
         trainer.close()
 
 
-def free_port() -> int:
-    """One that nobody listens to, as far as one can know."""
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])

@@ -8,6 +8,7 @@ After each kill every checkpoint in the store is fetched and verified; half of t
 
 import argparse
 import functools
+import importlib.util
 import os
 import random
 import shutil
@@ -20,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import pytest
+
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.remote import RemoteRun
 from megatron_fanformer.training.config import RunConfig, config_from_dict
@@ -27,15 +30,17 @@ from tests.small_runs import small_run, write_tokens
 
 # torch, and what imports it, is imported by functions: the processes that copy import this module, too.
 BUCKET = "checkpoints"
+MISSING = [name for name in ("moto", "s3fs") if importlib.util.find_spec(name) is None]
+needs_server = pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}: pip install moto[server] s3fs")
 START_SECONDS = 60.0
 
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[str]:
     """moto's S3 server with a bucket, whose URL this is; this process and its children use it by their environment."""
-    from tests.faults.kills import free_port
-
-    port = free_port()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     with (folder / "server.log").open("wb") as log:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         server = subprocess.Popen(command, stdout=log, stderr=log)

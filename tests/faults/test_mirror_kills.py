@@ -1,17 +1,12 @@
 """Runs that are killed while they copy checkpoints to another store; `mirror_kills.py` does it as often as asked."""
 
-import importlib.util
 import subprocess
 import sys
 
 import pytest
 
+from tests.faults.mirror_kills import needs_server
 from tests.small_runs import ROOT
-
-NO_SERVER = [name for name in ("moto", "s3fs") if importlib.util.find_spec(name) is None]
-needs_server = pytest.mark.skipif(
-    bool(NO_SERVER), reason=f"{', '.join(NO_SERVER)} not installed: pip install moto[server] s3fs"
-)
 
 
 @pytest.mark.full
