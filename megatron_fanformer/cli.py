@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer import __version__
-from megatron_fanformer.errors import FanformerError, InputError, escaped
+from megatron_fanformer.errors import FanformerError, InputError, escaped, redacted
 from megatron_fanformer.processes import ended_by_stop_signals, hold_signals, signals_released
 from megatron_fanformer.sizing.options import add_options
 
@@ -74,7 +74,7 @@ def entry_point() -> None:
 def _tell(message: str, exit_code: int) -> int:
     """Print an error, unless this rank's launcher will: then it is printed there, once."""
     if not _launcher_tells():
-        for line in escaped(message).split("\n"):
+        for line in escaped(redacted(message)).split("\n"):
             print(f"{PROGRAM}: {line}", file=sys.stderr)
     return exit_code
 
@@ -356,7 +356,9 @@ def _plan(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a run's folder, one checkpoint, or an exported Hugging Face folder")
+    parser.add_argument(
+        "checkpoint", help="a run's folder, one checkpoint, the URL of one, or an exported Hugging Face folder"
+    )
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="at most this many (64)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (0)")
@@ -371,6 +373,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 def _generate(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
     from megatron_fanformer.formats.recognition import RUNNABLE, recognise
 
+    options.checkpoint = _on_this_machine(options.checkpoint)
     recognise(options.checkpoint, RUNNABLE)  # anything else is reported before torch is imported
     _ready()
     from megatron_fanformer.generation.generate import GenerateConfig, generate
@@ -392,7 +395,9 @@ def _generate(options: argparse.Namespace, _rest: list[str], _arguments: list[st
 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a checkpoint of ours, a reference checkpoint or a Hugging Face folder")
+    parser.add_argument(
+        "source", help="a checkpoint of ours or its URL, a reference checkpoint or a Hugging Face folder"
+    )
     parser.add_argument("destination", help="a folder that does not exist yet")
     parser.add_argument("--to", required=True, choices=("megatron", "hf", "reference"))
     parser.add_argument("--tokenizer", help="tokenizer to put beside the weights, where the source has none")
@@ -412,6 +417,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
 def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
     from megatron_fanformer.formats.recognition import MODELS, recognise
 
+    options.source = _on_this_machine(options.source)
     recognise(options.source, MODELS)  # anything else is reported before torch is imported
     _ready(on_cpu=True)
     from megatron_fanformer.formats.convert import convert_checkpoint
@@ -438,7 +444,8 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path",
         metavar="PATH",
-        help="token files (a prefix, one of them, a blend file, a folder), a run, a checkpoint, an exported folder",
+        help="token files (a prefix, one of them, a blend file, a folder), a run or a checkpoint or the URL of one, an "
+        "exported folder",
     )
     parser.add_argument("--verify", action="store_true", help="check that all of it is present and undamaged")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -455,13 +462,23 @@ def _inspect(options: argparse.Namespace, rest: list[str], _arguments: list[str]
         stray = [*rest, *(f"--{name}" for name in ("config", "full") if getattr(options, name))]
         if stray:
             raise InputError(f"{stray[0]} has no effect without --step; {PROGRAM} inspect --help lists the options")
-        inspect_path(options.path, verify=options.verify, json=options.json)
+        inspect_path(_on_this_machine(options.path), verify=options.verify, json=options.json)
         return
     if options.verify:
         raise InputError("--verify checks files and --step shows samples; use one at a time")
     _prepare_environment(on_cpu=True)
     config = Path(options.config) if options.config else None
-    inspect_step(options.path, options.step, config, rest, full=options.full, json=options.json)
+    inspect_step(_on_this_machine(options.path), options.step, config, rest, full=options.full, json=options.json)
+
+
+def _on_this_machine(path: str) -> str:
+    """The path itself; of a URL, the copy of its checkpoint, which is fetched if it is not there yet."""
+    from megatron_fanformer.checkpoint.remote import fetched, is_url
+    from megatron_fanformer.runtime.device import cache_folder
+
+    if not is_url(path):
+        return path
+    return str(fetched(path, cache_folder(), lambda line: print(f"{PROGRAM}: {line}", file=sys.stderr)))
 
 
 def _ready(*, on_cpu: bool = False) -> None:

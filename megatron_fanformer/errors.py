@@ -1,7 +1,17 @@
 """The errors with their exit codes; every package may raise them, and only `cli` turns them into an exit.
 
-A message is one line of the form `VALUE, RULE; REMEDY`: what was found, the rule that it breaks, what to do.
+A message is one line of the form `VALUE, RULE; REMEDY`: what was found, the rule that it breaks, what to do. It shows
+no credentials: see `redacted`.
 """
+
+import re
+
+_USERINFO = re.compile(r"://([^\s/@]*|[^\s/:@]*:[^\s@]*)@")
+
+
+def redacted(text: str) -> str:
+    """A text without the users and passwords in its URLs."""
+    return _USERINFO.sub("://…@", text)
 
 
 class FanformerError(Exception):

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from megatron_fanformer.checkpoint.remote import is_url, url_problem
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -16,13 +18,21 @@ class CheckpointConfig:
     fully_parallel_save: bool = True
     """Each replica writes and reads a part of a checkpoint, instead of all of it."""
     load: str | None = None
-    """A run's folder or a checkpoint whose weights a new run starts from (step 0, fresh optimizer); has no effect
-    if `run_dir` already has a checkpoint."""
+    """A run's folder or a checkpoint, or the URL of one, whose weights a new run starts from (step 0, fresh optimizer);
+    has no effect if `run_dir` already has a checkpoint."""
+    mirror: str | None = None
+    """The URL of a folder on another store, such as s3://bucket/run, to which each published checkpoint is copied and
+    from which a run whose own folder is lost resumes; null: none (docs/checkpoints-and-conversion.md#another-store)."""
+    mirror_keep: int | None = None
+    """How many of the newest checkpoints to keep there; null: all."""
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
-        return [
+        found = [
             f"checkpoint.{name} is {value}; it must be at least 1, or null"
-            for name in ("save_interval", "keep")
+            for name in ("save_interval", "keep", "mirror_keep")
             if (value := getattr(self, name)) is not None and value < 1
         ]
+        urls = {"mirror": self.mirror, "load": self.load if self.load and is_url(self.load) else None}
+        found += filter(None, (url_problem(f"checkpoint.{name}", url) for name, url in urls.items()))
+        return found

@@ -128,7 +128,7 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
     if manifest.crc32 != _own_sum(manifest.step, manifest.block_bytes, manifest.files):
         raise CorruptError(f"{path} is damaged (its own CRC-32 differs); {REMEDY}")
     for name, file in manifest.files.items():
-        named_here = name and Path(name).name == name and name != MANIFEST
+        named_here = name not in ("", "..", MANIFEST) and Path(name).name == name and "\0" not in name
         blocks = manifest.block_bytes > 0 and -(-max(file.bytes, 1) // manifest.block_bytes)
         if not named_here or file.bytes < 0 or blocks != len(file.crc32):
             raise CorruptError(f"{path} is damaged in what it says of {name!r}; {REMEDY}")
@@ -159,6 +159,33 @@ def check_files(
     with ThreadPoolExecutor(THREADS) as threads:
         for length in threads.map(_check_block, own):
             advance(length)
+
+
+def check_stream(place: str, pieces: Iterable[bytes], file: FileSums, block_bytes: int) -> None:
+    """Compare a file that is read from elsewhere, in pieces of any size, with what its manifest says.
+
+    Args:
+        place: what to call it.
+
+    Raises:
+        CorruptError: it differs.
+    """
+    size, value, sums = 0, 0, list[str]()
+    for piece in pieces:
+        rest = memoryview(piece)
+        while rest:
+            part = rest[: block_bytes - size % block_bytes]
+            value, size, rest = isal_zlib.crc32(part, value), size + len(part), rest[len(part) :]
+            if size % block_bytes == 0:
+                sums.append(f"{value:08x}")
+                value = 0
+    if size % block_bytes or not sums:
+        sums.append(f"{value:08x}")
+    if size != file.bytes:
+        raise CorruptError(f"{place} has {size} bytes, its manifest says {file.bytes}; {REMEDY}")
+    if sums != file.crc32:
+        block = next(number for number, (found, sum) in enumerate(zip(sums, file.crc32, strict=True)) if found != sum)
+        raise CorruptError(f"{place} is damaged after byte {block * block_bytes} (its CRC-32 differs); {REMEDY}")
 
 
 def check_small_files(checkpoint: Path) -> Manifest | None:

@@ -10,7 +10,7 @@ import functools
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,13 +53,21 @@ class CheckpointSaver:
         keep: how many checkpoints to keep; None for all.
         async_save: return from `save` when the state is captured, before it is written.
         fully_parallel: each replica writes a part, instead of the first one writing all.
+        spared: the names of old ones that are in use when one is published, and stay.
     """
 
     def __init__(
-        self, run: Path, grid: RankGrid, *, keep: int | None, async_save: bool = False, fully_parallel: bool = True
+        self,
+        run: Path,
+        grid: RankGrid,
+        *,
+        keep: int | None,
+        async_save: bool = False,
+        fully_parallel: bool = True,
+        spared: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._checkpoints = run / store.CHECKPOINTS
-        self._grid, self._keep, self._async_save = grid, keep, async_save
+        self._grid, self._keep, self._async_save, self._spared = grid, keep, async_save, spared
         self._strategy = megatron_versions.save_strategy(grid.groups.dp_cp if fully_parallel else None)
         self._calls = AsyncCallsQueue(persistent=False)  # a persistent one's writer needs CUDA
         self._unpublished: _Unpublished | None = None
@@ -114,7 +122,7 @@ class CheckpointSaver:
 
         def publish() -> Path:
             arguments = (due.folder, self._checkpoints, due.step, due.config, self._keep, due.attachments)
-            return store.publish_checkpoint(*arguments, in_background=self._async_save)
+            return store.publish_checkpoint(*arguments, in_background=self._async_save, spared=self._spared())
 
         return self._on_main(due.step, publish, unfinished=due.folder)
 

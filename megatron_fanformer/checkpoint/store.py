@@ -4,6 +4,7 @@
     metrics.jsonl, tensorboard/  what was logged
     recovery.jsonl               what was done about damage and bad numbers, if there was any
     run.lock                     who writes into the folder, while somebody does (run_lock.py)
+    loaded/                      what a run starts from, where that was fetched from another store
     checkpoints/step-00000100/   one checkpoint: megatron-core's files, the run's config.yaml, and a manifest
     checkpoints/latest           the name of the newest complete one
     checkpoints/damaged-…/       one that failed its verification and was set aside
@@ -19,7 +20,7 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,14 @@ TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 LOCK = "run.lock"
+LOADED = "loaded"  # a checkpoint that was fetched to start from
 SAVE_REQUEST = "save"  # a file of this name in a run's folder asks the run to save
 VALIDATION_LOSS = "validation_loss"  # in the metrics, the first part of a validation loss's name, before its set's
 # An export's tokenizer.json is the .model rewritten: the original comes first.
 TOKENIZERS = (TOKENIZER_MODEL, TOKENIZER_JSON)
 MEGATRON_METADATA = "metadata.json"  # written last by megatron-core
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,20})")
-_POINTER_BYTES = 100  # of `latest`, more than any name has
+POINTER_BYTES = 100  # of `latest`, more than any name has
 _POINT = "write the name of a complete checkpoint into it"
 
 logger = logging.getLogger(__name__)
@@ -84,11 +86,13 @@ def publish_checkpoint(
     attachments: Sequence[Path] = (),
     *,
     in_background: bool = False,
+    spared: Collection[str] = (),
 ) -> Path:
     """Give a complete checkpoint its name, point `latest` to it, and remove all but the `keep` newest.
 
     Args:
         in_background: remove them in a thread: gigabytes take seconds to free.
+        spared: names of old ones that are in use, and left to a later publication.
 
     Raises:
         OSError: it could not be published. (One that cannot be removed is told in the log, and left.)
@@ -106,12 +110,13 @@ def publish_checkpoint(
     if keep is not None:
         # later steps belong to a run that was rewound: this run neither counts nor removes them
         earlier = [folder for folder in _steps(checkpoints) if folder.name < final.name]
-        out_of_date += [_rename_aside(old) for old in earlier[: max(0, len(earlier) + 1 - keep)]]
-    for old in filter(None, out_of_date):
+        old = [folder for folder in earlier[: max(0, len(earlier) + 1 - keep)] if folder.name not in spared]
+        out_of_date += map(_rename_aside, old)
+    for folder in filter(None, out_of_date):
         if in_background:
-            threading.Thread(target=remove, args=(old,)).start()
+            threading.Thread(target=remove, args=(folder,)).start()
         else:
-            remove(old)
+            remove(folder)
     return final
 
 
@@ -175,6 +180,11 @@ def complete_checkpoints(run: Path) -> list[Path]:
     return [folder for folder in _steps(run / CHECKPOINTS) if is_checkpoint(folder)]
 
 
+def newest_step(run: Path) -> int:
+    """The step of the newest checkpoint in a run's folder, complete or not; −1 where there is none."""
+    return max((step_of(folder) or 0 for folder in _steps(run / CHECKPOINTS)), default=-1)
+
+
 def _steps(checkpoints: Path) -> list[Path]:
     return sorted(path for path in checkpoints.glob("step-*") if step_of(path) is not None and path.is_dir())
 
@@ -228,7 +238,7 @@ def _named_by(pointer: Path) -> Path:
         if not pointer.is_file():
             raise CorruptError(f"{pointer} is {'not a file' if os.path.lexists(pointer) else 'missing'}; {_POINT}")
         with pointer.open("rb") as stream:
-            name = stream.read(_POINTER_BYTES).decode("utf-8").strip()
+            name = stream.read(POINTER_BYTES).decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise CorruptError(f"{pointer} cannot be read ({error}); {_POINT}") from None
     checkpoint = pointer.parent / name

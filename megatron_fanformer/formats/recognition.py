@@ -101,22 +101,20 @@ def find_checkpoint(path: str | Path) -> Path:
     return checkpoint_of(recognise(path, OURS))
 
 
-def checkpoints_to_resume(run: Path) -> list[Path]:
-    """The checkpoints that a run may go on from, the first one if it is sound; none: the run starts there.
+def refuse_other_kinds(run: Path) -> None:
+    """Refuse a folder to train in that is not a run's: a run would overwrite its configuration.
 
     Raises:
-        InputError: the folder is not a run's: a run would overwrite its configuration.
-        CorruptError: there is something of a checkpoint in it, but no complete one.
+        InputError: it is one checkpoint, or a model in another form.
     """
-    if (found := store.checkpoints_to_resume(run)) or not run.is_dir():
-        return found
+    if store.newest_step(run) >= 0 or not run.is_dir():
+        return
     kind: Kind | None = "checkpoint" if store.is_checkpoint(run) else _kind_of_model(run, [])
     if kind is not None and kind != "run":
         raise InputError(
             f"{run} is {DESCRIPTIONS[kind]}, whose configuration a run would overwrite; name a run's folder, or a new "
             "one"
         )
-    return []
 
 
 def prefix_of(path: str) -> str:

@@ -63,6 +63,11 @@ def torch_device(kind: DeviceKind) -> "torch.device":
     return torch.device(torch.cuda.current_device() if kind == "cuda" else "cpu")
 
 
+def cache_folder() -> Path:
+    """Where this user's programs keep what they can fetch again: the XDG base directories' cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron-fanformer"
+
+
 def hide_gpus() -> None:
     """Make this process and its children see no GPU; must be called before torch looks for one."""
     os.environ[VISIBLE_GPUS] = ""

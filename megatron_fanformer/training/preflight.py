@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.manifest import check_small_files
+from megatron_fanformer.checkpoint.mirror import fetch_newer
+from megatron_fanformer.checkpoint.remote import fetched, is_url
 from megatron_fanformer.data.identity import DataIdentity, identify_data, identity_from_plain, resumed_identity
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.formats.recognition import checkpoints_to_resume, find_checkpoint
+from megatron_fanformer.formats.recognition import find_checkpoint, refuse_other_kinds
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.machine_rules import machine_problems
@@ -65,6 +67,8 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
             found.append(str(error))
     found += config.problems(data_parallel_size)
     found += _tokenizer_problems(config)
+    if found and (config.checkpoint.mirror or is_url(config.checkpoint.load or "")):
+        raise InputError("\n".join(found))  # nothing is fetched for a run that cannot start
     try:
         resuming, loaded = _starting_points(config)
     except InputError as error:
@@ -163,13 +167,19 @@ def _starting_points(config: RunConfig) -> tuple[_Resuming, Path | None]:
     if run.exists() and not run.is_dir():
         raise InputError(f"training.run_dir {run} is a file; name a folder")
     try:
-        resuming = _resuming(checkpoints_to_resume(run), config.recovery)
+        refuse_other_kinds(run)
     except InputError as error:
         raise InputError(f"training.run_dir: {error}") from None
+    if config.checkpoint.mirror is not None:
+        fetch_newer(config.checkpoint.mirror, run)
+    resuming = _resuming(store.checkpoints_to_resume(run), config.recovery)
     if resuming.checkpoint or not config.checkpoint.load:
         return resuming, None
     try:
-        return resuming, find_checkpoint(config.checkpoint.load)
+        load: str | Path = config.checkpoint.load
+        if is_url(load):  # into the run's folder, which all of its machines see
+            load = fetched(str(load), run / store.LOADED, logger.info)
+        return resuming, find_checkpoint(load)
     except InputError as error:
         raise InputError(f"checkpoint.load: {error}") from None
 

@@ -23,12 +23,13 @@ from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.training.metrics import metrics_entry
 from megatron_fanformer.training.recovery_config import RecoveryConfig
 
-Event = Literal["earlier_checkpoint", "computed_again", "skipped", "rewound"]
+Event = Literal["earlier_checkpoint", "computed_again", "skipped", "rewound", "not_mirrored"]
 TOTALS: dict[str, str] = {
     "earlier_checkpoint": "recovery/damaged_checkpoints",
     "computed_again": "recovery/recomputed_steps",
     "skipped": "recovery/skipped_steps",
     "rewound": "recovery/rewinds",
+    "not_mirrored": "recovery/failed_mirror_copies",
 }
 """By event: the number in a step's metrics that counts it over the whole run."""
 

@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.mirror import Mirror
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.training_state import load_training_state, load_weights
 from megatron_fanformer.data.tokenizer import tokenizer_file
@@ -52,6 +53,7 @@ from megatron_fanformer.training.step import (
 from megatron_fanformer.training.stragglers import Stragglers
 
 GARBAGE_INTERVAL = 100  # steps
+STOPPED_MIRROR_SECONDS = 60.0  # after a signal to stop, whose sender may not wait: the next start copies what is left
 
 Stopping = Literal["signal", "exit_interval", "exit_duration_in_mins"]
 
@@ -100,13 +102,14 @@ class Trainer:
             DivergenceError: the loss or the gradient norm is not finite.
         """
         with signals_to(self._rank_asked.hear), _garbage_collected_by_hand():
-            while not self._is_over:
+            stopping: Stopping | None = None
+            while not (stopping or self._is_over):
                 stopping = self.take_step()
-                if stopping == "signal":
-                    raise Interrupted(f"stopped after step {self.step}, saved; run the same command to continue")
-                if stopping:
-                    logger.info("step %d  ended and saved, as training.%s asks", self.step, stopping)
-                    return
+            self._finish_mirror(stopping)
+            if stopping == "signal":
+                raise Interrupted(f"stopped after step {self.step}, saved; run the same command to continue")
+            if stopping:
+                logger.info("step %d  ended and saved, as training.%s asks", self.step, stopping)
 
     def take_step(self) -> Stopping | None:
         """Train one step and do all that is due after it; returns why to end now, or None."""
@@ -122,6 +125,7 @@ class Trainer:
         if self._save_if_due(force=stopping is not None or self._asked.save):
             stopping = stopping or self._shall_stop()
         self._publish_if_written(blocking=stopping is not None or self._is_over)
+        self._mirror.hear()
         if self.step % GARBAGE_INTERVAL == 0:
             gc.collect()
         return stopping
@@ -129,6 +133,7 @@ class Trainer:
     def close(self) -> None:
         """Close logs and progress, free the model; after an error, abort the writing of a checkpoint."""
         self._saver.close()
+        self._mirror.close()
         release(self._wrapped)
         if self.grid.is_main:
             self._progress.close()
@@ -284,6 +289,15 @@ class Trainer:
             self._bad_steps.note_saved()
             logger.info("step %d  saved %s", self.step, folder)  # possibly of an earlier step
             self._rank_asked.end_save()
+            self._mirror.offer(folder)
+
+    def _finish_mirror(self, stopping: Stopping | None) -> None:
+        if self.config.checkpoint.mirror is None:
+            return
+        heartbeat.tell("waiting for the mirror", in_step=False)
+        was_stopped = stopping == "signal"
+        seconds = STOPPED_MIRROR_SECONDS if was_stopped else float("inf")
+        on_main(lambda: self._mirror.finish(lambda: not was_stopped and self._rank_asked.now().stop, seconds))
 
     def _ask_again(self) -> None:
         """What came during an evaluation or a save is not to wait for another step; what is agreed on stays so."""
@@ -346,6 +360,12 @@ class Trainer:
             keep=config.checkpoint.keep,
             async_save=config.checkpoint.async_save,
             fully_parallel=config.checkpoint.fully_parallel_save,
+            spared=lambda: self._mirror.spared,
+        )
+        self._mirror = Mirror(
+            config.checkpoint.mirror if grid.is_main else None,
+            keep=config.checkpoint.mirror_keep,
+            note_failure=lambda name, why: self._events.add("not_mirrored", self.step, checkpoint=name, reason=why),
         )
         self._shape = StepShape(
             num_micro_batches=config.num_micro_batches(grid.data_parallel_size),
@@ -377,6 +397,7 @@ class Trainer:
         )
         if self._start.resumed is not None:
             self._resume([self._start.resumed, *self._start.earlier], list(self._start.damaged))
+            self._mirror.offer(self.run / store.CHECKPOINTS / store.checkpoint_name(self.step))
 
     def _resume(self, candidates: list[Path], damaged: list[tuple[Path, CorruptError]] | None = None) -> None:
         """Go on from the first of some checkpoints that is not damaged; those that are, are set aside.

@@ -118,10 +118,11 @@ def killed_to_the_end(config: RunConfig, ranks: int, generator: random.Random, s
     while done < kills and not run_once(config, ranks, generator.uniform(0, seconds)):
         done += 1
     run_once(config, ranks, None)
-    return _outcome(Path(config.training.run_dir), done)
+    return outcome_of(Path(config.training.run_dir), done)
 
 
-def _outcome(run: Path, kills: int) -> Outcome:
+def outcome_of(run: Path, kills: int) -> Outcome:
+    """How the run in a folder ended, whose checkpoints are all found sound."""
     for checkpoint in store.complete_checkpoints(run):
         check_stored(checkpoint)
     last = store.latest_checkpoint(run)
@@ -169,7 +170,7 @@ def campaign(layout: str, *, async_save: bool, kills: int, seed: int, folder: Pa
     shutil.rmtree(straight.training.run_dir)
     run_once(straight, ranks, None)  # again, for the time, and to show that it ends the same
     seconds = time.monotonic() - started
-    expected = _outcome(Path(straight.training.run_dir), 0)
+    expected = outcome_of(Path(straight.training.run_dir), 0)
     generator, done, runs = random.Random(seed), 0, 0
     while done < kills:
         config = configuration(f"killed-{runs}")

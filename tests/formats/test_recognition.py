@@ -21,9 +21,9 @@ from megatron_fanformer.formats.recognition import (
     RUNNABLE,
     Kind,
     checkpoint_of,
-    checkpoints_to_resume,
     find_checkpoint,
     recognise,
+    refuse_other_kinds,
 )
 from megatron_fanformer.hf import FANformerConfig
 from tests.conftest import REFERENCE
@@ -64,18 +64,18 @@ def test_the_checkpoint_of_a_run_is_its_latest(tmp_path: Path) -> None:
     checkpoint = run / store.CHECKPOINTS / STEP
     for path in (run, run / store.CHECKPOINTS, checkpoint):
         assert checkpoint_of(recognise(path)) == find_checkpoint(path) == checkpoint
-    assert checkpoints_to_resume(run) == [checkpoint]
+    assert store.checkpoints_to_resume(run) == [checkpoint]
     (run / store.CHECKPOINTS / store.LATEST).write_text("step-00000009")
     with pytest.raises(CorruptError, match="latest names 'step-00000009'"):
         find_checkpoint(run)
-    assert checkpoints_to_resume(run) == [checkpoint]
+    assert store.checkpoints_to_resume(run) == [checkpoint]
 
 
 def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / store.CONFIG).write_text("training: {}\nmodel: {}\n")
     assert recognise(tmp_path / "run").kind == "run"
-    assert checkpoints_to_resume(tmp_path / "run") == []
+    refuse_other_kinds(tmp_path / "run")  # it may become one
     with pytest.raises(InputError, match="is a run's folder without a checkpoint yet"):
         find_checkpoint(tmp_path / "run")
 
