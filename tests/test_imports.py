@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "generation",
         "hf",
     ),
-    "cli": (
+    "verbs": (
         "runtime",
         "data",
         "model",
@@ -61,6 +61,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "inspection",
         "demo",
     ),
+    "cli": ("verbs", "runtime.device"),
     "__main__": ("cli",),
     "errors": (),
     "configuration": ("errors",),

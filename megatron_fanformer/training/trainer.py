@@ -88,7 +88,9 @@ class Trainer:
         self._rank_asked = AskedRank(self.run / store.SAVE_REQUEST, minutes) if grid.is_main else AskedRank()
         self._asked = Requests()  # of any rank, at the end of the current step
         seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
-        self._stragglers = self._straggler_measurement()
+        # The collectives of a CUDA graph are called when it is captured, and never again.
+        interval = config.logging.straggler_interval if config.kernels.cuda_graph_impl == "none" else None
+        self._stragglers = Stragglers(grid, interval=interval, factor=config.logging.straggler_factor)
         self._build()
         self._start_or_resume()
         self._load_data()
@@ -320,13 +322,6 @@ class Trainer:
         return "exit_interval" if interval is not None and self.step % interval == 0 else None
 
     # -- the start
-
-    def _straggler_measurement(self) -> Stragglers:
-        logging_config = self.config.logging
-        # The collectives of a CUDA graph are called when it is captured, and never again.
-        is_seen = self.config.kernels.cuda_graph_impl == "none"
-        interval = logging_config.straggler_interval if is_seen else None
-        return Stragglers(self.grid, interval=interval, factor=logging_config.straggler_factor)
 
     def _build(self) -> None:
         config, grid = self.config, self.grid

@@ -1,0 +1,416 @@
+"""What each verb takes on the command line, and the one function that it calls.
+
+Each verb imports what it needs when it runs: torch and megatron-core take seconds, and so would every worker process
+that imports `__main__` again. Errors in a configuration are reported before they are imported.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.processes import ended_by_stop_signals
+from megatron_fanformer.sizing.options import add_options
+
+PROGRAM = "megatron-fanformer"
+TAKES_OVERRIDES = ("train", "parity", "plan", "inspect", "config")  # --section.field VALUE
+
+
+# -- demo
+
+
+def _demo_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", default="runs/demo", help="folder for everything that it makes")
+
+
+def _demo(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+    _ready(on_cpu=True)
+    from megatron_fanformer.demo.demo import run_demo
+
+    run_demo(Path(options.output))
+
+
+# -- prepare
+
+
+def _prepare_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="files (.jsonl, .json, .ndjson, also .gz or .zst; .parquet), folders, glob patterns, @LIST files",
+    )
+    add(
+        "--output",
+        required=True,
+        metavar="PREFIX",
+        help="PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json",
+    )
+    add("--tokenizer", required=True, help="sentencepiece .model, Hugging Face tokenizer.json, or a folder")
+    add("--workers", type=int, help="worker processes (all cores); they do not change the output")
+    add("--text-field", default="text", help="the field (the column) that is a document's text (text)")
+    add("--eod-id", type=int, help="the id that ends a document (the tokenizer's end of text)")
+    add("--format", default="megatron", help="megatron: .bin and .idx; npy: headerless .npy (megatron)")
+    add("--part-size", type=_size, metavar="SIZE", help="parts of about SIZE bytes of tokens, e.g. 500M, 10G (one)")
+    add("--min-length", type=int, default=0, metavar="N", help="leave out documents with fewer characters")
+    add("--max-length", type=int, metavar="N", help="leave out documents with more characters")
+    add("--source", action="append", metavar="NAME", help="keep only this value of the field source; may be repeated")
+    add("--no-ledger", action="store_true", help="do not write PREFIX.ledger.parquet")
+    add("--backend", default="auto", help="auto, gigatoken, tokenizers, sentencepiece: the ids are the same (auto)")
+    add("--from-npy", action="store_true", help="the inputs are headerless .npy token files")
+    add("--npy-dtype", default="uint16", help="with --from-npy: the type of the tokens in them (uint16)")
+    add("--strict", action="store_true", help="stop at the first line that is not a document")
+
+
+def _size(text: str) -> int:
+    """A number of bytes: digits, then K, M, G or T for powers of 1000."""
+    factors = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+    digits = text[:-1] if text[-1:].upper() in factors else text
+    if not digits.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, such as 500M or 10G")
+    return int(digits) * factors.get(text[-1:].upper(), 1)
+
+
+def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.preparation.prepare import PrepareConfig, available_cores, prepare
+    from megatron_fanformer.preparation.progress import progress_line
+    from megatron_fanformer.runtime.device import quieten_libraries
+
+    quieten_libraries()
+    config = PrepareConfig(
+        inputs=tuple(options.inputs),
+        output=options.output,
+        tokenizer=options.tokenizer,
+        text_field=options.text_field,
+        eod_id=options.eod_id,
+        format=options.format,
+        part_bytes=options.part_size,
+        min_length=options.min_length,
+        max_length=options.max_length,
+        sources=None if options.source is None else tuple(options.source),
+        ledger=not options.no_ledger,
+        npy_dtype=options.npy_dtype if options.from_npy else None,
+        backend=options.backend,
+        workers=available_cores() if options.workers is None else options.workers,
+        strict=options.strict,
+    )
+    with progress_line("preparing") as show:
+        report = prepare(config, show)
+    print("\n".join(report.lines()))
+
+
+# -- train
+
+
+def _config_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, help="configuration file (YAML)")
+    parser.epilog = (
+        "Any field of the configuration can be set as --section.field VALUE, e.g. --training.train_iters 100. "
+        f"`{PROGRAM} config` lists every field."
+    )
+
+
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    _config_option(parser)
+    parser.add_argument("--log-file", type=Path, metavar="PATH", help="log file; for several ranks, PATH and the rank")
+
+
+def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> None:
+    from megatron_fanformer.runtime.heartbeat import tell_stopped
+    from megatron_fanformer.runtime.launch import end_with_launcher, report_failure
+
+    with ended_by_stop_signals(tell_stopped):  # from before what takes seconds to import
+        end_with_launcher()
+        _prepare_environment()
+        from megatron_fanformer.runtime.device import rank_address
+        from megatron_fanformer.training.start import run_rank, start_run
+
+        address = rank_address()
+        if address is None:
+            start_run(Path(options.config), rest, arguments, options.log_file)
+            return
+        with report_failure():
+            run_rank(Path(options.config), rest, address, options.log_file)
+
+
+# -- config
+
+
+def _config_verb_options(parser: argparse.ArgumentParser) -> None:
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--schema", action="store_true", help="print the JSON schema of configuration files")
+    shown.add_argument(
+        "--resolved", action="store_true", help="print all of --config, with presets and overrides, as YAML"
+    )
+    parser.add_argument("--config", metavar="FILE", help="with --resolved: configuration file (YAML)")
+    parser.epilog = "With --resolved, fields of the configuration can be set as --section.field VALUE."
+
+
+def _config(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.training.config_reference import field_list, resolved_text, schema_text
+
+    stray = [*rest, *(["--config"] if options.config else [])]
+    if stray and not options.resolved:
+        raise InputError(f"{stray[0]} has no effect without --resolved; {PROGRAM} config --help lists the options")
+    if options.resolved and not options.config:
+        raise InputError("--resolved needs --config FILE; name a configuration file")
+    if options.resolved:
+        print(resolved_text(Path(options.config), rest))
+    else:
+        print(schema_text() if options.schema else field_list())
+
+
+# -- check-node
+
+
+def _check_node_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--folder", type=Path, help="of the file system that all nodes share, such as the run's; is written to")
+    add("--minimum-bandwidth", type=float, metavar="GB/S", help="between two nodes (half of the nodes' median)")
+    add("--tolerance", type=float, default=0.85, help="the least share of the median that a rate may be (0.85)")
+    add("--gpus", type=int, metavar="N", help="GPUs that a node must show (as many as most nodes)")
+    add("--time-limit", type=float, default=180.0, metavar="SECONDS", help="for a node to answer in (180)")
+    add("--output", type=Path, metavar="FILE", help="write the names of the healthy nodes, one a line")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _check_node(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.nodes.check import CheckConfig, check_nodes
+
+    _prepare_environment()
+    check_nodes(CheckConfig(**{field.name: getattr(options, field.name) for field in fields(CheckConfig)}))
+
+
+# -- parity
+
+
+def _parity_options(parser: argparse.ArgumentParser) -> None:
+    _config_option(parser)
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        default=(),
+        metavar="LAYOUT",
+        help='such as tp=2,sp=true or "dp=2,distributed_optimizer=true,cp=2" (the configuration\'s own)',
+    )
+    parser.add_argument("--steps", type=int, default=20, help="steps to train (20)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of weights and activations (fp32)")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="what to run on (auto)")
+    parser.add_argument(
+        "--transformer-impl",
+        choices=("auto", "local", "transformer_engine"),
+        default="auto",
+        help="layers of megatron-core and torch, or Transformer Engine's (auto: the latter if they import)",
+    )
+    parser.add_argument("--communication", action="store_true", help="count the bytes that a step's collectives move")
+    parser.add_argument("--report", metavar="FILE", help="write everything as JSON")
+
+
+def _parity(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
+    _prepare_environment()
+    from megatron_fanformer.parity.command import parity
+
+    parity(
+        Path(options.config),
+        rest,
+        report=Path(options.report) if options.report else None,
+        layouts=tuple(options.layouts),
+        steps=options.steps,
+        dtype=options.dtype,
+        communication=options.communication,
+        device=options.device,
+        transformer_impl=options.transformer_impl,
+    )
+
+
+# -- plan
+
+
+def _plan_options(parser: argparse.ArgumentParser) -> None:
+    _config_option(parser)
+    add_options(parser)
+
+
+def _plan(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.sizing.command import plan
+
+    plan(options, rest)
+
+
+# -- generate
+
+
+def _generate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint", help="a run's folder, one checkpoint, the URL of one, or an exported Hugging Face folder"
+    )
+    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="at most this many (64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (0)")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all (0)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the most likely tokens with this total probability (1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (0)")
+    parser.add_argument("--tokenizer", help="instead of the checkpoint's own")
+
+
+def _generate(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.formats.recognition import RUNNABLE, recognise
+
+    options.checkpoint = _on_this_machine(options.checkpoint)
+    recognise(options.checkpoint, RUNNABLE)  # anything else is reported before torch is imported
+    _ready()
+    from megatron_fanformer.generation.generate import GenerateConfig, generate
+
+    config = GenerateConfig(
+        checkpoint=options.checkpoint,
+        prompt=options.prompt,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        tokenizer=options.tokenizer,
+    )
+    print(options.prompt + generate(config).text)
+
+
+# -- convert
+
+
+def _convert_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", help="a checkpoint of ours or its URL, a reference checkpoint or a Hugging Face folder"
+    )
+    parser.add_argument("destination", help="a folder that does not exist yet")
+    parser.add_argument("--to", required=True, choices=("megatron", "hf", "reference"))
+    parser.add_argument("--tokenizer", help="tokenizer to put beside the weights, where the source has none")
+    parser.add_argument("--eod-id", type=int, help="the id that ends a document (the tokenizer's end of text)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the written weights (the source's own)")
+    parser.add_argument(
+        "--padded-vocab-size",
+        type=int,
+        metavar="N",
+        help="rows of the embedding (the source's own; for hf the token ids alone)",
+    )
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a Hugging Face folder (5GB)")
+    parser.add_argument("--no-verify", action="store_true", help="publish without checking the result")
+    parser.add_argument("--report", metavar="FILE", help="write the receipt as JSON, with hashes of the files")
+
+
+def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.formats.recognition import MODELS, recognise
+
+    options.source = _on_this_machine(options.source)
+    recognise(options.source, MODELS)  # anything else is reported before torch is imported
+    _ready(on_cpu=True)
+    from megatron_fanformer.formats.convert import convert_checkpoint
+
+    done = convert_checkpoint(
+        Path(options.source),
+        Path(options.destination),
+        to=options.to,
+        tokenizer=Path(options.tokenizer) if options.tokenizer else None,
+        eod_id=options.eod_id,
+        dtype=options.dtype,
+        padded_vocab_size=options.padded_vocab_size,
+        max_shard_size=options.max_shard_size,
+        verified=not options.no_verify,
+        receipt=Path(options.report) if options.report else None,
+    )
+    print("\n".join([f"wrote {options.destination}", *done.notes]))
+
+
+# -- inspect
+
+
+def _inspect_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="token files (a prefix, one of them, a blend file, a folder), a run or a checkpoint or the URL of one, an "
+        "exported folder",
+    )
+    parser.add_argument("--verify", action="store_true", help="check that all of it is present and undamaged")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--step", type=int, help="show the samples of this training step, of a run or of --config")
+    parser.add_argument("--config", metavar="FILE", help="with --step: the configuration that trains on PATH")
+    parser.add_argument("--full", action="store_true", help="with --step: whole texts")
+    parser.epilog = "With --step, fields of the configuration can be set as --section.field VALUE, after PATH."
+
+
+def _inspect(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.inspection.command import inspect_path, inspect_step
+
+    if options.step is None:
+        stray = [*rest, *(f"--{name}" for name in ("config", "full") if getattr(options, name))]
+        if stray:
+            raise InputError(f"{stray[0]} has no effect without --step; {PROGRAM} inspect --help lists the options")
+        inspect_path(_on_this_machine(options.path), verify=options.verify, json=options.json)
+        return
+    if options.verify:
+        raise InputError("--verify checks files and --step shows samples; use one at a time")
+    _prepare_environment(on_cpu=True)
+    config = Path(options.config) if options.config else None
+    inspect_step(_on_this_machine(options.path), options.step, config, rest, full=options.full, json=options.json)
+
+
+def _on_this_machine(path: str) -> str:
+    """The path itself; of a URL, the copy of its checkpoint, which is fetched if it is not there yet."""
+    from megatron_fanformer.checkpoint.remote import fetched, is_url
+    from megatron_fanformer.runtime.device import cache_folder
+
+    if not is_url(path):
+        return path
+    return str(fetched(path, cache_folder(), lambda line: print(f"{PROGRAM}: {line}", file=sys.stderr)))
+
+
+def _ready(*, on_cpu: bool = False) -> None:
+    """Before the first import of megatron-core: quiet it, and adapt it to a machine without CUDA.
+
+    `on_cpu` is for what runs on the CPU on every machine.
+    """
+    _prepare_environment(on_cpu=on_cpu)
+    from megatron_fanformer.runtime import megatron_cpu
+
+    megatron_cpu.install()
+
+
+def _prepare_environment(*, on_cpu: bool = False) -> None:
+    """Set what libraries read when they are imported; imports none of them itself."""
+    from megatron_fanformer.runtime.device import hide_gpus, keep_launch_order, quieten_libraries, use_huge_pages
+
+    if on_cpu:
+        hide_gpus()
+    quieten_libraries()
+    use_huge_pages()
+    keep_launch_order()
+
+
+_Describe = Callable[[argparse.ArgumentParser], None]
+_Run = Callable[[argparse.Namespace, list[str], list[str]], None]
+
+VERBS: dict[str, tuple[_Describe, _Run, str]] = {
+    "demo": (_demo_options, _demo, "From text to a trained FANformer, on this machine, in minutes."),
+    "prepare": (_prepare_options, _prepare, "Turn documents into token files."),
+    "train": (_train_options, _train, "Train, or continue a run."),
+    "check-node": (_check_node_options, _check_node, "Check the nodes that a run is about to start on."),
+    "config": (
+        _config_verb_options,
+        _config,
+        "List the configuration's fields; print its JSON schema or a resolved configuration.",
+    ),
+    "parity": (_parity_options, _parity, "Show that parallel layouts train the same model as one process."),
+    "plan": (_plan_options, _plan, "Say what a run costs on many GPUs, whether it fits, and find its fastest layout."),
+    "generate": (_generate_options, _generate, "Continue a prompt."),
+    "inspect": (
+        _inspect_options,
+        _inspect,
+        "Describe or verify data, a checkpoint or an export; show the samples of a step.",
+    ),
+    "convert": (_convert_options, _convert, "Convert between our checkpoints, Hugging Face and the reference."),
+}
