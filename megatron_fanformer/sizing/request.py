@@ -6,11 +6,10 @@ from pathlib import Path
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.planning.machines import Machine, known_machines, load_machine
-from megatron_fanformer.sizing.candidates import laid_out
+from megatron_fanformer.sizing.candidates import laid_out, layout_name
 from megatron_fanformer.sizing.estimate import for_machine
 from megatron_fanformer.sizing.options import ALL_STAGES
 from megatron_fanformer.training.config import RunConfig, load_config
-from megatron_fanformer.training.layouts import own_layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,7 @@ def read_request(
     # A known machine is a GPU, whatever this one is; a file may also describe the CPUs that a configuration asks for.
     on_cpu = config.runtime.device == "cpu" and machine not in known_machines().values()
     if not named and not search:
-        named = [(own_layout(config.parallel, config.kernels)[0], config)]
+        named = [(layout_name(config, config), config)]
     config = for_machine(config, machine, on_cpu=on_cpu)
     for number_format in (config.precision.dtype, *(["fp8"] if config.precision.fp8 else [])):
         machine.flops_per_second(number_format)  # refused if it has none
