@@ -148,7 +148,7 @@ def _before_attention(shapes: LayerShapes) -> Iterator[Operation]:
     second_copy = shapes.stream if _recomputes_input_norm(shapes) else 0  # beside the one that the map reads
     yield Operation(
         "input norm",
-        saved=shapes.stream + shapes.statistics(),
+        saved=shapes.stream + (0 if second_copy else shapes.statistics()),
         backward=shapes.stream + norm_backward(shapes),
         freed=second_copy,
     )
@@ -356,7 +356,11 @@ def _mlp(shapes: LayerShapes) -> list[Operation]:
         backward=gradients + shapes.weight_gradient(shapes.hidden, inner) + gradient_copies_2,
     )
     if parallel.recomputes("layernorm") and not shapes.is_engine:  # held twice again
-        norm, first, second = norm._replace(freed=stream), _made_again(first), second._replace(remade=2 * stream)
+        norm, first, second = (
+            norm._replace(saved=stream, freed=stream),
+            _made_again(first),
+            second._replace(remade=2 * stream),
+        )
     if parallel.recomputes("mlp"):
         remade = second.remade + swiglu.saved + second.saved + stream  # with what the MLP makes
         if shapes.is_engine:
