@@ -250,7 +250,7 @@ class Heartbeat:
         for seen in self._late(after).values():
             end = seen.beat.end
             if end is not None and end[0]:
-                error = FanformerError(end[1])
+                error = PeerFailed(end[1])  # which names the rank
                 error.exit_code = end[0]
                 # Of all ranks that a signal reached, rank 0 alone tells the user of it.
                 error.is_told_elsewhere = self._rank != MAIN_RANK or end[0] != Interrupted.exit_code
