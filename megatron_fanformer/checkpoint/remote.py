@@ -421,7 +421,7 @@ def asked(url: str, function: Callable[[RemoteRun], Result]) -> Result:
         InputError: there is no driver for the URL, nothing of its name, or no right to use it.
         FanformerError: the store cannot be reached.
     """
-    shown = redacted(url)
+    shown = redacted(url).rstrip("/")
 
     def tell(attempt: int, reason: str) -> None:
         logger.warning("%s, attempt %d: %s", shown, attempt, reason)
