@@ -120,10 +120,19 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
     """
     path = checkpoint / MANIFEST
     try:
-        manifest = msgspec.json.decode(regular_file(path).read_bytes(), type=Manifest)
+        content = regular_file(path).read_bytes()
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CorruptError(f"{path} cannot be read ({error}); {REMEDY}") from error
+    return manifest_from(content, path)
+
+
+def manifest_from(content: bytes, path: Path) -> Manifest:
+    """A manifest from its file's content; raises like `read_manifest`, and calls the file by its path."""
+    try:
+        manifest = msgspec.json.decode(content, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptError(f"{path} cannot be read ({error}); {REMEDY}") from error
     if manifest.crc32 != _own_sum(manifest.step, manifest.block_bytes, manifest.files):
         raise CorruptError(f"{path} is damaged (its own CRC-32 differs); {REMEDY}")

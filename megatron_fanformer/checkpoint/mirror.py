@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.remote import RemoteRun, asked, reason_of, with_attempts
-from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.checkpoint.manifest import FileSums
+from megatron_fanformer.checkpoint.remote import RemoteRun, asked, reason_of, told_as_local, with_attempts
+from megatron_fanformer.durable_files import publish, write_atomically
 from megatron_fanformer.errors import CorruptError, FanformerError, redacted
-from megatron_fanformer.processes import SAVE_SIGNAL, STOP_SIGNALS, end_with_owner
+from megatron_fanformer.processes import SAVE_SIGNAL, STOP_SIGNALS, end_with_owner, signals_held
 
 STALLED_SECONDS = 600.0
 """Without a part sent or read back: longer than drivers wait for an answer."""
@@ -76,8 +77,9 @@ def _copy(url: str, keep: int | None, checkpoint: Path, connection: Connection) 
     def failed(attempt: int, reason: str) -> None:
         connection.send(Told("failed", checkpoint.name, reason=reason, attempt=attempt))
 
+    verified = dict[str, FileSums]()
     try:
-        with_attempts(lambda: RemoteRun(url).copy(checkpoint, keep=keep, advance=advance), failed)
+        with_attempts(lambda: RemoteRun(url).copy(checkpoint, keep=keep, advance=advance, verified=verified), failed)
     except FanformerError as error:
         connection.send(Told("given up", checkpoint.name, reason=str(error)))
     except Exception as error:
@@ -163,15 +165,30 @@ class Mirror:
     def _start_next(self) -> None:
         if self._copying is not None or self._waiting is None or self._url is None:
             return
-        if self._connection is None:
-            context = multiprocessing.get_context("spawn")  # a fork would have the locks of threads that it has not
-            self._connection, theirs = context.Pipe()
-            self._process = context.Process(target=run_copies, args=(self._url, self._keep, theirs), daemon=True)
-            self._process.start()
-            theirs.close()
-        self._copying, self._waiting, self._alive = self._waiting, None, time.monotonic()
+        self._copying, self._waiting = self._waiting, None
+        try:
+            connection = self._connection or self._start_process(self._url)
+        except OSError as error:
+            self._note(self._ended(f"no process can be started ({error.strerror})"))
+            return
+        self._alive = time.monotonic()
         with suppress(OSError):  # the process has ended, as its connection will say
-            self._connection.send(self._copying)
+            connection.send(self._copying)
+
+    def _start_process(self, url: str) -> Connection:
+        context = multiprocessing.get_context("spawn")  # a fork would have the locks of threads that it has not
+        ours, theirs = context.Pipe()
+        try:
+            process = context.Process(target=run_copies, args=(url, self._keep, theirs), daemon=True)
+            with signals_held():  # until it ignores them
+                process.start()
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._connection, self._process = ours, process
+        return ours
 
     def _received(self, connection: Connection) -> Told:
         try:
@@ -191,6 +208,8 @@ class Mirror:
         if told.what == "copied":
             self._copied = told.name
             logger.info("copied %s to %s in %.1f s", told.name, self._shown, told.seconds)
+        elif not told.name:
+            logger.warning("%s: %s while it had nothing to copy", self._shown, told.reason)
         else:
             how = f"attempt {told.attempt}" if told.what == "failed" else "given up until the next one"
             logger.warning("%s is not copied to %s (%s): %s", told.name, self._shown, how, told.reason)
@@ -202,45 +221,75 @@ class Mirror:
 # -- a run that starts
 
 
-def fetch_newer(url: str, run: Path) -> None:
-    """Fetch the newest sound checkpoint of a mirror into a run's folder, if it is newer than all that are there.
+def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
+    """Fetch the newest sound checkpoint of a mirror into a run's folder, if it is newer than the sound ones there.
+
+    One there of the same step, which is damaged, is set aside.
+
+    Args:
+        use_earlier: whether one may be fetched that is earlier than a damaged one in the folder.
 
     Raises:
-        CorruptError: the folder has none, and none of the mirror's is sound.
-        FanformerError: the folder has none, and the store cannot be used.
+        CorruptError: the folder has no sound one, and none of the mirror's is sound.
+        FanformerError: the folder has no sound one, and the store cannot be used.
     """
-    remote, here = RemoteRun(url), store.newest_step(run)
+    sound, newest = store.newest_sound_step(run), store.newest_step(run)
+    least = sound + 1 if use_earlier or sound == newest else newest
+
+    def fetch(remote: RemoteRun) -> Path | None:
+        fetched = _fetch_newest(remote, run, least)
+        if fetched is None and sound < 0:
+            remote.make_ready()  # better to find now than after the first save that it cannot be written
+        return fetched
+
     try:
-        fetched = asked(remote, lambda: _fetch_newest(remote, run, here))
+        fetched = asked(url, fetch)
     except FanformerError as error:
-        if here < 0:
+        if sound < 0:
             raise
         logger.warning("%s; going on with what is in %s", error, run)
         return
     if fetched is not None:
-        logger.info("fetched %s of %s, which is newer than what is in %s", fetched.name, remote.url, run)
+        logger.info("fetched %s of %s, which is newer than what is in %s", fetched.name, redacted(url), run)
 
 
-def _fetch_newest(remote: RemoteRun, run: Path, here: int) -> Path | None:
+def _fetch_newest(remote: RemoteRun, run: Path, least: int) -> Path | None:
+    """Fetch the newest sound checkpoint of that step or a later one; None if there is none so new.
+
+    The store is asked for nothing once something has its name here: all of this may be repeated.
+    """
     damage: CorruptError | None = None
-    checkpoints = run / store.CHECKPOINTS
     for name in remote.candidates():
-        if (store.step_of(Path(name)) or 0) <= here:
+        step = store.step_of(Path(name)) or 0
+        if step < least:
             break
+        with told_as_local(run):
+            folder = store.temporary_folder(run / store.CHECKPOINTS, step)
         try:
-            fetched = remote.fetch(name, checkpoints)
+            remote.download(name, folder)
+            records = {record: remote.fetch_record(record) for record in (store.METRICS, store.RECOVERY)}
+            with told_as_local(run):
+                return _publish(folder, run / store.CHECKPOINTS / name, records)
         except CorruptError as error:
             logger.warning("%s; taking the one before", error)
             damage = damage or error
-            continue
-        for record in (run / store.METRICS, run / store.RECOVERY):
-            content = remote.fetch_record(record.name)
-            if content is not None and (not record.exists() or record.stat().st_size < len(content)):
-                write_atomically(record, content)  # else the one here goes on further
-        write_atomically(checkpoints / store.LATEST, name + "\n")
-        return fetched
+        finally:
+            if folder.is_dir():
+                store.remove(folder)
     if damage is not None:
         raise damage
-    if here < 0:
-        remote.make_ready()  # better to find now than after the first save that it cannot be written
     return None
+
+
+def _publish(folder: Path, checkpoint: Path, records: dict[str, bytes | None]) -> Path:
+    """Give a fetched checkpoint its name, after the run's records, and have the run go on from it."""
+    for name, content in records.items():
+        record = checkpoint.parent.parent / name
+        if content is not None and (not record.exists() or record.stat().st_size < len(content)):
+            write_atomically(record, content)  # else the one here goes on further
+    if checkpoint.is_dir():
+        logger.warning("%s is damaged; it is set aside, and replaced by the one that was fetched", checkpoint)
+        store.set_aside(checkpoint)
+    publish(folder, checkpoint)
+    write_atomically(checkpoint.parent / store.LATEST, checkpoint.name + "\n")
+    return checkpoint

@@ -17,15 +17,22 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.manifest import MANIFEST, Manifest, check_files, check_stream, read_manifest
-from megatron_fanformer.durable_files import new_folder
+from megatron_fanformer.checkpoint.manifest import (
+    MANIFEST,
+    FileSums,
+    Manifest,
+    check_files,
+    check_stream,
+    manifest_from,
+)
+from megatron_fanformer.durable_files import new_folder, regular_file
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
 
 THREADS = 2  # files at a time, where the driver takes several requests; s3fs holds up to 500 MB of each
@@ -122,10 +129,10 @@ class RemoteRun:
         named = self._latest()
         return [name for name in newest_first if named is None or name <= named]
 
-    def holds(self, checkpoint: Path) -> bool:
-        """Whether a complete checkpoint of this name and these very contents is there."""
+    def holds(self, name: str, manifest: bytes) -> bool:
+        """Whether a complete checkpoint of this name and with this very manifest is there."""
         with suppress(FileNotFoundError):
-            return self.manifest_of(checkpoint.name) == (checkpoint / MANIFEST).read_bytes()
+            return self.manifest_of(name) == manifest
         return False
 
     def manifest_of(self, name: str) -> bytes:
@@ -145,7 +152,11 @@ class RemoteRun:
         return [path.rstrip("/").rpartition("/")[2] for path in found if path.rstrip("/") != folder]
 
     def _is_complete(self, name: str) -> bool:
-        return bool(self._files.exists(f"{self._checkpoints}/{name}/{MANIFEST}"))
+        try:
+            self._files.info(f"{self._checkpoints}/{name}/{MANIFEST}")
+        except (FileNotFoundError, NotADirectoryError):  # `exists` takes every failure for a no
+            return False
+        return True
 
     def _latest(self) -> str | None:
         try:
@@ -171,55 +182,77 @@ class RemoteRun:
         self._files.pipe_file(probe, b"")
         self._files.rm_file(probe)
 
-    def copy(self, checkpoint: Path, *, keep: int | None, advance: Callable[[], None] = lambda: None) -> None:
+    def copy(
+        self,
+        checkpoint: Path,
+        *,
+        keep: int | None,
+        advance: Callable[[], None] = lambda: None,
+        verified: dict[str, FileSums] | None = None,
+    ) -> None:
         """Copy a checkpoint of a run's folder, verify the copy, publish it, and remove all but the `keep` newest.
 
         Args:
-            advance: is called after every part that was sent or read back.
+            advance: is called after every part that was sent, read back or removed.
+            verified: the files that were read back as they should be, which is noted here: an attempt that is given
+                what the one before has noted sends only the others.
 
         Raises:
             CorruptError: the checkpoint itself is damaged; nothing is published.
         """
-        if not self.holds(checkpoint):
-            self._copy_files(checkpoint, advance)
-            manifest = (checkpoint / MANIFEST).read_bytes()
+        try:
+            content = regular_file(checkpoint / MANIFEST).read_bytes()
+        except FileNotFoundError:
+            missing = f"{checkpoint} has no {MANIFEST}, and cannot be copied; the next checkpoint will have one"
+            raise CorruptError(missing) from None
+        if not self.holds(checkpoint.name, content):
+            manifest = manifest_from(content, checkpoint / MANIFEST)
+            self._copy_files(checkpoint, manifest, advance, {} if verified is None else verified)
             path = f"{self._checkpoints}/{checkpoint.name}/{MANIFEST}"
-            self._files.pipe_file(f"{path}.tmp", manifest)
-            if self._content(f"{path}.tmp", len(manifest)) != manifest:
+            self._files.pipe_file(f"{path}.tmp", content)
+            if self._content(f"{path}.tmp", len(content)) != content:
                 raise OSError(f"{MANIFEST} was written, and another one read back")
             self._files.mv(f"{path}.tmp", path)  # it appears as a whole, in stores that are folders, too
         self._files.pipe_file(f"{self._checkpoints}/{store.LATEST}", f"{checkpoint.name}\n".encode())
-        self._remove_old(checkpoint.name, keep)
+        self._remove_old(checkpoint.name, keep, advance)
 
-    def _copy_files(self, checkpoint: Path, advance: Callable[[], None]) -> None:
+    def _copy_files(
+        self, checkpoint: Path, manifest: Manifest, advance: Callable[[], None], verified: dict[str, FileSums]
+    ) -> None:
         """All files but the manifest; one that is there is removed first, and so is all that it does not name."""
-        from fsspec.callbacks import Callback
-
-        manifest = read_manifest(checkpoint)
-        if manifest is None:
-            raise CorruptError(
-                f"{checkpoint} has no {MANIFEST}, and cannot be copied; the next checkpoint will have one"
-            )
         self.make_ready()
         folder = f"{self._checkpoints}/{checkpoint.name}"
-        self._remove(checkpoint.name, except_for=manifest.files)
+        left = self._remove(checkpoint.name, except_for=manifest.files, advance=advance)
         self._make_folder(folder)
-        transfer = Callback(hooks={"sent": lambda *_, **__: advance()})
 
         def send(name: str) -> None:
-            self._files.put_file(str(checkpoint / name), f"{folder}/{name}", callback=transfer)
+            verified.pop(name, None)
+            self._send(checkpoint / name, f"{folder}/{name}", advance)
             with self._files.open(f"{folder}/{name}", "rb", block_size=READ_BYTES) as stream:
                 place = f"{self.url}/{store.CHECKPOINTS}/{checkpoint.name}/{name}"
                 check_stream(place, _pieces(stream, advance), manifest.files[name], manifest.block_bytes)
+            verified[name] = manifest.files[name]
 
         try:
-            self._side_by_side(send, list(manifest.files))
+            done = {name for name in left if verified.get(name) == manifest.files[name]}
+            self._side_by_side(send, [name for name in manifest.files if name not in done])
         except CorruptError as error:
-            check_files(checkpoint, manifest)  # raises, if it is the original that is damaged
+            # raises, if it is the original that is damaged
+            check_files(checkpoint, manifest, advance=lambda _bytes: advance())
             raise OSError(str(error)) from error
         for name in RECORDS:
             if (record := checkpoint.parent.parent / name).is_file():
-                self._files.put_file(str(record), f"{self._root}/{name}")
+                self._send(record, f"{self._root}/{name}", advance)
+
+    def _send(self, file: Path, path: str, advance: Callable[[], None]) -> None:
+        from fsspec.callbacks import Callback
+
+        if self._files.async_impl:  # in parts, several at a time
+            self._files.put_file(str(file), path, callback=Callback(hooks={"sent": lambda *_, **__: advance()}))
+            return
+        with file.open("rb") as stream, self._files.open(path, "wb") as out:  # these drivers' `put_file` says nothing
+            for piece in _pieces(stream, advance):
+                out.write(piece)
 
     def _side_by_side(self, function: Callable[[str], None], names: list[str]) -> None:
         with ThreadPoolExecutor(THREADS if self._files.async_impl else 1) as threads:
@@ -237,50 +270,68 @@ class RemoteRun:
             with suppress(FileExistsError):
                 self._files.mkdir(folder, create_parents=False)
 
-    def _remove_old(self, newest: str, keep: int | None) -> None:
+    def _remove_old(self, newest: str, keep: int | None, advance: Callable[[], None]) -> None:
         """Remove what is older than the `keep` newest, and what a copy that was cut off left."""
-        names = self._steps()
-        complete = [name for name in names if self._is_complete(name)]
+        names, complete = self._steps(), list[str]()
+        for name in names:
+            if self._is_complete(name):
+                complete.append(name)
+            advance()
         kept = [name for name in complete if name <= newest][-(keep or len(complete)) :]
         later = [name for name in complete if name > newest]  # of a run that was rewound
         for name in set(names).difference(kept, later):
-            self._remove(name)
+            self._remove(name, advance=advance)
 
-    def _remove(self, name: str, except_for: Any = ()) -> None:
-        """Remove a checkpoint's files, the manifest first, and its folder where nothing is left."""
+    def _remove(self, name: str, *, except_for: Container[str] = (), advance: Callable[[], None]) -> list[str]:
+        """Remove a checkpoint's files, the manifest first, and its folder where nothing is left; returns what is."""
         folder = f"{self._checkpoints}/{name}"
-        left = set(self._names(folder)) - set(except_for)
-        for file in sorted(left, key=lambda file: file != MANIFEST):
+        found = self._names(folder)
+
+        def remove(file: str) -> None:
             with suppress(FileNotFoundError, IsADirectoryError):
                 self._files.rm_file(f"{folder}/{file}")
+            advance()
+
+        if MANIFEST in found:
+            remove(MANIFEST)
+        self._side_by_side(remove, [file for file in found if file != MANIFEST and file not in except_for])
         if not except_for:
             with suppress(OSError, NotImplementedError):  # object stores have no folders
                 self._files.rmdir(folder)
+        return [file for file in found if file in except_for]
 
     # -- fetching from it
 
     def fetch(self, name: str, into: Path) -> Path:
         """Fetch a checkpoint into a folder of this machine; it gets its name there once it is verified.
 
-        Raises:
-            CorruptError: it is damaged.
-            InputError: there is no space for it.
+        Raises: like `download`.
         """
-        with new_folder(into / name) as folder:
-            (folder / MANIFEST).write_bytes(self.manifest_of(name))
-            try:
-                manifest = read_manifest(folder)
-                assert manifest is not None
-                if manifest.step != store.step_of(Path(name)):
-                    raise CorruptError(f"{folder} is of step {manifest.step}, another than its name says; remove it")
-                self._fetch_files(name, manifest, folder)
-                check_files(folder, manifest)
-            except CorruptError as error:
-                told = str(error).replace(str(folder), f"{self.url}/{store.CHECKPOINTS}/{name}")
-                raise CorruptError(told) from None
+        with _new_folder_here(into / name) as folder:
+            self.download(name, folder)
         return into / name
 
-    def _fetch_files(self, name: str, manifest: Manifest, folder: Path) -> None:
+    def download(self, name: str, folder: Path) -> None:
+        """Fill an empty folder of this machine with a checkpoint's files, and verify them.
+
+        Raises:
+            CorruptError: it is damaged.
+            InputError: there is no space for it, or the folder cannot be written.
+        """
+        content = self.manifest_of(name)
+        try:
+            manifest = manifest_from(content, folder / MANIFEST)
+            if manifest.step != store.step_of(Path(name)):
+                raise CorruptError(f"{folder} is of step {manifest.step}, another than its name says; remove it")
+            with told_as_local(folder):
+                (folder / MANIFEST).write_bytes(content)
+            self._download_files(name, manifest, folder)
+            check_files(folder, manifest)
+        except CorruptError as error:
+            told = str(error).replace(str(folder), f"{self.url}/{store.CHECKPOINTS}/{name}")
+            raise CorruptError(told) from None
+
+    def _download_files(self, name: str, manifest: Manifest, folder: Path) -> None:
         needed, free = sum(file.bytes for file in manifest.files.values()), shutil.disk_usage(folder).free
         if needed > free:
             raise InputError(f"{self.url}: {name} has {needed} bytes, and {folder.parent} has {free} free; free space")
@@ -292,9 +343,12 @@ class RemoteRun:
                 stream = self._files.open(path, "rb", block_size=READ_BYTES)
             except FileNotFoundError:
                 raise CorruptError(f"{folder / file} is missing; use another") from None
-            with stream, (folder / file).open("xb") as out:
+            with told_as_local(folder):
+                (folder / file).open("xb").close()
+            with stream:
                 while limit and (block := stream.read(min(limit, READ_BYTES))):
-                    out.write(block)
+                    with told_as_local(folder), (folder / file).open("ab") as out:
+                        out.write(block)
                     limit -= len(block)
 
         self._side_by_side(fetch, list(manifest.files))
@@ -324,9 +378,8 @@ def fetched(url: str, cache: Path, tell: Callable[[str], None]) -> Path:
     parent, _, last = url.rstrip("/").rpartition("/")
     is_checkpoint = store.step_of(Path(last)) is not None
     run_url = parent.removesuffix(f"/{store.CHECKPOINTS}") if is_checkpoint else url.rstrip("/")
-    remote = RemoteRun(run_url.removesuffix(f"/{store.CHECKPOINTS}"))
 
-    def find() -> Path:
+    def find(remote: RemoteRun) -> Path:
         names = remote.candidates() if not is_checkpoint else [last]
         if not names:
             raise InputError(
@@ -343,7 +396,7 @@ def fetched(url: str, cache: Path, tell: Callable[[str], None]) -> Path:
                 logger.warning("%s; taking the one before", error)
         raise AssertionError("there was a name")
 
-    return asked(remote, find)
+    return asked(run_url.removesuffix(f"/{store.CHECKPOINTS}"), find)
 
 
 def _cached(remote: RemoteRun, name: str, cache: Path, tell: Callable[[str], None]) -> Path:
@@ -351,26 +404,74 @@ def _cached(remote: RemoteRun, name: str, cache: Path, tell: Callable[[str], Non
     folder = cache / digest
     if not (folder / name).is_dir():
         tell(f"fetching {name} of {remote.url} to {folder}")
-        folder.mkdir(parents=True, exist_ok=True)
-        remote.fetch(name, folder)
+        try:
+            remote.fetch(name, folder)
+        except InputError:
+            if not (folder / name).is_dir():  # else another process has fetched it meanwhile
+                raise
     return folder / name
 
 
-def asked(remote: RemoteRun, function: Callable[[], Result]) -> Result:
-    """`with_attempts` for a command that waits: each failure is told in the log, and the last is an error of ours."""
+def asked(url: str, function: Callable[[RemoteRun], Result]) -> Result:
+    """`with_attempts` for a command that waits: each failure is told in the log, and the last is an error of ours.
+
+    Each attempt connects anew.
+
+    Raises:
+        InputError: there is no driver for the URL, nothing of its name, or no right to use it.
+        FanformerError: the store cannot be reached.
+    """
+    shown = redacted(url).rstrip("/")
 
     def tell(attempt: int, reason: str) -> None:
-        logger.warning("%s, attempt %d: %s", remote.url, attempt, reason)
+        logger.warning("%s, attempt %d: %s", shown, attempt, reason)
 
     try:
-        return with_attempts(function, tell, PAUSES_SECONDS[:3], (FanformerError, *_WRONG))
+        return with_attempts(
+            lambda: function(RemoteRun(url)), tell, PAUSES_SECONDS[:3], final=(FanformerError, *_WRONG)
+        )
     except FanformerError:
         raise
     except _WRONG as error:
-        raise InputError(f"{remote.url} cannot be used ({reason_of(error)}); check its name and rights") from error
+        raise InputError(f"{shown} cannot be used ({reason_of(error)}); check its name and rights") from error
     except Exception as error:
-        reason = f"{remote.url} cannot be reached ({reason_of(error)})"
+        reason = f"{shown} cannot be reached ({reason_of(error)})"
         raise FanformerError(f"{reason}; check the store and the driver's settings, and start again") from error
+
+
+@contextmanager
+def told_as_local(path: Path) -> Iterator[None]:
+    """Around what is done on this machine's disk while a store is asked: its failures are not the store's.
+
+    Raises:
+        InputError: it failed.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise _local_failure(path, error) from error
+
+
+@contextmanager
+def _new_folder_here(destination: Path) -> Iterator[Path]:
+    """`new_folder`, whose own failures are told as local; those of the block, which asks the store, are left."""
+    is_of_the_block = False
+    try:
+        with new_folder(destination) as folder:
+            try:
+                yield folder
+            except BaseException:
+                is_of_the_block = True
+                raise
+    except OSError as error:
+        if is_of_the_block:
+            raise
+        raise _local_failure(destination.parent, error) from error
+
+
+def _local_failure(path: Path, error: OSError) -> InputError:
+    reason = error.strerror or str(error)
+    return InputError(f"{path} cannot be written ({reason}); free space, check its rights, or name another")
 
 
 def _driver(url: str) -> tuple[Any, str]:
@@ -378,7 +479,8 @@ def _driver(url: str) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
     try:
-        files, path = url_to_fs(url)
+        # A driver may connect when it is made: one that is kept for the next caller may have lost its connection.
+        files, path = url_to_fs(url, skip_instance_cache=True)
     except (ImportError, ValueError) as error:
         raise InputError(
             f"{redacted(url)} needs a driver that is not installed ({reason_of(error)}); install it (for s3:// the "

@@ -21,12 +21,13 @@ import shutil
 import threading
 import uuid
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megatron_fanformer.checkpoint.manifest import write_manifest
+from megatron_fanformer.checkpoint.manifest import check_small_files, write_manifest
 from megatron_fanformer.configuration import moved_names, read_plain_values
 from megatron_fanformer.data.tokenizer import TOKENIZER_JSON, TOKENIZER_MODEL
 from megatron_fanformer.durable_files import publish, write_atomically
@@ -134,12 +135,17 @@ def remove(folder: Path) -> None:
 def point_to(checkpoint: Path, damaged: Sequence[Path]) -> None:
     """Make a checkpoint the one to go on from, and give damaged ones a name under which nothing looks for one."""
     for other in damaged:
-        name = f"damaged-{other.name}"
-        taken = sum(1 for _ in other.parent.glob(f"{name}*"))
-        os.rename(other, other.with_name(f"{name}-{taken + 1}" if taken else name))
+        set_aside(other)
     pointer = checkpoint.parent / LATEST
     if damaged or not pointer.is_file() or _named_by(pointer) != checkpoint:
         write_atomically(pointer, checkpoint.name + "\n")
+
+
+def set_aside(damaged: Path) -> None:
+    """Give a damaged checkpoint a name under which nothing looks for one."""
+    name = f"damaged-{damaged.name}"
+    taken = sum(1 for _ in damaged.parent.glob(f"{name}*"))
+    os.rename(damaged, damaged.with_name(f"{name}-{taken + 1}" if taken else name))
 
 
 def _rename_aside(checkpoint: Path) -> Path | None:
@@ -183,6 +189,15 @@ def complete_checkpoints(run: Path) -> list[Path]:
 def newest_step(run: Path) -> int:
     """The step of the newest checkpoint in a run's folder, complete or not; −1 where there is none."""
     return max((step_of(folder) or 0 for folder in _steps(run / CHECKPOINTS)), default=-1)
+
+
+def newest_sound_step(run: Path) -> int:
+    """The step of the newest checkpoint in a run's folder that passes `check_sound`; −1 where there is none."""
+    for folder in reversed(_steps(run / CHECKPOINTS)):
+        with suppress(CorruptError):
+            check_sound(folder)
+            return step_of(folder) or 0
+    return -1
 
 
 def _steps(checkpoints: Path) -> list[Path]:
@@ -252,6 +267,13 @@ def check_complete(checkpoint: Path) -> None:
     for name in (CONFIG, MEGATRON_METADATA):
         if not (checkpoint / name).is_file():
             raise CorruptError(f"{checkpoint} is not complete: {name} is missing; copy it again, or use another")
+
+
+def check_sound(checkpoint: Path) -> None:
+    """Raise CorruptError for a checkpoint that lacks a file, or of which one other than the tensors' is damaged."""
+    check_complete(checkpoint)
+    check_small_files(checkpoint)
+    saved_config(checkpoint)
 
 
 def is_checkpoint(folder: Path) -> bool:

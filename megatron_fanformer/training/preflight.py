@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.manifest import check_small_files
 from megatron_fanformer.checkpoint.mirror import fetch_newer
 from megatron_fanformer.checkpoint.remote import fetched, is_url
 from megatron_fanformer.data.identity import DataIdentity, identify_data, identity_from_plain, resumed_identity
@@ -171,7 +170,7 @@ def _starting_points(config: RunConfig) -> tuple[_Resuming, Path | None]:
     except InputError as error:
         raise InputError(f"training.run_dir: {error}") from None
     if config.checkpoint.mirror is not None:
-        fetch_newer(config.checkpoint.mirror, run)
+        fetch_newer(config.checkpoint.mirror, run, use_earlier=config.recovery.use_earlier_checkpoint)
     resuming = _resuming(store.checkpoints_to_resume(run), config.recovery)
     if resuming.checkpoint or not config.checkpoint.load:
         return resuming, None
@@ -189,9 +188,7 @@ def _resuming(candidates: list[Path], recovery: RecoveryConfig) -> _Resuming:
     damaged: list[tuple[Path, CorruptError]] = []
     for number, checkpoint in enumerate(candidates):
         try:
-            store.check_complete(checkpoint)
-            check_small_files(checkpoint)
-            store.saved_config(checkpoint)
+            store.check_sound(checkpoint)
         except CorruptError as error:
             damaged.append((checkpoint, error))
             if not recovery.use_earlier_checkpoint:

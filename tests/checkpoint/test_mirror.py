@@ -1,139 +1,31 @@
-"""Checkpoints on another store: what is there is whole or none, whatever fails, and what comes from there is checked.
+"""Checkpoints that are copied to another store: what is there is whole or none, whatever fails.
 
 Stores are folders here, by file:// or behind a filesystem that fails, and moto's S3 server where that is installed.
 """
 
+import errno
 import os
 import random
 import shutil
 import signal
 import time
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import fsspec
-import msgspec
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 
 from megatron_fanformer.checkpoint import mirror, remote, store
-from megatron_fanformer.checkpoint.config import CheckpointConfig
-from megatron_fanformer.checkpoint.manifest import MANIFEST, FileSums, check_files, read_manifest
-from megatron_fanformer.checkpoint.mirror import Mirror, Told, fetch_newer
-from megatron_fanformer.checkpoint.remote import RemoteRun, fetched
-from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
+from megatron_fanformer.checkpoint.manifest import MANIFEST, read_manifest
+from megatron_fanformer.checkpoint.mirror import Mirror
+from megatron_fanformer.checkpoint.remote import RemoteRun
+from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.processes import STOP_SIGNALS
+from tests.checkpoint.stores import WEIGHTS, FailingFiles, Heard, save, step_names, there
 from tests.faults.mirror_kills import needs_server, s3_server, verified
 
-WEIGHTS = "__0_0.distcp"
 KILLS = 4
-
-
-class FailingFiles(LocalFileSystem):
-    """A store whose `target`-th call fails; 0: none, −1: all."""
-
-    protocol = "failing"
-    cachable = False
-    target, count, kind = 0, 0, "refused"
-
-    def _is_due(self) -> bool:
-        FailingFiles.count += 1
-        return FailingFiles.target in (-1, FailingFiles.count)
-
-    def _fail_if_due(self) -> None:
-        if self._is_due():
-            raise TimeoutError("the store does not answer: store://user:secret@host")
-
-    def put_file(self, path1: str, path2: str, callback: Any = None, **named: Any) -> None:
-        is_due = self._is_due()
-        if is_due and self.kind == "refused":
-            raise TimeoutError("the store does not answer")
-        super().put_file(path1, path2, **named)
-        if is_due:
-            content = Path(path2).read_bytes()
-            damaged = content[: len(content) // 2] if self.kind == "cut off" else b"\xee" + content[1:]
-            Path(path2).write_bytes(damaged)
-            if self.kind == "cut off":
-                raise TimeoutError("the connection was lost")
-
-    def pipe_file(self, path: str, value: bytes, **named: Any) -> None:
-        is_due = self._is_due()
-        if is_due and self.kind == "refused":
-            raise TimeoutError("the store does not answer")
-        if is_due and self.kind == "changed":
-            value = b"\xee" + value[1:]
-        elif is_due:
-            value = value[: len(value) // 2]
-        super().pipe_file(path, value)
-        if is_due and self.kind == "cut off":
-            raise TimeoutError("the connection was lost")
-
-    def mkdir(self, path: str, create_parents: bool = True, **named: Any) -> None:
-        self._fail_if_due()
-        super().mkdir(path, create_parents, **named)
-
-    def mv(self, path1: str, path2: str, recursive: bool = True, **named: Any) -> None:
-        self._fail_if_due()
-        super().mv(path1, path2, recursive, **named)
-
-    def rm_file(self, path: str) -> None:
-        self._fail_if_due()
-        super().rm_file(path)
-
-    def ls(self, path: str, detail: bool = False, **named: Any) -> Any:
-        self._fail_if_due()
-        return super().ls(path, detail, **named)
-
-    def open(self, path: str, *arguments: Any, **named: Any) -> Any:
-        self._fail_if_due()
-        return super().open(path, *arguments, **named)
-
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        return LocalFileSystem._strip_protocol(str(path).replace("failing://", "file://"))
-
-
-@pytest.fixture
-def failing(tmp_path: Path) -> Iterator[str]:
-    """The URL of a store that fails as `FailingFiles` is told."""
-    fsspec.register_implementation("failing", FailingFiles, clobber=True)
-    FailingFiles.target = FailingFiles.count = 0
-    yield f"failing://{tmp_path}/there"
-    FailingFiles.target = 0
-
-
-@pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds that would have been waited before further attempts."""
-    waited: list[float] = []
-    monkeypatch.setattr(remote.time, "sleep", waited.append)
-    return waited
-
-
-def save(run: Path, step: int, content: bytes = b"") -> Path:
-    """A checkpoint as far as copies are concerned."""
-    folder = store.temporary_folder(run / store.CHECKPOINTS, step)
-    (folder / WEIGHTS).write_bytes(content or bytes(range(256)) * step)
-    (folder / "empty.distcp").touch()
-    (folder / store.MEGATRON_METADATA).write_text("{}")
-    return store.publish_checkpoint(folder, run / store.CHECKPOINTS, step, {"step": step})
-
-
-def there(folder: Path) -> list[str]:
-    """The complete checkpoints in a store's folder, each of which is found sound."""
-    names = sorted(path.parent.name for path in folder.glob(f"{store.CHECKPOINTS}/step-*/{MANIFEST}"))
-    for name in names:
-        checkpoint = folder / store.CHECKPOINTS / name
-        manifest = read_manifest(checkpoint)
-        assert manifest is not None
-        check_files(checkpoint, manifest)
-    return names
-
-
-def step_names(*steps: int) -> list[str]:
-    return [store.checkpoint_name(step) for step in steps]
 
 
 # -- copies
@@ -183,10 +75,88 @@ def test_whatever_call_fails_nothing_looks_whole_that_is_not(kind: str, failing:
         assert there(folder)
         RemoteRun(failing).copy(newest, keep=1)
         assert there(folder) == step_names(2)
-        assert RemoteRun(failing).holds(newest)
+        assert RemoteRun(failing).holds(newest.name, (newest / MANIFEST).read_bytes())
         if target > FailingFiles.count:
             break
     assert failed > 3
+
+
+def test_a_good_one_is_not_removed_because_the_store_did_not_answer(failing: str, tmp_path: Path) -> None:
+    """`exists` of fsspec's base takes a failure for a no."""
+    run = tmp_path / "run"
+    RemoteRun(failing).copy(save(run, 1), keep=None)
+    newest = save(run, 2)
+    for target in range(1, 1000):
+        FailingFiles.count, FailingFiles.target = 0, target
+        with suppress(TimeoutError):
+            RemoteRun(failing).copy(newest, keep=None)
+        assert there(tmp_path / "there")[0] == store.checkpoint_name(1)
+        if target > FailingFiles.count:
+            break
+    assert FailingFiles.count > 5
+
+
+def test_a_sign_of_life_comes_with_every_part_and_every_file_removed(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "READ_BYTES", 1 << 10)
+    calls = [0]
+    silent = 0  # most calls to the store between two signs of life
+
+    def advance() -> None:
+        nonlocal silent
+        silent, calls[0] = max(silent, FailingFiles.count - calls[0]), FailingFiles.count
+
+    first = store.temporary_folder(tmp_path / "run" / store.CHECKPOINTS, 1)
+    for number in range(50):
+        (first / f"__0_{number}.distcp").touch()
+    (first / store.MEGATRON_METADATA).write_text("{}")
+    RemoteRun(failing).copy(store.publish_checkpoint(first, tmp_path / "run" / store.CHECKPOINTS, 1, {}), keep=1)
+    newest = save(tmp_path / "run", 2, bytes(20 << 10))
+    FailingFiles.count, signs = 0, list[int]()
+    RemoteRun(failing).copy(newest, keep=1, advance=lambda: (advance(), signs.append(0)))  # type: ignore[arg-type]
+    assert there(tmp_path / "there") == step_names(2)
+    assert len(signs) > 2 * 20 + 50, "sent, read back, and removed"
+    assert silent < 20
+
+
+def test_an_attempt_goes_on_where_the_one_before_failed(
+    failing: str, tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, sent, heard = save(tmp_path / "run", 1), list[str](), Heard()
+    send = RemoteRun._send
+
+    def noted(self: RemoteRun, file: Path, *arguments: Any) -> None:
+        sent.append(file.name)
+        if file.name == store.CONFIG and sent.count(file.name) < 3:
+            raise TimeoutError("the store does not answer")
+        send(self, file, *arguments)
+
+    monkeypatch.setattr(RemoteRun, "_send", noted)
+    mirror._copy(failing, None, checkpoint, heard)  # type: ignore[arg-type]
+    assert [told.what for told in heard.told] == ["failed", "failed", "copied"]
+    assert there(tmp_path / "there") == step_names(1)
+    manifest = read_manifest(checkpoint)
+    assert manifest is not None
+    assert {name: sent.count(name) for name in manifest.files} == {
+        name: 3 if name == store.CONFIG else 1 for name in manifest.files
+    }
+
+
+def test_the_manifest_that_was_verified_is_the_one_that_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run may save the same step again, after it went back, while the first is being copied."""
+    checkpoint, url = save(tmp_path / "run", 1), f"file://{tmp_path}/there"
+    copy_files = RemoteRun._copy_files
+
+    def replaced_meanwhile(self: RemoteRun, *arguments: Any) -> None:
+        copy_files(self, *arguments)
+        save(tmp_path / "run", 1, b"of a run that was rewound")
+
+    monkeypatch.setattr(RemoteRun, "_copy_files", replaced_meanwhile)
+    RemoteRun(url).copy(checkpoint, keep=None)
+    assert there(tmp_path / "there") == step_names(1)
 
 
 def test_a_damaged_original_is_not_published(tmp_path: Path) -> None:
@@ -202,19 +172,9 @@ def test_no_folder_is_made_for_the_mirror_s_own(tmp_path: Path) -> None:
         RemoteRun(f"file://{tmp_path}/disk/run").make_ready()
 
 
-class Heard:
-    """Stands for the connection of the copying process."""
-
-    def __init__(self) -> None:
-        self.told: list[Told] = []
-
-    def send(self, told: Told) -> None:
-        self.told.append(told)
-
-
 def test_attempts_follow_one_another_at_growing_distances(failing: str, tmp_path: Path, pauses: list[float]) -> None:
     checkpoint, heard = save(tmp_path / "run", 1), Heard()
-    FailingFiles.target, FailingFiles.kind = 3, "refused"
+    FailingFiles.target, FailingFiles.kind = 2, "refused"
     mirror._copy(failing, None, checkpoint, heard)  # type: ignore[arg-type]
     assert [told.what for told in heard.told] == ["failed", "copied"]
     FailingFiles.target, heard.told = -1, []
@@ -278,6 +238,43 @@ def test_a_process_that_is_killed_or_stopped_is_told_and_replaced(
     assert there(tmp_path / "there") == step_names(2)
 
 
+def test_a_process_that_is_killed_while_it_is_idle_has_failed_at_nothing(
+    mirrored: tuple[Mirror, list[str]], tmp_path: Path
+) -> None:
+    made, failed = mirrored
+    made.offer(save(tmp_path / "run", 1))
+    made.finish(lambda: False)
+    assert made._process is not None
+    made._process.kill()
+    made._process.join()
+    made.hear()
+    assert not failed
+    made.offer(save(tmp_path / "run", 2))
+    made.finish(lambda: False)
+    assert there(tmp_path / "there") == step_names(1, 2)
+
+
+def test_a_process_that_cannot_be_started_is_told(
+    mirrored: tuple[Mirror, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, failed = mirrored
+    held = list[set[Any]]()
+
+    def refused(_self: Any) -> None:
+        held.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("multiprocessing.context.SpawnProcess.start", refused)
+        made.offer(save(tmp_path / "run", 1))
+        made.finish(lambda: False)
+    assert failed == step_names(1) and not made.spared
+    assert held[0].issuperset(STOP_SIGNALS) and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    made.offer(save(tmp_path / "run", 2))
+    made.finish(lambda: False)
+    assert there(tmp_path / "there") == step_names(2)
+
+
 STORES = ["file", pytest.param("s3", marks=[pytest.mark.full, needs_server])]
 
 
@@ -304,150 +301,6 @@ def test_a_copy_that_is_killed_at_any_moment_is_none(kind: str, tmp_path: Path) 
         assert remote.candidates()[0] == store.checkpoint_name(99)
         assert len(remote._steps()) <= 2, "what was cut off is removed"
     assert cut_off and not failed
-
-
-# -- fetching
-
-
-Change = Callable[[Path], None]
-
-
-def rewritten(checkpoint: Path, change: Callable[[dict[str, FileSums]], None], step: int | None = None) -> None:
-    """Change what the manifest says, its own sum included."""
-    manifest = read_manifest(checkpoint)
-    assert manifest is not None
-    files = dict(manifest.files)
-    change(files)
-    content: dict[str, Any] = {"step": step or manifest.step, "block_bytes": manifest.block_bytes, "files": files}
-    content["crc32"] = f"{zlib.crc32(msgspec.json.encode(tuple(content.values()))):08x}"
-    (checkpoint / MANIFEST).write_bytes(msgspec.json.encode(content))
-
-
-def out_of_the_folder(name: str) -> Change:
-    def change(files: dict[str, FileSums]) -> None:
-        files[name] = files[WEIGHTS]
-
-    return lambda checkpoint: rewritten(checkpoint, change)
-
-
-def too_long(checkpoint: Path) -> None:
-    with (checkpoint / WEIGHTS).open("ab") as file:
-        file.write(bytes(1 << 20))
-
-
-DAMAGE: dict[str, Change] = {
-    "a changed byte": lambda checkpoint: (checkpoint / WEIGHTS).write_bytes(bytes(256 * 5)) and None,
-    "a longer file": too_long,
-    "a missing file": lambda checkpoint: (checkpoint / WEIGHTS).unlink(),
-    "half a manifest": lambda checkpoint: (checkpoint / MANIFEST).write_text('{"step": 5') and None,
-    "another step": lambda checkpoint: rewritten(checkpoint, lambda files: None, step=4),
-    "a name above": out_of_the_folder("../../escaped"),
-    "the name above": out_of_the_folder(".."),
-    "an absolute name": out_of_the_folder("/tmp/escaped-from-a-mirror"),
-    "a name with a zero": out_of_the_folder("a\0b"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_of_what_is_there_the_newest_sound_one_is_taken(damage: str, tmp_path: Path) -> None:
-    source, run = tmp_path / "source", tmp_path / "run"
-    for step in (4, 5):
-        save(source, step)
-    DAMAGE[damage](source / store.CHECKPOINTS / store.checkpoint_name(5))
-    fetch_newer(f"file://{source}", run)
-    assert there(run) == step_names(4)
-    assert sorted(path.name for path in tmp_path.rglob("*") if path.name.startswith((".step", "escaped"))) == []
-    assert store.latest_checkpoint(run) == run / store.CHECKPOINTS / store.checkpoint_name(4)
-    shutil.rmtree(source / store.CHECKPOINTS / store.checkpoint_name(4))
-    shutil.rmtree(run)
-    with pytest.raises(CorruptError, match=f"file://{source}/{store.CHECKPOINTS}/{store.checkpoint_name(5)}"):
-        fetch_newer(f"file://{source}", run)
-
-
-def test_no_more_is_fetched_of_a_file_than_one_byte_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint, sizes = save(tmp_path / "source", 5), list[int]()
-    too_long(checkpoint)
-    monkeypatch.setattr(remote, "check_files", lambda folder, _: sizes.append((folder / WEIGHTS).stat().st_size))
-    RemoteRun(f"file://{tmp_path}/source").fetch(checkpoint.name, tmp_path / "run")
-    assert sizes == [256 * 5 + 1]
-
-
-def test_nothing_is_fetched_that_is_not_newer(tmp_path: Path) -> None:
-    source, run = tmp_path / "source", tmp_path / "run"
-    save(source, 5)
-    save(run, 5, b"its own")
-    fetch_newer(f"file://{source}", run)
-    assert (run / store.CHECKPOINTS / store.checkpoint_name(5) / WEIGHTS).read_bytes() == b"its own"
-
-
-def test_a_latest_that_was_set_back_there_is_followed(tmp_path: Path) -> None:
-    source, run = tmp_path / "source", tmp_path / "run"
-    for step in (4, 5):
-        save(source, step)
-    (source / store.CHECKPOINTS / store.LATEST).write_text(store.checkpoint_name(4))
-    fetch_newer(f"file://{source}", run)
-    assert there(run) == step_names(4)
-
-
-def test_a_store_that_does_not_answer_ends_only_what_would_start_anew(
-    failing: str, tmp_path: Path, pauses: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
-    FailingFiles.target, FailingFiles.kind = -1, "refused"
-    with pytest.raises(FanformerError, match="cannot be reached") as error:
-        fetch_newer(failing, tmp_path / "run")
-    assert error.value.exit_code == 1 and "secret" not in str(error.value)
-    assert len(pauses) == 3
-    save(tmp_path / "run", 1)
-    fetch_newer(failing, tmp_path / "run")
-    assert "going on with what is in" in caplog.messages[-1]
-
-
-def test_one_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"disk/run cannot be used \(FileNotFoundError"):
-        fetch_newer(f"file://{tmp_path}/disk/run", tmp_path / "run")
-
-
-def test_a_url_names_a_run_or_one_of_its_checkpoints_and_is_fetched_once(tmp_path: Path) -> None:
-    source, told = tmp_path / "source", list[str]()
-    for step in (4, 5):
-        save(source, step)
-    url = f"file://{source}"
-    cache = tmp_path / "cache"
-    newest = fetched(f"{url}/", cache, told.append)
-    assert newest.name == store.checkpoint_name(5)
-    assert fetched(f"{url}/{store.CHECKPOINTS}/{newest.name}", cache, told.append) == newest
-    assert len(told) == 1
-    save(source, 5, b"another one")
-    assert (fetched(url, cache, told.append) / WEIGHTS).read_bytes() == b"another one"
-    assert fetched(f"{url}/{store.CHECKPOINTS}/{store.checkpoint_name(4)}", cache, told.append).name.endswith("4")
-    for missing in (f"file://{tmp_path}/none", f"{url}/{store.CHECKPOINTS}/{store.checkpoint_name(6)}"):
-        with pytest.raises(InputError):
-            fetched(missing, cache, told.append)
-
-
-# -- names
-
-
-@pytest.mark.parametrize(
-    ("url", "reason"),
-    [
-        ("runs/mirror", "must be a folder's URL"),
-        ("memory://mirror", "must be a folder's URL"),
-        ("simplecache::s3://bucket/run", "must be a folder's URL"),
-        ("sftp://user:secret@host/run", "holds a password"),
-        ("s3://key:sec/ret@bucket/run", "holds a password"),
-    ],
-)
-def test_a_wrong_url_is_told_without_its_password(url: str, reason: str) -> None:
-    (problem,) = CheckpointConfig(mirror=url).problems()
-    assert reason in problem and "ret" not in problem.partition(";")[0]
-
-
-def test_a_driver_that_is_missing_is_told(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="a driver that is not installed"):
-        fetched("nosuchstore://user:secret@host/run", tmp_path, print)
-    assert redacted("open sftp://user:secret@host/run failed") == "open sftp://…@host/run failed"
-    assert redacted("sftp://user@host, s3://bucket/a@b") == "sftp://…@host, s3://bucket/a@b"
 
 
 def test_a_copy_never_outlives_its_run_s_patience(mirrored: tuple[Mirror, list[str]], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.checkpoint.remote import RemoteRun
 from megatron_fanformer.training.metrics import read_metrics
 from tests.faults import commands
@@ -52,7 +53,11 @@ def test_a_run_whose_folder_is_lost_goes_on_as_if_it_were_not(
     assert numbers(tmp_path / "run") == numbers(tmp_path / "straight")
     assert len(numbers(tmp_path / "run")) == STEPS
     last = store.latest_checkpoint(tmp_path / "run")
-    assert last is not None and last.name == store.checkpoint_name(STEPS) and remote.holds(last)
+    assert (
+        last is not None
+        and last.name == store.checkpoint_name(STEPS)
+        and remote.holds(last.name, (last / MANIFEST).read_bytes())
+    )
     assert len(remote._steps()) == 2
 
 

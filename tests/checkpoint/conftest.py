@@ -1,0 +1,37 @@
+"""Stores that fail, for the tests of copies and of fetching."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from megatron_fanformer.checkpoint import remote
+from tests.checkpoint.stores import FailingFiles, Host, save
+
+
+@pytest.fixture
+def failing(tmp_path: Path) -> Iterator[str]:
+    """The URL of a store that fails as `FailingFiles` is told."""
+    fsspec.register_implementation("failing", FailingFiles, clobber=True)
+    FailingFiles.target = FailingFiles.count = 0
+    yield f"failing://{tmp_path}/there"
+    FailingFiles.target = 0
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that would have been waited before further attempts."""
+    waited: list[float] = []
+    monkeypatch.setattr(remote.time, "sleep", waited.append)
+    return waited
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> str:
+    """The URL of a store on another machine, whose first connection will be lost."""
+    fsspec.register_implementation("host", Host, clobber=True)
+    Host.clear_instance_cache()
+    Host.connections = Host.refusals = 0
+    save(tmp_path / "there", 5)
+    return f"host://{tmp_path}/there"

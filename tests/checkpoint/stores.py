@@ -1,0 +1,144 @@
+"""Stores that fail, behind fsspec, and checkpoints as far as copies are concerned."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fsspec.implementations.local import LocalFileSystem
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.manifest import MANIFEST, check_files, read_manifest
+from megatron_fanformer.checkpoint.mirror import Told
+
+WEIGHTS = "__0_0.distcp"
+
+
+class FailingFiles(LocalFileSystem):
+    """A store whose `target`-th call fails; 0: none, −1: all."""
+
+    protocol = "failing"
+    cachable = False
+    target, count, kind = 0, 0, "refused"
+
+    def _is_due(self) -> bool:
+        FailingFiles.count += 1
+        return FailingFiles.target in (-1, FailingFiles.count)
+
+    def _fail_if_due(self) -> None:
+        if self._is_due():
+            raise TimeoutError("the store does not answer: store://user:secret@host")
+
+    def pipe_file(self, path: str, value: bytes, **named: Any) -> None:
+        is_due = self._is_due()
+        if is_due and self.kind == "refused":
+            raise TimeoutError("the store does not answer")
+        if is_due and self.kind == "changed":
+            value = b"\xee" + value[1:]
+        elif is_due:
+            value = value[: len(value) // 2]
+        super().pipe_file(path, value)
+        if is_due and self.kind == "cut off":
+            raise TimeoutError("the connection was lost")
+
+    def mkdir(self, path: str, create_parents: bool = True, **named: Any) -> None:
+        self._fail_if_due()
+        super().mkdir(path, create_parents, **named)
+
+    def mv(self, path1: str, path2: str, recursive: bool = True, **named: Any) -> None:
+        self._fail_if_due()
+        super().mv(path1, path2, recursive, **named)
+
+    def rm_file(self, path: str) -> None:
+        self._fail_if_due()
+        super().rm_file(path)
+
+    def ls(self, path: str, detail: bool = False, **named: Any) -> Any:
+        self._fail_if_due()
+        return super().ls(path, detail, **named)
+
+    def info(self, path: Any, **named: Any) -> Any:
+        self._fail_if_due()
+        return super().info(path, **named)
+
+    def open(self, path: str, mode: str = "rb", *arguments: Any, **named: Any) -> Any:
+        if mode == "rb" or self.kind == "refused":
+            self._fail_if_due()
+        elif self._is_due():
+            return self._damaged(path)
+        return super().open(path, mode, *arguments, **named)
+
+    @contextmanager
+    def _damaged(self, path: str) -> Iterator[Any]:
+        with super().open(path, "wb") as stream:
+            yield stream
+        content = Path(path).read_bytes()
+        damaged = content[: len(content) // 2] if self.kind == "cut off" else b"\xee" + content[1:]
+        Path(path).write_bytes(damaged)
+        if self.kind == "cut off":
+            raise TimeoutError("the connection was lost")
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return LocalFileSystem._strip_protocol(str(path).replace("failing://", "file://"))
+
+
+class Host(LocalFileSystem):
+    """A store whose driver connects when it is made, and whose connection may be lost."""
+
+    protocol = "host"
+    cachable = True
+    connections, refusals = 0, 0
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(**named)
+        Host.connections += 1
+        self.is_lost = False
+        if Host.refusals:
+            Host.refusals -= 1
+            raise OSError("Connection refused")
+
+    def ls(self, path: str, detail: bool = False, **named: Any) -> Any:
+        if Host.connections == 1:
+            self.is_lost = True
+        if self.is_lost:
+            raise OSError("Socket is closed")
+        return super().ls(path, detail, **named)
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return LocalFileSystem._strip_protocol(str(path).replace("host://", "file://"))
+
+
+def save(run: Path, step: int, content: bytes = b"") -> Path:
+    """A checkpoint as far as copies are concerned."""
+    folder = store.temporary_folder(run / store.CHECKPOINTS, step)
+    (folder / WEIGHTS).write_bytes(content or bytes(range(256)) * step)
+    (folder / "empty.distcp").touch()
+    (folder / store.MEGATRON_METADATA).write_text("{}")
+    return store.publish_checkpoint(folder, run / store.CHECKPOINTS, step, {"step": step})
+
+
+def there(folder: Path) -> list[str]:
+    """The complete checkpoints in a store's folder, each of which is found sound."""
+    names = sorted(path.parent.name for path in folder.glob(f"{store.CHECKPOINTS}/step-*/{MANIFEST}"))
+    for name in names:
+        checkpoint = folder / store.CHECKPOINTS / name
+        manifest = read_manifest(checkpoint)
+        assert manifest is not None
+        check_files(checkpoint, manifest)
+    return names
+
+
+def step_names(*steps: int) -> list[str]:
+    return [store.checkpoint_name(step) for step in steps]
+
+
+class Heard:
+    """Stands for the connection of the copying process."""
+
+    def __init__(self) -> None:
+        self.told: list[Told] = []
+
+    def send(self, told: Told) -> None:
+        self.told.append(told)

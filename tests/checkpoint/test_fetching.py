@@ -1,0 +1,263 @@
+"""Checkpoints that are fetched from another store: what comes from there is checked, and whole or none here, too."""
+
+import errno
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatron_fanformer import durable_files
+from megatron_fanformer.checkpoint import mirror, remote, store
+from megatron_fanformer.checkpoint.config import CheckpointConfig
+from megatron_fanformer.checkpoint.manifest import MANIFEST, FileSums, read_manifest
+from megatron_fanformer.checkpoint.mirror import fetch_newer
+from megatron_fanformer.checkpoint.remote import RemoteRun, fetched
+from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
+from tests.checkpoint.stores import WEIGHTS, FailingFiles, Heard, Host, save, step_names, there
+
+Change = Callable[[Path], None]
+
+
+def rewritten(checkpoint: Path, change: Callable[[dict[str, FileSums]], None], step: int | None = None) -> None:
+    """Change what the manifest says, its own sum included."""
+    manifest = read_manifest(checkpoint)
+    assert manifest is not None
+    files = dict(manifest.files)
+    change(files)
+    content: dict[str, Any] = {"step": step or manifest.step, "block_bytes": manifest.block_bytes, "files": files}
+    content["crc32"] = f"{zlib.crc32(msgspec.json.encode(tuple(content.values()))):08x}"
+    (checkpoint / MANIFEST).write_bytes(msgspec.json.encode(content))
+
+
+def named_also(name: str) -> Change:
+    """The weights under another name, too, with a copy of them where the store resolves it."""
+
+    def change(checkpoint: Path) -> None:
+        full_name = name.replace("ABOVE", str(checkpoint.parents[2]))
+        with suppress(OSError, ValueError):
+            copy = Path(f"{checkpoint}/{full_name}").resolve()
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(checkpoint / WEIGHTS, copy)
+        rewritten(checkpoint, lambda files: files.update({full_name: files[WEIGHTS]}))
+
+    return change
+
+
+def too_long(checkpoint: Path) -> None:
+    with (checkpoint / WEIGHTS).open("ab") as file:
+        file.write(bytes(1 << 20))
+
+
+DAMAGE: dict[str, Change] = {
+    "a changed byte": lambda checkpoint: (checkpoint / WEIGHTS).write_bytes(bytes(256 * 5)) and None,
+    "a longer file": too_long,
+    "a missing file": lambda checkpoint: (checkpoint / WEIGHTS).unlink(),
+    "half a manifest": lambda checkpoint: (checkpoint / MANIFEST).write_text('{"step": 5') and None,
+    "another step": lambda checkpoint: rewritten(checkpoint, lambda files: None, step=4),
+    "a name above": named_also("../../escaped"),
+    "the name above": named_also(".."),
+    "an absolute name": named_also("ABOVE/escaped"),
+    "a name with a zero": named_also("a\0b"),
+}
+NAMES = ("a name above", "the name above", "an absolute name", "a name with a zero")
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_of_what_is_there_the_newest_sound_one_is_taken(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, run = tmp_path / "source", tmp_path / "run"
+    for step in (4, 5):
+        save(source, step)
+    DAMAGE[damage](source / store.CHECKPOINTS / store.checkpoint_name(5))
+    fetch_newer(f"file://{source}", run)
+    assert there(run) == step_names(4)
+    assert ("is damaged in what it says of" in caplog.text) == (damage in NAMES)
+    assert not (tmp_path / "escaped").exists() and not list(run.rglob("escaped")) and not list(run.rglob(".step*"))
+    assert store.latest_checkpoint(run) == run / store.CHECKPOINTS / store.checkpoint_name(4)
+    shutil.rmtree(source / store.CHECKPOINTS / store.checkpoint_name(4))
+    shutil.rmtree(run)
+    with pytest.raises(CorruptError, match=f"file://{source}/{store.CHECKPOINTS}/{store.checkpoint_name(5)}"):
+        fetch_newer(f"file://{source}", run)
+
+
+def test_no_more_is_fetched_of_a_file_than_one_byte_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, sizes = save(tmp_path / "source", 5), list[int]()
+    too_long(checkpoint)
+    monkeypatch.setattr(remote, "check_files", lambda folder, _: sizes.append((folder / WEIGHTS).stat().st_size))
+    RemoteRun(f"file://{tmp_path}/source").fetch(checkpoint.name, tmp_path / "run")
+    assert sizes == [256 * 5 + 1]
+
+
+@pytest.mark.parametrize("kept", ["the small files", "the manifest"])
+def test_a_damaged_one_here_does_not_hide_the_sound_one_there(kept: str, tmp_path: Path) -> None:
+    source, run = tmp_path / "source", tmp_path / "run"
+    sound = save(source, 5)
+    save(run, 4)
+    damaged = save(run, 5, b"its own")
+    (damaged / (store.CONFIG if kept == "the manifest" else MANIFEST)).write_text("{")
+    fetch_newer(f"file://{source}", run, use_earlier=False)
+    assert there(run) == step_names(4, 5)
+    assert (damaged / WEIGHTS).read_bytes() == (sound / WEIGHTS).read_bytes()
+    assert (damaged.parent / f"damaged-{damaged.name}" / WEIGHTS).read_bytes() == b"its own"
+
+
+def test_an_earlier_one_is_fetched_only_where_it_may_be_used(tmp_path: Path) -> None:
+    source, run = tmp_path / "source", tmp_path / "run"
+    save(source, 4)
+    (save(run, 5) / store.CONFIG).write_text("{")
+    fetch_newer(f"file://{source}", run, use_earlier=False)
+    assert [path.name for path in store._steps(run / store.CHECKPOINTS)] == step_names(5)
+    fetch_newer(f"file://{source}", run)
+    assert store.latest_checkpoint(run) == run / store.CHECKPOINTS / store.checkpoint_name(4)
+
+
+def test_whatever_call_fails_the_run_s_records_come_with_its_checkpoint(
+    failing: str, tmp_path: Path, pauses: list[float]
+) -> None:
+    """Every call of a fetch fails once, and none keeps it from succeeding in the end."""
+    source = tmp_path / "there"
+    save(source, 5)
+    (source / store.METRICS).write_text("{}\n")
+    (source / store.RECOVERY).write_text("[]\n")
+    FailingFiles.kind = "refused"
+    for target in range(1, 1000):
+        run = tmp_path / f"run-{target}"
+        FailingFiles.count, FailingFiles.target = 0, target
+        fetch_newer(failing, run)
+        assert there(run) == step_names(5)
+        assert (run / store.METRICS).read_text() == "{}\n" and (run / store.RECOVERY).read_text() == "[]\n"
+        if target > FailingFiles.count:
+            break
+    assert len(pauses) == target - 1 > 5
+
+
+def test_what_a_killed_fetch_left_makes_room(tmp_path: Path) -> None:
+    left = tmp_path / "run" / store.CHECKPOINTS / ".step-00000004.1.tmp"
+    left.mkdir(parents=True)
+    save(tmp_path / "source", 5)
+    fetch_newer(f"file://{tmp_path}/source", tmp_path / "run")
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("is_a_run_s", [True, False])
+def test_a_disk_that_fails_here_is_not_the_store_s_fault(
+    is_a_run_s: bool, tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "source", 5)
+    url, here = f"file://{tmp_path}/source", tmp_path / "here"
+
+    def full(_path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(durable_files, "sync_all", full)
+    with pytest.raises(InputError, match=rf"^{here}\S* cannot be written \(No space left on device\)") as error:
+        fetch_newer(url, here) if is_a_run_s else fetched(url, here, print)
+    assert url not in str(error.value) and not pauses and not list(here.rglob(WEIGHTS))
+
+
+def test_nothing_is_fetched_that_is_not_newer(tmp_path: Path) -> None:
+    source, run = tmp_path / "source", tmp_path / "run"
+    save(source, 5)
+    save(run, 5, b"its own")
+    fetch_newer(f"file://{source}", run)
+    assert (run / store.CHECKPOINTS / store.checkpoint_name(5) / WEIGHTS).read_bytes() == b"its own"
+
+
+def test_a_latest_that_was_set_back_there_is_followed(tmp_path: Path) -> None:
+    source, run = tmp_path / "source", tmp_path / "run"
+    for step in (4, 5):
+        save(source, step)
+    (source / store.CHECKPOINTS / store.LATEST).write_text(store.checkpoint_name(4))
+    fetch_newer(f"file://{source}", run)
+    assert there(run) == step_names(4)
+
+
+def test_a_store_that_does_not_answer_ends_only_what_would_start_anew(
+    failing: str, tmp_path: Path, pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    FailingFiles.target, FailingFiles.kind = -1, "refused"
+    with pytest.raises(FanformerError, match="cannot be reached") as error:
+        fetch_newer(failing, tmp_path / "run")
+    assert error.value.exit_code == 1 and "secret" not in str(error.value)
+    assert len(pauses) == 3
+    save(tmp_path / "run", 1)
+    fetch_newer(failing, tmp_path / "run")
+    assert "going on with what is in" in caplog.messages[-1]
+
+
+def test_a_lost_connection_is_not_used_again(host: str, tmp_path: Path, pauses: list[float]) -> None:
+    fetch_newer(host, tmp_path / "run")
+    assert there(tmp_path / "run") == step_names(5)
+    assert (len(pauses), Host.connections) == (1, 2)
+
+
+def test_a_host_that_is_down_is_asked_again_and_told_in_one_line(
+    host: str, tmp_path: Path, pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    for ask in (lambda: fetch_newer(host, tmp_path / "run"), lambda: fetched(host, tmp_path / "cache", print)):
+        Host.refusals = 4
+        with pytest.raises(FanformerError, match=r"cannot be reached \(OSError: Connection refused\)") as error:
+            ask()
+        assert error.value.exit_code == 1
+    Host.refusals = 4
+    save(tmp_path / "run", 1)
+    fetch_newer(host, tmp_path / "run")
+    assert "going on with what is in" in caplog.messages[-1]
+    Host.refusals, heard = 2, Heard()
+    mirror._copy(host, None, save(tmp_path / "run", 6), heard)  # type: ignore[arg-type]
+    assert [told.what for told in heard.told] == ["failed", "failed", "copied"]
+
+
+def test_one_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"disk/run cannot be used \(FileNotFoundError"):
+        fetch_newer(f"file://{tmp_path}/disk/run", tmp_path / "run")
+
+
+def test_a_url_names_a_run_or_one_of_its_checkpoints_and_is_fetched_once(tmp_path: Path) -> None:
+    source, told = tmp_path / "source", list[str]()
+    for step in (4, 5):
+        save(source, step)
+    url = f"file://{source}"
+    cache = tmp_path / "cache"
+    newest = fetched(f"{url}/", cache, told.append)
+    assert newest.name == store.checkpoint_name(5)
+    assert fetched(f"{url}/{store.CHECKPOINTS}/{newest.name}", cache, told.append) == newest
+    assert len(told) == 1
+    save(source, 5, b"another one")
+    assert (fetched(url, cache, told.append) / WEIGHTS).read_bytes() == b"another one"
+    assert fetched(f"{url}/{store.CHECKPOINTS}/{store.checkpoint_name(4)}", cache, told.append).name.endswith("4")
+    for missing in (f"file://{tmp_path}/none", f"{url}/{store.CHECKPOINTS}/{store.checkpoint_name(6)}"):
+        with pytest.raises(InputError):
+            fetched(missing, cache, told.append)
+
+
+# -- names
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("runs/mirror", "must be a folder's URL"),
+        ("memory://mirror", "must be a folder's URL"),
+        ("simplecache::s3://bucket/run", "must be a folder's URL"),
+        ("sftp://user:secret@host/run", "holds a password"),
+        ("s3://key:sec/ret@bucket/run", "holds a password"),
+    ],
+)
+def test_a_wrong_url_is_told_without_its_password(url: str, reason: str) -> None:
+    (problem,) = CheckpointConfig(mirror=url).problems()
+    assert reason in problem and "ret" not in problem.partition(";")[0]
+
+
+def test_a_driver_that_is_missing_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="a driver that is not installed"):
+        fetched("nosuchstore://user:secret@host/run", tmp_path, print)
+    assert redacted("open sftp://user:secret@host/run failed") == "open sftp://…@host/run failed"
+    assert redacted("sftp://user@host, s3://bucket/a@b") == "sftp://…@host, s3://bucket/a@b"
