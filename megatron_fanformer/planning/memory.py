@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_fanformer.planning.gradient_buffers import (
+    GRADIENT_BYTES,
     Chunk,
     chunks,
     gradient_buffer,
@@ -30,7 +31,6 @@ from megatron_fanformer.planning.vocabulary_memory import (
     vocabulary_weight,
 )
 
-GRADIENT_BYTES = 4
 MAIN_WEIGHT_BYTES = 4
 MOMENT_BYTES = 2 * 4
 FP8_COPIES = 2  # of a weight: as it is, and transposed, which Hopper's products need

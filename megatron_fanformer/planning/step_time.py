@@ -19,7 +19,14 @@ from dataclasses import dataclass
 
 from megatron_fanformer.planning import roofline
 from megatron_fanformer.planning.flops import training_flops_per_token
-from megatron_fanformer.planning.gradient_buffers import Chunk, Weight, bucket_limit, layer_weights, weights
+from megatron_fanformer.planning.gradient_buffers import (
+    GRADIENT_BYTES,
+    Chunk,
+    Weight,
+    bucket_limit,
+    layer_weights,
+    weights,
+)
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_traffic import (
     embedding_terms,
@@ -275,8 +282,7 @@ class _Seconds:
     def sends(self) -> float:
         """Exposed exchanges between stages, both ways: with 1F1B every one; interleaved, what its overlap leaves."""
         step, parallel = self._step, self._job.parallel
-        message_bytes = step.hidden_bytes // (step.tensor_ranks if parallel.sequence_parallel else 1)
-        exchange = 2 * self._collective(Term(PIPELINE, "send", "", message_bytes))
+        exchange = 2 * self._collective(Term(PIPELINE, "send", "", step.boundary_bytes))
         fill = exchange * (step.stages - 1)
         if parallel.virtual_stages == 1:
             return fill + exchange * self._job.num_micro_batches
@@ -295,7 +301,7 @@ class _Seconds:
         buckets = max(1, -(-elements // bucket_limit(parallel, job.data_parallel_size)))
         backward = layers * self._layer_backward
         kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
-        reduce = Term(REPLICAS, kind, "gradients", elements * roofline.GRADIENT_BYTES)
+        reduce = Term(REPLICAS, kind, "gradients", elements * GRADIENT_BYTES)
         once = {
             "between steps": self._machine.step_seconds,
             "optimizer": self._optimizer(elements),
@@ -324,7 +330,7 @@ class _Seconds:
         """AdamW on the rank's share of the weights, and its gradients zeroed."""
         job, parallel = self._job, self._job.parallel
         shards = self._groups[REPLICAS] if parallel.use_distributed_optimizer else 1
-        copied = job.element_bytes if job.element_bytes < roofline.GRADIENT_BYTES else 0
+        copied = job.element_bytes if job.element_bytes < GRADIENT_BYTES else 0
         per_weight = roofline.OPTIMIZER_READ + roofline.OPTIMIZER_WRITTEN + copied
         moved = elements * (roofline.ZEROED + per_weight / shards)
         return moved / self._machine.memory_rate
