@@ -135,6 +135,26 @@ class GradientBuffer(NamedTuple):
         return total
 
 
+def first_stage_elements(model: FANformerConfig, parallel: ParallelConfig, layers: int) -> int:
+    """Weights of a rank of the first stage, which has so many layers."""
+    is_alone = parallel.pipeline_model_parallel_size == 1
+    whole = Chunk(number=0, layers=layers, has_embedding=True, has_head=is_alone)
+    return sum(weight.elements for weight in weights(model, parallel, whole))
+
+
+def first_stage_buckets(model: FANformerConfig, parallel: ParallelConfig, data_parallel_size: int, layers: int) -> int:
+    """Buckets of a rank of the first stage, which has so many layers; each of its later chunks is one."""
+    chunk = Chunk(
+        number=0,
+        layers=-(-layers // parallel.virtual_stages),
+        has_embedding=True,
+        has_head=parallel.pipeline_model_parallel_size == 1,
+    )
+    is_limited = limits_buckets(parallel, 0, chunk)
+    buffer = gradient_buffer(weights(model, parallel, chunk), parallel, data_parallel_size, is_limited=is_limited)
+    return len(buffer.buckets) + parallel.virtual_stages - 1
+
+
 def gradient_buffer(
     held: list[Weight], parallel: ParallelConfig, data_parallel_size: int, *, is_limited: bool
 ) -> GradientBuffer:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from megatron_fanformer import __version__
 from megatron_fanformer.planning.communication import communication
+from megatron_fanformer.planning.machines import DRIVERS_SHARE
 from megatron_fanformer.planning.memory import RankMemory
 from megatron_fanformer.sizing.cost import Cost
 from megatron_fanformer.sizing.estimate import GIB, Estimate
@@ -57,7 +58,7 @@ def assumptions(plan: Plan) -> list[str]:
     if shown:
         found.append(
             f"Memory is of {LAYERS[shown.job.layers]}; {shown.reserve_bytes / GIB:.1f} GiB are left to the allocator, "
-            "communicators and the CUDA context."
+            f"communicators, the CUDA context and the formula's error, and {DRIVERS_SHARE:.0%} of a chip to its driver."
         )
     if machine.relative_error:
         found.append(
@@ -100,7 +101,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         f"{request.machine.name}. Predicted, not measured."
     )
     if shown is not None and plan.cost is not None:
-        room = f"{shown.needed_bytes / GIB:.1f} of {request.machine.memory_bytes / GIB:.1f} GiB"
+        room = f"{shown.needed_bytes / GIB:.1f} of {request.machine.usable_bytes / GIB:.1f} GiB"
         say(f"\n{shown.name}: {'fits' if shown.fits else 'does NOT fit'}, {room}")
         show(_memory_table(shown))
         show(_time_table(shown))
@@ -266,6 +267,7 @@ def _memory(shown: Estimate) -> dict[str, Any]:
     return {
         "layers": shown.job.layers,
         "of_a_gpu": shown.machine.memory_bytes,
+        "usable": shown.machine.usable_bytes,
         "needed": shown.needed_bytes,
         "reserve": shown.reserve_bytes,
         "stages": [
