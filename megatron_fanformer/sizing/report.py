@@ -60,6 +60,12 @@ def assumptions(plan: Plan) -> list[str]:
             f"Memory is of {LAYERS[shown.job.layers]}; {shown.reserve_bytes / GIB:.1f} GiB are left to the allocator, "
             f"communicators, the CUDA context and the formula's error, and {DRIVERS_SHARE:.0%} of a chip to its driver."
         )
+    if shown and shown.job.has_ring:
+        found.append(
+            "The lines of communication are those of the local layers, which gather keys and values over context "
+            "parallel ranks; the Engine's ring sends them round, with their gradients in backward. The time has "
+            "the ring, as its code has it."
+        )
     if machine.relative_error:
         found.append(
             f"± {machine.relative_error:.0%}: nine of ten published steps of these chips are within it of the formula, "
@@ -282,7 +288,7 @@ def _memory(shown: Estimate) -> dict[str, Any]:
 
 
 def _communication(shown: Estimate) -> Iterator[dict[str, Any]]:
-    """What one rank of each stage communicates in a step."""
+    """What one rank of each stage communicates in a step, as the local layers do."""
     for stage in range(len(shown.stages)):
         for line in communication(shown.job.traffic(stage)):
             yield {"stage": stage, **dataclasses.asdict(line)}
