@@ -84,6 +84,9 @@ def main() -> int:
         devices.hide_gpus()
     try:
         cases = _cases(options)
+        options.set = _settings(options.set)
+        if options.json and not options.json.parent.is_dir():
+            raise InputError(f"--json {options.json}: {options.json.parent} is not a folder; create it first")
     except FanformerError as error:
         print(f"bench_train: {error}", file=sys.stderr)
         return error.exit_code
@@ -113,11 +116,31 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seq-length", type=int, metavar="N", help="tokens per sample; the model's own by default")
     parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N")
     parser.add_argument("--global-batch-size", type=int, metavar="N", help="one micro batch per replica by default")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns per case")
-    parser.add_argument("--steps", type=int, default=2, metavar="N", help="steps per turn")
+    parser.add_argument("--rounds", type=_count, default=5, metavar="N", help="turns per case")
+    parser.add_argument("--steps", type=_count, default=2, metavar="N", help="steps per turn")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("SECTION.FIELD", "VALUE"))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the machine and the cases there")
     return parser.parse_args()
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
+    return int(text)
+
+
+def _settings(pairs: list[list[str]]) -> list[tuple[str, str, Any]]:
+    """Section, field and value of each --set."""
+    found = []
+    for key, text in pairs:
+        section, _, name = key.partition(".")
+        if not (section and name):
+            raise InputError(f"--set {key}: name a field with its section, as in training.seed")
+        try:
+            found.append((section, name, json.loads(text)))
+        except ValueError:
+            raise InputError(f"--set {key}: {text!r} is not JSON; write it as in 1, true or '\"bf16\"'") from None
+    return found
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
@@ -215,9 +238,8 @@ def _values(
     }
     if case.dtype == "fp8":
         values["precision"]["fp8"] = "hybrid"
-    for key, value in options.set:
-        section, _, name = key.partition(".")
-        values.setdefault(section, {})[name] = json.loads(value)
+    for section, name, value in options.set:
+        values.setdefault(section, {})[name] = value
     return values
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from megatron_fanformer.planning.gradient_buffers import (
+    GRADIENT_BYTES,
     Chunk,
     Weight,
     chunks,
@@ -24,7 +25,6 @@ from megatron_fanformer.planning.gradient_buffers import (
 from megatron_fanformer.planning.layer_traffic import chunk_terms
 from megatron_fanformer.planning.step_traffic import StepTraffic, Term
 
-GRADIENT_BYTES = 4  # gradients are kept and summed in float32
 NORM_BYTES = 4  # one float32
 REPORT_BYTES = 5 * 8  # the sum of losses, the number of tokens, and of ranks with each of three requests, in float64
 TOKEN_COUNT_BYTES = 4  # one int32
@@ -84,15 +84,14 @@ def _pipeline_terms(step: StepTraffic) -> Iterator[Term]:
     if step.stages == 1:
         return
     parallel, micro_batches = step.parallel, step.num_micro_batches
-    message_bytes = step.hidden_bytes // (step.tensor_ranks if parallel.sequence_parallel else 1)
     sends = parallel.virtual_stages * micro_batches
     # The interleaved schedule does not batch its exchanges; with two stages megatron-core then has the second one send
     # over the group of all ranks, so that both directions run at once.
     is_apart = parallel.virtual_stages > 1 and step.stages == 2 and step.stage == 1
     group = "world" if is_apart else "pp"
-    forward = Term(group, "send", "pipeline activations", message_bytes)
+    forward = Term(group, "send", "pipeline activations", step.boundary_bytes)
     yield forward.times(sends - step.is_last_stage * micro_batches)
-    backward = Term(group, "send", "pipeline gradients", message_bytes)
+    backward = Term(group, "send", "pipeline gradients", step.boundary_bytes)
     yield backward.times(sends - step.is_first_stage * micro_batches)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.layout import ParallelConfig
 
+GRADIENT_BYTES = 4  # gradients are kept and summed in float32
 WEIGHT_START = 64  # elements; with the distributed optimizer a weight starts at a multiple of it
 BUCKET_END = 128  # elements; and a bucket ends at a multiple of this and of the replicas
 LEAST_BUCKET = 40_000_000  # elements; if the layout names no bucket size
@@ -132,6 +133,26 @@ class GradientBuffer(NamedTuple):
                 total += max(0, min(weight_start + self.elements[weight], shard_end) - weight_start)
                 weight += 1
         return total
+
+
+def first_stage_elements(model: FANformerConfig, parallel: ParallelConfig, layers: int) -> int:
+    """Weights of a rank of the first stage, which has so many layers."""
+    is_alone = parallel.pipeline_model_parallel_size == 1
+    whole = Chunk(number=0, layers=layers, has_embedding=True, has_head=is_alone)
+    return sum(weight.elements for weight in weights(model, parallel, whole))
+
+
+def first_stage_buckets(model: FANformerConfig, parallel: ParallelConfig, data_parallel_size: int, layers: int) -> int:
+    """Buckets of a rank of the first stage, which has so many layers; each of its later chunks is one."""
+    chunk = Chunk(
+        number=0,
+        layers=-(-layers // parallel.virtual_stages),
+        has_embedding=True,
+        has_head=parallel.pipeline_model_parallel_size == 1,
+    )
+    is_limited = limits_buckets(parallel, 0, chunk)
+    buffer = gradient_buffer(weights(model, parallel, chunk), parallel, data_parallel_size, is_limited=is_limited)
+    return len(buffer.buckets) + parallel.virtual_stages - 1
 
 
 def gradient_buffer(

@@ -46,6 +46,21 @@ class Job:
         """Of a weight and of an activation."""
         return ELEMENT_BYTES[self.precision.dtype]
 
+    @property
+    def fuses_input_norm(self) -> bool:
+        """Whether the input norm is inside the map that reads it, which recomputes it anyway.
+
+        The Engine fuses it there, and the norm before the MLP always; not a norm in front of the `sequence` form's map.
+        """
+        is_column = self.parallel.fan_form == "column" or not self.model.has_fan
+        return self.layers == "transformer_engine" and is_column
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether context parallel ranks send keys and values round, as the Engine does unless told otherwise."""
+        is_sent = self.layers == "transformer_engine" and self.parallel.cp_comm_type in (None, "p2p")
+        return is_sent and self.parallel.context_parallel_size > 1
+
     def traffic(self, stage: int) -> StepTraffic:
         """The step as a rank of one pipeline stage sees it."""
         return StepTraffic(

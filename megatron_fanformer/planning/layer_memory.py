@@ -172,9 +172,7 @@ def _before_attention(shapes: LayerShapes) -> Iterator[Operation]:
 
 
 def _recomputes_input_norm(shapes: LayerShapes) -> bool:
-    """Not where the Engine fuses it into the map that reads it."""
-    is_fused = shapes.is_engine and (shapes.is_column or not shapes.job.model.has_fan)
-    return shapes.job.parallel.recomputes("layernorm") and not is_fused
+    return shapes.job.parallel.recomputes("layernorm") and not shapes.job.fuses_input_norm
 
 
 class _FAN(NamedTuple):
@@ -271,6 +269,10 @@ def _attention(shapes: LayerShapes) -> Iterator[Operation]:
     given, read, copies = _attention_inputs(shapes)
     exponents = shapes.tokens * shapes.heads * FLOAT
     gradients = 2 * context + 2 * shapes.whole(shapes.values if shapes.is_engine else shapes.queries)
+    if job.has_ring:
+        # Two buffers, each of keys and values with their gradients, and the queries' gradient that steps add to. (In
+        # forward there are less: a second buffer of keys and values, and two steps' outputs.)
+        gradients += context + 2 * 2 * shapes.whole(2 * shapes.values)
     is_recomputed = job.parallel.recomputes("core_attn")
     yield Operation(
         "core attention",
@@ -291,6 +293,8 @@ def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
     queries, keys = shapes.whole(shapes.queries), shapes.whole(shapes.values)
     values, is_view = _values(shapes)
     given = queries + keys + values
+    if shapes.job.has_ring:  # whose first buffer is a copy of keys and values
+        return given, queries, 2 * keys
     if shapes.is_engine:  # it copies values that are a view
         return (given, queries + keys, keys) if is_view else (given, given, 0)
     if shapes.job.parallel.context_parallel_size > 1:

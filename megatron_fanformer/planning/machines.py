@@ -17,6 +17,8 @@ from megatron_fanformer.errors import InputError
 KNOWN_MACHINES = Path(__file__).with_name("machines.yaml")
 LIKE = "like"
 LINKS = ("domain", "network")
+DRIVERS_SHARE = 0.01
+"""Of a chip's memory, what CUDA does not give out to programs: an assumption."""
 MEASURED = "machine"  # where a report of tools/bench_train.py has it
 MAY_BE_ZERO = (
     "latency_seconds",
@@ -53,7 +55,7 @@ class Machine:
     name: str
     """What it is called in reports."""
     memory_bytes: int
-    """Of one chip."""
+    """Of one chip, as its driver reports the whole; programs get `usable_bytes`."""
     fp32_flops_per_second: float | None = None
     """Of dense matrix products, by the data sheet; null: not known, or none."""
     bf16_flops_per_second: float | None = None
@@ -97,6 +99,11 @@ class Machine:
     def memory_rate(self) -> float:
         """Bytes per second that element-wise kernels reach."""
         return self.memory_bytes_per_second * self.memory_efficiency
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a program can have of the memory."""
+        return int((1 - DRIVERS_SHARE) * self.memory_bytes)
 
     def flops_per_second(self, dtype: str) -> float:
         """Of dense products by the data sheet; `dtype` is fp32, bf16 or fp8.

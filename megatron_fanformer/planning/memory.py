@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_fanformer.planning.gradient_buffers import (
+    GRADIENT_BYTES,
     Chunk,
     chunks,
     gradient_buffer,
@@ -30,7 +31,6 @@ from megatron_fanformer.planning.vocabulary_memory import (
     vocabulary_weight,
 )
 
-GRADIENT_BYTES = 4
 MAIN_WEIGHT_BYTES = 4
 MOMENT_BYTES = 2 * 4
 FP8_COPIES = 2  # of a weight: as it is, and transposed, which Hopper's products need
@@ -46,6 +46,8 @@ ALLOCATOR_BYTES = 4 * 2**30
 """Reserved by torch's allocator beyond what is allocated: SimuMax v1.2 measured 2 to 4 GiB on B200."""
 CONTEXT_BYTES = 2 * 2**30
 """The CUDA context and NCCL's buffers, which torch's allocator does not know: an assumption, not a measurement."""
+TENSORS_ERROR = 0.022
+"""How far off the tensors of published runs were at most (docs/planning.md)."""
 
 
 class MemoryLine(NamedTuple):
@@ -102,9 +104,13 @@ def rank_memory(job: Job, stage: int) -> RankMemory:
     return RankMemory(stage=stage, layers=job.layers, moment=moment.name, lines=shown)
 
 
-def reserve_bytes(job: Job, _machine: object | None = None) -> int:
-    """What must be free beside the tensors: the allocator's reserve, communicators, the CUDA context; 0 on a CPU."""
-    return 0 if job.on_cpu else ALLOCATOR_BYTES + CONTEXT_BYTES
+def reserve_bytes(job: Job, tensor_bytes: int) -> int:
+    """What must be free beside the tensors: the allocator's reserve, communicators, the CUDA context; 0 on a CPU.
+
+    Args:
+        tensor_bytes: of a rank by formula, which may be too low by its own error.
+    """
+    return 0 if job.on_cpu else ALLOCATOR_BYTES + CONTEXT_BYTES + round(TENSORS_ERROR * tensor_bytes)
 
 
 # -- what stays from step to step

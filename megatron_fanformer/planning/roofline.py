@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple, get_args
 
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.planning.gradient_buffers import GRADIENT_BYTES
 from megatron_fanformer.runtime.layout import FANForm, RecomputeModule
 
-GRADIENT_BYTES = 4  # weight gradients are added up in float32
 ZEROED = GRADIENT_BYTES  # of each weight, the gradient's buffer for the next step
 # Of each weight: gradient, float32 weight and two moments read; the latter three written.
 OPTIMIZER_READ, OPTIMIZER_WRITTEN = 4 + 3 * 4, 3 * 4

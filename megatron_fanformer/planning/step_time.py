@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from megatron_fanformer.planning import roofline
 from megatron_fanformer.planning.flops import training_flops_per_token
-from megatron_fanformer.planning.gradient_buffers import Chunk, Weight, bucket_limit, layer_weights, weights
+from megatron_fanformer.planning.gradient_buffers import GRADIENT_BYTES, first_stage_buckets, first_stage_elements
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_traffic import (
     embedding_terms,
@@ -34,6 +34,7 @@ from megatron_fanformer.planning.roofline import Operation, Work
 from megatron_fanformer.planning.step_traffic import Term
 
 FLASH_BACKWARD = 5 / 4  # flash attention's backward computes the scores again: five products in place of four
+RING_OPERATIONS = 3  # of each of the Engine's ring steps: attention to the keys received, correcting sums and output
 CAST_BYTES = 2 + 1 + 1  # FP8: an element is read in bf16, and written as it is and transposed
 
 TENSOR, CONTEXT, PIPELINE, REPLICAS = "tp", "cp", "pp", "dp_cp"
@@ -195,13 +196,21 @@ class _Seconds:
         again = forward.total() if job.parallel.recompute_granularity == "full" else 0.0
         if job.parallel.recompute_granularity == "selective":
             again = sum(
-                self._work(operation, operation.forward)
-                for operation in operations
-                if operation.module and job.parallel.recomputes(operation.module)
+                self._recomputed(operation) * self._work(operation, operation.forward) for operation in operations
             )
-            again += sum(map(self._collective, recomputed(step)))
+            terms = list(recomputed(step))
+            again += sum(map(self._collective, self._sent_round(terms) if job.has_ring else terms))
         forward.add(backward)
         return forward, again
+
+    def _recomputed(self, operation: Operation) -> float:
+        """The share of an operation's forward that selective recomputation runs again."""
+        job = self._job
+        if not operation.module or not job.parallel.recomputes(operation.module):
+            return 0.0
+        if operation.module == "layernorm" and job.layers == "transformer_engine":
+            return 0.0 if job.fuses_input_norm else 0.5  # one of the two norms
+        return 1.0
 
     def _communicate(self, direction: _Parts, terms: list[Term], kernels: int) -> None:
         """Add what a direction communicates, less what is hidden; and how much longer the host takes to launch it all.
@@ -211,16 +220,34 @@ class _Seconds:
         """
         machine = self._machine
         spent = dict.fromkeys(IN_WORDS, 0.0)
+        if self._job.has_ring:
+            terms = self._sent_round(terms)
+            kernels += RING_OPERATIONS * (self._groups[CONTEXT] - 1)
         for term in terms:
             spent[term.group] += self._collective(term)
         if self._overlaps_tensor_parallel:
             spent[TENSOR] -= machine.overlap * min(spent[TENSOR], direction["matrix products"])
-        if self._job.layers == "transformer_engine" and self._job.parallel.cp_comm_type in (None, "p2p"):
+        if self._job.has_ring:
             spent[CONTEXT] -= machine.overlap * min(spent[CONTEXT], direction["attention"])  # a ring beside it
         direction.add({f"{IN_WORDS[group]} communication": value for group, value in spent.items() if value})
         if self._job.kernels.cuda_graph_impl == "none":
             launches = kernels + sum(term.calls for term in terms if self._groups[term.group] > 1)
             direction.add({"host": max(0.0, launches * machine.launch_seconds - direction.total())})
+
+    def _sent_round(self, terms: Iterable[Term]) -> list[Term]:
+        """The terms with the Engine's ring in place of its collectives over context parallel ranks.
+
+        n - 1 times a rank sends keys and values on; in backward their gradients too, n - 1 times of n exchanges.
+        """
+        ranks = self._groups[CONTEXT]
+        found = []
+        for term in terms:
+            if term.group == CONTEXT:
+                sent, is_backward = term.message_bytes // ranks * (ranks - 1), term.kind == "reduce-scatter"
+                calls, sent = (ranks, 2 * sent) if is_backward else (ranks - 1, sent)
+                term = Term(CONTEXT, "send", term.purpose, sent, calls)
+            found.append(term)
+        return found
 
     def _embedding(self) -> dict[str, float]:
         step = self._step
@@ -273,15 +300,19 @@ class _Seconds:
     # -- a step
 
     def sends(self) -> float:
-        """Exposed exchanges between stages, both ways: with 1F1B every one; interleaved, what its overlap leaves."""
+        """Exposed exchanges between stages, both ways: with 1F1B every one.
+
+        Interleaved, exchanges run beside a chunk's computation while forward and backward take turns. Those of the
+        first stage's warm-up and flush, which megatron-core counts so, block (overlap_p2p_comm_warmup_flush is off).
+        """
         step, parallel = self._step, self._job.parallel
-        message_bytes = step.hidden_bytes // (step.tensor_ranks if parallel.sequence_parallel else 1)
-        exchange = 2 * self._collective(Term(PIPELINE, "send", "", message_bytes))
+        exchange = 2 * self._collective(Term(PIPELINE, "send", "", step.boundary_bytes))
         fill = exchange * (step.stages - 1)
         if parallel.virtual_stages == 1:
             return fill + exchange * self._job.num_micro_batches
-        others = exchange * self._job.num_micro_batches * parallel.virtual_stages
-        return fill + (1 - self._machine.overlap) * others
+        chunks = parallel.virtual_stages * self._job.num_micro_batches
+        blocking = min(chunks, 2 * (step.stages - 1) + (parallel.virtual_stages - 1) * step.stages)
+        return fill + exchange * (blocking + (1 - self._machine.overlap) * (chunks - blocking))
 
     def update(self) -> dict[str, float]:
         """What comes once a step, on the first stage, whose backward is the last to end.
@@ -291,11 +322,11 @@ class _Seconds:
         """
         job, parallel = self._job, self._job.parallel
         layers = (parallel.layers_per_stage(job.model.num_layers) or [0])[0]
-        elements = self._elements(layers)
-        buckets = max(1, -(-elements // bucket_limit(parallel, job.data_parallel_size)))
+        elements = first_stage_elements(job.model, parallel, layers)
+        buckets = first_stage_buckets(job.model, parallel, job.data_parallel_size, layers)
         backward = layers * self._layer_backward
         kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
-        reduce = Term(REPLICAS, kind, "gradients", elements * roofline.GRADIENT_BYTES)
+        reduce = Term(REPLICAS, kind, "gradients", elements * GRADIENT_BYTES)
         once = {
             "between steps": self._machine.step_seconds,
             "optimizer": self._optimizer(elements),
@@ -314,21 +345,11 @@ class _Seconds:
         hidden = min(seconds * (buckets - 1) / buckets, window)
         return seconds - self._machine.overlap * hidden
 
-    def _elements(self, layers: int) -> int:
-        """Weights of a rank of the first stage."""
-        job, is_alone = self._job, self._step.stages == 1
-        ends = Chunk(number=0, layers=0, has_embedding=True, has_head=is_alone)
-        return _count(weights(job.model, job.parallel, ends)) + layers * _count(layer_weights(job.model, job.parallel))
-
     def _optimizer(self, elements: int) -> float:
         """AdamW on the rank's share of the weights, and its gradients zeroed."""
         job, parallel = self._job, self._job.parallel
         shards = self._groups[REPLICAS] if parallel.use_distributed_optimizer else 1
-        copied = job.element_bytes if job.element_bytes < roofline.GRADIENT_BYTES else 0
+        copied = job.element_bytes if job.element_bytes < GRADIENT_BYTES else 0
         per_weight = roofline.OPTIMIZER_READ + roofline.OPTIMIZER_WRITTEN + copied
         moved = elements * (roofline.ZEROED + per_weight / shards)
         return moved / self._machine.memory_rate
-
-
-def _count(held: Iterable[Weight]) -> int:
-    return sum(weight.elements for weight in held)

@@ -62,6 +62,11 @@ class StepTraffic:
         return self.activation_bytes * self.model.hidden_size
 
     @property
+    def boundary_bytes(self) -> int:
+        """Of what one stage sends to the next: [c, b, h], or under sequence parallelism this rank's part."""
+        return self.hidden_bytes // (self.tensor_ranks if self.parallel.sequence_parallel else 1)
+
+    @property
     def tokens(self) -> int:
         """Tokens of a micro batch on one context parallel rank, c b."""
         return self.micro_batch_size * self.model.seq_length // self.parallel.context_parallel_size

@@ -10,7 +10,8 @@ from typing import Any
 from megatron_fanformer.configuration import build
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.runtime.layout import RecomputeModule
+from megatron_fanformer.planning.gradient_buffers import first_stage_buckets, first_stage_elements
+from megatron_fanformer.runtime.layout import FANForm, ParallelConfig, RecomputeModule
 from megatron_fanformer.training.config import RunConfig, TrainingConfig
 from megatron_fanformer.training.layouts import Layout, laid_over, layout_fields, layout_text
 
@@ -29,10 +30,12 @@ NAMED = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
     "cp_comm_type",
+    "ddp_bucket_size",
     "recompute_granularity",
     "recompute_modules",
 )
 """The fields of `parallel` that a search sets, and a layout's name shows."""
+FEW_BUCKETS, MANY_BUCKETS, MILLION = 4, 8, 10**6
 NOT_RECOMPUTED: dict[str, Any] = {
     "recompute_granularity": None,
     "recompute_method": None,
@@ -99,7 +102,7 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
                     "data_parallel_size": replicas,
                 }
                 micro_batches = _micro_batches(config, replicas)
-                for rest in _other_fields(config, tensor, pipeline):
+                for rest in _other_fields(config, dataclasses.replace(config.parallel, **degrees)):
                     parallel = dataclasses.replace(config.parallel, **degrees, **rest)
                     yield [dataclasses.replace(config, parallel=parallel, training=each) for each in micro_batches]
 
@@ -111,13 +114,35 @@ def _micro_batches(config: RunConfig, replicas: int) -> list[TrainingConfig]:
     return [dataclasses.replace(config.training, micro_batch_size=size) for size in sizes]
 
 
-def _other_fields(config: RunConfig, tensor: int, pipeline: int) -> Iterator[dict[str, Any]]:
+def _other_fields(config: RunConfig, degrees: ParallelConfig) -> Iterator[dict[str, Any]]:
+    pipeline = degrees.pipeline_model_parallel_size
     layers, rest = divmod(config.model.num_layers, pipeline)
     chunks = [None, *_divisors(layers)[1:]] if pipeline > 1 and not rest else [None]
     for number in chunks:
-        for form in _fan_forms(config.model, tensor):
-            for recomputation in recomputations(config):
-                yield {"virtual_pipeline_model_parallel_size": number, **form, **recomputation}
+        for form in _fan_forms(config.model, degrees.tensor_model_parallel_size):
+            fields = {"virtual_pipeline_model_parallel_size": number, **form}
+            sizes = _bucket_sizes(config, dataclasses.replace(degrees, **fields), layers)
+            for size in sizes:
+                for recomputation in recomputations(config, form["fan_form"]):
+                    yield {**fields, "ddp_bucket_size": size, **recomputation}
+
+
+def _bucket_sizes(config: RunConfig, parallel: ParallelConfig, layers: int) -> list[int | None]:
+    """The configuration's own; and where it leaves that open and would have few buckets, a size that gives about eight.
+
+    All buckets but one are communicated beside the computation; their default size grows with the replicas.
+    """
+    replicas = parallel.data_parallel_size or 1
+    pays = config.runtime.device != "cpu" and replicas * parallel.context_parallel_size > 1
+    reduces, _ = parallel.overlaps(pays=pays)
+    own = parallel.ddp_bucket_size
+    if own is not None or not reduces:
+        return [own]
+    size = round(first_stage_elements(config.model, parallel, layers) / MANY_BUCKETS / MILLION) * MILLION
+    resolved = dataclasses.replace(parallel, overlap_grad_reduce=True)
+    if not size or first_stage_buckets(config.model, resolved, replicas, layers) >= FEW_BUCKETS:
+        return [own]
+    return [own, size]
 
 
 def _fan_forms(model: FANformerConfig, tensor: int) -> list[Mapping[str, Any]]:
@@ -128,13 +153,17 @@ def _fan_forms(model: FANformerConfig, tensor: int) -> list[Mapping[str, Any]]:
     return [plain, *sharded[: 2 if model.has_fan else 1]]
 
 
-def recomputations(config: RunConfig) -> list[Mapping[str, Any]]:
+def recomputations(config: RunConfig, fan_form: FANForm) -> list[Mapping[str, Any]]:
     """What backward recomputes, from nothing to everything: nothing, what costs no matrix product, the MLP too, layers.
 
-    A configuration's own modules, where it recomputes selectively, take the place of the two in the middle.
+    Norms only where they are apart: the Engine fuses all but the input norm of the `sequence` form. A configuration's
+    own modules, where it recomputes selectively, take the place of the two in the middle.
     """
-    cheap: list[RecomputeModule] = ["layernorm", "fan"] if config.model.has_fan else ["layernorm"]
-    modules: list[list[RecomputeModule]] = [cheap, [*cheap, "mlp"]]
+    has_norm_apart = config.kernels.transformer_impl == "local" or fan_form == "sequence"
+    cheap: list[RecomputeModule] = ["layernorm"] if has_norm_apart else []
+    if config.model.has_fan:
+        cheap.append("fan")
+    modules: list[list[RecomputeModule]] = [*filter(None, [cheap]), [*cheap, "mlp"]]
     if config.parallel.recompute_granularity == "selective":
         modules = [config.parallel.recompute_modules]
     selective = [

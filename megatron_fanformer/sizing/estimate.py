@@ -29,7 +29,7 @@ class Estimate:
     stages: tuple[RankMemory, ...]
     """The memory of a rank of each pipeline stage."""
     reserve_bytes: int
-    """Held beside allocated tensors."""
+    """Held beside allocated tensors, on the heaviest stage."""
     time: StepTime
 
     @property
@@ -44,8 +44,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the GPU has that much."""
-        return self.needed_bytes <= self.machine.memory_bytes
+        """Whether a program can have that much of the GPU."""
+        return self.needed_bytes <= self.machine.usable_bytes
 
     @property
     def shortage(self) -> str:
@@ -53,8 +53,8 @@ class Estimate:
         return (
             f"a GPU of pipeline stage {self.heaviest.stage} needs {self.needed_bytes / GIB:.1f} GiB, "
             f"{self.reserve_bytes / GIB:.1f} of them reserved, but {self.machine.name} has "
-            f"{self.machine.memory_bytes / GIB:.1f}; spread the model over more GPUs, take a smaller micro batch, or "
-            "recompute more"
+            f"{self.machine.usable_bytes / GIB:.1f} for a program; spread the model over more GPUs, take a smaller "
+            "micro batch, or recompute more"
         )
 
 
@@ -126,12 +126,13 @@ def estimate(name: str, config: RunConfig, job: Job, machine: Machine, time: Ste
     Args:
         time: its time, where it is known already.
     """
+    stages = tuple(rank_memory(job, stage) for stage in range(job.parallel.pipeline_model_parallel_size))
     return Estimate(
         name=name,
         config=config,
         job=job,
         machine=machine,
-        stages=tuple(rank_memory(job, stage) for stage in range(job.parallel.pipeline_model_parallel_size)),
-        reserve_bytes=reserve_bytes(job, machine),
+        stages=stages,
+        reserve_bytes=reserve_bytes(job, max(stage.total_bytes for stage in stages)),
         time=time or step_time(job, machine),
     )

@@ -2,9 +2,10 @@
 
 import argparse
 import math
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 
 ALL_STAGES = "all-stages"
+MOST_TOKENS = 10**18
 FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -40,10 +41,12 @@ def tokens(text: str) -> int:
     factor = FACTORS.get(text[-1:].upper(), 1)
     try:
         number = Decimal(text[:-1] if factor > 1 else text) * factor
-    except InvalidOperation:
+    except ArithmeticError:  # no number, or beyond any exponent
         number = Decimal(0)
-    if not number.is_finite() or number < 1 or number != number.to_integral_value():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write it as in 1T, 300B or 15M")
+    if not number.is_finite() or not 1 <= number <= MOST_TOKENS or number != number.to_integral_value():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of tokens from 1 to 1000000T; write it as in 1T, 300B or 15M"
+        )
     return int(number)
 
 

@@ -38,7 +38,7 @@ def _draw_memory(shown: Estimate, axes: Any) -> None:
         colour = {"color": "lightgray"} if purpose == "reserve" else {}
         axes.bar(stages, heights, bottom=bottom, label=purpose, **colour)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    axes.axhline(shown.machine.memory_bytes / GIB, linestyle="--", color="black", label="a GPU's memory")
+    axes.axhline(shown.machine.usable_bytes / GIB, linestyle="--", color="black", label="a GPU's memory")
     axes.set(xlabel="pipeline stage", ylabel="GiB", title="memory of a GPU", xlim=(-0.75, len(stages) - 0.25))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(fontsize="x-small", bbox_to_anchor=(1.01, 1), loc="upper left")

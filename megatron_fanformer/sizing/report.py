@@ -12,6 +12,7 @@ from rich.table import Table
 
 from megatron_fanformer import __version__
 from megatron_fanformer.planning.communication import communication
+from megatron_fanformer.planning.machines import DRIVERS_SHARE
 from megatron_fanformer.planning.memory import RankMemory
 from megatron_fanformer.sizing.cost import Cost
 from megatron_fanformer.sizing.estimate import GIB, Estimate
@@ -57,7 +58,13 @@ def assumptions(plan: Plan) -> list[str]:
     if shown:
         found.append(
             f"Memory is of {LAYERS[shown.job.layers]}; {shown.reserve_bytes / GIB:.1f} GiB are left to the allocator, "
-            "communicators and the CUDA context."
+            f"communicators, the CUDA context and the formula's error, and {DRIVERS_SHARE:.0%} of a chip to its driver."
+        )
+    if shown and shown.job.has_ring:
+        found.append(
+            "The lines of communication are those of the local layers, which gather keys and values over context "
+            "parallel ranks; the Engine's ring sends them round, with their gradients in backward. The time has "
+            "the ring, as its code has it."
         )
     if machine.relative_error:
         found.append(
@@ -100,7 +107,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         f"{request.machine.name}. Predicted, not measured."
     )
     if shown is not None and plan.cost is not None:
-        room = f"{shown.needed_bytes / GIB:.1f} of {request.machine.memory_bytes / GIB:.1f} GiB"
+        room = f"{shown.needed_bytes / GIB:.1f} of {request.machine.usable_bytes / GIB:.1f} GiB"
         say(f"\n{shown.name}: {'fits' if shown.fits else 'does NOT fit'}, {room}")
         show(_memory_table(shown))
         show(_time_table(shown))
@@ -266,6 +273,7 @@ def _memory(shown: Estimate) -> dict[str, Any]:
     return {
         "layers": shown.job.layers,
         "of_a_gpu": shown.machine.memory_bytes,
+        "usable": shown.machine.usable_bytes,
         "needed": shown.needed_bytes,
         "reserve": shown.reserve_bytes,
         "stages": [
@@ -280,7 +288,7 @@ def _memory(shown: Estimate) -> dict[str, Any]:
 
 
 def _communication(shown: Estimate) -> Iterator[dict[str, Any]]:
-    """What one rank of each stage communicates in a step."""
+    """What one rank of each stage communicates in a step, as the local layers do."""
     for stage in range(len(shown.stages)):
         for line in communication(shown.job.traffic(stage)):
             yield {"stage": stage, **dataclasses.asdict(line)}

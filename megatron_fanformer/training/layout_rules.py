@@ -130,7 +130,7 @@ def _sequence_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
             f"{context} (two chunks per rank, above 1) and sequence parallelism over {tensor} ranks (1: none) "
             f"split it; the nearest is {max(unit, round(model.seq_length / unit) * unit)}"
         )
-    heads = math.gcd(model.num_attention_heads, model.query_groups) // parallel.tensor_model_parallel_size
+    heads = max(1, model.query_groups // parallel.tensor_model_parallel_size)  # a rank has at least one, shared or not
     if parallel.cp_comm_type == "a2a" and heads % context:
         yield (
             f"parallel.cp_comm_type is a2a, which deals a rank's {heads} heads of keys out to {context} context "

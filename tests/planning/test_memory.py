@@ -17,6 +17,7 @@ from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.ops import cross_entropy
 from megatron_fanformer.planning import vocabulary_memory
 from megatron_fanformer.planning.job import Job
+from megatron_fanformer.planning.layer_memory import layer_operations
 from megatron_fanformer.planning.memory import RankMemory, rank_memory
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import rank_grid
@@ -234,6 +235,25 @@ def test_fp8_keeps_copies_of_weights_and_smaller_activations() -> None:
     h, f, layers, tokens = 64, 104, 2, 2 * FAR_FROM_PADDED.seq_length
     assert lines_fp8["FP8 copies of weights"] == 2 * layers * (3 * h * h + h * h + 3 * h * f)
     assert lines["activations"] - lines_fp8["activations"] == layers * tokens * (h + f)
+
+
+def test_the_engines_ring_has_buffers() -> None:
+    """Beside what attention over gathered keys holds: keys, values and their gradients twice, the queries' gradient."""
+    parallel = ParallelConfig(context_parallel_size=2, data_parallel_size=1)
+    gathering = dataclasses.replace(parallel, cp_comm_type="all_gather")
+    ring, gathered = (
+        next(
+            operation
+            for operation in layer_operations(
+                dataclasses.replace(job_of(FAR_FROM_PADDED, each, "bf16"), layers="transformer_engine", on_cpu=False)
+            )
+            if operation.name == "core attention"
+        )
+        for each in (parallel, gathering)
+    )
+    row = 2 * FAR_FROM_PADDED.seq_length // 2 * FAR_FROM_PADDED.hidden_size * 2  # two samples' on a rank, [n, h]
+    assert ring.backward - gathered.backward == 2 * (2 * 2 * row) + row
+    assert ring.saved == gathered.saved  # the copy that goes round, in place of the keys and values
 
 
 # -- the formula itself

@@ -9,6 +9,7 @@ from megatron_fanformer.model.config import FANConfig, FANformerConfig, Precisio
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.planning.communication import communication
 from megatron_fanformer.planning.flops import training_flops_per_token
+from megatron_fanformer.planning.gradient_buffers import first_stage_buckets
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.machines import Link, Machine, load_machine
 from megatron_fanformer.planning.step_time import FLASH_BACKWARD, StepTime, collective_seconds, step_time
@@ -131,11 +132,20 @@ def test_chunks_divide_the_bubble() -> None:
     assert interleaved.parts["pipeline bubble"] == pytest.approx(plain.parts["pipeline bubble"] / 2)
 
 
-@pytest.mark.parametrize(("chunks", "exchanges"), [(None, 8 + 1), (2, 0.25 * 8 * 2 + 1)])
-def test_sends(chunks: int | None, exchanges: float) -> None:
+@pytest.mark.parametrize(
+    ("chunks", "micro_batches", "exchanges"),
+    [
+        (None, 8, 8 + 1),
+        (2, 8, 1 + 4 + 0.25 * (2 * 8 - 4)),  # the first stage goes forward four times before the first comes back
+        (2, 2, 1 + 2 * 2),  # as many micro batches as stages: there is nothing else
+        (4, 2, 1 + 4 * 2),
+    ],
+)
+def test_sends(chunks: int | None, micro_batches: int, exchanges: float) -> None:
     link = Link(bytes_per_second=1e9, efficiency=1.0, latency_seconds=0.0)
     machine = dataclasses.replace(PLAIN, domain=link, overlap=0.75)
-    time = step_time(job(pp=2, virtual_pipeline_model_parallel_size=chunks), machine)
+    asked = job(pp=2, micro_batches=micro_batches, virtual_pipeline_model_parallel_size=chunks)
+    time = step_time(asked, machine)
     one_way = MODEL.seq_length * MODEL.hidden_size * 2 / 1e9
     assert time.parts["pipeline sends"] == pytest.approx(exchanges * 2 * one_way)
 
@@ -163,16 +173,28 @@ def test_tensor_parallel_bytes_are_those_of_the_communication_formula(layout: di
     assert slow.seconds - free.seconds == pytest.approx(expected)
 
 
-def test_context_parallel_rings_hide_behind_attention() -> None:
+def test_the_local_layers_gather_keys_and_values() -> None:
     machine = dataclasses.replace(PLAIN, domain=Link(bytes_per_second=1e9, efficiency=1.0, latency_seconds=0.0))
-    asked = job(cp=2)
-    local = dataclasses.replace(asked, layers="local")
-    exposed, hidden = step_time(local, machine), step_time(asked, machine)
-    beside = min(exposed.parts["context parallel communication"], exposed.parts["attention"])
-    assert exposed.seconds - hidden.seconds == pytest.approx(beside, rel=0.2)  # forward and backward each for itself
+    local = dataclasses.replace(job(cp=2), layers="local")
     lines = [line for line in communication(local.traffic(0)) if line.group == "cp"]
     expected = sum(collective_seconds(Term("cp", x.kind, "", x.message_bytes, x.calls), 2, 1, machine) for x in lines)
-    assert exposed.exposed["cp"] == pytest.approx(expected)
+    assert step_time(local, machine).exposed["cp"] == pytest.approx(expected)
+
+
+def test_the_engines_ring_is_beside_attention() -> None:
+    """Of four ranks: three exchanges, in backward a fourth, since the gradients come after their keys and values."""
+    link = Link(bytes_per_second=1e9, efficiency=1.0, latency_seconds=0.0)
+    machine = dataclasses.replace(PLAIN, domain=link, overlap=0.0)
+    times = 8 * 8  # layers, micro batches
+    forward = 3 * MODEL.seq_length // 4 * 2 * MODEL.value_size * 2 / 1e9
+    open_ring = step_time(job(cp=4), machine)
+    assert open_ring.exposed["cp"] == pytest.approx(times * (forward + 2 * forward))
+    hidden = step_time(job(cp=4), dataclasses.replace(machine, overlap=0.5))
+    attention = open_ring.parts["attention"] / times / (1 + 2 * FLASH_BACKWARD)  # forward's
+    beside = min(forward, attention) + min(2 * forward, 2 * FLASH_BACKWARD * attention)
+    assert open_ring.seconds - hidden.seconds == pytest.approx(times * beside / 2)
+    waiting = dataclasses.replace(PLAIN, collective_seconds=1.0, overlap=0.0)
+    assert step_time(job(cp=4), waiting).exposed["cp"] == pytest.approx(times * (3 + 4))
 
 
 def test_replicas_communicate_beside_the_last_backward() -> None:
@@ -186,7 +208,7 @@ def test_replicas_communicate_beside_the_last_backward() -> None:
     elements = MODEL.num_parameters
     assert plain.parts["gradient reduction"] == pytest.approx(elements * 4 / 2 / 1e12, rel=1e-3)
     assert plain.parts["weight gathering"] == pytest.approx(elements * 2 / 2 / 1e12, rel=1e-3)
-    buckets = -(-elements // 10_000_000)
+    buckets = first_stage_buckets(MODEL, overlapped.parallel, 2, layers=8)
     left = 1 - 0.5 * (buckets - 1) / buckets  # the backward is long enough for half of all but one bucket
     assert hidden.parts["gradient reduction"] == pytest.approx(left * plain.parts["gradient reduction"], rel=1e-3)
     assert hidden.exposed["dp_cp"] == pytest.approx(left * plain.exposed["dp_cp"], rel=1e-3)
@@ -199,6 +221,23 @@ def test_full_recomputation_is_a_forward_more() -> None:
     assert again.parts["recomputation"] == pytest.approx(forward)
     some = {**full, "recompute_method": "block", "recompute_num_layers": 3}
     assert step_time(job(**some), PLAIN).parts["recomputation"] == pytest.approx(3 / 8 * forward)
+
+
+@pytest.mark.parametrize(
+    ("layout", "norms"),
+    [
+        ({"tp": 2, "sequence_parallel": True}, 0),
+        ({"tp": 2, "sequence_parallel": True, "fan_form": "sequence"}, 1),  # the one in front of the map
+    ],
+)
+def test_norms_that_are_fused_are_not_recomputed(layout: dict[str, Any], norms: int) -> None:
+    machine = dataclasses.replace(PLAIN, memory_bytes_per_second=1e12)
+    modules = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    asked = job(**layout, **modules)
+    a_norm = MODEL.seq_length // 2 * 2 * MODEL.hidden_size * 2 / 1e12  # x read, y written
+    for layers, times in (("transformer_engine", norms), ("local", 2)):
+        parts = step_time(dataclasses.replace(asked, layers=layers), machine).parts
+        assert parts.get("recomputation", 0.0) == pytest.approx(8 * 8 * times * a_norm)
 
 
 def test_the_optimizer_is_sharded() -> None:
@@ -215,6 +254,9 @@ def test_small_layers_wait_for_the_host() -> None:
     # FAN map and activation, QKV, rotary, attention, output, two norms, two sums, and the MLP's three; five products
     # have two in backward.
     assert time.seconds - time.parts["loss head"] == pytest.approx(8 * (13 + 13 + 5))
+    # Each of three ring steps: an exchange, attention, two corrections; in backward one exchange more.
+    ring = step_time(job(micro_batches=1, cp=4), machine)
+    assert ring.seconds - ring.parts["loss head"] == pytest.approx(8 * (13 + 13 + 5 + 2 * 3 * 4 + 1))
     assert "host" not in step_time(job(micro_batches=1, cuda_graph_impl="local"), machine).parts
 
 

@@ -1,12 +1,16 @@
 """Layouts as text over a configuration, and all of them."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.sizing.candidates import all_layouts, laid_out, layout_name
+from megatron_fanformer.model.config import PRESETS
+from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.sizing.candidates import all_layouts, laid_out, layout_name, recomputations
 from megatron_fanformer.training.config import RunConfig, config_from_dict
 from tests.small_runs import small_run
 
@@ -45,6 +49,40 @@ def test_what_a_layout_does_not_name_is_the_configurations() -> None:
     other = laid_out(config, "tp=2,mbs=4")
     assert (other.parallel.tensor_model_parallel_size, other.parallel.context_parallel_size) == (2, 2)
     assert (other.parallel.ddp_bucket_size, other.training.micro_batch_size) == (7, 4)
+
+
+def test_many_replicas_are_also_tried_in_smaller_buckets() -> None:
+    """Where the default, a million elements a replica, gives fewer than four, and the configuration names no size."""
+    config = dataclasses.replace(run_config(runtime={"device": "cuda"}), model=PRESETS["fanformer-1b"])
+
+    def sizes(gpus: int, **own: int) -> set[tuple[int | None, int | None]]:
+        asked = dataclasses.replace(config, parallel=ParallelConfig(**own))
+        parallels = [micro_batches[0].parallel for micro_batches in all_layouts(asked, gpus)]
+        plain = [each for each in parallels if each.model_parallel_size == 1]
+        return {(each.data_parallel_size, each.ddp_bucket_size) for each in plain}
+
+    eighth = round(config.model.num_parameters / 8e6) * 10**6
+    assert sizes(8) == {(8, None)}
+    assert sizes(1024) == {(1024, None), (1024, eighth)}
+    assert sizes(1024, ddp_bucket_size=7) == {(1024, 7)}
+
+
+@pytest.mark.parametrize(
+    ("layers", "has_fan", "modules"),
+    [
+        ("local", True, [["layernorm", "fan"], ["layernorm", "fan", "mlp"]]),
+        ("transformer_engine", True, [["fan"], ["fan", "mlp"]]),
+        ("transformer_engine", False, [["mlp"]]),
+    ],
+)
+def test_norms_that_are_fused_are_not_recomputed(layers: Any, has_fan: bool, modules: list[list[str]]) -> None:
+    config = run_config(model={} if has_fan else {"fan": {"placement": "none"}})
+    config = dataclasses.replace(config, kernels=KernelsConfig(transformer_impl=layers))
+    found = [each.get("recompute_modules") for each in recomputations(config, "column")]
+    assert [each for each in found if each] == modules
+    if has_fan:
+        in_front = [each.get("recompute_modules") for each in recomputations(config, "sequence")]
+        assert [each for each in in_front if each] == [["layernorm", "fan"], ["layernorm", "fan", "mlp"]]
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,10 @@ def test_the_report_holds_all_of_it(config: str, tmp_path: Path) -> None:
     seconds = found["time"]["seconds"]
     assert seconds == min(each["seconds"] for each in found["candidates"])
     assert sum(found["time"]["parts"].values()) == pytest.approx(seconds, rel=1e-9)
+    memory = found["memory"]
+    fullest = max(stage["total"] for stage in memory["stages"])
+    assert memory["reserve"] == 6 * 2**30 + round(0.022 * fullest) and memory["needed"] == fullest + memory["reserve"]
+    assert memory["usable"] == int(0.99 * memory["of_a_gpu"])
     for stage in found["memory"]["stages"]:
         assert sum(stage["lines"].values()) == stage["total"] <= found["memory"]["needed"] - found["memory"]["reserve"]
     hours = 3e6 / (16 * 16 / seconds) / 3600  # 16 samples of 16 tokens a step
@@ -80,6 +84,8 @@ def test_the_table_names_every_part(config: str, capsys: pytest.CaptureFixture[s
         (["--layouts", "mbs=0"], 8, "h100", "training.micro_batch_size is 0; it must be at least 1"),
         (["--layouts", "tp"], 8, "h100", "write it as in tp=2,sp=true"),
         (["--tokens", "1.5"], 8, "h100", "write it as in 1T, 300B or 15M"),
+        (["--tokens", "1e9999999"], 8, "h100", "'1e9999999' is not a number of tokens from 1 to 1000000T"),
+        (["--tokens", "1000001T"], 8, "h100", "'1000001T' is not a number of tokens from 1 to 1000000T"),
         (["--price", "nan"], 8, "h100", "is not a price"),
         (["--simulate", "8"], 8, "h100", "has the ranks 0 to 7"),
         (["--report", "none/plan.json"], 8, "h100", "none is not a folder"),

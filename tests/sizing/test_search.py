@@ -1,6 +1,7 @@
 """The search against looking at every layout, and what it rejects against what `train` says of the same."""
 
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import pytest
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANConfig
-from megatron_fanformer.planning.machines import Machine, load_machine
+from megatron_fanformer.planning.machines import DRIVERS_SHARE, Machine, load_machine
 from megatron_fanformer.sizing.candidates import all_layouts, laid_out, layout_name
 from megatron_fanformer.sizing.estimate import Estimate, estimate, for_machine, job_of, problems
 from megatron_fanformer.sizing.search import MOST_SHOWN, NUMBERS, search
@@ -59,8 +60,9 @@ def test_it_finds_what_looking_at_every_layout_finds(
 ) -> None:
     """On machines on which all layouts fit, on which half do, and on which few do: `share` do not."""
     needed = sorted(each.needed_bytes for each in legal)
-    small = dataclasses.replace(h100, memory_bytes=needed[round((1 - share) * (len(needed) - 1))])
-    fitting = [each for each in legal if each.needed_bytes <= small.memory_bytes]
+    limit = needed[round((1 - share) * (len(needed) - 1))]
+    small = dataclasses.replace(h100, memory_bytes=math.ceil(limit / (1 - DRIVERS_SHARE)))
+    fitting = [each for each in legal if each.needed_bytes <= limit]
     fastest = sorted(fitting, key=lambda each: each.time.seconds)[:MOST_SHOWN]
     found = search(config, GPUS, small)
     assert [each.name for each in found.candidates] == [each.name for each in fastest]

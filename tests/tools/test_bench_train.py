@@ -65,11 +65,24 @@ def test_a_line_a_case_and_sums_that_hold(
         (["--models", "transfomer"], "'transfomer'"),
         (["--models", "p=0.9"], "0.9"),
         (["--layouts", "tp=two"], "tp=two"),
+        (["--set", "training.seed", "one"], "--set training.seed: 'one' is not JSON"),
+        (["--set", "seed", "1"], "--set seed: name a field with its section"),
+        (["--json", "none/report.json"], "none is not a folder"),
     ],
 )
-def test_unknown_models_and_layouts_are_refused_in_one_line(
+def test_what_it_cannot_do_is_refused_in_one_line_before_anything_runs(
     bench: Callable[..., int], options: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench(*options) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert named in line
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--steps"])
+def test_nothing_is_measured_in_no_steps(
+    bench: Callable[..., int], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        bench(option, "0")
+    assert refused.value.code == 2
+    assert "'0' must be an integer of at least 1" in capsys.readouterr().err

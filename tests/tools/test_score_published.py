@@ -58,7 +58,7 @@ def test_each_source_predicted_without_its_own_runs(score: Score) -> None:
     assert {run["name"].rpartition("_mbc")[0] for run in beyond} <= {"llama3_70b_l12_tp8_pp1_dp1"}
     for name in ("a100", "h100", "b200"):
         errors = [abs(run["error"]) for run in report["runs"] if run["gpu"] == name]
-        assert sum(error <= known_machines()[name].relative_error for error in errors) >= 0.9 * len(errors) - 1
+        assert sum(error <= known_machines()[name].relative_error for error in errors) >= 0.9 * len(errors)
 
 
 def test_a_fit_finds_a_slower_chip(score: Score, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

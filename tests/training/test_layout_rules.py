@@ -50,6 +50,11 @@ def test_a_layout_that_contradicts_itself(fields: dict[str, Any], part: str) -> 
             {"tensor_model_parallel_size": 8},
             "does not divide model.num_query_groups 4; choose one of 1, 2, 4",
         ),
+        (  # two ranks share a group; each has one head of it
+            {"num_query_groups": 4},
+            {"tensor_model_parallel_size": 8, "context_parallel_size": 2, "cp_comm_type": "a2a"},
+            "a2a, which deals a rank's 1 heads of keys out to 2 context parallel ranks",
+        ),
         ({"fan": FANConfig(p_ratio=0.1)}, {"tensor_model_parallel_size": 8}, "the nearest valid model.fan.p_ratio is"),
         (
             {"fan": FANConfig(p_ratio=0.1)},
