@@ -37,7 +37,10 @@ if planted == "dies":
     from megatron_fanformer.nodes import links
     links.measure_links = lambda *_: os._exit(9)
 if planted == "other folder":
-    facts.Path.read_text = lambda self: "of another file system"
+    read = facts.Path.read_text
+    def read_text(file, **options):
+        return "of another file system" if file.name.startswith(".check-node") else read(file, **options)
+    facts.Path.read_text = read_text
 from megatron_fanformer.cli import entry_point
 entry_point()
 """
