@@ -45,6 +45,7 @@ SIGNALLED=$((128 + 10))   # that of a check which SIGUSR1 ended
 CHECK_SECONDS=900         # the check has limits of its own
 LOST_NODE_SECONDS=15      # until a step that could not be started is tried again: Slurm takes minutes to notice
 LOST_NODE_TRIES=40
+LEAST_SECONDS=240         # of the job, for a step to be started: Slurm signals the steps that are there, and no later one
 
 # Ranks are born with their signals held, until Python listens (coreutils before 8.31 cannot do it).
 hold=(env --block-signal=TERM,INT,HUP,USR1,USR2)
@@ -52,11 +53,13 @@ hold=(env --block-signal=TERM,INT,HUP,USR1,USR2)
 
 # on TASKS_PER_NODE WAIT NODE… -- COMMAND…: run it on nodes, of which the first is where the processes meet. After the
 # first has ended, the others have WAIT seconds: those that stop after saving end seconds apart.
+# Where the time limit's signal may have come already, the job is requeued instead.
 on() {
     local tasks=$1 wait=$2 nodes=()
     shift 2
     while [[ $1 != -- ]]; do nodes+=("$1"); shift; done
     shift
+    if [[ -n ${SLURM_JOB_END_TIME:-} ]] && ((SLURM_JOB_END_TIME - $(date +%s) < LEAST_SECONDS)); then requeue; fi
     export MASTER_ADDR=${nodes[0]}
     srun --nodes="${#nodes[@]}" --nodelist="$(IFS=,; echo "${nodes[*]}")" --ntasks="$((tasks * ${#nodes[@]}))" \
         --ntasks-per-node="$tasks" --kill-on-bad-exit=0 --wait="$wait" "$@"
@@ -68,13 +71,19 @@ requeue() {
     exit "$STOPPED"
 }
 
-# The healthy nodes of those that Slurm still gives this job, in `healthy`.
+# The healthy nodes of those that Slurm still gives this job, in `healthy`. Where they are too few, the others are checked
+# once more without the first one, which may have judged them by its own fault.
 check_nodes() {
-    local report=$folder/.healthy-$SLURM_JOB_ID options=() nodes code
+    local report=$folder/.healthy-$SLURM_JOB_ID options=() left_out=0 listed nodes code
     read -ra options <<< "${CHECK_OPTIONS:-}"
     for ((try = 1; try <= LOST_NODE_TRIES; try++)); do
         rm -f "$report"
-        mapfile -t nodes < <(scontrol show hostnames "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N)")
+        if ! listed=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N) || [[ -z $listed ]]; then
+            sleep "$LOST_NODE_SECONDS" # the controller did not answer
+            continue
+        fi
+        mapfile -t nodes < <(scontrol show hostnames "$listed")
+        nodes=("${nodes[@]:left_out}")
         if ((${#nodes[@]} < wanted)); then requeue; fi
         code=0
         on 1 "$CHECK_SECONDS" "${nodes[@]}" -- "$python" -m megatron_fanformer check-node "${options[@]}" \
@@ -83,7 +92,9 @@ check_nodes() {
         if [[ -e $report ]]; then
             mapfile -t healthy < "$report"
             rm -f "$report"
-            return
+            if ((${#healthy[@]} >= wanted || left_out || ${#nodes[@]} <= wanted)); then return; fi
+            left_out=1
+            continue
         fi
         if [[ $code -eq 2 ]]; then exit 2; fi
         sleep "$LOST_NODE_SECONDS"
@@ -99,7 +110,8 @@ for ((start = 0; start <= ${MAX_RESTARTS:-3}; start++)); do
         exit 1
     fi
     code=0
-    on "${SLURM_NTASKS_PER_NODE:-1}" 30 "${healthy[@]:0:wanted}" -- \
+    # Ranks hear of each other's end by heartbeats, which are the rarer the more ranks there are.
+    on "${SLURM_NTASKS_PER_NODE:-1}" "$((30 + ${SLURM_NTASKS_PER_NODE:-1} * wanted / 100))" "${healthy[@]:0:wanted}" -- \
         "${hold[@]}" "$python" -m megatron_fanformer train "$@" || code=$?
     case $code in
         "$STOPPED") requeue ;;

@@ -87,30 +87,41 @@ def _stop_signals() -> list[signal.Signals]:
 
 
 @contextmanager
-def _handled(handlers: dict[signal.Signals, Any], wakeup: int) -> Iterator[None]:
+def _handled(handlers: dict[signal.Signals, Any], wakeup: int, *, is_last: bool = False) -> Iterator[None]:
     """Signals as given, and the file that Python writes them to (-1: none); what they did before is restored.
 
-    Inside, none is held; what was held before comes at once.
+    Inside, none is held; what was held before comes at once. At the end, those that were held are ignored: this
+    thread holds them again, but the default action of one that reaches another thread would end the process.
+
+    Args:
+        is_last: leave Python without that file at the end.
     """
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     wakeup_before = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     try:
         with signals_released():
             yield
     finally:
-        signal.set_wakeup_fd(wakeup_before)
+        signal.set_wakeup_fd(-1 if is_last else wakeup_before)
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if number in held else handler)
 
 
 @contextmanager
-def signals_to(hear: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Pass the signals to stop and to save to a function, which only notes them; what they did before is restored."""
+def signals_to(hear: Callable[[signal.Signals], None], *, is_last: bool = False) -> Iterator[None]:
+    """Pass the signals to stop and to save to a function, which only notes them; what they did before is restored.
+
+    Args:
+        is_last: after this block there is nothing to stop any more: what remains of an `ended_by_stop_signals` block
+            around it goes on, whatever signal comes.
+    """
 
     def handle(number: int, _frame: Any) -> None:
         hear(signal.Signals(number))
 
-    with _handled(dict.fromkeys((*_stop_signals(), SAVE_SIGNAL), handle), wakeup=-1):  # not `ended_by_stop_signals`'s
+    handlers = dict.fromkeys((*_stop_signals(), SAVE_SIGNAL), handle)
+    with _handled(handlers, wakeup=-1, is_last=is_last):  # not the file of `ended_by_stop_signals`
         yield
 
 
@@ -128,8 +139,10 @@ def ended_by_stop_signals(tell: Callable[[str], None]) -> Iterator[None]:
         while number := os.read(reader, 1):
             if number[0] in STOP_SIGNALS:
                 name = signal.Signals(number[0]).name
-                tell(f"stopped on {name} with no step in progress; {NOTHING_LOST}")
-                os._exit(Interrupted.exit_code)
+                try:
+                    tell(f"stopped on {name} with no step in progress; {NOTHING_LOST}")
+                finally:  # also where the line cannot be written
+                    os._exit(Interrupted.exit_code)
         os.close(reader)
 
     handlers: dict[signal.Signals, Any] = dict.fromkeys(_stop_signals(), lambda *_: None)

@@ -179,8 +179,10 @@ def _check_node_options(parser: argparse.ArgumentParser) -> None:
 
 def _check_node(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
     from megatron_fanformer.nodes.check import CheckConfig, check_nodes
+    from megatron_fanformer.runtime.device import let_late_collectives_fail
 
     _prepare_environment()
+    let_late_collectives_fail()
     check_nodes(CheckConfig(**{field.name: getattr(options, field.name) for field in fields(CheckConfig)}))
 
 

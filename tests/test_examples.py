@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,7 @@ def stand_in(folder: Path, name: str, script: str) -> None:
 SRUN = """
 if [[ "$*" == *check-node* ]]; then
     [[ -z $CHECK_CODE ]] || exit "$CHECK_CODE"
+    [[ $MASTER_ADDR != "${SICK_JUDGE:-}" ]] || HEALTHY=$MASTER_ADDR
     printf "%s\\n" $HEALTHY > "${@: -1}"
     exit 1  # some node is unhealthy
 fi
@@ -176,7 +178,9 @@ def run_slurm_script(
     (folder / "srun.told").touch()
     stand_in(folder, "srun", SRUN)
     stand_in(folder, "scontrol", f'echo "$*" >> {folder}/scontrol.told; printf "node-7\\nnode-8\\nnode-9\\n"')
-    stand_in(folder, "squeue", 'echo "node-[7-9]"')
+    # The controller does not answer the first time, and the script waits for it.
+    stand_in(folder, "squeue", f'[[ -e {folder}/asked ]] && echo "node-[7-9]" || {{ touch {folder}/asked; exit 1; }}')
+    stand_in(folder, "sleep", "")
     environment = {
         "PATH": f"{folder}:/usr/bin:/bin",
         "SLURM_JOB_NUM_NODES": "3",
@@ -216,6 +220,27 @@ def test_the_slurm_script_leaves_unhealthy_nodes_out(tmp_path: Path) -> None:
     (tmp_path / "srun.told").unlink()
     code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8", NODES="2")
     assert (code, srun) == (1, [])
+
+
+def test_the_slurm_script_checks_again_without_a_first_node_that_finds_all_others_sick(tmp_path: Path) -> None:
+    code, srun, _ = run_slurm_script(tmp_path, [0], healthy="node-8 node-9", NODES="2", SICK_JUDGE="node-7")
+    assert code == 0
+    assert srun[0].startswith("node-8 22345 --nodes=2 --nodelist=node-8,node-9 --ntasks=16 ")
+
+
+@pytest.mark.parametrize(("left", "end"), [(200, 5), (300, 0)])
+def test_the_slurm_script_starts_no_step_that_the_signal_of_the_time_limit_would_miss(
+    tmp_path: Path, left: int, end: int
+) -> None:
+    code, srun, scontrol = run_slurm_script(tmp_path, [0], SLURM_JOB_END_TIME=str(int(time.time()) + left))
+    assert (code, len(srun), scontrol[-1] == "requeue 12345") == (end, end == 0, end == 5)
+
+
+def test_the_slurm_script_gives_more_ranks_more_time_to_hear_of_an_end(tmp_path: Path) -> None:
+    for tasks, seconds in (("8", 30), ("400", 42)):
+        (tmp_path / "srun.told").unlink(missing_ok=True)
+        _, srun, _ = run_slurm_script(tmp_path, [0], SLURM_NTASKS_PER_NODE=tasks)
+        assert f" --wait={seconds} " in srun[0]
 
 
 def test_the_slurm_script_requeues_a_check_that_its_signal_ended(tmp_path: Path) -> None:

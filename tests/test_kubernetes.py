@@ -199,3 +199,41 @@ def test_a_pod_passes_its_end_on_and_tells_that_the_ranks_stopped(manifest: dict
     pod.terminate()
     assert pod.wait(timeout=60) == 5
     assert sorted((tmp_path / "stopped").read_text().split()) == [str(24 + gpu) for gpu in range(8)]
+
+
+@pytest.mark.parametrize(("code", "slept"), [(0, ""), (1, "300\n")])
+def test_after_a_failed_check_there_is_time_to_cordon_the_node(
+    manifest: dict[str, Any], code: int, slept: str, tmp_path: Path
+) -> None:
+    check = start_check(manifest, tmp_path, code)
+    assert check.wait(timeout=60) == code
+    command = "-m megatron_fanformer check-node --folder /runs --gpus 8 --time-limit 1800"
+    assert (tmp_path / "told").read_text() == f"3 {command}\n"
+    assert (tmp_path / "slept").read_text() == slept
+
+
+def test_a_pod_that_waits_after_its_check_ends_when_it_is_told_to(manifest: dict[str, Any], tmp_path: Path) -> None:
+    """Process 1 of a container ignores a signal that it does not handle."""
+    check = start_check(manifest, tmp_path, 1, waits=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "slept").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    check.terminate()
+    assert check.wait(timeout=10) == 143
+
+
+def start_check(manifest: dict[str, Any], folder: Path, code: int, *, waits: bool = False) -> "subprocess.Popen[bytes]":
+    """The check of node 3, with a stand-in for it that ends with a code, and one for `sleep` that may not end."""
+    [check] = parts(manifest)[1]["initContainers"]
+    (folder / "slept").touch()
+    scripts = {
+        "python3": f'echo "$RANK $*" >> {folder}/told; exit {code}',
+        "sleep": f"echo $1 >> {folder}/slept; {'exec tail -f /dev/null' if waits else 'exit 0'}",
+    }
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (folder / name).chmod(0o755)
+    environment = {entry["name"]: entry["value"] for entry in check["env"]}
+    environment |= {"JOB_COMPLETION_INDEX": "3", "PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.Popen([*check["command"], *check["args"]], env=environment)

@@ -36,6 +36,43 @@ with ended_by_stop_signals(print):
         os._exit(7)
     print([number.name for number in heard], os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
+IS_OVER = """
+import os, signal, threading, time
+from megatron_fanformer.processes import STOP_SIGNALS, ended_by_stop_signals, hold_signals, signals_to
+def send():
+    for number in (*STOP_SIGNALS, signal.SIGUSR2):
+        os.kill(os.getpid(), number)
+    time.sleep(0.2)
+hold_signals()
+heard = []
+with ended_by_stop_signals(print):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()  # a library's, which holds no signal
+    with signals_to(heard.append, is_last=True):
+        send()
+    send()
+send()
+print(len(heard))
+"""
+"""A run whose last step is over."""
+CANNOT_TELL = """
+import os, signal, sys, threading
+from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.processes import ended_by_stop_signals
+from megatron_fanformer.runtime.launch import end_now, tell_end
+os.environ["TORCHELASTIC_ERROR_FILE"] = "/dev/full"
+os.close(2)
+os.open("/dev/full", os.O_WRONLY)
+error = CorruptError("")
+error.exit_code = 7
+if sys.argv[1] == "watch":
+    threading.Thread(target=end_now, args=(error,)).start()
+    threading.Event().wait(60)
+def tell(line):
+    raise BrokenPipeError
+with ended_by_stop_signals(tell):
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(60)
+"""
 LEAVES_A_CHILD = """
 import os, subprocess, sys, time
 code = "import sys, time; from megatron_fanformer.processes import end_with_owner; end_with_owner(int(sys.argv[1]))"
@@ -119,6 +156,19 @@ def test_the_loop_takes_signals_over_and_a_child_keeps_its_own() -> None:
     process = start(LISTENS)
     said, _ = process.communicate(timeout=60)
     assert (process.returncode, said) == (0, "['SIGTERM', 'SIGUSR2', 'SIGTERM'] 7\n")
+
+
+def test_signals_after_the_last_step_change_nothing() -> None:
+    process = start(IS_OVER)
+    said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, f"{len(STOP_SIGNALS) + 1}\n")
+
+
+@pytest.mark.parametrize(("who", "code"), [("watch", 7), ("signal", 5)])
+def test_a_process_ends_also_where_its_last_line_cannot_be_written(who: str, code: int) -> None:
+    process = start(CANNOT_TELL, who)
+    process.communicate(timeout=60)
+    assert process.returncode == code
 
 
 def test_a_child_ends_with_its_parent_also_if_that_has_ended_before() -> None:

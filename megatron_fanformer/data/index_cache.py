@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron_fanformer.durable_files import take_lock, write_atomically
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.runtime.agreement import MAIN_RANK, on_main
+from megatron_fanformer.runtime.agreement import is_main, on_main
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +42,10 @@ def indices_in(cache: Path, identity: Any) -> Iterator[Path]:
     what rank 0 wrote.
     """
     folder = cache / hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
-    is_main = not dist.is_initialized() or dist.get_rank() == MAIN_RANK
     locks: list[int] = []  # on rank 0: the cache's
     try:
         is_whole = on_main(lambda: _made_ready(cache, folder, locks))
-        with _process_group() if is_main else _same_folder_on_all_nodes(cache):
+        with _process_group() if is_main() else _same_folder_on_all_nodes(cache):
             yield folder
         if not is_whole:
             on_main(lambda: write_atomically(folder / COMPLETE, json.dumps(_contents(folder))))

@@ -18,13 +18,15 @@ from typing import Any
 
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.nodes.facts import Facts, facts_from_plain, find_facts
+from megatron_fanformer.nodes.facts import STARTING, Facts, facts_from_plain, find_facts
 from megatron_fanformer.nodes.judgement import Links, Rules, Verdict, judge
 from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime.launch import tell_end
 
 JUDGE = 0
 POLL_SECONDS = 0.1
-LINKS_SECONDS = 240.0  # for all links of a node together
+LINKS_SECONDS = 300.0  # for all links of a node together: three rounds
+WORKER = "check"  # the name of threads that may hang
 HEARD_SECONDS = 10.0  # for the others to hear the verdicts
 
 
@@ -78,6 +80,22 @@ def check_nodes(config: CheckConfig) -> None:
     Raises:
         FanformerError: a node is unhealthy, or the nodes could not be heard.
     """
+    raised: FanformerError | OSError | None = None
+    try:
+        _check_nodes(config)
+    except (FanformerError, OSError) as error:
+        raised = error
+    if any(thread.name == WORKER for thread in threading.enumerate()):
+        # What hangs would keep the interpreter from its end.
+        sys.stdout.flush()
+        if raised is not None:
+            tell_end(raised if isinstance(raised, FanformerError) else FanformerError(str(raised)))
+        os._exit(getattr(raised, "exit_code", 0 if raised is None else 1))
+    if raised is not None:
+        raise raised
+
+
+def _check_nodes(config: CheckConfig) -> None:
     address = devices.rank_address()
     if address is not None and address.local_rank > 0:
         return  # its node's first process looks at all of it
@@ -91,6 +109,11 @@ def check_nodes(config: CheckConfig) -> None:
         facts.problems.append(
             f"it was still at {facts.doing} after {config.time_limit:g} s; leave it out, and have it looked at"
         )
+    if facts.doing == STARTING:  # the others cannot be met without torch
+        own = Verdict(node=facts.node, problems=facts.problems)
+        if number == JUDGE:
+            _report([own], config)
+        raise _Unhealthy(own.line() if number != JUDGE else "")
     try:
         meeting = _Meeting(address, number, count, config.time_limit)
         verdicts = _Judge(config, meeting).verdicts(facts, links) if number == JUDGE else _judged(meeting, facts, links)
@@ -107,12 +130,16 @@ def check_nodes(config: CheckConfig) -> None:
         _report(verdicts, config)
     sick = sum(not verdict.is_healthy for verdict in verdicts)
     if sick:
-        unhealthy = FanformerError(f"{sick} of {count} nodes are unhealthy; leave them out" if count > 1 else "")
-        unhealthy.is_told_elsewhere = number != JUDGE or count == 1
-        if facts.doing != "done":
-            sys.stdout.flush()
-            os._exit(unhealthy.exit_code)  # what hangs would keep the interpreter from its end
-        raise unhealthy
+        is_summed_up = number == JUDGE and count > 1
+        raise _Unhealthy(f"{sick} of {count} nodes are unhealthy; leave them out" if is_summed_up else "")
+
+
+class _Unhealthy(FanformerError):
+    """A node is; without a message where the verdicts, or another node, tell all of it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.is_told_elsewhere = not message
 
 
 def _done_within(seconds: float, work: Callable[[], None]) -> bool:
@@ -125,7 +152,7 @@ def _done_within(seconds: float, work: Callable[[], None]) -> bool:
         except BaseException as error:
             raised.append(error)
 
-    worker = threading.Thread(target=run, name="check", daemon=True)
+    worker = threading.Thread(target=run, name=WORKER, daemon=True)
     worker.start()
     worker.join(seconds)
     if raised:
@@ -184,6 +211,12 @@ class _Judge:
         if JUDGE in taking_part:
             _measure(own, links, meeting, taking_part, gpus)
         heard = meeting.hear("rates", [number for number in taking_part if number != JUDGE], LINKS_SECONDS)
+        for number in taking_part:
+            if number not in {JUDGE, *heard}:
+                found[number].problems.append(
+                    f"it did not answer within {LINKS_SECONDS:g} s after its links were to be measured; leave it out, "
+                    "and see whether it is up"
+                )
         rates = {number: {int(other): values for other, values in told.items()} for number, told in heard.items()}
         judged = judge(found, {JUDGE: links, **rates}, self._config.rules)
         missing = f"it did not answer within {meeting.seconds:g} s; leave it out, and see whether it is up"
@@ -238,9 +271,7 @@ def _measure(facts: Facts, links: Links, meeting: _Meeting, nodes: list[int], gp
     from megatron_fanformer.nodes.links import measure_links
 
     store = meeting.store.clone()  # of its own: what hangs may hold it
-    facts.doing = "its links"
-    if _done_within(LINKS_SECONDS, lambda: measure_links(links, store, meeting.number, nodes, gpus)):
-        facts.doing = "done"
+    _done_within(LINKS_SECONDS, lambda: measure_links(links, store, meeting.number, nodes, gpus))  # as far as it came
 
 
 def _report(verdicts: list[Verdict], config: CheckConfig) -> None:

@@ -25,6 +25,9 @@ GPU_MATRIX, CPU_MATRIX = 8192, 2048  # rows and columns of the square products
 CPU_SECONDS = 0.5  # of products on a CPU; the fastest counts
 GPU_REPETITIONS = 100
 NVIDIA_SMI_SECONDS = 30.0
+POLL_SECONDS = 0.05
+STARTING = "importing torch"  # without which it cannot tell the others anything
+DRIVER = "the driver"  # among the versions; nvidia-smi alone tells it
 SHARED_MEMORY = Path("/dev/shm")  # data loaders and NCCL pass messages there
 
 
@@ -46,7 +49,7 @@ class Facts:
     node: str = field(default_factory=devices.node_name)
     problems: list[str] = field(default_factory=list)
     """What is wrong with it, whatever the others show."""
-    doing: str = "starting"
+    doing: str = STARTING
     """What it is being asked just now."""
     versions: dict[str, str] = field(default_factory=dict)
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
@@ -73,9 +76,11 @@ def find_facts(facts: Facts, folder: Path | None) -> None:
     Args:
         folder: of the shared file system; None: it is not looked at.
     """
-    facts.doing = "importing torch"
-    import torch  # a file system that hangs shows here first
-
+    try:
+        import torch  # a file system that hangs shows here first
+    except (ImportError, OSError) as error:
+        _note_failure(facts, error)
+        return
     parts: list[tuple[str, Callable[[Facts], None]]] = [
         ("its versions", _find_versions),
         # Python itself tries to write there, and refuses to name a folder where it cannot.
@@ -90,11 +95,15 @@ def find_facts(facts: Facts, folder: Path | None) -> None:
         facts.doing = doing
         try:
             find(facts)
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            facts.problems.append(f"{doing} failed ({lines[0]}); leave the node out, and have it looked at")
+        except (ImportError, OSError, RuntimeError) as error:
+            _note_failure(facts, error)
     facts.doing = "done"
     del torch
+
+
+def _note_failure(facts: Facts, error: Exception) -> None:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    facts.problems.append(f"{facts.doing} failed ({lines[0]}); leave the node out, and have it looked at")
 
 
 def _has_gpus(facts: Facts) -> bool:
@@ -119,7 +128,8 @@ def _find_versions(facts: Facts) -> None:
     if torch.cuda.is_available():
         facts.versions["CUDA"] = str(torch.version.cuda)
         facts.versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        facts.versions["the driver"] = _ask_nvidia("driver_version")[0]
+        if (driver := _ask_nvidia("driver_version")) is not None:
+            facts.versions[DRIVER] = driver
 
 
 def _write_to(facts: Facts, place: Path) -> None:
@@ -191,9 +201,13 @@ def _work_of(number: int, facts: Facts) -> Gpu:
         for _ in range(GPU_REPETITIONS):
             torch.mm(factor, factor, out=product)
         ended.record()
-        for _ in range(10 * GPU_REPETITIONS):  # for nvidia-smi to see
-            torch.mm(factor, factor, out=product)
-        clock = _ask_gpu(number, "clocks.sm")
+
+        def keep_busy() -> None:  # for nvidia-smi to see
+            for _ in range(GPU_REPETITIONS):
+                torch.mm(factor, factor, out=product)
+            torch.cuda.synchronize()
+
+        clock = _ask_gpu(number, "clocks.sm", keep_busy)
         torch.cuda.synchronize()
         if not torch.equal(product, torch.mm(factor, factor)):
             facts.problems.append(f"GPU {number} computes the same product otherwise a second time; replace it")
@@ -202,17 +216,35 @@ def _work_of(number: int, facts: Facts) -> Gpu:
     return Gpu(name=name, flops_per_second=2 * GPU_MATRIX**3 / seconds, clock_mhz=clock)
 
 
-def _ask_gpu(number: int, what: str) -> float | None:
+def _wait() -> None:
+    time.sleep(POLL_SECONDS)
+
+
+def _ask_gpu(number: int, what: str, meanwhile: Callable[[], None] = _wait) -> float | None:
     """A number that nvidia-smi knows of a GPU; None if it does not."""
     import torch
 
+    said = _ask_nvidia(what, f"--id=GPU-{torch.cuda.get_device_properties(number).uuid}", meanwhile=meanwhile)
     try:
-        return float(_ask_nvidia(what, f"--id=GPU-{torch.cuda.get_device_properties(number).uuid}")[0])
-    except (OSError, ValueError, subprocess.SubprocessError):
+        return None if said is None else float(said)
+    except ValueError:
         return None
 
 
-def _ask_nvidia(what: str, *options: str) -> list[str]:
+def _ask_nvidia(what: str, *options: str, meanwhile: Callable[[], None] = _wait) -> str | None:
+    """What nvidia-smi says of the first GPU; None if it does not, or is not there.
+
+    Args:
+        meanwhile: is called again and again until it has ended.
+    """
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", *options]
-    asked = subprocess.run(command, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_SECONDS)
-    return asked.stdout.splitlines() or [""]
+    try:
+        asked = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return None
+    end = time.monotonic() + NVIDIA_SMI_SECONDS
+    while asked.poll() is None and time.monotonic() < end:
+        meanwhile()
+    asked.kill()
+    said = asked.communicate()[0].splitlines()
+    return said[0] if asked.returncode == 0 and said else None

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_fanformer.nodes.facts import Facts
+from megatron_fanformer.nodes.facts import DRIVER, Facts
 
 LEAST_SHARE_OF_BANDWIDTH = 0.5  # of the nodes' median, where no bandwidth is stated: links share switches, chips do not
 
@@ -97,7 +97,9 @@ class _Usual:
         nodes = list(found)
         self.count = len(nodes)
         names = dict.fromkeys(name for facts in nodes for name in facts.versions)
-        self.versions = {name: _most([facts.versions.get(name, "missing") for facts in nodes]) for name in names}
+        self.versions = {
+            name: _most([_version(facts, name) for facts in nodes if _tells(facts, name)]) for name in names
+        }
         self.gpus: int = _most([len(facts.gpus) for facts in nodes])
         self.cores: int = _most([facts.cores for facts in nodes])
         gpus = [gpu for facts in nodes for gpu in facts.gpus]
@@ -114,10 +116,19 @@ def _most(values: list[Any]) -> Any:
 
 def _versions(facts: Facts, usual: _Usual) -> list[str]:
     return [
-        f"{name} is {facts.versions.get(name, 'missing')}, and on most nodes {version}; install the same everywhere"
+        f"{name} is {_version(facts, name)}, and on most nodes {version}; install the same everywhere"
         for name, version in usual.versions.items()
-        if facts.versions and facts.versions.get(name, "missing") != version
+        if facts.versions and _tells(facts, name) and _version(facts, name) != version
     ]
+
+
+def _version(facts: Facts, name: str) -> str:
+    return facts.versions.get(name, "missing")
+
+
+def _tells(facts: Facts, name: str) -> bool:
+    """Whether a node's version counts: a GPU works without nvidia-smi, which tells the driver's."""
+    return name in facts.versions or name != DRIVER
 
 
 def _equipment(facts: Facts, usual: _Usual, rules: Rules) -> list[str]:

@@ -6,7 +6,7 @@ link at a time.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,9 @@ from megatron_fanformer.nodes.judgement import Links
 
 GPU_BYTES, CPU_BYTES = 256 << 20, 16 << 20  # of a message: enough for the rate of large ones
 REPETITIONS = 5  # after one that does not count; the median of them counts
-LINK_SECONDS = 30.0  # for a pair to meet, and for each of its collectives
+LINK_SECONDS = 30.0  # for a pair to meet, for its group to be made, and for a collective
+ROUND_SECONDS = 3 * LINK_SECONDS  # how late a link may come to its end
+ROUNDS = 3  # at most
 
 
 def rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
@@ -40,47 +42,60 @@ def measure_links(links: Links, store: Any, number: int, nodes: Sequence[int], g
         nodes: the numbers of those that take part; every one of them calls this.
         gpus: of each node; 0: over gloo, between the processors.
     """
-    for pairs in rounds(nodes):
-        for pair in pairs:
-            if number in pair:
-                other = pair[0] if pair[1] == number else pair[1]
-                links[other] = [0.0] * max(1, gpus)
-                for device, rate in _rates(store, pair, number, gpus):
-                    links[other][device] = rate
-
-
-def _rates(store: Any, pair: tuple[int, int], number: int, gpus: int) -> Iterator[tuple[int, float]]:
-    for device in range(max(1, gpus)):
-        if gpus:
-            torch.cuda.set_device(device)
-        own = dist.PrefixStore(f"link-{pair[0]}-{pair[1]}-{device}", store)
-        try:
-            dist.init_process_group(
-                "nccl" if gpus else "gloo",
-                store=own,
-                rank=pair.index(number),
-                world_size=2,
-                timeout=timedelta(seconds=LINK_SECONDS),
-            )
+    began = time.monotonic()
+    for turn, pairs in enumerate(rounds(nodes)):
+        for pair in (pair for pair in pairs if number in pair):
+            other = pair[0] if pair[1] == number else pair[1]
+            links[other] = [0.0] * max(1, gpus)
+            own = dist.PrefixStore(f"link-{pair[0]}-{pair[1]}", store)
+            # The other one may come late from a link that was given up.
+            latest = began + turn * ROUND_SECONDS + LINK_SECONDS
             try:
-                yield device, _rate(torch.device("cuda", device) if gpus else torch.device("cpu"))
-            finally:
-                dist.destroy_process_group()
-        except RuntimeError:  # torch's for a peer that is gone, or late: the link is left at 0
-            continue
+                _meet(own, number, other, max(LINK_SECONDS, latest - time.monotonic()))
+                for device in range(max(1, gpus)):
+                    links[other][device] = _rate(own, pair.index(number), device if gpus else None)
+            except RuntimeError:  # torch's for a peer that is gone, or late: what is left of the link stays at 0
+                continue
 
 
-def _rate(device: torch.device) -> float:
-    """Bytes per second that each of the two sends in an all-reduce, which is as many as it holds."""
-    on_gpu = device.type == "cuda"
+def _meet(store: Any, number: int, other: int, seconds: float) -> None:
+    """Wait until the other node is at the link, too: a group of one would be waited for much longer."""
+    meeting = dist.PrefixStore("meeting", store)
+    meeting.set(str(number), "")
+    meeting.wait([str(other)], timedelta(seconds=seconds))
+
+
+def _rate(store: Any, rank: int, gpu: int | None) -> float:
+    """Bytes per second that each of the two sends in an all-reduce, which is as many as it holds.
+
+    Args:
+        gpu: None: between the processors.
+
+    Raises:
+        RuntimeError: the other one does not answer; over NCCL only with `devices.let_late_collectives_fail`.
+    """
+    on_gpu = gpu is not None
+    device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+    if on_gpu:
+        torch.cuda.set_device(device)
     message = torch.ones((GPU_BYTES if on_gpu else CPU_BYTES) // 4, device=device)
     seconds = []
-    for _ in range(1 + REPETITIONS):
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        dist.all_reduce(message, op=dist.ReduceOp.MAX)
-        if on_gpu:
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore(str(gpu), store),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=LINK_SECONDS),
+    )
+    try:
+        for _ in range(1 + REPETITIONS):
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, async_op=True).wait()  # which has the limit
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - began)
+    finally:
+        dist.destroy_process_group()
     return message.nbytes / sorted(seconds[1:])[REPETITIONS // 2]

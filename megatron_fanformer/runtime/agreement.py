@@ -9,12 +9,16 @@ import torch.distributed as dist
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime import heartbeat
 
-MAIN_RANK = 0
 # How often the main rank says that it is still at work. Anything that takes longer than the process group's time limit
 # (a terabyte of tokens read from end to end) would otherwise end the ranks that wait for it.
 BEAT_SECONDS = 1.0
 
 Result = TypeVar("Result")
+
+
+def is_main() -> bool:
+    """Whether this process is the main rank, or has no ranks."""
+    return not dist.is_initialized() or dist.get_rank() == heartbeat.MAIN_RANK
 
 
 def on_main(function: Callable[[], Result]) -> Result:
@@ -30,7 +34,7 @@ def on_main(function: Callable[[], Result]) -> Result:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
-    if dist.get_rank() == MAIN_RANK:
+    if is_main():
         return _told_to_others(function)
     while (heard := _broadcast(None)) is None:
         pass
@@ -72,11 +76,11 @@ def _for_others(error: Exception) -> FanformerError:
 
 
 def _described(error: Exception) -> str:
-    return f"rank {MAIN_RANK}: {type(error).__name__}: {error}"
+    return f"rank {heartbeat.MAIN_RANK}: {type(error).__name__}: {error}"
 
 
 def _broadcast(value: Any) -> Any:
     heartbeat.tell_progress()
     box = [value]
-    dist.broadcast_object_list(box, src=MAIN_RANK)
+    dist.broadcast_object_list(box, src=heartbeat.MAIN_RANK)
     return box[0]

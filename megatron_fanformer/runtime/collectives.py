@@ -6,7 +6,7 @@ collectives, which DTensor uses and megatron-core's training step does not, bypa
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -125,15 +125,28 @@ def count_collectives(grid: RankGrid) -> Iterator[CollectiveCounts]:
     Must not be nested.
     """
     counts = CollectiveCounts(_labels(grid))
-    group_class: Any = dist.ProcessGroup
-    present = {name: vars(group_class)[name] for name in _METHODS if name in vars(group_class)}
-    for name in present:
-        setattr(group_class, name, _counted(getattr(group_class, name), _METHODS[name], counts))
-    try:
+    with methods_replaced(dist.ProcessGroup, _METHODS, lambda name, method: _counted(method, _METHODS[name], counts)):
         yield counts
+
+
+@contextmanager
+def methods_replaced(
+    owner: Any, names: Iterable[str], replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replace methods of a class while the block runs.
+
+    Args:
+        names: those that the class itself does not have are left out.
+        replacement: a method's, by its name and itself.
+    """
+    before = {name: vars(owner)[name] for name in names if name in vars(owner)}
+    for name in before:
+        setattr(owner, name, replacement(name, getattr(owner, name)))
+    try:
+        yield
     finally:
-        for name, method in present.items():
-            setattr(group_class, name, method)  # the class's own: one that was looked up no longer binds to a group
+        for name, method in before.items():
+            setattr(owner, name, method)  # the class's own: one that was looked up no longer binds to an object
 
 
 def moved_bytes(kind: str, message_bytes: float, ranks: int) -> float:

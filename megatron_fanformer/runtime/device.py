@@ -268,6 +268,14 @@ def keep_launch_order() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
+def let_late_collectives_fail() -> None:
+    """Have a collective of NCCL that exceeds its group's limit raise where it is waited for; before any group is made.
+
+    Else torch's watchdog ends the whole process.
+    """
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+
+
 def threads_per_rank(local_ranks: int) -> int:
     """CPU threads for each of the ranks on this machine: its usable cores, shared evenly."""
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)

@@ -211,8 +211,12 @@ class Heartbeat:
         self._answered = self._awake
 
     def _take(self, texts: list[bytes]) -> None:
-        for rank, text in zip(self._watched, texts, strict=True):
-            seen = self._seen.setdefault(rank, _Seen(text=text, changed=self._awake, progressed=self._awake))
+        if not self._seen:  # all at once: the other thread goes through it
+            self._seen = {
+                rank: _Seen(text=text, changed=self._awake, progressed=self._awake)
+                for rank, text in zip(self._watched, texts, strict=True)
+            }
+        for seen, text in zip(self._seen.values(), texts, strict=True):
             if text != seen.text:  # beats are numbered
                 progress, seen.text, seen.changed = seen.progress, text, self._awake
                 if seen.progress != progress:

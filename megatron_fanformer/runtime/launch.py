@@ -226,9 +226,11 @@ def report_failure() -> Iterator[None]:
 
 def end_now(error: FanformerError) -> NoReturn:
     """End this rank from a thread, with an error: its main thread may be waiting for another rank for ever."""
-    logger.error("ended by %s", error, extra={"file_only": True})
-    tell_end(error)
-    os._exit(error.exit_code)
+    try:
+        logger.error("ended by %s", error, extra={"file_only": True})
+        tell_end(error)
+    finally:  # also where the line cannot be written
+        os._exit(error.exit_code)
 
 
 def tell_end(error: FanformerError) -> None:
@@ -249,4 +251,5 @@ def _leave_for_launcher(error: Exception) -> None:
         **({"names_rank": "yes"} if isinstance(error, PeerFailed) else {}),
     }
     text = str(error) if isinstance(error, FanformerError) else f"{type(error).__name__}: {error}"
-    file.write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
+    with suppress(OSError):  # a full disk must not hide it
+        file.write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))

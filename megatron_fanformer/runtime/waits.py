@@ -15,14 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fanformer.runtime.collectives import COLLECTIVES
+from megatron_fanformer.runtime.collectives import COLLECTIVES, methods_replaced
 from megatron_fanformer.runtime.config import DeviceKind
 
 # Messages of a pipeline are received, too, and several may be sent as one.
-_CALLS: dict[Any, tuple[str, ...]] = {
-    dist.ProcessGroup: (*COLLECTIVES, "recv", "recv_anysource", "_end_coalescing"),
-    dist.Work: ("wait",),
-}
+_CALLS = (*COLLECTIVES, "recv", "recv_anysource", "_end_coalescing")
 
 
 class Waits:
@@ -51,8 +48,8 @@ class Waits:
 
     def seconds(self) -> float:
         """All of them together; waits for the device."""
-        if self._events:
-            self._events[-1][1].synchronize()
+        for _, ended in self._events:  # they may be on several streams
+            ended.synchronize()
         return self._host_seconds + sum(began.elapsed_time(ended) for began, ended in self._events) / 1000
 
 
@@ -60,20 +57,13 @@ class Waits:
 def timed_waits(device: DeviceKind) -> Iterator[Waits]:
     """Measure how long this process waits in collectives while the block runs. Must not be nested."""
     waits = Waits(device)
-    present = [(owner, name) for owner, names in _CALLS.items() for name in names if name in vars(owner)]
-    before = [(owner, name, vars(owner)[name]) for owner, name in present]
-    for owner, name in present:
-        setattr(owner, name, _timed(getattr(owner, name), waits))
-    try:
+
+    def timed(_name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with waits.one():
+                return method(self, *args, **kwargs)
+
+        return call
+
+    with methods_replaced(dist.ProcessGroup, _CALLS, timed), methods_replaced(dist.Work, ("wait",), timed):
         yield waits
-    finally:
-        for owner, name, method in before:
-            setattr(owner, name, method)
-
-
-def _timed(method: Callable[..., Any], waits: Waits) -> Callable[..., Any]:
-    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with waits.one():
-            return method(self, *args, **kwargs)
-
-    return timed

@@ -4,7 +4,6 @@ Ranks that were launched here are started again after a failure, as often as `tr
 """
 
 import logging
-import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, cast
 
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.processes import signals_to
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.training.config import RunConfig, load_config, tell_on_stderr
 from megatron_fanformer.training.preflight import RunStart, check_run
@@ -132,12 +130,7 @@ def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) ->
     try:
         trainer.train()
     finally:
-        with signals_to(_ignore):  # what was logged is to be written
-            trainer.close()
-
-
-def _ignore(_number: signal.Signals) -> None:
-    """Of a run that ends anyway."""
+        trainer.close()
 
 
 def _tell_nothing(_notice: str) -> None:

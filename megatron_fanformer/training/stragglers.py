@@ -67,7 +67,7 @@ class Stragglers:
     def __init__(self, grid: RankGrid, *, interval: int | None, factor: float) -> None:
         self._grid, self._factor = grid, factor
         self._interval = interval if grid.world_size > 1 else None
-        self._taken: list[RankTime] = []
+        self._taken: dict[int, RankTime] = {}  # by step: one that is taken again counts once
 
     @contextmanager
     def measuring(self, step: int) -> Iterator[None]:
@@ -80,14 +80,24 @@ class Stragglers:
             yield
             waited = waits.seconds()
         taken = time.perf_counter() - began
-        self._taken.append(RankTime(max(0.0, taken - waited), waited, self._grid.groups.pp.rank()))
+        self._taken[step] = RankTime(max(0.0, taken - waited), waited, self._grid.groups.pp.rank())
+
+    def forget(self, step: int) -> None:
+        """Leave out a step that was skipped: it is not like the others."""
+        self._taken.pop(step, None)
 
     def report_if_due(self, step: int) -> dict[str, float]:
-        """The metrics of the steps measured since the last report, at its step; a collective call there."""
-        if self._interval is None or step % self._interval or not self._taken:
+        """The metrics of the steps measured before this one, if a report is due at it; a collective call then.
+
+        None where fewer were measured than are to be: the first ones after a start are slow.
+        """
+        if self._interval is None or step % self._interval:
             return {}
-        own = RankTime(*(statistics.median(values) for values in zip(*self._taken, strict=True)))
+        taken = list(self._taken.values())
         self._taken.clear()
+        if len(taken) < min(MEASURED_STEPS, self._interval):
+            return {}
+        own = RankTime(*(statistics.median(values) for values in zip(*taken, strict=True)))
         logger.debug("step %d  own work %.4g s, waiting for other ranks %.4g s", step, own.work, own.wait)
         numbers = torch.empty(self._grid.world_size * len(own), dtype=torch.float64, device=self._grid.torch_device)
         dist.all_gather_into_tensor(numbers, torch.tensor(own, dtype=torch.float64, device=self._grid.torch_device))

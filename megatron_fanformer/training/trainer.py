@@ -103,7 +103,7 @@ class Trainer:
             Interrupted: a signal came; the checkpoint is saved.
             DivergenceError: the loss or the gradient norm is not finite.
         """
-        with signals_to(self._rank_asked.hear), _garbage_collected_by_hand():
+        with signals_to(self._rank_asked.hear, is_last=True), _garbage_collected_by_hand():
             stopping: Stopping | None = None
             while not (stopping or self._is_over):
                 stopping = self.take_step()
@@ -117,6 +117,8 @@ class Trainer:
         """Train one step and do all that is due after it; returns why to end now, or None."""
         with self._stragglers.measuring(self.step + 1):
             metrics = self._train_one_step()
+        if "skipped" in metrics:
+            self._stragglers.forget(self.step)
         if self._bad_steps.are_too_many:
             self._go_back()
             return "signal" if self._asked.stop else None

@@ -16,13 +16,14 @@ from megatron_fanformer.nodes import check as check_module
 from megatron_fanformer.nodes.facts import Facts
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.device import RankAddress
-from tests.small_runs import start_program
+from tests.small_runs import ROOT, start_program
 
 SECONDS = 240
 LIMIT = 60.0
 AS_PLANTED = """
-import sys, time
-from megatron_fanformer.nodes import facts
+import os, sys, time
+from megatron_fanformer.nodes import check, facts
+check.LINKS_SECONDS = 60.0
 planted = sys.argv.pop(1)
 find = facts._find_versions
 def find_versions(own):
@@ -32,8 +33,14 @@ def find_versions(own):
     if planted == "other torch":
         own.versions["torch"] = "1.0"
 facts._find_versions = find_versions
+if planted == "dies":
+    from megatron_fanformer.nodes import links
+    links.measure_links = lambda *_: os._exit(9)
 if planted == "other folder":
-    facts.Path.read_text = lambda self: "of another file system"
+    read = facts.Path.read_text
+    def read_text(file, **options):
+        return "of another file system" if file.name.startswith(".check-node") else read(file, **options)
+    facts.Path.read_text = read_text
 from megatron_fanformer.cli import entry_point
 entry_point()
 """
@@ -93,6 +100,37 @@ def test_a_node_that_differs_hangs_or_does_not_come_is_left_out(
     assert [node["healthy"] for node in report["nodes"]] == [True, True, False]
     assert [line.startswith(problem) for line in report["nodes"][2]["problems"]] == [True], report
     assert healthy == "node-0\nnode-1\n"
+
+
+@pytest.mark.full
+def test_a_node_that_dies_while_links_are_measured_is_left_out(tmp_path: Path) -> None:
+    """Its neighbours give up its links at the first failure, and have measured their own by then."""
+    codes, report, healthy = check(tmp_path, ["", "", "dies"])
+    assert codes == [1, 1, 9] and healthy == "node-0\nnode-1\n"
+    assert report["nodes"][2]["problems"][0].startswith("it did not answer within 60 s after its links were to be")
+    for node in report["nodes"][:2]:
+        assert node["healthy"] and node["bandwidth"][0] > 1e6, report
+
+
+@pytest.mark.parametrize(
+    ("torch", "problem"),
+    [
+        ("import time; time.sleep(600)", "it was still at importing torch after 2 s; leave it out"),
+        (
+            "raise ImportError('libcudart.so.13: no file')",
+            "importing torch failed (libcudart.so.13: no file); leave the node out",
+        ),
+    ],
+)
+def test_a_node_that_cannot_import_torch_gets_its_verdict(torch: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(torch)
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = (sys.executable, "-m", "megatron_fanformer", "check-node", "--time-limit", "2")
+    node = start_program(*command, environment=environment)
+    said, errors = node.communicate(timeout=60)
+    assert (node.returncode, errors) == (1, "")
+    [line] = said.splitlines()
+    assert line == f"{socket.gethostname()}: unhealthy: {problem}, and have it looked at"
 
 
 @pytest.mark.full

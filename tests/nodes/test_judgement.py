@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.nodes.facts import Facts, Gpu, facts_from_plain
+from megatron_fanformer.nodes.facts import DRIVER, Facts, Gpu, facts_from_plain
 from megatron_fanformer.nodes.judgement import Links, Rules, judge
 from megatron_fanformer.nodes.links import rounds
 
@@ -44,6 +44,14 @@ def test_the_node_that_differs_is_named_and_no_other(changes: dict[str, Any], na
     assert problem.startswith(named)
     assert verdicts[SICK].line() == f"node-{SICK}: unhealthy: {problem}"
     assert verdicts[0].line() == "node-0: healthy (8 × H100, 700 TFLOP/s and more)"
+
+
+def test_a_node_without_nvidia_smi_is_not_blamed_for_the_driver_it_cannot_tell() -> None:
+    told = {**VERSIONS, DRIVER: "580.95.05"}
+    found = {number: node(number, versions=told if number == SICK else VERSIONS) for number in range(4)}
+    assert all(verdict.is_healthy for verdict in judge(found, {}, Rules()).values())
+    found |= {number: node(number, versions={**told, DRIVER: "570.1"}) for number in (0, 1)}
+    assert [number for number, verdict in judge(found, {}, Rules()).items() if not verdict.is_healthy] == [SICK]
 
 
 @pytest.mark.parametrize("changes", [slow(flops_per_second=600e12), slow(clock_mhz=1280)])

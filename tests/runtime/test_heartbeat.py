@@ -1,6 +1,7 @@
 """The watch of ranks over one another, in a time that the tests tell; stopped processes are in tests/faults."""
 
 import time
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -137,6 +138,21 @@ def test_a_rank_that_a_signal_ended_before_the_first_step_ends_the_others_at_onc
     assert ranks.live(5, silent=(0, 2), stuck=(1,)) == {1: "stopped on SIGUSR1"}
     error = ranks.beats[1].judge(ranks.now)
     assert error is not None and (error.exit_code, error.is_told_elsewhere) == (5, True)
+
+
+def test_the_first_beats_are_taken_all_at_once() -> None:
+    """Or the judge's thread, which goes through them, would find that their number changes."""
+    watching = Ranks(4).beats[0]
+    seen: list[int] = []
+
+    class Texts(list[bytes]):
+        def __iter__(self) -> Iterator[bytes]:
+            for text in super().__iter__():
+                seen.append(len(watching._seen))
+                yield text
+
+    watching._take(Texts([b"1 {}", b"2 {}", b"3 {}"]))
+    assert set(seen) == {0, 3} and [other.progress for other in watching._seen.values()] == [b"1", b"2", b"3"]
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,28 @@ def test_few_steps_are_measured(run_on_ranks: Callable[..., list[Any]], interval
     assert run_on_ranks(2, count_wrapped, 40, interval) == [measured] * 2
 
 
+def resume_skip_and_go_back() -> list[list[int]]:
+    """The numbers of steps that reports are of."""
+    reported = []
+    with rank_grid(ParallelConfig(), "cpu") as grid:
+        stragglers = Stragglers(grid, interval=10, factor=2.0)
+        for step in (8, 9, 10, *range(11, 21), 27, 28, 29, 26, 27, 28, 29, 30, *range(31, 41)):
+            with stragglers.measuring(step):
+                pass
+            if step == 39:
+                stragglers.forget(step)
+            taken = sorted(stragglers._taken)
+            if stragglers.report_if_due(step):
+                reported.append(taken)
+            assert not (step % 10 == 0 and stragglers._taken)
+    return reported
+
+
+def test_a_report_is_of_as_many_whole_steps_as_it_says(run_on_ranks: Callable[..., list[Any]]) -> None:
+    """Not after a resume at step 8, nor where one of them was skipped; those of a pass that was given up count once."""
+    assert run_on_ranks(2, resume_skip_and_go_back) == [[[17, 18, 19, 20], [27, 28, 29, 30]]] * 2
+
+
 def test_what_is_not_a_collective_is_no_wait() -> None:
     with timed_waits("cpu") as waits:
         time.sleep(USUAL_SECONDS)
