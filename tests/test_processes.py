@@ -98,8 +98,15 @@ LATE_MOMENTS = ("torch", "megatron.core", "megatron_fanformer.training.trainer",
 STOPPED = "stopped on SIGUSR1 with no step in progress; nothing is lost, run the same command to continue"
 
 
+def ignore_no_signal() -> None:
+    """As these tests themselves may, in a shell's background or under nohup."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start(code: str, *arguments: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=ignore_no_signal)
 
 
 def line_of(process: "subprocess.Popen[str]") -> str:
@@ -109,8 +116,6 @@ def line_of(process: "subprocess.Popen[str]") -> str:
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_a_signal_at_the_start_ends_a_process_at_once_with_a_line(number: signal.Signals) -> None:
-    if signal.getsignal(number) == signal.SIG_IGN:
-        pytest.skip("these tests ignore it, as under nohup, and so do their children")
     process = start(WAITS_IN_A_LIBRARY)
     assert line_of(process) == "ready"
     process.send_signal(signal.SIGUSR2)  # there is nothing to save yet
