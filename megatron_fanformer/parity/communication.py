@@ -12,6 +12,7 @@ from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.parity.trial import TrialConfig, prepared
 from megatron_fanformer.planning.communication import ComparedRow, communication, side_by_side
+from megatron_fanformer.planning.job import ELEMENT_BYTES
 from megatron_fanformer.planning.step_traffic import StepTraffic
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives, moved_bytes
 from megatron_fanformer.runtime.layout import ParallelConfig
@@ -19,7 +20,6 @@ from megatron_fanformer.training.layout_rules import layout_problems
 from megatron_fanformer.training.step import train_step
 
 TRANSFORMER, COLUMN, SEQUENCE = "Transformer", "FAN column", "FAN sequence"
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 
 Variant = tuple[FANformerConfig, ParallelConfig]
 
