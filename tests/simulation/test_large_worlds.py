@@ -1,5 +1,7 @@
 """The formula of communication against the count of it, in worlds of many ranks, one rank of every stage."""
 
+import os
+
 import pytest
 
 from megatron_fanformer.simulation.comparison import communication_differences
@@ -35,8 +37,8 @@ def test_a_world_of_1024_ranks() -> None:
 
 
 SEED = 15
-LAYOUTS = 12
 WORLDS = (1024, 4096, 16384)
+LAYOUTS = int(os.environ.get("DRAWN_LAYOUTS", len(WORLDS)))  # one of many stages takes up to half an hour
 
 
 @pytest.mark.full
