@@ -13,6 +13,8 @@ machine's rates, measured in the same minutes. Compared are:
 - transformer: the same without FAN, of equal width;
 - same-params: the FANformer with as many parameters as that Transformer (less d_ff);
 - p=0.125 and the like: the FANformer with another p_ratio.
+
+On a CPU `--peers` lets the model for transformers take turns, trained by plain PyTorch (`benchmarking.peers`).
 """
 
 import argparse
@@ -30,7 +32,8 @@ from typing import Any
 import torch
 from benchmarking.machine import measured_machine, predicted_seconds
 from benchmarking.matrix_rate import MatrixClock
-from benchmarking.ranks import CaseRanks, Timing, write_tokens
+from benchmarking.peers import Peer, runnable_peers, serve_peer
+from benchmarking.ranks import CaseProcesses, Timing, ranks_of, write_tokens
 
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.model.config import PRESETS, FANformerConfig, as_transformer, with_same_parameters
@@ -61,6 +64,8 @@ class Case:
     """Seconds of a step by formula, from the machine's rates in the same round; of one rank, which has all cores."""
     breakdown: dict[str, float] = field(default_factory=dict)
     peak_memory: int = 0
+    peer: Peer | None = None
+    """What trains it in place of a Trainer."""
 
     @property
     def name(self) -> str:
@@ -85,6 +90,8 @@ def main() -> int:
     try:
         cases = _cases(options)
         options.set = _settings(options.set)
+        if options.peers and (device != "cpu" or "fp8" in options.dtypes):
+            raise InputError("--peers is for a CPU, in fp32 and bf16; leave it out, or set --device cpu and --dtypes")
         if options.json and not options.json.parent.is_dir():
             raise InputError(f"--json {options.json}: {options.json.parent} is not a folder; create it first")
     except FanformerError as error:
@@ -116,6 +123,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seq-length", type=int, metavar="N", help="tokens per sample; the model's own by default")
     parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N")
     parser.add_argument("--global-batch-size", type=int, metavar="N", help="one micro batch per replica by default")
+    parser.add_argument("--peers", action="store_true", help="plain PyTorch besides, on the first model")
     parser.add_argument("--rounds", type=_count, default=5, metavar="N", help="turns per case")
     parser.add_argument("--steps", type=_count, default=2, metavar="N", help="steps per turn")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("SECTION.FIELD", "VALUE"))
@@ -149,12 +157,15 @@ def _cases(options: argparse.Namespace) -> list[Case]:
         parse_layout(layout)  # refuses what it cannot read
     if found := [problem for name in options.models for problem in _model(name, base).problems()]:
         raise InputError("; ".join(dict.fromkeys(found)))
-    return [
-        Case(name, _model(name, base), dtype, layout)
-        for dtype in options.dtypes
-        for layout in options.layouts
-        for name in options.models
-    ]
+    peers = runnable_peers() if options.peers else ()
+    cases = []
+    for dtype in options.dtypes:
+        cases += [
+            Case(name, _model(name, base), dtype, layout) for layout in options.layouts for name in options.models
+        ]
+        first = _model(options.models[0], base)
+        cases += [Case(peer.name, first, dtype, SINGLE, peer=peer) for peer in peers]
+    return cases
 
 
 def _base_model(options: argparse.Namespace) -> FANformerConfig:
@@ -197,7 +208,7 @@ def _run(
     ranks, rates, machines = [], [], []
     try:
         for case, values in zip(group, runs, strict=True):
-            ranks.append(CaseRanks(values, parse_layout(case.layout).world_size))
+            ranks.append(_started(case, values, options))
             ranks[-1].steps(WARM_UP)
         for _ in range(options.rounds):
             rates.append(clock.rates())
@@ -205,16 +216,23 @@ def _run(
             machines.append(measured_machine(model, size, dtype, rates[-1].mean, torch.device(device)))
             for case, values, own in zip(group, runs, ranks, strict=True):
                 case.timings.append(own.steps(options.steps))
-                if parse_layout(case.layout).world_size == 1:
+                if case.peer is None and parse_layout(case.layout).world_size == 1:
                     case.predictions.append(predicted_seconds(values, machines[-1]))
         for case, own in zip(group, ranks, strict=True):
             case.peak_memory = own.peak_memory()
-            case.breakdown = own.breakdown(options.steps)
+            if case.peer is None:
+                case.breakdown = own.breakdown(options.steps)
     finally:
         for own in ranks:
             own.close()
     middle = sorted(range(len(rates)), key=lambda number: rates[number].mean)[len(rates) // 2]
     return [rate.fastest for rate in rates], machines[middle]
+
+
+def _started(case: Case, values: dict[str, Any], options: argparse.Namespace) -> CaseProcesses:
+    if case.peer is None:
+        return ranks_of(values, parse_layout(case.layout).world_size)
+    return CaseProcesses(serve_peer, [(case.peer, case.model, case.dtype == "bf16", _samples_a_step(case, options))])
 
 
 def _values(
@@ -310,6 +328,7 @@ def _print(group: list[Case], lines: list[dict[str, Any]]) -> None:
 
 
 def _breakdown_rows(group: list[Case]) -> Iterator[str]:
+    group = [case for case in group if case.breakdown]
     names = list(dict.fromkeys(name for case in group for name in case.breakdown))
     yield f"{'seconds per step, profiled':32} " + " ".join(f"{case.name[:20]:>20}" for case in group)
     for name in names:

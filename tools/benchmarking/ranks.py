@@ -1,10 +1,11 @@
-"""The ranks of one case: processes that hold a whole Trainer, and take steps when they are told to."""
+"""The processes of one case: ranks that hold a whole Trainer, or another, and take steps when they are told to."""
 
 import multiprocessing
 import os
 import resource
 import socket
 import time
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import wraps
@@ -29,21 +30,20 @@ class Timing:
     """Of these, outside the step itself: metrics, what is due."""
 
 
-class CaseRanks:
-    """A case's processes, started at once, that hold a Trainer each.
+class CaseProcesses:
+    """A case's processes, started at once.
 
     Args:
-        values: the run's configuration, as plain values.
-        world_size: how many ranks its layout has.
+        serve: what each does, given its connection and its own of the arguments.
+        arguments: of each process.
     """
 
-    def __init__(self, values: dict[str, Any], world_size: int) -> None:
+    def __init__(self, serve: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
         context = multiprocessing.get_context("spawn")
-        port = _free_port()
         self._connections, self._processes = [], []
-        for rank in range(world_size):
+        for own in arguments:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, values, rank, world_size, port), daemon=True)
+            process = context.Process(target=_quietly, args=(serve, theirs, *own), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -80,15 +80,21 @@ class CaseRanks:
             return [connection.recv() for connection in self._connections]
         except EOFError:
             self.close()
-            raise SystemExit("a rank of the benchmark ended; its message stands above") from None
+            raise SystemExit("a process of the benchmark ended; its message stands above") from None
 
 
-def _serve(connection: Any, *arguments: Any) -> None:
+def _quietly(serve: Callable[..., None], *arguments: Any) -> None:
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # what a run reports to its user
-        _serve_case(connection, *arguments)
+        serve(*arguments)
 
 
-def _serve_case(connection: Any, values: dict[str, Any], rank: int, world_size: int, port: int) -> None:
+def ranks_of(values: dict[str, Any], world_size: int) -> CaseProcesses:
+    """The ranks of a run, by its configuration as plain values, with a Trainer each."""
+    port = _free_port()
+    return CaseProcesses(_serve_rank, [(values, rank, world_size, port) for rank in range(world_size)])
+
+
+def _serve_rank(connection: Any, values: dict[str, Any], rank: int, world_size: int, port: int) -> None:
     devices.quieten_libraries()
     devices.use_huge_pages()
     devices.keep_launch_order()

@@ -1,0 +1,96 @@
+"""What a user would write without this package: the model for transformers, trained by plain PyTorch on a CPU.
+
+Master weights in float32, forward and backward under autocast in bf16 runs, a fused AdamW, the gradient clipped.
+"""
+
+import resource
+import shutil
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarking.ranks import Timing
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.runtime import device as devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A way to train the same model."""
+
+    name: str
+    keeps_memory: bool = False
+    """Whether large tensors come from huge pages, and what is freed is kept (`runtime.device`)."""
+    compiles: bool = False
+    """Whether torch compiles it, which takes a C++ compiler."""
+
+
+PEERS = (
+    Peer(name="plain"),
+    Peer(name="plain, memory kept", keeps_memory=True),
+    Peer(name="plain, memory kept, compiled", keeps_memory=True, compiles=True),
+)
+COMPILERS = ("g++", "clang++", "c++")
+
+
+def runnable_peers() -> tuple[Peer, ...]:
+    """Those that this machine has what it takes for; what it lacks is printed."""
+    if any(map(shutil.which, COMPILERS)):
+        return PEERS
+    print(f"No C++ compiler ({', '.join(COMPILERS)}) is found: nothing is compiled.")
+    return tuple(peer for peer in PEERS if not peer.compiles)
+
+
+def serve_peer(connection: Any, peer: Peer, model: FANformerConfig, is_bf16: bool, samples: int) -> None:
+    """A peer's process: takes steps when it is told to, until the connection is closed."""
+    devices.quieten_libraries()
+    torch.set_num_threads(devices.threads_per_rank(1))
+    if peer.keeps_memory:
+        devices.use_huge_pages()
+        devices.keep_freed_memory()
+    trained = _PlainTraining(peer, model, is_bf16, samples)
+    connection.send("ready")
+    while True:
+        try:
+            command, arguments = connection.recv()
+        except EOFError:
+            return
+        connection.send(getattr(trained, command)(*arguments))
+
+
+class _PlainTraining:
+    def __init__(self, peer: Peer, model: FANformerConfig, is_bf16: bool, samples: int) -> None:
+        from megatron_fanformer.formats.huggingface import to_huggingface_config
+        from megatron_fanformer.hf import FANformerForCausalLM
+
+        torch.manual_seed(0)
+        self._model = FANformerForCausalLM(to_huggingface_config(model)).train()
+        self._loss = torch.compile(self._loss_of) if peer.compiles else self._loss_of
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=3e-4, fused=True)
+        self._autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_bf16)
+        self._shape, self._vocab_size = (samples, model.seq_length), model.vocab_size
+
+    def _loss_of(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    def _step(self) -> None:
+        ids = torch.randint(self._vocab_size, self._shape)
+        self._optimizer.zero_grad(set_to_none=True)
+        with self._autocast:
+            loss = self._loss(ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+
+    def steps(self, number: int) -> Timing:
+        """Take some steps in a row."""
+        started = time.perf_counter()
+        for _ in range(number):
+            self._step()
+        return Timing((time.perf_counter() - started) / number, 0.0)
+
+    def peak_memory(self) -> int:
+        """Bytes that were resident at most."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
