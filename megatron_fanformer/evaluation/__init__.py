@@ -1,1 +1,1 @@
-"""Evaluation: perplexity sets and downstream tasks, in the loop of a run and afterwards, in every layout."""
+"""Perplexity sets and downstream tasks, measured in any layout: in the loop, and by `megatron-fanformer evaluate`."""
