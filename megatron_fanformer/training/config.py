@@ -16,11 +16,11 @@ from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import PRESETS, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.layout_rules import batch_problems, graph_problems, layout_problems
 from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.device import has_bf16_matrix_units
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
 from megatron_fanformer.training.fp8_rules import fp8_problems
-from megatron_fanformer.training.layout_rules import batch_problems, graph_problems, layout_problems
 from megatron_fanformer.training.logging_config import LoggingConfig
 from megatron_fanformer.training.optimizer_config import OptimizerConfig
 from megatron_fanformer.training.recovery_config import RecoveryConfig
