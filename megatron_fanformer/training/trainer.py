@@ -27,6 +27,7 @@ from megatron_fanformer.processes import signals_to
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.runtime.pipeline import Batches
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.attempts import Attempts, StepBatches
 from megatron_fanformer.training.config import RunConfig
@@ -40,7 +41,6 @@ from megatron_fanformer.training.requests import AskedRank, Requests, share
 from megatron_fanformer.training.samples import run_batches, run_datasets
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import (
-    Batches,
     StepResult,
     StepShape,
     Sums,
