@@ -11,12 +11,12 @@
      "perplexity": {SET: {"loss", "perplexity", "bits_per_byte", "tokens"}},
      "groups": {GROUP: the mean of its sets' perplexities}}
 
-A file of several checkpoints is a list of these. A task's own metric is the sum of its documents' `score` by the sum of
-their `weight`, which is 1 but for F1; `lengths` are what that metric divides log-probabilities by. Generation tasks have
+A file of several checkpoints is a list of these. A task's own metric is the sum of its documents' `score` by that of
+their `weight`, which is 1 but for F1; `lengths` are what it divides log-probabilities by. Generation tasks have
 what was written in a document, in place of log-probabilities.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +107,3 @@ def read_results(path: Path) -> list[Result]:
         return msgspec.convert(decoded if isinstance(decoded, list) else [decoded], list[Result])
     except msgspec.ValidationError as error:
         raise InputError(f"{path} is not a result of evaluate ({error}); name one that --output wrote") from None
-
-
-def values_of(metrics: Mapping[str, Any]) -> dict[str, MetricValue]:
-    """`evaluation.metrics.Metric`s as a result has them."""
-    return {
-        name: MetricValue(value=found.value, standard_error=found.standard_error, documents=found.documents)
-        for name, found in metrics.items()
-    }
