@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.durable_files import write_atomically
@@ -122,7 +123,7 @@ def _join(options: argparse.Namespace, address: devices.RankAddress, local: Loca
 
     def find() -> "tuple[Asked, Jobs]":
         if (found := read_found()) is not None:
-            return found  # type: ignore[no-any-return]
+            return cast("tuple[Asked, Jobs]", found)
         asked = read_options(options, local, world_size=address.world_size)
         return asked, _find_jobs(asked)
 
@@ -175,14 +176,18 @@ def read_options(options: argparse.Namespace, local: Local, *, world_size: int |
         path = getattr(options, name)
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             found.append(f"--{name} {path} is not a file in a folder that exists; create the folder, or name another")
-    compared = tuple(map(Path, options.compare))
-    evaluated = [str(path) for path in compared if not path.is_file()]
-    checkpoints = _checkpoints([*options.checkpoints, *evaluated], local, found)
+    files = [name for name in options.compare if Path(name).is_file()]
+    checkpoints = _checkpoints([*options.checkpoints, *(set(options.compare) - set(files))], local, found)
+    compared = (
+        () if found else tuple(Path(name) if name in files else _checkpoint(name, local) for name in options.compare)
+    )
     evaluation = _evaluation(options, found)
     layout = _noting(found, lambda: _layout(options.layout, world_size))
     if checkpoints and evaluation.is_empty and options.ulogic is None:
         found.append("nothing is asked for; add --requests FILE, or --perplexity NAME=PATH")
-    if not (checkpoints or compared or found):
+    if options.picture is not None and not checkpoints:
+        found.append("--picture draws what checkpoints come to; name some")
+    if not (checkpoints or options.compare or found):
         found.append("no checkpoint is named; name a run's folder, a checkpoint or an exported folder")
     if found or layout is None:
         raise InputError("\n".join(found))
@@ -209,17 +214,15 @@ def _noting(problems: list[str], read: Callable[[], Any]) -> Any:
 
 
 def _checkpoints(named: Sequence[str], local: Local, problems: list[str]) -> tuple[Path, ...]:
-    """The folders of checkpoints and exports that are named, each once, those of runs by their steps."""
-    found: dict[Path, None] = {}
-    for name in named:
-        places = sorted(glob.glob(name)) if glob.has_magic(name) and not Path(name).exists() else [name]
-        for place in places if len(places) > 1 or len(named) > 1 else ():
-            if _is_no_checkpoint_of(Path(place)):
-                places = [other for other in places if other != place]
-        for place in places:
-            if (checkpoint := _noting(problems, lambda place=place: _checkpoint(local(place)))) is not None:
-                found[checkpoint] = None
-    return tuple(sorted(found, key=lambda path: (path.parent, store.step_of(path) or 0)))
+    """The folders of checkpoints and exports that are named, each once, in order."""
+    matches = [
+        sorted(glob.glob(name)) if glob.has_magic(name) and not Path(name).exists() else [name] for name in named
+    ]
+    places = [place for match in matches for place in match]
+    if len(places) > 1:
+        places = [place for place in places if not _is_no_checkpoint_of(Path(place))]
+    found = [_noting(problems, partial(_checkpoint, place, local)) for place in places]
+    return tuple(dict.fromkeys(filter(None, found)))
 
 
 def _is_no_checkpoint_of(place: Path) -> bool:
@@ -227,8 +230,8 @@ def _is_no_checkpoint_of(place: Path) -> bool:
     return place.parent.name == store.CHECKPOINTS and store.step_of(place) is None
 
 
-def _checkpoint(path: str) -> Path:
-    target = recognise(path, RUNNABLE)
+def _checkpoint(path: str, local: Local) -> Path:
+    target = recognise(local(path), RUNNABLE)
     return target.path if target.kind == "hf" else checkpoint_of(target)
 
 
@@ -325,8 +328,7 @@ def _tell(options: argparse.Namespace, asked: Asked, results: list[Result]) -> N
 def _result_of(path: Path, results: list[Result]) -> Result:
     """A file's only result, or the one of a checkpoint that was just evaluated."""
     if not path.is_file():
-        wanted = str(_checkpoint(str(path)))
-        return next(result for result in results if result.checkpoint == wanted)
+        return next(result for result in results if result.checkpoint == str(path))
     found = result_files.read_results(path)
     if len(found) != 1:
         raise InputError(f"{path} holds the results of {len(found)} checkpoints; compare files of one each")

@@ -173,7 +173,8 @@ def evaluate_jobs(asked: "Asked", jobs: Jobs, grid: RankGrid, *, tell: Tell) -> 
 def _built(asked: "Asked", jobs: Sequence[Job], grid: RankGrid, tell: Tell) -> Iterator[tuple[Job, list[Any]]]:
     """Each job with the stages that hold its weights; models of one shape are built once."""
     seed_everything(0)  # megatron-core builds layers on a GPU from random states that must exist
-    shape, stages = None, []
+    shape: tuple[Any, ...] = ()
+    stages: list[Any] = []
     for job in jobs:
         tell(f"{job.source.path.name}: weights")
         model, dtype = job.source.config, _dtype(asked, job.source, grid)
@@ -244,11 +245,15 @@ def _generated_results(
     results = {}
     for name, documents in texts.items():
         found = generation_tasks.evaluate(
-            model, tokenizer, name, documents, settings, tell=lambda line, name=name: tell(f"{name}: {line}")
+            model, tokenizer, name, documents, settings, tell=functools.partial(_tell_of, tell, name)
         )
         found["cut"] = found.pop("prompts_cut", 0)
         results[name] = msgspec.convert(found, TaskResult)
     return results
+
+
+def _tell_of(tell: Tell, name: str, line: str) -> None:
+    tell(f"{name}: {line}")
 
 
 def _set_result(found: SetLoss) -> SetResult:

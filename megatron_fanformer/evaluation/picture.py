@@ -1,13 +1,14 @@
 """Evaluations as a picture: tasks and perplexity sets over the steps of their checkpoints."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_fanformer.evaluation.comparison import is_share
 from megatron_fanformer.evaluation.results import Result
 
-CHANCE_OF_NORMAL = 1.96  # standard errors on either side of a value: 95%
+STANDARD_ERRORS = 1.96  # on either side of a value: 95% of a normal distribution
 
 
 def results_picture(results: Sequence[Result]) -> bytes:
@@ -17,9 +18,13 @@ def results_picture(results: Sequence[Result]) -> bytes:
     matplotlib.use("Agg")  # needs no display
     from matplotlib import pyplot
 
-    panels = [
-        draw for draw, is_there in ((_draw_tasks, _has_tasks(results)), (_draw_sets, _has_sets(results))) if is_there
-    ]
+    metrics = [task.metric for result in results for task in result.tasks.values()]
+    panels: list[Callable[[Sequence[Result], Any], None]] = []
+    for are_shares in (True, False):
+        if any(is_share(metric) == are_shares for metric in metrics):
+            panels.append(partial(_draw_tasks, are_shares))
+    if any(result.perplexity for result in results):
+        panels.append(_draw_sets)
     figure, axes = pyplot.subplots(1, len(panels), figsize=(6.5 * len(panels), 4.8), dpi=120, squeeze=False)
     for draw, panel in zip(panels, axes[0], strict=True):
         panel.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)  # more lines than the usual ten colours
@@ -31,14 +36,6 @@ def results_picture(results: Sequence[Result]) -> bytes:
     figure.savefig(picture, format="png")
     pyplot.close(figure)
     return picture.getvalue()
-
-
-def _has_tasks(results: Sequence[Result]) -> bool:
-    return any(is_share(task.metric) for result in results for task in result.tasks.values())
-
-
-def _has_sets(results: Sequence[Result]) -> bool:
-    return any(result.perplexity for result in results)
 
 
 def _places(results: Sequence[Result]) -> list[int]:
@@ -55,25 +52,23 @@ def _name_checkpoints(results: Sequence[Result], axes: Any) -> None:
         axes.set_xticks(places, [result.name for result in results], rotation=20)
 
 
-def _draw_tasks(results: Sequence[Result], axes: Any) -> None:
-    for name in dict.fromkeys(
-        name for result in results for name, task in result.tasks.items() if is_share(task.metric)
-    ):
-        points = [
-            (place, each.headline(name))
-            for place, each in zip(_places(results), results, strict=True)
-            if name in each.tasks
-        ]
+def _draw_tasks(are_shares: bool, results: Sequence[Result], axes: Any) -> None:
+    """Tasks whose own metric is a share of documents, or the others, with what is uncertain about each."""
+    scale = 100 if are_shares else 1
+    tasks = ((name, task.metric) for result in results for name, task in result.tasks.items())
+    for name in dict.fromkeys(name for name, metric in tasks if is_share(metric) == are_shares):
+        placed = zip(_places(results), results, strict=True)
+        points = [(place, result.headline(name)) for place, result in placed if name in result.tasks]
         axes.errorbar(
             [place for place, _ in points],
-            [100 * found.value for _, found in points],
-            [100 * CHANCE_OF_NORMAL * found.standard_error for _, found in points],
+            [scale * found.value for _, found in points],
+            [scale * STANDARD_ERRORS * found.standard_error for _, found in points],
             label=name,
             marker=".",
             linewidth=1,
             elinewidth=0.5,
         )
-    axes.set(title="tasks, with 95% intervals", ylabel="percent")
+    axes.set(title="tasks, with 95% intervals", ylabel="percent" if are_shares else "bits per byte, or nats")
 
 
 def _draw_sets(results: Sequence[Result], axes: Any) -> None:

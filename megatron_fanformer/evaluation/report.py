@@ -35,9 +35,9 @@ def _print_one(result: Result, console: Console) -> None:
             console.print(f"mean of the tasks' own metrics: {100 * mean:.2f}", highlight=False)
     if result.perplexity:
         table = _table("set", "loss", "perplexity", "bits/byte", "tokens")
-        for name, found in result.perplexity.items():
-            bits = "-" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
-            table.add_row(name, f"{found.loss:.4f}", _perplexity(found.perplexity), bits, f"{found.tokens:,}")
+        for name, each in result.perplexity.items():
+            bits = "-" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}"
+            table.add_row(name, f"{each.loss:.4f}", _perplexity(each.perplexity), bits, f"{each.tokens:,}")
         console.print(table)
     for group, mean in result.groups.items():
         console.print(f"{group}: mean perplexity {mean:.2f}", highlight=False)
