@@ -25,6 +25,7 @@ NAMES = {
     "validation_loss/held-out",
     "eval/own-set/CrossEntropyLoss",
     "eval/own-set/Perplexity",
+    "eval/own-set/BitsPerByte",
     "eval/downstream/copa_acc",
     "eval/downstream/hellaswag_len_norm",
     "eval/downstream/mrpc_f1",
