@@ -32,13 +32,14 @@ SETS: dict[Group, tuple[str, ...]] = {
 }
 """The sets of the paper's groups, by OLMo's names."""
 SPELLINGS = {"dolma_common-crawl": ("dolma_common-crawl", "dolma_common_crawl")}
+VERSIONS: dict[Group, str] = {"v2-small": "v2", "v3-small": "v3"}
 PLACES: dict[Group, tuple[str, ...]] = {
     group: (
         *(f"{above}{version}" for above in ("", "validation/")),
         *(f"{above}{version}_small_gptneox20b" for above in ("", "perplexity/", "eval-data/perplexity/")),
         group,
     )
-    for group, version in (("v2-small", "v2"), ("v3-small", "v3"))
+    for group, version in VERSIONS.items()
 }
 """Where below the folder a group may be; or the folder itself is it, where no other is asked for."""
 FORMS = ("val.npy", "val/*.npy", "part-*.npy", "val.idx")
@@ -262,9 +263,10 @@ def _opened(path: str, config: PerplexityConfig, tokenizer: Tokenizer | None) ->
         largest = record.max_token_id if record is not None else None
         return TokenFile(file=NpyFile(str(bin_path(path)), index.dtype, index.tokens, largest), index=path, eod_id=None)
     (file,) = open_npy_files([path], config.npy_dtype)
-    manifest = read_any_manifest(npy_prefix(path))
-    known = (config.eod_id, manifest and manifest.tokenizer.eod_id, tokenizer and tokenizer.eod_id)
-    return TokenFile(file=file, index=None, eod_id=next((number for number in known if number is not None), None))
+    eod_id, manifest = config.eod_id, read_any_manifest(npy_prefix(path))
+    if eod_id is None and (source := manifest.tokenizer if manifest else tokenizer) is not None:
+        eod_id = source.eod_id
+    return TokenFile(file=file, index=None, eod_id=eod_id)
 
 
 def _refuse_ids_outside(vocab_size: int, files: Iterable[TokenFile]) -> None:
