@@ -71,7 +71,7 @@ class Judge(Oracle):
         logits = torch.zeros(*ids_bs.shape, self._vocab_size)
         for number, ids in enumerate(ids_bs.tolist()):
             (prompt, verdict) = next(one for one in self._verdicts.items() if one[0] == tuple(ids[: len(one[0])]))
-            logits[number, len(prompt), ord(str(verdict)[0])] = 5.0
+            logits[number, len(prompt), ord(str(verdict)[0])] = 20.0  # the words have not the same length here
         return logits
 
 
