@@ -256,7 +256,12 @@ def _task(name: str, stated: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     task = TaskRequests(
         name=name,
         metric=str(stated["metric"]),
-        **{array: arrays[f"{name}/{array}"] for array in ARRAYS},
+        documents=arrays[f"{name}/documents"],
+        choices=arrays[f"{name}/choices"],
+        labels=arrays[f"{name}/labels"],
+        ids=arrays[f"{name}/ids"],
+        offsets=arrays[f"{name}/offsets"],
+        continuation_tokens=arrays[f"{name}/continuation_tokens"],
         lengths={length: arrays[f"{name}/{length}"] for length in LENGTHS},
         cut=cuts[0],
     )
@@ -273,18 +278,19 @@ def _refuse_disorder(task: TaskRequests) -> None:
     """Raises ValueError if the arrays do not fit one another; a forged file has the right SHA-256."""
     n = len(task.documents)
     of_requests = [task.documents, task.choices, task.labels, task.continuation_tokens, *task.lengths.values()]
-    lengths = np.diff(task.offsets)
     fits = (
         n > 0
-        and all(array.shape == (n,) and array.dtype == np.int32 for array in of_requests)
+        and all(array.shape == (n,) and array.dtype == np.int32 and array.min() >= 0 for array in of_requests)
         and task.offsets.shape == (n + 1,)
         and task.ids.dtype == np.int32
         and task.offsets[0] == 0
         and task.offsets[-1] == len(task.ids)
-        and (lengths > task.continuation_tokens).all()
-        and (task.continuation_tokens >= 0).all()
-        and (task.ids >= 0).all()
+        and (np.diff(task.offsets) > task.continuation_tokens).all()
+        and task.ids.min() >= 0
         and (np.diff(task.documents) >= 0).all()
     )
+    if fits:
+        starts = np.flatnonzero(np.diff(task.documents, prepend=-1))
+        fits = (np.add.reduceat(task.labels == task.choices, starts, dtype=np.int64) == 1).all()
     if not fits:
         raise ValueError(f"the arrays of task {task.name} do not fit one another")
