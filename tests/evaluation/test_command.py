@@ -69,8 +69,20 @@ class Made:
             context_length=64,
             versions={},
             tasks={task.name: task for task in tasks},
-            texts={},
+            texts={"gsm8k": [self.question(number, answer) for number, answer in enumerate("40")]},
         )
+
+    def question(self, number: int, answer: str) -> dict[str, Any]:
+        """Too long for the model, so that its beginning is cut."""
+        prompt = "2 + 2 = 4. " * 100
+        return {
+            "doc_id": number,
+            "prompt": prompt,
+            "stop": ["Q"],
+            "max_new_tokens": 8,
+            "answer": answer,
+            "solution": "",
+        }
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +95,17 @@ def evaluate(*arguments: object) -> int:
 
 
 def everything(made: Made) -> list[object]:
-    return ["--requests", made.requests, "--perplexity", f"own={made.tokens}", "--chunk-tokens", 32]
+    return [
+        "--requests",
+        made.requests,
+        "--tasks",
+        "hellaswag",
+        "mrpc",
+        "--perplexity",
+        f"own={made.tokens}",
+        "--chunk-tokens",
+        32,
+    ]
 
 
 def test_a_run_is_evaluated_on_tasks_and_sets(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +146,7 @@ def bytes_of(tokens: Path) -> int:
 def test_an_export_comes_to_the_same_and_is_compared_with_it(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tasks = ["--requests", made.requests, "--limit", "5"]
+    tasks = ["--requests", made.requests, "--tasks", "mrpc", "hellaswag", "--limit", "5"]
     assert evaluate("--compare", made.run, made.export, *tasks, "--output", tmp_path / "comparison.json") == 0
     found = json.loads((tmp_path / "comparison.json").read_text())
     assert [found[which] for which in "ab"] == [str(find_checkpoint(made.run)), str(made.export)]
@@ -132,6 +154,17 @@ def test_an_export_comes_to_the_same_and_is_compared_with_it(
         assert (task["difference"], task["interval"]) == (0, [0, 0])
     assert "hellaswag (len_norm): no difference shown: +0.00 points" in capsys.readouterr().out
     assert found["tasks"]["hellaswag"]["documents"] == 5
+
+
+def test_answers_that_the_model_writes_are_judged_with_the_rest(made: Made, tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    assert evaluate(made.export, "--requests", made.requests, "--limit", "1", "--output", output) == 0
+    tasks = json.loads(output.read_text())["tasks"]  # all that the file has
+    assert list(tasks) == ["hellaswag", "mrpc", "gsm8k"]
+    assert (tasks["gsm8k"]["metric"], tasks["gsm8k"]["cut"]) == ("exact_match", 1)
+    (document,) = tasks["gsm8k"]["documents"]
+    assert tasks["gsm8k"]["metrics"]["exact_match"]["value"] == document["score"]
+    assert len(document["samples"]) == 1
 
 
 def test_several_checkpoints_are_a_table_and_a_picture_over_steps(
@@ -198,6 +231,7 @@ RUN, TOKENS, REQUESTS, DAMAGED, OTHER = "RUN", "own=TOKENS", "REQUESTS", "DAMAGE
         ([RUN, "--requests", REQUESTS, "--tasks", "piqa"], 2, "has no requests of piqa, but of hellaswag, mrpc"),
         ([RUN, "--requests", DAMAGED], 3, "is damaged: its content has another SHA-256 than it states"),
         ([RUN, "--requests", OTHER], 2, "were made with another tokenizer"),
+        ([RUN, "--requests", REQUESTS, "--layout", "dp=2"], 2, "gsm8k: a model writes its answers in one process"),
         ([RUN, "--perplexity", "v4-small"], 2, "--perplexity v4-small is no group (v2-small, v3-small)"),
         ([RUN, "--perplexity", "v2-small"], 2, "--perplexity is v2-small without a folder; set --perplexity-folder"),
         ([RUN, "--perplexity", "own=none"], 2, "--perplexity own: none does not exist; name a .npy file"),
