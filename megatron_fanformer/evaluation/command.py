@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 WIDTH_OF_A_FILE = 80  # columns where there is no terminal
 GENERATION = ("run_code", "num_samples", "temperature", "top_p", "max_new_tokens", "seed")
 """The options that are fields of `GenerationSettings`."""
+NEEDED = {
+    **dict.fromkeys(("perplexity_folder", "chunk_tokens", "batches", "eod_id"), "perplexity"),
+    "context_length": "prepare",
+}
+"""By option: the one without which it means nothing."""
 Local = Callable[[str], str]
 
 
@@ -176,6 +181,7 @@ def read_options(options: argparse.Namespace, local: Local, *, world_size: int |
         path = getattr(options, name)
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             found.append(f"--{name} {path} is not a file in a folder that exists; create the folder, or name another")
+    found += _without_effect(options)
     files = [name for name in options.compare if Path(name).is_file()]
     checkpoints = _checkpoints([*options.checkpoints, *(set(options.compare) - set(files))], local, found)
     compared = (
@@ -202,6 +208,14 @@ def read_options(options: argparse.Namespace, local: Local, *, world_size: int |
         runtime=RuntimeConfig(device=options.device),
         dtype=options.dtype,
     )
+
+
+def _without_effect(options: argparse.Namespace) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')} has no effect without --{other}; add that, or leave it out"
+        for name, other in NEEDED.items()
+        if getattr(options, name) is not None and not getattr(options, other)
+    ]
 
 
 def _noting(problems: list[str], read: Callable[[], Any]) -> Any:
@@ -342,6 +356,8 @@ def _prepare(options: argparse.Namespace) -> None:
     def told(task: PreparedTask) -> None:
         print(f"{task.name}: {task.requests:,} requests", file=sys.stderr)
 
+    if options.checkpoints or options.compare:
+        raise InputError("--prepare writes a request file and reads no model; evaluate checkpoints by another command")
     if not options.tasks or options.tokenizer is None:
         raise InputError("--prepare needs --tasks and --tokenizer; name the tasks or groups, and the models' tokenizer")
     report = prepare_requests(

@@ -27,6 +27,7 @@ from megatron_fanformer.generation.models import ModelSource, TrainedModel, find
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.layout_rules import layout_problems
+from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
 
@@ -177,6 +178,7 @@ def _built(asked: "Asked", jobs: Sequence[Job], grid: RankGrid, tell: Tell) -> I
     stages: list[Any] = []
     for job in jobs:
         tell(f"{job.source.path.name}: weights")
+        heartbeat.tell("loading weights", in_step=False)
         model, dtype = job.source.config, _dtype(asked, job.source, grid)
         if shape != (model, dtype):
             stages.clear()  # before the next ones are made
