@@ -1,6 +1,7 @@
 """Checkpoints to evaluate: found and checked without reading weights, then built and scored in a layout."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -14,7 +15,7 @@ import torch
 from megatron_fanformer import __version__
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.tokenizer import load_tokenizer
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.evaluation import generation_tasks, ulogic
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings
 from megatron_fanformer.evaluation.metrics import document_sums, task_metrics
@@ -164,7 +165,7 @@ def evaluate_jobs(asked: "Asked", jobs: Jobs, grid: RankGrid, *, tell: Tell) -> 
                     versions=_versions(),
                     requests=jobs.requests,
                     tasks=tasks,
-                    perplexity={name: _set_result(found) for name, found in losses.items()},
+                    perplexity={name: _set_result(name, found) for name, found in losses.items()},
                     groups={str(group): mean for group, mean in group_perplexities(losses).items()},
                 )
             )
@@ -258,7 +259,11 @@ def _tell_of(tell: Tell, name: str, line: str) -> None:
     tell(f"{name}: {line}")
 
 
-def _set_result(found: SetLoss) -> SetResult:
+def _set_result(name: str, found: SetLoss) -> SetResult:
+    if not math.isfinite(found.loss):
+        raise DivergenceError(
+            f"set {name}: the loss is {found.loss}; the model diverged: evaluate an earlier checkpoint"
+        )
     return SetResult(
         loss=found.loss, perplexity=found.perplexity, bits_per_byte=found.bits_per_byte, tokens=found.tokens
     )

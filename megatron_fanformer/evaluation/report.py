@@ -40,7 +40,7 @@ def _print_one(result: Result, console: Console) -> None:
             table.add_row(name, f"{each.loss:.4f}", _perplexity(each.perplexity), bits, f"{each.tokens:,}")
         console.print(table)
     for group, mean in result.groups.items():
-        console.print(f"{group}: mean perplexity {mean:.2f}", highlight=False)
+        console.print(f"{group}: mean perplexity {_perplexity(mean)}", highlight=False)
 
 
 def _print_over_steps(results: Sequence[Result], console: Console) -> None:
@@ -59,7 +59,7 @@ def _column(result: Result) -> dict[str, str]:
     if (mean := _mean(result)) is not None:
         cells["mean of tasks"] = f"{100 * mean:.2f}"
     cells |= {name: _perplexity(found.perplexity) for name, found in result.perplexity.items()}
-    return cells | {f"{group} mean": f"{mean:.2f}" for group, mean in result.groups.items()}
+    return cells | {f"{group} mean": _perplexity(mean) for group, mean in result.groups.items()}
 
 
 def _mean(result: Result) -> float | None:

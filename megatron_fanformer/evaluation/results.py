@@ -70,8 +70,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the request file; None where no task was asked for."""
     tasks: dict[str, TaskResult] = {}
     perplexity: dict[str, SetResult] = {}
-    groups: dict[str, float] = {}
-    """The mean perplexity of each group whose sets are all there."""
+    groups: dict[str, float | None] = {}
+    """The mean perplexity of each group whose sets are all there; None where it is beyond a float."""
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.cli import main
@@ -15,7 +16,8 @@ from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, write_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.processes import hold_signals
-from tests.generation.making import write_checkpoint, write_export, write_tokenizer
+from tests.generation.making import model_and_tensors, write_checkpoint, write_export, write_tokenizer
+from tests.whole_models import export_huggingface
 
 VOCAB_SIZE = 250
 CASE = "fanformer-tied"
@@ -262,6 +264,22 @@ def test_what_cannot_be_evaluated_is_one_line(
     assert evaluate(*(places.get(argument, argument) for argument in arguments)) == code
     (line,) = [line for line in capsys.readouterr().err.splitlines() if said in line]
     assert line.startswith("megatron-fanformer: ")
+
+
+@pytest.mark.parametrize("asked", [["--perplexity", "own=TOKENS"], ["--requests", REQUESTS, "--tasks", "mrpc"]])
+def test_a_model_that_diverged_has_bad_numbers(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: list[str]
+) -> None:
+    config, tensors = model_and_tensors(CASE)
+    tensors["decoder.final_layernorm.weight"] = torch.full_like(tensors["decoder.final_layernorm.weight"], torch.nan)
+    export_huggingface(
+        config, tensors, tmp_path / "export", dtype=torch.float32, tokenizer_path=made.tokenizer, end_of_text_id=0
+    )
+    places = {TOKENS: f"own={made.tokens}", REQUESTS: made.requests}
+    output = tmp_path / "result.json"
+    assert evaluate(tmp_path / "export", *(places.get(word, word) for word in asked), "--output", output) == 4
+    assert "the model diverged: evaluate an earlier checkpoint" in capsys.readouterr().err
+    assert not output.exists()
 
 
 def test_all_that_is_wrong_is_told_at_once(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
