@@ -45,7 +45,8 @@ def _print_one(result: Result, console: Console) -> None:
 
 def _print_over_steps(results: Sequence[Result], console: Console) -> None:
     columns = [_column(result) for result in results]
-    table = _table("", *(result.name for result in results))
+    are_steps = all(result.step is not None for result in results)
+    table = _table("step" if are_steps else "", *(result.name for result in results))
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "-") for column in columns))
     console.print(table)

@@ -75,8 +75,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The checkpoint in a table's heading: its step, or its folder."""
-        return f"step {self.step:,}" if self.step is not None else Path(self.checkpoint).name
+        """The checkpoint in a table's heading: its step, or its folder's name."""
+        return f"{self.step:,}" if self.step is not None else Path(self.checkpoint).name
 
     def headline(self, task: str) -> MetricValue:
         """A task's own metric."""

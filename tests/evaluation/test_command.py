@@ -179,7 +179,7 @@ def test_several_checkpoints_are_a_table_and_a_picture_over_steps(
     assert (first["step"], second["step"]) == (0, 40)
     assert first["tasks"] == second["tasks"]
     heading, *rows = capsys.readouterr().out.splitlines()
-    assert heading.split() == ["step", "0", "step", "40"]
+    assert heading.split() == ["step", "0", "40"]
     assert [row.split()[0] for row in rows] == ["hellaswag", "mrpc", "mean", "own"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     # results of a file are compared without the models
