@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_fanformer.runtime.parallel import RankGrid
 
 WIDTH_OF_A_FILE = 80  # columns where there is no terminal
-GENERATION = ("run_code", "num_samples", "temperature", "top_p", "max_new_tokens", "seed")
+GENERATION = ("run_code", "num_samples", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
 """The options that are fields of `GenerationSettings`."""
 NEEDED = {
     **dict.fromkeys(("perplexity_folder", "chunk_tokens", "batches", "eod_id"), "perplexity"),
@@ -182,11 +182,11 @@ def read_options(options: argparse.Namespace, local: Local, *, world_size: int |
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             found.append(f"--{name} {path} is not a file in a folder that exists; create the folder, or name another")
     found += _without_effect(options)
-    files = [name for name in options.compare if Path(name).is_file()]
-    checkpoints = _checkpoints([*options.checkpoints, *(set(options.compare) - set(files))], local, found)
-    compared = (
-        () if found else tuple(Path(name) if name in files else _checkpoint(name, local) for name in options.compare)
-    )
+    evaluated = [name for name in options.compare if not Path(name).is_file()]
+    checkpoints = _checkpoints([*options.checkpoints, *evaluated], local, found)
+    compared: tuple[Path, ...] = ()
+    if not found:
+        compared = tuple(_checkpoint(name, local) if name in evaluated else Path(name) for name in options.compare)
     evaluation = _evaluation(options, found)
     layout = _noting(found, lambda: _layout(options.layout, world_size))
     if checkpoints and evaluation.is_empty and options.ulogic is None:
@@ -229,14 +229,17 @@ def _noting(problems: list[str], read: Callable[[], Any]) -> Any:
 
 def _checkpoints(named: Sequence[str], local: Local, problems: list[str]) -> tuple[Path, ...]:
     """The folders of checkpoints and exports that are named, each once, in order."""
-    matches = [
-        sorted(glob.glob(name)) if glob.has_magic(name) and not Path(name).exists() else [name] for name in named
-    ]
-    places = [place for match in matches for place in match]
+    places = [place for name in named for place in _matches(name)]
     if len(places) > 1:
         places = [place for place in places if not _is_no_checkpoint_of(Path(place))]
     found = [_noting(problems, partial(_checkpoint, place, local)) for place in places]
     return tuple(dict.fromkeys(filter(None, found)))
+
+
+def _matches(name: str) -> list[str]:
+    """What a glob stands for, where a shell has not put it in its place; other names stand for themselves."""
+    is_glob = glob.has_magic(name) and not Path(name).exists()
+    return (sorted(glob.glob(name)) if is_glob else []) or [name]
 
 
 def _is_no_checkpoint_of(place: Path) -> bool:

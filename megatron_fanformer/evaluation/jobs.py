@@ -14,7 +14,8 @@ import torch
 
 from megatron_fanformer import __version__
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
+from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.evaluation import generation_tasks, ulogic
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings
@@ -87,15 +88,16 @@ def find_jobs(asked: "Asked") -> Jobs:
     evaluation = replace(asked.evaluation, tasks=choices, requests=path if choices else None)
 
     @functools.cache  # checkpoints of a run ask for the same, and share what was found
-    def surveyed(seq_length: int, vocab_size: int, tokenizer: str | None) -> EvaluationSurvey:
+    def surveyed(seq_length: int, vocab_size: int, tokenizer: str | None, eod_id: int | None) -> EvaluationSurvey:
         return survey_evaluation(
-            evaluation,
+            replace(evaluation, perplexity=replace(evaluation.perplexity, eod_id=eod_id)),
             seq_length=seq_length,
             vocab_size=vocab_size,
             batch_tokens=asked.batch_tokens,
             tokenizer=tokenizer,
         )
 
+    tokenizers: dict[str, str] = {}  # the first path of each: every checkpoint has a copy
     problems: dict[str, None] = {}  # in order; checkpoints of a run have the same ones
     jobs = []
     for checkpoint in asked.checkpoints:
@@ -106,8 +108,12 @@ def find_jobs(asked: "Asked") -> Jobs:
             found.append(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
         else:
             try:
-                shape = source.config
-                survey = surveyed(shape.seq_length, shape.vocab_size, None if tokenizer is None else str(tokenizer))
+                first = None
+                if tokenizer is not None:
+                    first = tokenizers.setdefault(sha256_of(tokenizer_file(tokenizer)), str(tokenizer))
+                stated = evaluation.perplexity.eod_id
+                eod_id = source.end_of_text_id if stated is None else stated
+                survey = surveyed(source.config.seq_length, source.config.vocab_size, first, eod_id)
                 jobs.append(Job(source=source, tokenizer=tokenizer, survey=survey))
             except InputError as error:
                 found += str(error).splitlines()

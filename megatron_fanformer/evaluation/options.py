@@ -40,6 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     written.add_argument("--run-code", action="store_true", help="allow running the programs that a model writes")
     written.add_argument("--num-samples", type=_count, default=1, metavar="N", help="answers to each document (1)")
     written.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (0)")
+    written.add_argument("--top-k", type=_id, default=0, help="sample from the k most likely tokens; 0: all (0)")
     written.add_argument("--top-p", type=float, default=1.0, help="sample from tokens of this total probability (1)")
     written.add_argument("--max-new-tokens", type=_count, metavar="N", help="of an answer (the task's own)")
     run = parser.add_argument_group("how it runs")
