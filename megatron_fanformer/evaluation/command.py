@@ -18,7 +18,6 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import results as result_files
 from megatron_fanformer.evaluation.comparison import compare
 from megatron_fanformer.evaluation.config import EvaluationConfig
-from megatron_fanformer.evaluation.options import BATCH_TOKENS
 from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import SETS, set_problems
 from megatron_fanformer.evaluation.results import Result
@@ -63,11 +62,8 @@ class Asked:
     layout: Layout
     runtime: RuntimeConfig
     dtype: str
-
-    @property
-    def batch_tokens(self) -> int:
-        """About how many tokens a micro batch has."""
-        return self.evaluation.batch_tokens or BATCH_TOKENS
+    batch_tokens: int
+    """About how many tokens a micro batch has."""
 
 
 def evaluate(options: argparse.Namespace, arguments: Sequence[str], local: Local) -> None:
@@ -207,6 +203,7 @@ def read_options(options: argparse.Namespace, local: Local, *, world_size: int |
         layout=layout,
         runtime=RuntimeConfig(device=options.device),
         dtype=options.dtype,
+        batch_tokens=options.batch_tokens,
     )
 
 
@@ -279,7 +276,6 @@ def _evaluation(options: argparse.Namespace, problems: list[str]) -> EvaluationC
         requests=None if options.requests is None else str(options.requests),
         tasks=tasks,
         limit=options.limit,
-        batch_tokens=options.batch_tokens,
         perplexity=perplexity,
     )
     # generation tasks, which a run's configuration may not have, are for the command to see to

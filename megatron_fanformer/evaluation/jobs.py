@@ -18,6 +18,7 @@ from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.evaluation import generation_tasks, ulogic
+from megatron_fanformer.evaluation.config import EvaluationConfig
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings
 from megatron_fanformer.evaluation.metrics import document_sums, task_metrics
 from megatron_fanformer.evaluation.perplexity import SetLoss, group_perplexities, perplexity_of_sets
@@ -86,41 +87,49 @@ def find_jobs(asked: "Asked") -> Jobs:
     requests = None if path is None else read_requests(Path(path))
     choices, texts = _tasks(asked, requests)
     evaluation = replace(asked.evaluation, tasks=choices, requests=path if choices else None)
-
-    @functools.cache  # checkpoints of a run ask for the same, and share what was found
-    def surveyed(seq_length: int, vocab_size: int, tokenizer: str | None, eod_id: int | None) -> EvaluationSurvey:
-        return survey_evaluation(
-            replace(evaluation, perplexity=replace(evaluation.perplexity, eod_id=eod_id)),
-            seq_length=seq_length,
-            vocab_size=vocab_size,
-            batch_tokens=asked.batch_tokens,
-            tokenizer=tokenizer,
-        )
-
-    tokenizers: dict[str, str] = {}  # the first path of each: every checkpoint has a copy
+    surveys = _Surveys(evaluation, asked.batch_tokens)
     problems: dict[str, None] = {}  # in order; checkpoints of a run have the same ones
     jobs = []
     for checkpoint in asked.checkpoints:
         source = find_model(checkpoint)
         tokenizer = asked.tokenizer or source.tokenizer
         found = layout_problems(source.config, asked.layout.parallel)
-        if (requests is not None or texts) and tokenizer is None:
+        if (choices or texts) and tokenizer is None:
             found.append(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
         else:
             try:
-                first = None
-                if tokenizer is not None:
-                    first = tokenizers.setdefault(sha256_of(tokenizer_file(tokenizer)), str(tokenizer))
-                stated = evaluation.perplexity.eod_id
-                eod_id = source.end_of_text_id if stated is None else stated
-                survey = surveyed(source.config.seq_length, source.config.vocab_size, first, eod_id)
-                jobs.append(Job(source=source, tokenizer=tokenizer, survey=survey))
+                jobs.append(Job(source=source, tokenizer=tokenizer, survey=surveys.of(source, tokenizer)))
             except InputError as error:
                 found += str(error).splitlines()
         problems.update(dict.fromkeys(found))
     if problems:
         raise InputError("\n".join(problems))
     return Jobs(jobs=jobs, texts=texts, requests=None if requests is None else requests.sha256)
+
+
+class _Surveys:
+    """What models are evaluated on. Checkpoints of a run share one survey, though each has a copy of the tokenizer."""
+
+    def __init__(self, evaluation: EvaluationConfig, batch_tokens: int) -> None:
+        self._evaluation, self._batch_tokens = evaluation, batch_tokens
+        self._known: dict[Any, EvaluationSurvey] = {}
+
+    def of(self, source: ModelSource, tokenizer: Path | None) -> EvaluationSurvey:
+        """Raises InputError and CorruptError like `survey_evaluation`."""
+        perplexity = self._evaluation.perplexity
+        if perplexity.eod_id is None:
+            perplexity = replace(perplexity, eod_id=source.end_of_text_id)
+        shape = {"seq_length": source.config.seq_length, "vocab_size": source.config.vocab_size}
+        digest = None if tokenizer is None else sha256_of(tokenizer_file(tokenizer))
+        key = (*shape.values(), perplexity.eod_id, digest)
+        if key not in self._known:
+            self._known[key] = survey_evaluation(
+                replace(self._evaluation, perplexity=perplexity),
+                **shape,
+                batch_tokens=self._batch_tokens,
+                tokenizer=None if tokenizer is None else str(tokenizer),
+            )
+        return self._known[key]
 
 
 def _tasks(asked: "Asked", requests: RequestFile | None) -> tuple[list[str], Documents]:

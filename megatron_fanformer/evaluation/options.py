@@ -49,7 +49,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="what to run on (auto)")
     run.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="auto: the saved; fp32 on a CPU")
     run.add_argument(
-        "--batch-tokens", type=_count, metavar="N", help=f"about how many a micro batch has ({BATCH_TOKENS})"
+        "--batch-tokens",
+        type=_count,
+        default=BATCH_TOKENS,
+        metavar="N",
+        help=f"of a micro batch ({BATCH_TOKENS})",
     )
     told = parser.add_argument_group("what is told")
     told.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON")
