@@ -46,7 +46,8 @@ def run_values(tokens: str, folder: Path, **sections: dict[str, Any]) -> dict[st
     model = {"num_layers": 4, **sections.pop("model", {})}
     logged = {"tensorboard": False, "phase_interval": 2, **sections.pop("logging", {})}
     training = {"run_dir": str(folder), "train_iters": 2, "global_batch_size": 4, "micro_batch_size": 1}
-    return small_run(tokens, folder, model=model, logging=logged, training=training, **sections)
+    schedule = {"lr_warmup_iters": 0}
+    return small_run(tokens, folder, model=model, logging=logged, training=training, schedule=schedule, **sections)
 
 
 def take_steps(values: dict[str, Any], change: Callable[[list[Any]], None] = lambda _: None) -> dict[str, Any]:
