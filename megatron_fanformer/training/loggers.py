@@ -300,7 +300,7 @@ class TensorBoard:
         """Record the metrics of one step."""
         for name, value in numbers(metrics).items():
             self._by_step.add_scalar(dashboard_name(name), value, step)
-            if name == "loss" or name.startswith("validation_loss/"):
+            if name == "loss" or name.startswith(("validation_loss/", "eval/")):
                 self._by_tokens.add_scalar(f"{BY_TOKENS}/{name}", value, metrics["tokens"])
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"data_parallel_size": 2},
     "dp2-overlap": {"data_parallel_size": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
     "pp2": {"pipeline_model_parallel_size": 2},
-    "pp2-interleaved": {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+    "pp2-interleaved": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "recompute": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     "recompute-fan": {"recompute_granularity": "selective", "recompute_modules": ["fan"]},
 }
@@ -165,7 +165,7 @@ def test_every_layout_has_what_a_single_process_has(
     assert counts.sum(1).tolist() == [units * 4 * 16] * 4  # samples of 16 tokens
     assert (counts.cumsum(1) - expected_counts.cumsum(1)).abs().max() <= 2
     torch.testing.assert_close(largest, expected_largest, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(others, expected_others, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(others, expected_others, rtol=1e-5, atol=64 * 1e-6)  # sums over 64 tokens
     if ranks == 1:
         assert torch.equal(sums, expected_sums) and torch.equal(largest, expected_largest)
 
