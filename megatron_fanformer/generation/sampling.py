@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_fanformer.errors import DivergenceError
+from megatron_fanformer.runtime.seeding import generator_for
 
-SEED_LIMIT = 2**63  # torch's generators take a signed 64-bit seed
+SEED_LIMIT = 2**63
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +61,11 @@ def token_probabilities(logits_v: Tensor, config: SamplingConfig) -> Tensor:
 
 
 class Sampler:
-    """Chooses one token after another; its draws depend on the seed alone, not on torch's global state."""
+    """Chooses one token after another; its draws depend on the seed and its name, not on torch's global state."""
 
-    def __init__(self, config: SamplingConfig) -> None:
+    def __init__(self, config: SamplingConfig, name: str = "") -> None:
         self._config = config
-        self._generator = torch.Generator().manual_seed(config.seed)
+        self._generator = generator_for(config.seed, name)
 
     def __call__(self, logits_v: Tensor) -> int:
         """The next token's id from logits [v] on any device; drawn on the CPU, so that all devices draw the same.

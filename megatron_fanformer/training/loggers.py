@@ -41,7 +41,7 @@ GROUPS = {
         "wait_seconds",
         "slowest_rank",
     ),
-    "evaluation": ("validation_loss",),
+    "evaluation": ("validation_loss", "evaluation_seconds", "evaluation_share"),
 }
 """The groups of a dashboard, and the first part of the names of the metrics that they hold."""
 LOSSES = r"(train/loss|evaluation/.*[Ll]oss.*)"
