@@ -151,7 +151,7 @@ def _run(options: argparse.Namespace, asked: Asked, jobs: "Jobs", grid: "RankGri
 
     from megatron_fanformer.evaluation.jobs import evaluate_jobs
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     with console.status("reading") if grid.is_main else nullcontext() as line:
         found = evaluate_jobs(asked, jobs, grid, tell=lambda what: line.update(what) if line else None)
     if grid.is_main:
@@ -308,7 +308,7 @@ def _tell(options: argparse.Namespace, asked: Asked, results: list[Result]) -> N
 
     from megatron_fanformer.evaluation.report import comparison_values, print_comparison, print_results
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE, markup=False)
     if results:
         print_results(results, console)
     comparison = None

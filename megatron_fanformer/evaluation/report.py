@@ -23,7 +23,7 @@ def print_results(results: Sequence[Result], console: Console) -> None:
 
 
 def _print_one(result: Result, console: Console) -> None:
-    console.print(result.checkpoint, highlight=False, soft_wrap=True, markup=False)
+    console.print(result.checkpoint, highlight=False, soft_wrap=True)
     if result.tasks:
         table = _table("task", "metric", "value", "±", "documents", left=2)
         for name, task in result.tasks.items():
@@ -93,7 +93,7 @@ def _perplexity(value: float | None) -> str:
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """The table, and a sentence for each task."""
     for letter, result in (("A", comparison.a), ("B", comparison.b)):
-        console.print(f"{letter}: {result.checkpoint}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"{letter}: {result.checkpoint}", highlight=False, soft_wrap=True)
     table = _table("task", "A", "B", "B − A", "95% interval")
     for found in _differences(comparison):
         scale = 100 if is_share(found.metric) else 1
@@ -107,7 +107,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
             table.add_row(name, *(f"{row[key]:,.2f}" for key in ("a", "b")), f"{row['difference']:+,.2f}")
         console.print(table)
     for sentence in sentences(comparison):
-        console.print(sentence, highlight=False, markup=False)
+        console.print(sentence, highlight=False)
 
 
 def _differences(comparison: Comparison) -> list[Difference]:

@@ -156,7 +156,7 @@ def test_several_checkpoints_are_a_table_and_a_picture_over_steps(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["tp=2,sp=true,fan=sequence", "dp=2", "pp=2"])
+@pytest.mark.parametrize("layout", ["tp=2,sp=true,fan=sequence", "dp=2", "pp=3"])
 def test_local_ranks_come_to_the_same(made: Made, tmp_path: Path, layout: str) -> None:
     hold_signals()
     found = []
