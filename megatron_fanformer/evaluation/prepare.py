@@ -57,8 +57,6 @@ class PrepareReport:
 
     def text(self) -> str:
         """A table with a line for each task, for a terminal."""
-        width = max(len(task.name) for task in self.tasks)
-        lines = [f"{'task':{width}} {'documents':>10} {'requests':>9} {'tokens':>11} {'cut':>6}"]
         total = PreparedTask(
             name="together",
             documents=sum(task.documents for task in self.tasks),
@@ -66,6 +64,8 @@ class PrepareReport:
             tokens=sum(task.tokens for task in self.tasks),
             cut=sum(task.cut for task in self.tasks),
         )
+        width = max(len(task.name) for task in (*self.tasks, total))
+        lines = [f"{'task':{width}} {'documents':>10} {'requests':>9} {'tokens':>11} {'cut':>6}"]
         lines += [
             f"{task.name:{width}} {task.documents:10,} {task.requests:9,} {task.tokens:11,} {task.cut:6,}"
             for task in (*self.tasks, total)
