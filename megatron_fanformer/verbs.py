@@ -12,11 +12,13 @@ from dataclasses import fields
 from pathlib import Path
 
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation.options import add_options as add_evaluate_options
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.sizing.options import add_options
 
 PROGRAM = "megatron-fanformer"
 TAKES_OVERRIDES = ("train", "parity", "plan", "inspect", "config")  # --section.field VALUE
+TAKES_SIGNALS = ("train", "evaluate")  # over, by themselves, and keep them to the end
 
 
 # -- demo
@@ -243,6 +245,21 @@ def _plan(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -
     plan(options, rest)
 
 
+# -- evaluate
+
+
+def _evaluate(options: argparse.Namespace, _rest: list[str], arguments: list[str]) -> None:
+    from megatron_fanformer.runtime.heartbeat import tell_stopped
+    from megatron_fanformer.runtime.launch import end_with_launcher
+
+    with ended_by_stop_signals(tell_stopped):
+        end_with_launcher()
+        _prepare_environment()
+        from megatron_fanformer.evaluation.command import evaluate
+
+        evaluate(options, arguments, _on_this_machine)
+
+
 # -- generate
 
 
@@ -424,6 +441,11 @@ VERBS: dict[str, tuple[_Describe, _Run, str]] = {
     ),
     "parity": (_parity_options, _parity, "Show that parallel layouts train the same model as one process."),
     "plan": (_plan_options, _plan, "Say what a run costs on many GPUs, whether it fits, and find its fastest layout."),
+    "evaluate": (
+        add_evaluate_options,
+        _evaluate,
+        "Measure checkpoints on perplexity sets and tasks; compare two; write a request file.",
+    ),
     "generate": (_generate_options, _generate, "Continue prompts."),
     "inspect": (
         _inspect_options,

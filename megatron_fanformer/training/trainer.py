@@ -3,7 +3,6 @@
 import functools
 import gc
 import logging
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,10 +26,11 @@ from megatron_fanformer.processes import signals_to
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.runtime.pipeline import Batches
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.attempts import Attempts, StepBatches
 from megatron_fanformer.training.config import RunConfig
-from megatron_fanformer.training.evaluation import evaluate_loss
+from megatron_fanformer.training.evaluation import Evaluation
 from megatron_fanformer.training.machine_choices import choice_lines, choose_for_machine
 from megatron_fanformer.training.metrics import MetricsWriter, ProgressLine
 from megatron_fanformer.training.optimizer import build_optimizer, keep_hyperparameters
@@ -40,7 +40,6 @@ from megatron_fanformer.training.requests import AskedRank, Requests, share
 from megatron_fanformer.training.samples import run_batches, run_datasets
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import (
-    Batches,
     StepResult,
     StepShape,
     Sums,
@@ -233,25 +232,17 @@ class Trainer:
     # -- what is periodic
 
     def _evaluate_if_due(self) -> dict[str, float]:
-        """The loss on each validation set, where this step evaluates."""
-        training = self.config.training
-        due = training.eval_interval is not None and self.step % training.eval_interval == 0
-        if not due and not self._is_over:
+        """What is measured after this step besides training."""
+        if not self._evaluation.is_due(self.step):
             return {}
-        losses = {}
-        for name, dataset in self._data.valid.items():
+        try:
             with weights_in_step(self._wrapped):
-                loss = evaluate_loss(self._wrapped, dataset, self.grid, self._shape, eval_iters=training.eval_iters)
-            if not math.isfinite(loss):
-                self._publish_if_written(blocking=True)  # of an earlier step, and sound
-                raise DivergenceError(
-                    f"step {self.step}: the validation loss ({name}) is {loss}; start again to go on from the last "
-                    "checkpoint, with a lower optimizer.lr if it happens again"
-                )
-            losses[f"{store.VALIDATION_LOSS}/{name}"] = loss
-            logger.info("step %d  validation loss (%s) %.4f", self.step, name, loss)
+                metrics = self._evaluation.metrics(self.step, self._wrapped, self._data.valid)
+        except DivergenceError:
+            self._publish_if_written(blocking=True)  # of an earlier step, and sound
+            raise
         self._ask_again()
-        return losses
+        return metrics
 
     def _save_if_due(self, *, force: bool) -> bool:
         """Save, if this step is to be saved; returns whether it was."""
@@ -302,6 +293,10 @@ class Trainer:
         was_stopped = stopping == "signal"
         seconds = STOPPED_MIRROR_SECONDS if was_stopped else float("inf")
         on_main(lambda: self._mirror.finish(lambda: not was_stopped and self._rank_asked.now().stop, seconds))
+
+    def _is_asked_to_end(self) -> bool:
+        asked = share(self._rank_asked.now(), self.grid)
+        return asked.stop or asked.end
 
     def _ask_again(self) -> None:
         """What came during an evaluation or a save is not to wait for another step; what is agreed on stays so."""
@@ -368,6 +363,9 @@ class Trainer:
             num_micro_batches=config.num_micro_batches(grid.data_parallel_size),
             micro_batch_size=config.training.micro_batch_size,
             seq_length=config.model.seq_length,
+        )
+        self._evaluation = Evaluation(
+            config, self._start.evaluation, grid, self._shape, shall_stop=self._is_asked_to_end
         )
 
     def _build_scheduler(self) -> Any:
