@@ -353,7 +353,7 @@ def _prepare(options: argparse.Namespace) -> None:
     from megatron_fanformer.evaluation.prepare import CONTEXT_LENGTH, PreparedTask, prepare_requests
 
     def told(task: PreparedTask) -> None:
-        print(f"{task.name}: {task.requests:,} requests", file=sys.stderr)
+        print(f"{task.name}: {task.documents:,} documents, {task.requests:,} requests", file=sys.stderr)
 
     if options.checkpoints or options.compare:
         raise InputError("--prepare writes a request file and reads no model; evaluate checkpoints by another command")
