@@ -15,6 +15,8 @@ SERIES := $(shell $(PYTHON) -c 'import sys; v = sys.version_info; \
 CONSTRAINTS := constraints/$(SERIES).txt
 # Transformer Engine's Python, for tests without a GPU.
 ENGINE := constraints/engine.txt
+# The data of `evaluate`'s tasks.
+EVAL := constraints/eval.txt
 INSTALLED := $(VENV)/.installed-$(SERIES)
 
 .DEFAULT_GOAL := help
@@ -56,11 +58,12 @@ clean: ## remove .venv, builds and caches; runs/ stays
 # The stamp carries the interpreter's series, so that another PYTHON rebuilds the environment; a changed
 # requirement only updates it.
 ifneq ($(filter py3%,$(SERIES)),)
-$(INSTALLED): pyproject.toml setup.py $(CONSTRAINTS) $(ENGINE)
+$(INSTALLED): pyproject.toml setup.py $(CONSTRAINTS) $(ENGINE) $(EVAL)
 	@echo "Installing into $(VENV) from $(CONSTRAINTS); the first time takes minutes."
 	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/engine --requirement $(ENGINE)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/eval --requirement $(EVAL)
 	touch $@
 else
 .PHONY: $(INSTALLED)

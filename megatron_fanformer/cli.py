@@ -15,7 +15,7 @@ from typing import Any
 from megatron_fanformer import __version__
 from megatron_fanformer.errors import FanformerError, InputError, escaped, redacted
 from megatron_fanformer.processes import hold_signals, signals_released
-from megatron_fanformer.verbs import PROGRAM, TAKES_OVERRIDES, VERBS
+from megatron_fanformer.verbs import PROGRAM, TAKES_OVERRIDES, TAKES_SIGNALS, VERBS
 
 MOST_SHOWN = 200  # characters of an argument or a path in an error
 
@@ -38,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, rest = _parser().parse_known_args([argument for argument in arguments if argument != "--debug"])
         if rest and options.verb not in TAKES_OVERRIDES:
             raise InputError(f"unknown argument {rest[0]}; {PROGRAM} {options.verb} --help lists the options")
-        # `train` takes signals over by itself, and keeps them to the end.
-        with nullcontext() if options.verb == "train" else signals_released():
+        with nullcontext() if options.verb in TAKES_SIGNALS else signals_released():
             options.run(options, rest, arguments)
     except KeyboardInterrupt:
         return _tell("stopped by the keyboard", 1)

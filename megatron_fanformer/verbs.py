@@ -5,17 +5,20 @@ that imports `__main__` again. Errors in a configuration are reported before the
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation.options import add_options as add_evaluate_options
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.sizing.options import add_options
 
 PROGRAM = "megatron-fanformer"
 TAKES_OVERRIDES = ("train", "parity", "plan", "inspect", "config")  # --section.field VALUE
+TAKES_SIGNALS = ("train", "evaluate")  # over, by themselves, and keep them to the end
 
 
 # -- demo
@@ -242,6 +245,21 @@ def _plan(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -
     plan(options, rest)
 
 
+# -- evaluate
+
+
+def _evaluate(options: argparse.Namespace, _rest: list[str], arguments: list[str]) -> None:
+    from megatron_fanformer.runtime.heartbeat import tell_stopped
+    from megatron_fanformer.runtime.launch import end_with_launcher
+
+    with ended_by_stop_signals(tell_stopped):
+        end_with_launcher()
+        _prepare_environment()
+        from megatron_fanformer.evaluation.command import evaluate
+
+        evaluate(options, arguments, _on_this_machine)
+
+
 # -- generate
 
 
@@ -249,36 +267,51 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint", help="a run's folder, one checkpoint, the URL of one, or an exported Hugging Face folder"
     )
-    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be repeated")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help='texts to continue: a line each, or JSON lines with "prompt"'
+    )
+    parser.add_argument("--num-samples", type=int, default=1, help="continuations of each prompt (1)")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="at most this many (64)")
+    parser.add_argument("--stop", action="append", default=[], help="end before this string; may be repeated")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (0)")
     parser.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all (0)")
     parser.add_argument(
         "--top-p", type=float, default=1.0, help="sample from the most likely tokens with this total probability (1)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (0)")
+    parser.add_argument("--batch-size", type=int, default=16, help="texts decoded together, which changes none (16)")
     parser.add_argument("--tokenizer", help="instead of the checkpoint's own")
+    parser.add_argument("--json", action="store_true", help="print a JSON object a line for each text")
 
 
 def _generate(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
     from megatron_fanformer.formats.recognition import RUNNABLE, recognise
+    from megatron_fanformer.generation.prompts import read_prompts
 
     options.checkpoint = _on_this_machine(options.checkpoint)
     recognise(options.checkpoint, RUNNABLE)  # anything else is reported before torch is imported
+    prompts = (*options.prompt, *(read_prompts(options.prompts) if options.prompts else ()))
+    if not prompts:
+        raise InputError("there is no text to continue; name one with --prompt, or a file of them with --prompts")
     _ready()
-    from megatron_fanformer.generation.generate import GenerateConfig, generate
+    from megatron_fanformer.generation.generate import GenerateConfig
+    from megatron_fanformer.generation.printing import print_generations
 
     config = GenerateConfig(
         checkpoint=options.checkpoint,
-        prompt=options.prompt,
+        prompts=prompts,
+        num_samples=options.num_samples,
         max_new_tokens=options.max_new_tokens,
+        stop=tuple(options.stop),
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
+        batch_size=options.batch_size,
         tokenizer=options.tokenizer,
     )
-    print(options.prompt + generate(config).text)
+    print_generations(config, functools.partial(print, end="", flush=sys.stdout.isatty()), as_json=options.json)
 
 
 # -- convert
@@ -339,6 +372,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--verify", action="store_true", help="check that all of it is present and undamaged")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--phases", metavar="FILE", help="draw the phase health that a run has logged into this PNG")
     parser.add_argument("--step", type=int, help="show the samples of this training step, of a run or of --config")
     parser.add_argument("--config", metavar="FILE", help="with --step: the configuration that trains on PATH")
     parser.add_argument("--full", action="store_true", help="with --step: whole texts")
@@ -346,8 +380,17 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
-    from megatron_fanformer.inspection.command import inspect_path, inspect_step
+    from megatron_fanformer.inspection.command import draw_phases, inspect_path, inspect_step
 
+    if options.phases is not None:
+        asked = {name: getattr(options, name) for name in ("verify", "json", "step", "config", "full")}
+        if stray := [
+            *rest,
+            *(f"--{name}" for name, value in asked.items() if value is not None and value is not False),
+        ]:
+            raise InputError(f"{stray[0]} has no effect with --phases; use one at a time")
+        draw_phases(options.path, Path(options.phases))
+        return
     if options.step is None:
         stray = [*rest, *(f"--{name}" for name in ("config", "full") if getattr(options, name))]
         if stray:
@@ -408,7 +451,12 @@ VERBS: dict[str, tuple[_Describe, _Run, str]] = {
     ),
     "parity": (_parity_options, _parity, "Show that parallel layouts train the same model as one process."),
     "plan": (_plan_options, _plan, "Say what a run costs on many GPUs, whether it fits, and find its fastest layout."),
-    "generate": (_generate_options, _generate, "Continue a prompt."),
+    "evaluate": (
+        add_evaluate_options,
+        _evaluate,
+        "Measure checkpoints on perplexity sets and tasks; compare two; write a request file.",
+    ),
+    "generate": (_generate_options, _generate, "Continue prompts."),
     "inspect": (
         _inspect_options,
         _inspect,

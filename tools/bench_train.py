@@ -38,10 +38,10 @@ from benchmarking.ranks import CaseProcesses, Timing, ranks_of, write_tokens
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.model.config import PRESETS, FANformerConfig, as_transformer, with_same_parameters
 from megatron_fanformer.model.dtypes import DTYPES
+from megatron_fanformer.model.layouts import parse_layout
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.training.config import load_config
-from megatron_fanformer.training.layouts import parse_layout
 
 SMALL = FANformerConfig(  # the one that the authors' implementation was measured with on a CPU
     num_layers=8, hidden_size=512, ffn_hidden_size=2048, num_attention_heads=8, vocab_size=50_304, seq_length=512

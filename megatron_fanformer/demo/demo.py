@@ -116,7 +116,7 @@ def run_demo(output: Path) -> None:
         difference = compare_logits(places, corpus)
         console.print(f"largest difference of logits: {difference:.1e}")
     with _step(console, 6, "generation: greedy, from the checkpoint"):
-        generated = generate(GenerateConfig(checkpoint=str(places.run), prompt=PROMPT, max_new_tokens=64))
+        (generated,) = generate(GenerateConfig(checkpoint=str(places.run), prompts=(PROMPT,), max_new_tokens=64))
         console.print(PROMPT + generated.text, markup=False, highlight=False, style="cyan")
     entropy = unigram_entropy(places.tokens(VALIDATION))
     metrics = read_metrics(places.run)

@@ -1,16 +1,17 @@
-"""`generate`: continues a prompt with a trained model."""
+"""`generate`: continues prompts with a trained model."""
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.generation.models import ModelSource, TrainedModel, find_model, load_model
-from megatron_fanformer.generation.sampling import Sampler, SamplingConfig
+from megatron_fanformer.generation.continuation import Continuation, EndedBy, new_continuation
+from megatron_fanformer.generation.decoding import continue_together
+from megatron_fanformer.generation.models import ModelSource, find_model, load_model
+from megatron_fanformer.generation.sampling import SamplingConfig
 
 _T = TypeVar("_T")
 
@@ -21,75 +22,97 @@ class GenerateConfig(SamplingConfig):
 
     checkpoint: str
     """A run's folder, one checkpoint, or an exported Hugging Face folder."""
-    prompt: str
-    """Text to continue; empty: a new document."""
+    prompts: tuple[str, ...]
+    """Texts to continue; an empty one: a new document."""
     max_new_tokens: int = 64
-    """At most this many; fewer if the document ends earlier."""
+    """At most this many; fewer if the document ends earlier, or at a stop string."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a continuation, without being part of it."""
+    batch_size: int = 16
+    """Continuations that are decoded together; it does not change them."""
     tokenizer: str | None = None
     """A .model, a tokenizer.json or a folder that holds one; None: the checkpoint's own."""
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
         found = super().problems()
-        if self.max_new_tokens < 1:
-            found.append(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        found += [
+            f"{name} is {value}; it must be at least 1"
+            for name in ("max_new_tokens", "batch_size")
+            if (value := getattr(self, name)) < 1
+        ]
+        if not self.prompts:
+            found.append("there is no prompt; name at least one")
+        if "" in self.stop:
+            found.append("a stop string is empty; leave it out")
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """A prompt's continuation."""
+    """One continuation of a prompt."""
 
+    prompt: str
+    sample: int
+    """Which of the prompt's continuations, from 0."""
     text: str
-    """What follows the prompt, without the end of text."""
+    """What follows the prompt, without the end of text and without a stop string."""
+    ended_by: EndedBy
     ids: list[int]
-    """Its token ids; the last one is the end of text if that was reached."""
+    """Its token ids; the last ones are the end of text, or of a stop string, if that was reached."""
     prompt_ids: list[int]
     """The prompt's token ids; the end of text alone for an empty prompt."""
 
 
-def generate(config: GenerateConfig) -> Generation:
-    """Continue a prompt; the text depends on the model, the settings and the seed alone.
+def generate(
+    config: GenerateConfig, watch: Callable[[int, Sequence[Continuation]], None] = lambda first, batch: None
+) -> list[Generation]:
+    """Continue prompts: the samples of the first, then those of the next.
+
+    A text depends on the model, the settings, the seed, its prompt and the sample's number alone: neither on the other
+    prompts nor on the batch, but for sums of floating-point numbers in another order, which can tip a near tie.
+
+    Args:
+        watch: called after each step of a batch with the number of its first continuation, and its continuations;
+            both are in the order of the result.
 
     Raises:
-        InputError: settings are wrong, the checkpoint or its tokenizer is missing, or the prompt is too long: all
+        InputError: settings are wrong, the checkpoint or its tokenizer is missing, or a prompt is too long: all
             problems together, before weights are read.
         CorruptError: the checkpoint is damaged.
         DivergenceError: the model's logits are not finite.
     """
     source, tokenizer = _find(config)
-    prompt_ids = tokenizer.encode(config.prompt) or [tokenizer.eod_id]  # documents follow an end of text
-    _check_length(len(prompt_ids), config.max_new_tokens, source.config.seq_length)
-    with load_model(source.path) as model:
-        new_ids = continuation(
-            model,
-            prompt_ids,
+    encoded = [tokenizer.encode(prompt) or [tokenizer.eod_id] for prompt in config.prompts]  # documents follow one
+    _check_lengths(encoded, config.max_new_tokens, source.config.seq_length)
+    asked = [(number, sample) for number in range(len(encoded)) for sample in range(config.num_samples)]
+    rows = [
+        new_continuation(
+            tokenizer,
+            encoded[number],
+            config,
+            sample=sample,
             max_new_tokens=config.max_new_tokens,
-            sampling=config,
-            end_of_text_id=tokenizer.eod_id,
+            stop=config.stop,
         )
-        ids = list(new_ids)
-    return Generation(text=_new_text(tokenizer, prompt_ids, ids), ids=ids, prompt_ids=prompt_ids)
-
-
-def continuation(
-    model: TrainedModel,
-    prompt_ids: Sequence[int],
-    *,
-    max_new_tokens: int,
-    sampling: SamplingConfig,
-    end_of_text_id: int | None,
-) -> Iterator[int]:
-    """New token ids as they come, up to and including the end of text."""
-    decoder = model.decoder(1, len(prompt_ids) + max_new_tokens)
-    sampler = Sampler(sampling)
-    ids = list(prompt_ids)
-    for _ in range(max_new_tokens):
-        token = sampler(decoder.next_logits(torch.tensor([ids]))[0])
-        yield token
-        if token == end_of_text_id:
-            return
-        ids = [token]
+        for number, sample in asked
+    ]
+    with load_model(source.path) as model:
+        for first in range(0, len(rows), config.batch_size):
+            batch = rows[first : first + config.batch_size]
+            continue_together(model, batch, functools.partial(watch, first, batch))
+    return [
+        Generation(
+            prompt=config.prompts[number],
+            sample=sample,
+            text=row.text,
+            ended_by=row.ended_by,
+            ids=row.ids,
+            prompt_ids=row.prompt_ids,
+        )
+        for (number, sample), row in zip(asked, rows, strict=True)
+        if row.ended_by
+    ]
 
 
 def _find(config: GenerateConfig) -> tuple[ModelSource, Tokenizer]:
@@ -126,25 +149,15 @@ def _read_tokenizer(source: ModelSource | None, stated: str | None) -> Tokenizer
     return load_tokenizer(path, eod_id=source.end_of_text_id if source else None)
 
 
-def _check_length(prompt_tokens: int, new_tokens: int, seq_length: int) -> None:
-    """Refuse what goes beyond the positions that the model was trained on."""
-    if prompt_tokens + new_tokens <= seq_length:
+def _check_lengths(prompts: Sequence[Sequence[int]], new_tokens: int, seq_length: int) -> None:
+    """Refuse what goes beyond the positions that the model was trained on; the longest prompt stands for all."""
+    number, longest = max(enumerate(map(len, prompts), start=1), key=lambda numbered: numbered[1])
+    if longest + new_tokens <= seq_length:
         return
-    room = seq_length - prompt_tokens
+    room = seq_length - longest
     remedy = f"set max_new_tokens to {room} or less" if room > 0 else f"shorten it to {seq_length - 1} or less"
+    name = "the prompt" if len(prompts) == 1 else f"prompt {number}"
     raise InputError(
-        f"the prompt's {prompt_tokens} tokens and max_new_tokens {new_tokens} make {prompt_tokens + new_tokens}, over "
-        f"the {seq_length} that the model was trained on; {remedy}"
+        f"{name}'s {longest} tokens and max_new_tokens {new_tokens} make {longest + new_tokens}, over the {seq_length} "
+        f"that the model was trained on; {remedy}"
     )
-
-
-def _new_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
-    """The text of `new_ids`, decoded after the prompt: a tokenizer may decode a first token differently.
-
-    Ids that the model's vocabulary has and the tokenizer does not, like the end of text, have no text.
-    """
-    known = [
-        [token for token in ids if token != tokenizer.eod_id and token < tokenizer.vocab_size]
-        for ids in (prompt_ids, new_ids)
-    ]
-    return tokenizer.decode(known[0] + known[1])[len(tokenizer.decode(known[0])) :]

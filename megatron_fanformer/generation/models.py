@@ -135,6 +135,12 @@ class Decoder:
         self._cache.enable_decode_mode()
         return logits[:, -1]
 
+    def keep(self, rows: list[int]) -> None:
+        """Go on with these rows of the batch alone, in this order."""
+        memory = self._cache.key_value_memory_dict  # of each layer [s, b, n, d]; sized by its tensors, not the context
+        for layer, keys_and_values in memory.items():
+            memory[layer] = tuple(tensor[:, rows] for tensor in keys_and_values)
+
 
 def build_model(source: ModelSource, grid: RankGrid) -> TrainedModel:
     """Build a model and read its weights: in bf16 if they were saved so and there is a GPU, else in float32.

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_fanformer.errors import DivergenceError
+from megatron_fanformer.runtime.seeding import generator_for
 
-SEED_LIMIT = 2**63  # torch's generators take a signed 64-bit seed
+SEED_LIMIT = 2**63
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class SamplingConfig:
     """Only the most likely tokens that together have this probability, in (0, 1]; at least one."""
     seed: int = 0
     """Of the draws: equal seeds and settings give equal text."""
+    num_samples: int = 1
+    """Texts for each prompt; several need a temperature above 0."""
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
@@ -40,6 +43,13 @@ class SamplingConfig:
             found.append(f"top_p is {self.top_p}; it must lie in (0, 1] (1 samples from all tokens)")
         if not 0 <= self.seed < SEED_LIMIT:
             found.append(f"seed is {self.seed}; it must lie in [0, 2**63)")
+        if self.num_samples < 1:
+            found.append(f"num_samples is {self.num_samples}; it must be at least 1")
+        if self.num_samples > 1 and self.temperature == 0:
+            found.append(
+                f"num_samples is {self.num_samples}, but temperature 0 takes the most likely tokens each time; set a "
+                "temperature above 0, or num_samples to 1"
+            )
         return found
 
 
@@ -60,11 +70,11 @@ def token_probabilities(logits_v: Tensor, config: SamplingConfig) -> Tensor:
 
 
 class Sampler:
-    """Chooses one token after another; its draws depend on the seed alone, not on torch's global state."""
+    """Chooses one token after another; its draws depend on the seed and its name, not on torch's global state."""
 
-    def __init__(self, config: SamplingConfig) -> None:
+    def __init__(self, config: SamplingConfig, name: str = "") -> None:
         self._config = config
-        self._generator = torch.Generator().manual_seed(config.seed)
+        self._generator = generator_for(config.seed, name)
 
     def __call__(self, logits_v: Tensor) -> int:
         """The next token's id from logits [v] on any device; drawn on the CPU, so that all devices draw the same.

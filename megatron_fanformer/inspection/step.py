@@ -16,8 +16,8 @@ from megatron_fanformer.data.origins import sample_spans
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import Target
+from megatron_fanformer.model.layout_rules import batch_problems
 from megatron_fanformer.training.config import RunConfig
-from megatron_fanformer.training.layout_rules import batch_problems
 from megatron_fanformer.training.samples import MicroBatch, consumed_before, run_datasets, step_micro_batches
 
 

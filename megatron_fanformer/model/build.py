@@ -13,7 +13,7 @@ from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.initialization import initialize
 from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
 from megatron_fanformer.model.layer_spec import block_spec, resolve_transformer_impl
-from megatron_fanformer.model.loss_head import LossHead
+from megatron_fanformer.model.loss_head import LossHead, rule_out_padding
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
 
 FP8_FIELDS = (
@@ -128,7 +128,13 @@ def _fuse_gradient_accumulation(chunk: GPTModel) -> None:
 
 
 class _Stage(GPTModel):
-    """A GPTModel that returns the losses of its labels through the chunked loss head, where it has one."""
+    """A GPTModel that returns the losses of its labels through the chunked loss head, where it has one.
+
+    In evaluation the vocabulary's padding has no probability, as in exports, which have no padding.
+    """
+
+    own_tokens: int
+    """How many of this rank's rows of the output layer are tokens, its first ones."""
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         labels_bs, loss_mask_bs = kwargs.get("labels"), kwargs.get("loss_mask")
@@ -139,8 +145,18 @@ class _Stage(GPTModel):
             weight=self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None,
             labels_sb=labels_bs.t(),
             loss_mask_sb=None if loss_mask_bs is None else loss_mask_bs.t(),
+            columns=self._scored_columns,
         )
         return losses_sb.t().contiguous()
+
+    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        rule_out_padding(logits, self._scored_columns)
+        losses_bs: torch.Tensor = super().compute_language_model_loss(labels, logits)
+        return losses_bs
+
+    @property
+    def _scored_columns(self) -> int | None:
+        return None if self.training else self.own_tokens
 
 
 def build_stages(
@@ -209,8 +225,9 @@ def _build_chunk(
         pg_collection=grid.groups,
         vp_stage=virtual_stage,
     )
+    columns = model.padded_vocab_size // parallel.tensor_model_parallel_size
+    chunk.own_tokens = min(max(model.vocab_size - grid.groups.tp.rank() * columns, 0), columns)
     if chunk.post_process and kernels.chunked_loss_head:
-        columns = model.padded_vocab_size // parallel.tensor_model_parallel_size
         tokens = kernels.loss_chunk_tokens(columns, config.params_dtype.itemsize, on_cpu=grid.device == "cpu")
         LossHead.take_over(chunk.output_layer, tokens)
     return chunk

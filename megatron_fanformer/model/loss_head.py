@@ -50,6 +50,7 @@ class LossHead(ColumnParallelLinear):
         *,
         labels_sb: Tensor | None = None,
         loss_mask_sb: Tensor | None = None,
+        columns: int | None = None,
     ) -> Any:
         """Logits [s, b, v] and no bias, as its base class returns them; with labels their losses [s, b], in float32.
 
@@ -59,13 +60,23 @@ class LossHead(ColumnParallelLinear):
             loss_mask_sb: what losses will be multiplied by before they are summed; None: ones. The gradient is that
                 of this sum. Backward raises a RuntimeError where the losses were weighted in another proportion, and,
                 where the weight has a `main_grad` and so has its gradient already, in another scale.
+            columns: how many of this rank's v have a probability, its first ones; None: all.
         """
         if labels_sb is None:
             return super().forward(input_, weight, runtime_gather_output)
         weight = self.weight if weight is None else weight
         mask_sb = torch.ones_like(labels_sb, dtype=torch.float32) if loss_mask_sb is None else loss_mask_sb.float()
         is_differentiated = torch.is_grad_enabled() and (input_.requires_grad or weight.requires_grad)
-        return _LossHeadFunction.apply(input_, weight, labels_sb, mask_sb, self, is_differentiated)
+        return _LossHeadFunction.apply(input_, weight, labels_sb, mask_sb, self, is_differentiated, columns)
+
+
+def rule_out_padding(logits: Tensor, columns: int | None) -> None:
+    """Give all but the first `columns` of [..., v] logits a probability of 0, in place; None: they keep theirs.
+
+    By the lowest number, not by -inf: a rank may have no other columns, and their largest one is subtracted.
+    """
+    if columns is not None:
+        logits[..., columns:] = torch.finfo(logits.dtype).min
 
 
 class _LossHeadFunction(torch.autograd.Function):
@@ -80,6 +91,7 @@ class _LossHeadFunction(torch.autograd.Function):
         mask_sb: Tensor,
         head: LossHead,
         is_differentiated: bool,
+        columns: int | None,
     ) -> Tensor:
         """[s, b, h], [v, h] -> the losses [s, b] of the labels, in float32; takes their gradient along."""
         gradients = _Gradients(x_sbh, weight_vh, head) if is_differentiated else None
@@ -90,6 +102,7 @@ class _LossHeadFunction(torch.autograd.Function):
         buffer_cv = x_nh.new_empty((min(head.chunk_tokens, len(x_nh)), len(weight_vh)))
         for x_ch, labels_c, mask_c, losses_c in zip(*(t.split(head.chunk_tokens) for t in tensors_n), strict=True):
             logits_cv = torch.mm(x_ch, weight_vh.t(), out=buffer_cv[: len(x_ch)])
+            rule_out_padding(logits_cv, columns)
             share_c = to_gradient(logits_cv, labels_c - first_row, losses_c, head.tp_group, is_differentiated)
             if gradients is not None:
                 gradients.add(logits_cv, x_ch, share_c * mask_c)
@@ -113,7 +126,7 @@ class _LossHeadFunction(torch.autograd.Function):
                 "is in main_grad already; pass the weights to the model as loss_mask, or set "
                 "kernels.chunked_loss_head to false",
             )
-        return *gradients.scaled(scale), None, None, None, None
+        return *gradients.scaled(scale), None, None, None, None, None
 
 
 def _require(condition: Tensor, message: str) -> None:

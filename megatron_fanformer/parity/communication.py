@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.layout_rules import layout_problems
 from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.parity.trial import TrialConfig, prepared
 from megatron_fanformer.planning.communication import ComparedRow, communication, side_by_side
@@ -16,7 +17,6 @@ from megatron_fanformer.planning.job import ELEMENT_BYTES
 from megatron_fanformer.planning.step_traffic import StepTraffic
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives, moved_bytes
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.training.layout_rules import layout_problems
 from megatron_fanformer.training.step import train_step
 
 TRANSFORMER, COLUMN, SEQUENCE = "Transformer", "FAN column", "FAN sequence"

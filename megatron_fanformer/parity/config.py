@@ -7,9 +7,9 @@ from typing import Literal
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.kernels import TransformerImpl
+from megatron_fanformer.model.layout_rules import batch_problems, layout_problems
+from megatron_fanformer.model.layouts import Layout, own_layout, parse_layout
 from megatron_fanformer.training.config import RunConfig, load_config
-from megatron_fanformer.training.layout_rules import batch_problems, layout_problems
-from megatron_fanformer.training.layouts import Layout, own_layout, parse_layout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_fanformer import __version__
+from megatron_fanformer.model.layouts import SINGLE
 from megatron_fanformer.parity.communication import LayoutCommunication
 from megatron_fanformer.parity.comparison import FACTOR, KINDS, Differences
 from megatron_fanformer.parity.run import REORDERED_RUNS, LayoutResult, ParityResult
 from megatron_fanformer.planning.communication import ComparedCell
-from megatron_fanformer.training.layouts import SINGLE
 
 COLUMNS = ("first loss", "outputs", "gradients", "losses", "weights")
 

@@ -11,6 +11,7 @@ import torch
 
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.model.dtypes import DTYPES
+from megatron_fanformer.model.layouts import SINGLE, Layout, single_process
 from megatron_fanformer.parity.communication import FullSize, LayoutCommunication, compare_communication
 from megatron_fanformer.parity.comparison import (
     Baseline,
@@ -28,7 +29,6 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
 from megatron_fanformer.training.config import RunConfig
-from megatron_fanformer.training.layouts import SINGLE, Layout, single_process
 from megatron_fanformer.training.machine_rules import backend_problems, engine_problems, kernel_problems
 
 REORDERED_RUNS = 3

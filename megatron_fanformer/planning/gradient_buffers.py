@@ -53,7 +53,7 @@ def chunks(model: FANformerConfig, parallel: ParallelConfig, stage: int) -> list
     if layers is None or layers[stage] % parallel.virtual_stages:
         raise ValueError(
             f"{model.num_layers} layers do not divide over {parallel.pipeline_model_parallel_size} stages of "
-            f"{parallel.virtual_stages} chunks; see training.layout_rules"
+            f"{parallel.virtual_stages} chunks; see model.layout_rules"
         )
     last_stage, last_chunk = parallel.pipeline_model_parallel_size - 1, parallel.virtual_stages - 1
     return [

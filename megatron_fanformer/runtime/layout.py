@@ -1,6 +1,6 @@
 """A layout: the parallel degrees and what goes with them, by Megatron's names, and the rules between them.
 
-Rules that need the model's shape are in `training/layout_rules.py`.
+Rules that need the model's shape are in `model/layout_rules.py`.
 """
 
 from collections.abc import Iterator

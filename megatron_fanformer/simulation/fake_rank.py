@@ -14,6 +14,7 @@ from megatron_fanformer.model.weight_gradients import adds_to_wider
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives
 from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
+from megatron_fanformer.runtime.pipeline import Batches
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.simulation.fake_world import fake_world
 from megatron_fanformer.simulation.memory_tracker import MemoryTracker
@@ -21,7 +22,7 @@ from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.machine_choices import choose_for_machine
 from megatron_fanformer.training.optimizer import build_optimizer
 from megatron_fanformer.training.schedule import build_scheduler
-from megatron_fanformer.training.step import Batches, StepShape, train_step, wrap_stages
+from megatron_fanformer.training.step import StepShape, train_step, wrap_stages
 
 SHORT_STEPS = 1
 """Of a few micro batches, before the step that is looked at, whose memory and communication are then those of any later

@@ -12,10 +12,10 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.model.layout_rules import batch_problems, layout_problems
 from megatron_fanformer.processes import end_with_owner
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.config import RunConfig
-from megatron_fanformer.training.layout_rules import batch_problems, layout_problems
 
 if TYPE_CHECKING:  # imports torch, which takes seconds
     from megatron_fanformer.simulation.fake_rank import SimulatedRank

@@ -10,10 +10,10 @@ from typing import Any
 from megatron_fanformer.configuration import build
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.layouts import Layout, laid_over, layout_fields, layout_text
 from megatron_fanformer.planning.gradient_buffers import first_stage_buckets, first_stage_elements
 from megatron_fanformer.runtime.layout import FANForm, ParallelConfig, RecomputeModule
 from megatron_fanformer.training.config import RunConfig, TrainingConfig
-from megatron_fanformer.training.layouts import Layout, laid_over, layout_fields, layout_text
 
 MICRO_BATCH = "mbs"
 DEGREES = (

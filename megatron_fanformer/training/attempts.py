@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.runtime.pipeline import Batches
 from megatron_fanformer.training.recovery import BadSteps, EventLog
-from megatron_fanformer.training.step import Batches, StepResult, Sums, own_numbers
+from megatron_fanformer.training.step import StepResult, Sums, own_numbers
 
 logger = logging.getLogger(__name__)
 

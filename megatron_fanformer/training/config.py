@@ -14,13 +14,14 @@ from megatron_fanformer.checkpoint.config import CheckpointConfig
 from megatron_fanformer.configuration import build, moved_names, overlaid, read_overrides, read_values, value_problems
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation.config import EvaluationConfig
 from megatron_fanformer.model.config import PRESETS, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.layout_rules import batch_problems, graph_problems, layout_problems
 from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.device import has_bf16_matrix_units
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
 from megatron_fanformer.training.fp8_rules import fp8_problems
-from megatron_fanformer.training.layout_rules import batch_problems, graph_problems, layout_problems
 from megatron_fanformer.training.logging_config import LoggingConfig
 from megatron_fanformer.training.optimizer_config import OptimizerConfig
 from megatron_fanformer.training.recovery_config import RecoveryConfig
@@ -107,6 +108,8 @@ class RunConfig:
     """Length and batches."""
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     """What the run does by itself about damage and bad numbers."""
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Tasks and perplexity sets."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving and starting points."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -123,6 +126,11 @@ class RunConfig:
     def num_micro_batches(self, data_parallel_size: int) -> int:
         """Micro batches of one replica in a step."""
         return self.training.global_batch_size // (self.training.micro_batch_size * data_parallel_size)
+
+    @property
+    def evaluation_batch_tokens(self) -> int:
+        """About how many tokens a micro batch has on tasks and perplexity sets."""
+        return self.evaluation.batch_tokens or self.training.micro_batch_size * self.model.seq_length
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as config.yaml has them."""
@@ -145,7 +153,13 @@ class RunConfig:
 
     def problems_of_layout(self) -> list[str]:
         """The rules between sections that it breaks and that hold for any batch, one line each."""
-        return [*layout_problems(self.model, self.parallel), *graph_problems(self.parallel, self.kernels)]
+        found = [*layout_problems(self.model, self.parallel), *graph_problems(self.parallel, self.kernels)]
+        if self.kernels.cuda_graph_impl == "local" and not self.evaluation.is_empty:
+            found.append(
+                "kernels.cuda_graph_impl is local, whose graphs take micro batches of one shape, and the tasks and "
+                "perplexity sets of evaluation have others; set it to none, or have `evaluate` score the checkpoints"
+            )
+        return found
 
     def problems_of_steps(self, data_parallel_size: int) -> list[str]:
         """Those of batches and of their number."""

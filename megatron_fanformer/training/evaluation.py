@@ -1,12 +1,160 @@
-"""The mean loss over a validation set, the same samples every time."""
+"""Evaluation in the loop: the loss on validation sets, tasks and perplexity sets.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+It leaves nothing behind that training would take notice of. One that is stopped, by a signal or the end of the run's
+minutes, logs nothing.
+"""
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
 from megatron_fanformer.data.batches import micro_batches
+from megatron_fanformer.errors import DivergenceError
+from megatron_fanformer.evaluation.forward import evaluating, row_losses
+from megatron_fanformer.evaluation.metrics import Metric, task_metrics
+from megatron_fanformer.evaluation.perplexity import perplexity_metrics, perplexity_of_sets
+from megatron_fanformer.evaluation.requests import TaskRequests
+from megatron_fanformer.evaluation.rows import Stopped
+from megatron_fanformer.evaluation.scoring import log_probabilities_of_all
+from megatron_fanformer.evaluation.survey import EvaluationSurvey
 from megatron_fanformer.runtime.parallel import RankGrid
-from megatron_fanformer.training.step import StepShape, evaluation_step
+from megatron_fanformer.training.config import RunConfig
+from megatron_fanformer.training.step import StepShape
+
+BITS_PER_BYTE = "bpb"
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluation:
+    """What is measured of a run's model, and at which steps; every rank has one.
+
+    Args:
+        survey: the tasks and the perplexity sets.
+        shall_stop: whether any rank is asked to stop, the same on all; a collective call.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        survey: EvaluationSurvey,
+        grid: RankGrid,
+        shape: StepShape,
+        *,
+        shall_stop: Callable[[], bool],
+    ) -> None:
+        self._survey, self._grid, self._shape, self._shall_stop = survey, grid, shape, shall_stop
+        self._eval_iters = config.training.eval_iters
+        self._batch_tokens = config.evaluation_batch_tokens
+        self._validation_interval = config.training.eval_interval
+        self._interval = config.evaluation.interval or config.training.eval_interval
+        self._last_step = config.training.train_iters
+        self._started, self._seconds = time.monotonic(), 0.0
+
+    def is_due(self, step: int) -> bool:
+        """Whether anything is measured after a step."""
+        return any(self._is_due(step, interval) for interval in (self._validation_interval, self._interval))
+
+    def metrics(self, step: int, stages: list[Any], valid: Mapping[str, Any]) -> dict[str, float]:
+        """What is due after a step, under the names of the metrics; nothing where it was stopped.
+
+        Args:
+            stages: the chunks of this rank's stage, their weights up to date.
+            valid: the validation sets by name.
+
+        Raises:
+            DivergenceError: a loss or a log-probability is not finite.
+        """
+        started = time.monotonic()
+        found: dict[str, float] = {}
+        try:
+            if self._is_due(step, self._validation_interval):
+                found |= self._validation_losses(step, stages, valid)
+            if self._is_due(step, self._interval):
+                found |= self._scores(step, stages)
+        except Stopped:
+            logger.info("step %d  evaluation stopped; nothing of it is logged", step)
+            return {}
+        if not found:
+            return {}
+        seconds = time.monotonic() - started
+        self._seconds += seconds
+        share = self._seconds / (time.monotonic() - self._started)
+        return {**found, "evaluation_seconds": seconds, "evaluation_share": share}
+
+    def _is_due(self, step: int, interval: int | None) -> bool:
+        return step >= self._last_step or (interval is not None and step % interval == 0)
+
+    def _validation_losses(self, step: int, stages: list[Any], valid: Mapping[str, Any]) -> dict[str, float]:
+        losses = {}
+        for name, dataset in valid.items():
+            loss = evaluate_loss(
+                stages, dataset, self._grid, self._shape, eval_iters=self._eval_iters, shall_stop=self._shall_stop
+            )
+            _refuse_not_finite(step, f"the validation loss ({name})", loss)
+            losses[f"{VALIDATION_LOSS}/{name}"] = loss
+            logger.info("step %d  validation loss (%s) %.4f", step, name, loss)
+        return losses
+
+    def _scores(self, step: int, stages: list[Any]) -> dict[str, float]:
+        """Of tasks and perplexity sets."""
+        metrics: dict[str, float] = {}
+        if self._survey.sets:
+            losses = perplexity_of_sets(
+                stages, self._survey.sets, self._grid, batch_tokens=self._batch_tokens, shall_stop=self._shall_stop
+            )
+            for name, of_set in losses.items():
+                _refuse_not_finite(step, f"the loss on {name}", of_set.loss)
+                logger.info("step %d  %s: perplexity %.2f, loss %.4f", step, name, of_set.perplexity, of_set.loss)
+            metrics |= perplexity_metrics(losses)
+        if self._survey.tasks:
+            metrics |= self._task_metrics(step, stages)
+        return metrics
+
+    def _task_metrics(self, step: int, stages: list[Any]) -> dict[str, float]:
+        tasks = self._survey.tasks
+        asked = [requests for task in tasks.values() for requests in (task, task.unconditional) if requests is not None]
+        scored = iter(
+            log_probabilities_of_all(
+                stages, asked, self._grid, batch_tokens=self._batch_tokens, shall_stop=self._shall_stop
+            )
+        )
+        metrics: dict[str, float] = {}
+        for name, task in tasks.items():
+            own, unconditional = next(scored), None if task.unconditional is None else next(scored)
+            found = task_metrics(task, own, unconditional)
+            metrics |= downstream_metrics(task, found)
+            best = found[task.metric]
+            logger.info(
+                "step %d  %s: %s %.4f ± %.4f over %d documents",
+                *(step, name, task.metric, best.value, best.standard_error, best.documents),
+            )
+        return metrics
+
+
+def downstream_metrics(task: TaskRequests, found: Mapping[str, Metric]) -> dict[str, float]:
+    """What a run logs of a task, by OLMo's names: its own metric, and bits per byte where it is another."""
+    metrics = {}
+    for metric in dict.fromkeys((task.metric, BITS_PER_BYTE)):
+        if metric in found:
+            place = "downstream_bpb" if metric.startswith(BITS_PER_BYTE) else "downstream"
+            metrics[f"eval/{place}/{task.name}_{metric}"] = found[metric].value
+    return metrics
+
+
+def _refuse_not_finite(step: int, what: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise DivergenceError(
+            f"step {step}: {what} is {value}; start again to go on from the last checkpoint, with a lower optimizer.lr "
+            "if it happens again"
+        )
 
 
 def evaluate_loss(
@@ -16,8 +164,13 @@ def evaluate_loss(
     shape: StepShape,
     *,
     eval_iters: int,
+    shall_stop: Callable[[], bool] | None = None,
 ) -> float:
-    """Mean cross entropy per token, in nats, over the first `eval_iters` global batches of a dataset."""
+    """Mean cross entropy per token, in nats, over the first `eval_iters` global batches of a dataset.
+
+    Raises:
+        Stopped: as `shall_stop` said, which is asked before each global batch.
+    """
     batches = micro_batches(
         dataset,
         consumed_samples=0,
@@ -25,35 +178,23 @@ def evaluate_loss(
         data_parallel_rank=grid.data_parallel_rank,
         data_parallel_size=grid.data_parallel_size,
     )
-    loss_sum, tokens = 0.0, 0
-    with _evaluating(stages):
+    sums = torch.zeros(2, dtype=torch.float64)  # of losses, of tokens
+    with evaluating(stages):
         for _ in range(eval_iters):
-            loss, count = evaluation_step(stages, batches, grid, shape)
-            loss_sum, tokens = loss_sum + loss * count, tokens + count
-    return loss_sum / max(tokens, 1)
-
-
-@contextmanager
-def _evaluating(stages: list[Any]) -> Iterator[None]:
-    """The stages as for evaluation, which leaves nothing in them that training would take notice of.
-
-    FP8's `delayed` recipe notes the largest values of every forward; a training step would take its scales from those
-    of the evaluation, too, which each rank has of its own, and a checkpoint of one rank alone.
-    """
-    newest = [history[0] for stage in stages for history in _fp8_histories(stage)]
-    before = [largest.clone() for largest in newest]
-    for stage in stages:
-        stage.eval()
-    yield
-    for stage in stages:
-        stage.train()
-    for largest, kept in zip(newest, before, strict=True):
-        largest.copy_(kept)
-
-
-def _fp8_histories(stage: Any) -> Iterator[Any]:
-    """The past largest values, [steps, tensors], of Transformer Engine's layers; the newest first."""
-    for layer in stage.modules():
-        for state in getattr(layer, "fp8_meta", {}).values():
-            if hasattr(state, "amax_history"):
-                yield state.amax_history
+            if shall_stop is not None and shall_stop():
+                raise Stopped
+            taken = list(itertools.islice(batches, shape.num_micro_batches))
+            losses = row_losses(
+                stages,
+                iter(taken),
+                grid,
+                num_micro_batches=shape.num_micro_batches,
+                micro_batch_size=shape.micro_batch_size,
+                seq_length=shape.seq_length,
+            )
+            tokens = sum(int(batch["loss_mask"].sum()) for batch in taken)
+            sums += torch.tensor([losses.sum().item(), tokens], dtype=torch.float64)
+    sums = sums.to(grid.torch_device)
+    dist.all_reduce(sums, group=grid.groups.dp)
+    loss, count = sums.tolist()
+    return float(loss / max(count, 1))

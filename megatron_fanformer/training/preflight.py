@@ -6,7 +6,7 @@ One process does it for all ranks (see start.py); what it found is a RunStart, w
 import dataclasses
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.evaluation.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.formats.recognition import find_checkpoint, refuse_other_kinds
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.config import RunConfig
@@ -44,6 +45,8 @@ class RunStart:
     """The token files."""
     identity: DataIdentity
     """Which data they are."""
+    evaluation: EvaluationSurvey = field(default_factory=EvaluationSurvey)
+    """What it is evaluated on, besides its validation data."""
     events: tuple[dict[str, Any], ...] = ()
     """What the run has done so far about damage and bad numbers."""
 
@@ -65,7 +68,14 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
         except InputError as error:
             found.append(str(error))
     found += config.problems(data_parallel_size)
-    found += _tokenizer_problems(config)
+    of_tokenizer = _tokenizer_problems(config)
+    found += of_tokenizer
+    evaluation = EvaluationSurvey()
+    if not (of_tokenizer or config.section_problems()):  # else the same would be told twice
+        try:
+            evaluation = _evaluation(config)
+        except InputError as error:
+            found += str(error).splitlines()
     if found and (config.checkpoint.mirror or is_url(config.checkpoint.load or "")):
         raise InputError("\n".join(found))  # nothing is fetched for a run that cannot start
     try:
@@ -82,7 +92,7 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
     counts = SampleCounts(data, config.model.seq_length)
     counts.check(config.data, train_samples=train_samples, valid_samples=valid_samples)
     identity = _identity(config, data, resuming.checkpoint, allowed=config.data.allow_change)
-    return _start(config, resuming, loaded, data, identity)
+    return _start(config, resuming, loaded, data, identity, evaluation)
 
 
 def find_start(config: RunConfig) -> RunStart:
@@ -93,7 +103,18 @@ def find_start(config: RunConfig) -> RunStart:
     """
     resuming, loaded = _starting_points(config)
     data = survey_data(config.data)
-    return _start(config, resuming, loaded, data, _identity(config, data, resuming.checkpoint, allowed=None))
+    identity = _identity(config, data, resuming.checkpoint, allowed=None)
+    return _start(config, resuming, loaded, data, identity, _evaluation(config))
+
+
+def _evaluation(config: RunConfig) -> EvaluationSurvey:
+    return survey_evaluation(
+        config.evaluation,
+        seq_length=config.model.seq_length,
+        vocab_size=config.model.vocab_size,
+        batch_tokens=config.evaluation_batch_tokens,
+        tokenizer=config.data.tokenizer,
+    )
 
 
 def _identity(
@@ -141,7 +162,12 @@ class _Resuming(NamedTuple):
 
 
 def _start(
-    config: RunConfig, resuming: _Resuming, loaded: Path | None, data: DataSurvey, identity: DataIdentity
+    config: RunConfig,
+    resuming: _Resuming,
+    loaded: Path | None,
+    data: DataSurvey,
+    identity: DataIdentity,
+    evaluation: EvaluationSurvey,
 ) -> RunStart:
     checkpoint, earlier, damaged = resuming
     return RunStart(
@@ -151,6 +177,7 @@ def _start(
         loaded=loaded,
         data=data,
         identity=identity,
+        evaluation=evaluation,
         events=tuple(read_events(Path(config.training.run_dir))) if checkpoint else (),
     )
 

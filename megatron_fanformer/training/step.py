@@ -1,15 +1,13 @@
-"""One training or evaluation step on megatron-core's schedules: forward, backward, update.
+"""One training step on megatron-core's schedules: forward, backward, update.
 
 The loss of a step is the mean over all tokens of the global batch that the loss mask keeps, whatever the layout:
 each micro batch returns its sum and its number of tokens, and gradients are divided by the total number once.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,15 +19,13 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.runtime import heartbeat
-from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, context_chunks
+from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
+from megatron_fanformer.runtime.pipeline import Batches, run_schedule
 from megatron_fanformer.training.requests import Requests
-
-Batches = Iterator[dict[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +168,17 @@ def compute_gradients(
     for stage in stages:
         stage.zero_grad_buffer()
     optimizer.zero_grad()
-    return _run_schedule(stages, batches, grid, shape, forward_only=False, asked=asked)
+    reports = run_schedule(
+        stages,
+        batches,
+        grid,
+        _sum_loss,
+        num_micro_batches=shape.num_micro_batches,
+        micro_batch_size=shape.micro_batch_size,
+        seq_length=shape.seq_length,
+        forward_only=False,
+    )
+    return _sum_over_ranks(reports, grid, asked())
 
 
 def read_sums(sums: Sums) -> tuple[float, int, Requests]:
@@ -210,56 +216,6 @@ def update_weights(optimizer: MegatronOptimizer, grad_norm: float) -> None:
         if parameters and part.config.clip_grad > 0:
             clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
     optimizer.step_with_ready_grads()
-
-
-@torch.no_grad()
-def evaluation_step(stages: list[Any], batches: Batches, grid: RankGrid, shape: StepShape) -> tuple[float, int]:
-    """Mean loss and number of tokens of the next micro batches, over all replicas."""
-    loss, tokens, _ = read_sums(_run_schedule(stages, batches, grid, shape, forward_only=True))
-    return loss, tokens
-
-
-def _run_schedule(
-    stages: list[Any],
-    batches: Batches,
-    grid: RankGrid,
-    shape: StepShape,
-    *,
-    forward_only: bool,
-    asked: Callable[[], Requests] = _nothing,
-) -> Sums:
-    # Each chunk of a stage takes all micro batches; the first to ask for one has it loaded.
-    iterators = itertools.tee(itertools.islice(batches, shape.num_micro_batches), len(stages))
-    reports = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, grid),
-        data_iterator=list(iterators) if len(stages) > 1 else iterators[0],
-        model=stages,
-        num_microbatches=shape.num_micro_batches,
-        seq_length=shape.seq_length,
-        micro_batch_size=shape.micro_batch_size,
-        forward_only=forward_only,
-    )
-    return _sum_over_ranks(reports, grid, asked())
-
-
-def _forward_step(grid: RankGrid, batches: Batches, stage: Any) -> tuple[Tensor, Any]:
-    device = grid.torch_device
-    heartbeat.tell("loading samples")
-    batch = {name: own_positions(tensor, grid).to(device, non_blocking=True) for name, tensor in next(batches).items()}
-    loss_mask = batch["loss_mask"]  # the loss head takes the gradient of what `_sum_loss` sums
-    heartbeat.tell("forward")
-    output = stage(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=loss_mask)
-    heartbeat.tell("backward" if stage.training else "forward")
-    return output, lambda losses: _sum_loss(losses, loss_mask)
-
-
-def own_positions(tensor_bs: Tensor, grid: RankGrid) -> Tensor:
-    """This context parallel rank's two chunks of [b, s]: [b, s / cp]."""
-    size = grid.context_parallel_size
-    if size == 1:
-        return tensor_bs
-    chunks = tensor_bs.chunk(2 * size, dim=1)
-    return torch.cat([chunks[number] for number in context_chunks(grid.groups.cp.rank(), size)], dim=1)
 
 
 def _sum_loss(losses_bs: Tensor, loss_mask_bs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -3,7 +3,6 @@
 import functools
 import gc
 import logging
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 from rich.console import Console
 
 from megatron_fanformer.checkpoint import store
@@ -19,28 +17,27 @@ from megatron_fanformer.checkpoint.mirror import Mirror
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.training_state import load_training_state, load_weights
 from megatron_fanformer.data.tokenizer import tokenizer_file
-from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.errors import CorruptError, DivergenceError, InputError, Interrupted
+from megatron_fanformer.errors import CorruptError, DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.processes import signals_to
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.runtime.pipeline import Batches
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.attempts import Attempts, StepBatches
 from megatron_fanformer.training.config import RunConfig
-from megatron_fanformer.training.evaluation import evaluate_loss
+from megatron_fanformer.training.evaluation import Evaluation
+from megatron_fanformer.training.loggers import Loggers
 from megatron_fanformer.training.machine_choices import choice_lines, choose_for_machine
-from megatron_fanformer.training.metrics import MetricsWriter, ProgressLine
 from megatron_fanformer.training.optimizer import build_optimizer, keep_hyperparameters
+from megatron_fanformer.training.phase_health import PhaseHealth
 from megatron_fanformer.training.preflight import RunStart, find_start
 from megatron_fanformer.training.recovery import BadSteps, EventLog
 from megatron_fanformer.training.requests import AskedRank, Requests, share
 from megatron_fanformer.training.samples import run_batches, run_datasets
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import (
-    Batches,
     StepResult,
     StepShape,
     Sums,
@@ -50,6 +47,7 @@ from megatron_fanformer.training.step import (
     weights_in_step,
     wrap_stages,
 )
+from megatron_fanformer.training.step_metrics import StepMetrics
 from megatron_fanformer.training.stragglers import Stragglers
 
 GARBAGE_INTERVAL = 100  # steps
@@ -75,7 +73,6 @@ class Trainer:
     ) -> None:
         self.config, self._choices = choose_for_machine(config, grid)
         self._start = start or on_main(functools.partial(find_start, config))
-        self._console = console or Console(markup=False)
         self.grid = grid
         self.run = Path(config.training.run_dir)
         self.step = 0
@@ -88,13 +85,16 @@ class Trainer:
         self._rank_asked = AskedRank(self.run / store.SAVE_REQUEST, minutes) if grid.is_main else AskedRank()
         self._asked = Requests()  # of any rank, at the end of the current step
         seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
-        # The collectives of a CUDA graph are called when it is captured, and never again.
-        interval = config.logging.straggler_interval if config.kernels.cuda_graph_impl == "none" else None
-        self._stragglers = Stragglers(grid, interval=interval, factor=config.logging.straggler_factor)
         self._build()
+        self._measure_steps()
         self._start_or_resume()
         self._load_data()
+        self._logs = Loggers(self.config, console or Console(markup=False), writes=grid.is_main)
         self._open_logs()
+        for line in choice_lines(self._choices):
+            logger.info("%s", line)
+        if self.step:
+            logger.info("continuing after step %d of %s", self.step, self.run)
 
     def train(self) -> None:
         """Run to the last step.
@@ -119,6 +119,9 @@ class Trainer:
             metrics = self._train_one_step()
         if "skipped" in metrics:
             self._stragglers.forget(self.step)
+        else:
+            metrics.update(self._phases.report_if_due(self.step))
+            metrics.update(self._step_metrics.of_weights_if_due(self.step, self._optimizer))
         if self._bad_steps.are_too_many:
             self._go_back()
             return "signal" if self._asked.stop else None
@@ -139,9 +142,7 @@ class Trainer:
         self._saver.close()
         self._mirror.close()
         release(self._wrapped)
-        if self.grid.is_main:
-            self._progress.close()
-            self._metrics.close()
+        self._logs.close()
 
     # -- one step
 
@@ -166,11 +167,20 @@ class Trainer:
         self._bad_steps.note_good(result.loss, result.grad_norm)
         self.last_step_seconds = time.monotonic() - started
         heartbeat.tell_step_took(self.last_step_seconds)
-        return self._metrics_of(result)
+        return {
+            **self._step_metrics.of_step(
+                result,
+                seconds=self.last_step_seconds,
+                learning_rate=self._optimizer.param_groups[0]["lr"],
+                consumed_tokens=self.consumed_tokens,
+            ),
+            **self._events.totals(),
+        }
 
     def _attempt_step(self, batches: Batches) -> tuple[StepResult, Sums]:
         parts = (self._wrapped, self._optimizer, batches, self.grid, self._shape)
-        return attempt_step(*parts, asked=self._rank_asked.now)
+        with self._phases.reading(self.step):
+            return attempt_step(*parts, asked=self._rank_asked.now)
 
     def _skipped(self, reason: str) -> dict[str, Any]:
         logger.info("step %d  skipped: %s", self.step, reason)
@@ -178,7 +188,7 @@ class Trainer:
         return {
             "skipped": reason,
             "learning_rate": self._optimizer.param_groups[0]["lr"],
-            "tokens": self.consumed_samples * self.config.model.seq_length,
+            "tokens": self.consumed_tokens,
             **self._events.totals(),
         }
 
@@ -204,54 +214,29 @@ class Trainer:
         self._resume(before)
         self._events.add("rewound", self.step, skipped=skipped)
         self._load_data()
-        if self.grid.is_main:
-            self._metrics.close()
-            self._progress.close()
-            self._open_metrics()
+        self._open_logs()
         logger.info("%s: %s; went back to step %d, and will skip them", steps, skipped[last], self.step)
 
-    def _metrics_of(self, result: StepResult) -> dict[str, Any]:
-        tokens_per_second = result.tokens / self.last_step_seconds
-        return {
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "learning_rate": self._optimizer.param_groups[0]["lr"],
-            "tokens": self.consumed_samples * self.config.model.seq_length,
-            "tokens_per_second": tokens_per_second,
-            "model_flops_per_second": tokens_per_second * training_flops_per_token(self.config.model),
-            **self._events.totals(),
-        }
-
     def _log(self, metrics: dict[str, Any]) -> None:
-        if self.grid.is_main:
-            self._metrics.write(self.step, metrics)
-            self._progress.update(self.step, metrics)
+        self._logs.write(self.step, metrics)
         if self.step % self.config.logging.log_interval == 0 or self._is_over:
-            numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
+            numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
             logger.debug("step %d  %s", self.step, "  ".join(f"{name} {value:g}" for name, value in numbers.items()))
 
     # -- what is periodic
 
     def _evaluate_if_due(self) -> dict[str, float]:
-        """The loss on each validation set, where this step evaluates."""
-        training = self.config.training
-        due = training.eval_interval is not None and self.step % training.eval_interval == 0
-        if not due and not self._is_over:
+        """What is measured after this step besides training."""
+        if not self._evaluation.is_due(self.step):
             return {}
-        losses = {}
-        for name, dataset in self._data.valid.items():
+        try:
             with weights_in_step(self._wrapped):
-                loss = evaluate_loss(self._wrapped, dataset, self.grid, self._shape, eval_iters=training.eval_iters)
-            if not math.isfinite(loss):
-                self._publish_if_written(blocking=True)  # of an earlier step, and sound
-                raise DivergenceError(
-                    f"step {self.step}: the validation loss ({name}) is {loss}; start again to go on from the last "
-                    "checkpoint, with a lower optimizer.lr if it happens again"
-                )
-            losses[f"{store.VALIDATION_LOSS}/{name}"] = loss
-            logger.info("step %d  validation loss (%s) %.4f", self.step, name, loss)
+                metrics = self._evaluation.metrics(self.step, self._wrapped, self._data.valid)
+        except DivergenceError:
+            self._publish_if_written(blocking=True)  # of an earlier step, and sound
+            raise
         self._ask_again()
-        return losses
+        return metrics
 
     def _save_if_due(self, *, force: bool) -> bool:
         """Save, if this step is to be saved; returns whether it was."""
@@ -303,10 +288,19 @@ class Trainer:
         seconds = STOPPED_MIRROR_SECONDS if was_stopped else float("inf")
         on_main(lambda: self._mirror.finish(lambda: not was_stopped and self._rank_asked.now().stop, seconds))
 
+    def _is_asked_to_end(self) -> bool:
+        asked = share(self._rank_asked.now(), self.grid)
+        return asked.stop or asked.end
+
     def _ask_again(self) -> None:
         """What came during an evaluation or a save is not to wait for another step; what is agreed on stays so."""
         new = share(self._rank_asked.now(), self.grid)
         self._asked = self._asked._replace(stop=self._asked.stop or new.stop, end=self._asked.end or new.end)
+
+    @property
+    def consumed_tokens(self) -> int:
+        """Tokens of all samples so far."""
+        return self.consumed_samples * self.config.model.seq_length
 
     @property
     def _is_over(self) -> bool:
@@ -368,6 +362,21 @@ class Trainer:
             num_micro_batches=config.num_micro_batches(grid.data_parallel_size),
             micro_batch_size=config.training.micro_batch_size,
             seq_length=config.model.seq_length,
+        )
+        self._evaluation = Evaluation(
+            config, self._start.evaluation, grid, self._shape, shall_stop=self._is_asked_to_end
+        )
+
+    def _measure_steps(self) -> None:
+        config, logged = self.config, self.config.logging
+        self._step_metrics = StepMetrics(config, self.grid)
+        # What a CUDA graph runs is called from Python when it is captured, and never again.
+        is_called = config.kernels.cuda_graph_impl == "none"
+        self._stragglers = Stragglers(
+            self.grid, interval=logged.straggler_interval if is_called else None, factor=logged.straggler_factor
+        )
+        self._phases = PhaseHealth(
+            self._stages, config.model, self.grid, interval=logged.phase_interval if is_called else None
         )
 
     def _build_scheduler(self) -> Any:
@@ -452,27 +461,7 @@ class Trainer:
         )
 
     def _open_logs(self) -> None:
-        if self.grid.is_main:
-            try:
-                self._open_metrics()
-            except OSError as error:
-                reason = f"cannot be written ({error.strerror}); free space, or name another"
-                raise InputError(f"training.run_dir {self.run} {reason}") from error
-        for line in choice_lines(self._choices):
-            logger.info("%s", line)
-        if self.step:
-            logger.info("continuing after step %d of %s", self.step, self.run)
-
-    def _open_metrics(self) -> None:
-        self.run.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.run / store.CONFIG, yaml.safe_dump(self._resolved_config(), sort_keys=False))
-        self._metrics = MetricsWriter(self.run, first_step=self.step + 1, tensorboard=self.config.logging.tensorboard)
-        self._progress = ProgressLine(
-            total_steps=self.config.training.train_iters,
-            done_steps=self.step,
-            log_interval=self.config.logging.log_interval,
-            console=self._console,
-        )
+        self._logs.open(self._resolved_config(), step=self.step, tokens=self.consumed_tokens)
 
     def _resolved_config(self) -> dict[str, Any]:
         values = self.config.as_dict()

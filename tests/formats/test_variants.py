@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.training_state import load_weights, model_state
+from megatron_fanformer.evaluation.forward import row_losses
 from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
-from megatron_fanformer.training.step import StepShape, evaluation_step
 from tests.formats.plain_fanformer import HEADS, VARIANTS, Variant, random_weights, write
 from tests.plain_model import plain_logits
 from tests.whole_models import save_state
@@ -83,8 +83,9 @@ def load_and_save(root: Path, saved: Path, tensor: int, pipeline: int, names: tu
             checkpoint = find_checkpoint(root / "megatron" / folder_of(name))
             stages = build_stages(store.saved_model(checkpoint), parallel, grid, dtype=torch.float32, seed=None)
             load_weights(checkpoint, stages, grid)
-            shape = StepShape(num_micro_batches=1, micro_batch_size=SAMPLES, seq_length=LENGTH)
-            losses[name], _ = evaluation_step(stages, iter([batch_of(name)]), grid, shape)
+            batches = iter([batch_of(name)])
+            sums = row_losses(stages, batches, grid, num_micro_batches=1, micro_batch_size=SAMPLES, seq_length=LENGTH)
+            losses[name] = sums.sum().item() / (SAMPLES * LENGTH)
             _save(saved / folder_of(name), checkpoint, stages, grid)
     return losses
 

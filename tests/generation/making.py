@@ -12,9 +12,10 @@ import torch
 
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
 from megatron_fanformer.formats.name_table import expected_shapes
-from megatron_fanformer.generation.generate import continuation
+from megatron_fanformer.generation.continuation import Continuation
+from megatron_fanformer.generation.decoding import continue_all
 from megatron_fanformer.generation.models import TrainedModel, build_model, find_model
-from megatron_fanformer.generation.sampling import SamplingConfig
+from megatron_fanformer.generation.sampling import Sampler, SamplingConfig
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.runtime.config import DeviceKind
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
@@ -89,13 +90,6 @@ def write_export(folder: Path, case: str, tokenizer: Path) -> None:
     )
 
 
-def greedy_ids(checkpoint: Path, prompt_ids: list[int], new_tokens: int) -> list[int]:
-    """Greedy new ids by the cache; to be called on a rank."""
-    with rank_grid(ParallelConfig(), "cpu") as grid:
-        model = build_model(find_model(checkpoint), grid)
-        return list(continuation(model, prompt_ids, max_new_tokens=new_tokens, sampling=GREEDY, end_of_text_id=None))
-
-
 def with_model(checkpoint: Path, ask: Any, *arguments: Any, device: DeviceKind = "cpu") -> Any:
     """`ask(model, *arguments)`; to be called on a rank."""
     with rank_grid(ParallelConfig(), device) as grid:
@@ -107,7 +101,24 @@ def new_ids(
     model: TrainedModel, prompt_ids: list[int], new_tokens: int, sampling: SamplingConfig = GREEDY
 ) -> list[int]:
     """Ids that follow a prompt, greedy unless told otherwise; nothing ends them early."""
-    return list(continuation(model, prompt_ids, max_new_tokens=new_tokens, sampling=sampling, end_of_text_id=None))
+    (ids,) = new_ids_of_many(model, [prompt_ids], [new_tokens], 1, sampling)
+    return ids
+
+
+def new_ids_of_many(
+    model: TrainedModel,
+    prompts: list[list[int]],
+    new_tokens: list[int],
+    batch_size: int,
+    sampling: SamplingConfig = GREEDY,
+) -> list[list[int]]:
+    """Of each prompt its own number of new ids, decoded in batches."""
+    rows = [
+        Continuation(prompt, max_new_tokens=number, sampler=Sampler(sampling, str(prompt)), end_of_text_id=None)
+        for prompt, number in zip(prompts, new_tokens, strict=True)
+    ]
+    continue_all(model, rows, batch_size=batch_size)
+    return [row.ids for row in rows]
 
 
 def all_logits(model: TrainedModel, ids_bs: list[list[int]]) -> list[Any]:

@@ -9,8 +9,8 @@ import torch
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import find_checkpoint
-from megatron_fanformer.generation.generate import GenerateConfig, continuation, generate
-from tests.generation.making import GREEDY, PROMPT, write_tokenizer
+from megatron_fanformer.generation.generate import GenerateConfig, generate
+from tests.generation.making import PROMPT, write_tokenizer
 
 # What a user of the export runs where this package cannot be imported.
 STRANGER = """
@@ -26,28 +26,18 @@ sys.stdout.buffer.write(tokenizer.decode(out[0], skip_special_tokens=True).encod
 """
 
 
-class FixedModel:
-    """Stands in for a model: after `n` tokens, the likeliest next one is `sequence[n]`."""
-
-    def __init__(self, sequence):
-        self.sequence, self.seen = sequence, 0
-
-    def decoder(self, batch_size, max_length):
-        assert (batch_size, max_length) == (1, len(self.sequence))
-        return self
-
-    def next_logits(self, ids_bs):
-        self.seen += ids_bs.shape[1]
-        return torch.nn.functional.one_hot(torch.tensor([self.sequence[self.seen]]), 10).float()
+def run_all(folder, *prompts, **settings):
+    return generate(GenerateConfig(**{"checkpoint": str(folder), "prompts": prompts, "max_new_tokens": 24, **settings}))
 
 
-def run(folder, **settings):
-    return generate(GenerateConfig(**{"checkpoint": str(folder), "prompt": PROMPT, "max_new_tokens": 24, **settings}))
+def run(folder, prompt=PROMPT, **settings):
+    (generation,) = run_all(folder, prompt, **settings)
+    return generation
 
 
 def problems_of(folder, **settings) -> list[str]:
     with pytest.raises(InputError) as caught:
-        run(folder, **settings)
+        run_all(folder, *settings.pop("prompts", (PROMPT,)), **settings)
     return str(caught.value).splitlines()
 
 
@@ -105,15 +95,21 @@ def test_the_whole_sequence_length_can_be_used(run_folder):
     assert len(run(run_folder, prompt="x" * 120, max_new_tokens=8).ids) == 8
 
 
-def test_generation_stops_with_the_end_of_text():
-    model = FixedModel([1, 2, 3, 4, 9, 5, 6])
-    ids = continuation(model, [1, 2], max_new_tokens=5, sampling=GREEDY, end_of_text_id=9)
-    assert list(ids) == [3, 4, 9]
+def test_a_stop_string_ends_the_text_before_it(greedy, run_folder):
+    stop = greedy.text[10:12]
+    stopped = run(run_folder, stop=("never\N{SNOWMAN}", stop))
+    assert stopped.text == greedy.text[: greedy.text.index(stop)]
+    assert stopped.ended_by == "stop"
+    assert greedy.ended_by == "length"
 
 
-def test_generation_stops_after_max_new_tokens():
-    model = FixedModel([1, 2, 3, 4, 5])
-    assert list(continuation(model, [1, 2], max_new_tokens=3, sampling=GREEDY, end_of_text_id=9)) == [3, 4, 5]
+def test_samples_depend_on_their_number_and_prompt_alone(run_folder):
+    prompts = ("a = 1", PROMPT, "import ")
+    sampled = {"temperature": 1.0, "seed": 3, "num_samples": 3}
+    together = run_all(run_folder, *prompts, batch_size=4, **sampled)
+    assert [(one.prompt, one.sample) for one in together] == [(prompt, n) for prompt in prompts for n in range(3)]
+    assert run_all(run_folder, PROMPT, batch_size=1, **sampled) == together[3:6]
+    assert len({one.text for one in together[3:6]}) == 3
 
 
 def test_all_problems_are_told_together_on_a_line_each(tmp_path):
@@ -124,10 +120,15 @@ def test_all_problems_are_told_together_on_a_line_each(tmp_path):
         top_k=-1,
         seed=-1,
         max_new_tokens=0,
+        batch_size=0,
+        num_samples=0,
+        prompts=(),
+        stop=("",),
         tokenizer=str(tmp_path / "no.model"),
     )
-    subjects = ("temperature", "top_k", "top_p", "seed", "max_new_tokens", str(tmp_path), "tokenizer")
-    assert [line.split(" ")[0].startswith(subject) for line, subject in zip(found, subjects, strict=True)] == [True] * 7
+    fields = ("temperature", "top_k", "top_p", "seed", "num_samples", "max_new_tokens", "batch_size")
+    subjects = (*fields, "there is no prompt", "a stop string", str(tmp_path), "tokenizer")
+    assert [line for line, subject in zip(found, subjects, strict=True) if not line.startswith(subject)] == []
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_what_there_is(run_folder):
@@ -136,8 +137,14 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_what_there_is(run_folder):
 
 
 def test_a_prompt_beyond_the_sequence_length_is_refused(run_folder):
-    (problem,) = problems_of(run_folder, prompt="x" * 130)
+    (problem,) = problems_of(run_folder, prompts=("x", "x" * 130, "xx"))
+    assert problem.startswith("prompt 2's 130 tokens")
     assert problem.endswith("shorten it to 127 or less")
+
+
+def test_samples_that_would_be_equal_are_refused(run_folder):
+    (problem,) = problems_of(run_folder, num_samples=2)
+    assert problem.startswith("num_samples is 2, but temperature 0")
 
 
 def test_a_checkpoint_without_a_tokenizer_asks_for_one(run_folder, tmp_path):

@@ -14,8 +14,8 @@ from megatron_fanformer.model.fan_rows import FANOutput, FANShard
 from megatron_fanformer.model.local_layers import TorchCoreAttention
 from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
+from megatron_fanformer.runtime.pipeline import own_positions
 from megatron_fanformer.runtime.seeding import seed_everything
-from megatron_fanformer.training.step import own_positions
 from tests.tiny import tiny_model
 
 CONFIG = tiny_model(hidden_size=64, ffn_hidden_size=128, vocab_size=256, seq_length=32)

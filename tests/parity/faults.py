@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_fanformer.model import fan_functions, fan_layer, fan_rows, local_layers
 from megatron_fanformer.parity import trial as trials
+from megatron_fanformer.runtime import pipeline
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training import step
 
@@ -123,7 +124,7 @@ def contiguous_context_chunks() -> Iterator[None]:
     def halves(tensor_bs: torch.Tensor, grid: Any) -> torch.Tensor:
         return tensor_bs.chunk(grid.context_parallel_size, dim=1)[grid.groups.cp.rank()]
 
-    with mock.patch.object(step, "own_positions", halves):
+    with mock.patch.object(pipeline, "own_positions", halves):
         yield
 
 

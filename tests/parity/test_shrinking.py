@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from megatron_fanformer.model.config import PRESETS, FANConfig, FANformerConfig
+from megatron_fanformer.model.layout_rules import batch_problems, layout_problems
 from megatron_fanformer.parity.shrinking import shrink
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.training.layout_rules import batch_problems, layout_problems
 
 MODELS = {
     "1b": PRESETS["fanformer-1b"],

@@ -8,9 +8,9 @@ import torch
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.layout_rules import graph_problems
 from megatron_fanformer.runtime import device
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.training.layout_rules import graph_problems
 from megatron_fanformer.training.machine_rules import backend_problems, engine_problems, kernel_problems
 from tests.tiny import tiny_model
 

@@ -25,6 +25,7 @@ def tokens(tmp_path: Path) -> str:
 
 def train_and_ask(values: dict[str, Any], during: str, number: signal.Signals, at_step: int) -> tuple[int, bool]:
     """Train, and send rank 1 a signal during something; the last step, and whether the run was stopped."""
+    from megatron_fanformer.training import evaluation
     from megatron_fanformer.training import trainer as room
 
     config = config_from_dict(values)
@@ -41,7 +42,7 @@ def train_and_ask(values: dict[str, Any], during: str, number: signal.Signals, a
 
         owner, name = {
             "a step": (trainer._attempts, "take"),
-            "an evaluation": (room, "evaluate_loss"),
+            "an evaluation": (evaluation, "evaluate_loss"),
             "a save": (trainer._saver, "save"),
         }[during]
         stopped = False

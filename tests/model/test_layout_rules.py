@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.model.config import PRESETS, FANConfig
+from megatron_fanformer.model.layout_rules import batch_problems, layout_problems
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.training.layout_rules import batch_problems, layout_problems
 
 MODEL = PRESETS["fanformer-1b"]  # 16 layers, 16 heads, h 2048
 OWN_VALUES = FANConfig(placement="qk_and_v")

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.training.layouts import own_layout, parse_layout
+from megatron_fanformer.model.layouts import own_layout, parse_layout
 
 
 @pytest.mark.parametrize(

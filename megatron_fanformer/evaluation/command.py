@@ -1,0 +1,370 @@
+"""What `megatron-fanformer evaluate` does with its options: reads them, launches or joins ranks, prints, writes."""
+
+import argparse
+import glob
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation import results as result_files
+from megatron_fanformer.evaluation.comparison import compare
+from megatron_fanformer.evaluation.config import EvaluationConfig
+from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
+from megatron_fanformer.evaluation.perplexity_sets import SETS, set_problems
+from megatron_fanformer.evaluation.results import Result
+from megatron_fanformer.evaluation.tasks import resolve
+from megatron_fanformer.formats.recognition import RUNNABLE, checkpoint_of, recognise
+from megatron_fanformer.model.layouts import Layout, layout_fields, parse_layout
+from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime.config import RuntimeConfig
+from megatron_fanformer.runtime.launch import launch_ranks, read_found
+
+if TYPE_CHECKING:
+    from megatron_fanformer.evaluation.jobs import Jobs
+    from megatron_fanformer.runtime.parallel import RankGrid
+
+WIDTH_OF_A_FILE = 80  # columns where there is no terminal
+GENERATION = ("run_code", "num_samples", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
+"""The options that are fields of `GenerationSettings`."""
+NEEDED = {
+    **dict.fromkeys(("perplexity_folder", "chunk_tokens", "batches", "eod_id"), "perplexity"),
+    "context_length": "prepare",
+}
+"""By option: the one without which it means nothing."""
+Local = Callable[[str], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a command asks for, read and checked as far as that needs no model."""
+
+    checkpoints: tuple[Path, ...]
+    """To evaluate, each once, in the order of the table."""
+    compared: tuple[Path, ...]
+    """Nothing, or two: files of results, or checkpoints that are among `checkpoints`."""
+    evaluation: EvaluationConfig
+    """On what; `tasks` may have generation tasks, and is empty for all that the request file has."""
+    generation: Mapping[str, Any]
+    """Fields of `GenerationSettings`."""
+    ulogic: Path | None
+    """ULogic's rules."""
+    tokenizer: Path | None
+    """In place of the checkpoints' own."""
+    layout: Layout
+    runtime: RuntimeConfig
+    dtype: str
+    batch_tokens: int
+    """About how many tokens a micro batch has."""
+
+
+def evaluate(options: argparse.Namespace, arguments: Sequence[str], local: Local) -> None:
+    """Evaluate checkpoints, compare two results, or write a request file.
+
+    Args:
+        arguments: this command's own, for local ranks to be started with.
+        local: gives the folder on this machine of a checkpoint that is named by a URL.
+
+    Raises:
+        InputError: the input is wrong; every problem that can be found before weights are read, one line each.
+        CorruptError: a checkpoint, a request file or token files are damaged.
+    """
+    address = devices.rank_address()
+    if options.prepare is not None:
+        _prepare(options)
+        return
+    if address is None:
+        asked = read_options(options, local)
+        if not asked.checkpoints:
+            _tell(options, asked, [])
+            return
+        jobs = _find_jobs(asked)
+        _start(options, asked, jobs, arguments)
+        return
+    _join(options, address, local)
+
+
+def _start(options: argparse.Namespace, asked: Asked, jobs: "Jobs", arguments: Sequence[str]) -> None:
+    """In this process, or on local ranks."""
+    ranks = asked.layout.world_size
+    if ranks > 1:
+        _refuse_ranks_without_gpu(asked, ranks)
+        launch_ranks(ranks, arguments, threads=devices.threads_per_rank(ranks), found=(asked, jobs))
+        return
+    from megatron_fanformer.runtime.parallel import distributed
+
+    with distributed(asked.layout.parallel, None, asked.runtime) as grid:
+        _run(options, asked, jobs, grid)
+
+
+def _refuse_ranks_without_gpu(asked: Asked, ranks: int) -> None:
+    import torch
+
+    kind = devices.resolve_device(asked.runtime.device)
+    if asked.runtime.backend(kind) == "nccl" and ranks > torch.cuda.device_count():
+        raise InputError(
+            f"--layout asks for {ranks} ranks, but this machine has {torch.cuda.device_count()} GPUs; change it, or "
+            "start on several nodes with torchrun"
+        )
+
+
+def _join(options: argparse.Namespace, address: devices.RankAddress, local: Local) -> None:
+    """As one of the ranks that a launcher started."""
+    from megatron_fanformer.runtime.agreement import on_main
+    from megatron_fanformer.runtime.launch import report_failure
+    from megatron_fanformer.runtime.parallel import process_group, rank_grid
+
+    def find() -> "tuple[Asked, Jobs]":
+        if (found := read_found()) is not None:
+            return cast("tuple[Asked, Jobs]", found)
+        asked = read_options(options, local, world_size=address.world_size)
+        return asked, _find_jobs(asked)
+
+    runtime = RuntimeConfig(device=options.device)
+    with report_failure(), process_group(runtime, address) as kind:
+        asked, jobs = on_main(find)
+        with rank_grid(asked.layout.parallel, kind, runtime) as grid:
+            _run(options, asked, jobs, grid)
+
+
+def _find_jobs(asked: Asked) -> "Jobs":
+    from megatron_fanformer.runtime import megatron_cpu  # imports torch: after errors in the input were told
+
+    megatron_cpu.install()
+    from megatron_fanformer.evaluation.jobs import find_jobs
+
+    try:
+        return find_jobs(asked)
+    except InputError as error:
+        raise InputError(as_options(str(error))) from None
+
+
+def _run(options: argparse.Namespace, asked: Asked, jobs: "Jobs", grid: "RankGrid") -> None:
+    from rich.console import Console
+
+    from megatron_fanformer.evaluation.jobs import evaluate_jobs
+
+    console = Console(stderr=True, markup=False)
+    with console.status("reading") if grid.is_main else nullcontext() as line:
+        found = evaluate_jobs(asked, jobs, grid, tell=lambda what: line.update(what) if line else None)
+    if grid.is_main:
+        _tell(options, asked, found)
+
+
+# -- what is asked
+
+
+def read_options(options: argparse.Namespace, local: Local, *, world_size: int | None = None) -> Asked:
+    """The options, checked before torch is imported.
+
+    Args:
+        world_size: of the ranks that a launcher started; None where they are yet to be started here.
+
+    Raises:
+        InputError: every problem, one line each.
+        CorruptError: a folder's configuration, the only way to tell what it is, cannot be read.
+    """
+    found: list[str] = []
+    for name in ("output", "picture"):
+        path = getattr(options, name)
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            found.append(f"--{name} {path} is not a file in a folder that exists; create the folder, or name another")
+    found += _without_effect(options)
+    evaluated = [name for name in options.compare if not Path(name).is_file()]
+    checkpoints = _checkpoints([*options.checkpoints, *evaluated], local, found)
+    compared: tuple[Path, ...] = ()
+    if not found:
+        compared = tuple(_checkpoint(name, local) if name in evaluated else Path(name) for name in options.compare)
+    evaluation = _evaluation(options, found)
+    layout = _noting(found, lambda: _layout(options.layout, world_size))
+    if checkpoints and evaluation.is_empty and options.ulogic is None:
+        found.append("nothing is asked for; add --requests FILE, or --perplexity NAME=PATH")
+    if options.picture is not None and not checkpoints:
+        found.append("--picture draws what checkpoints come to; name some")
+    if not (checkpoints or options.compare or found):
+        found.append("no checkpoint is named; name a run's folder, a checkpoint or an exported folder")
+    if found or layout is None:
+        raise InputError("\n".join(found))
+    return Asked(
+        checkpoints=checkpoints,
+        compared=compared,
+        evaluation=evaluation,
+        generation={name: getattr(options, name) for name in GENERATION},
+        ulogic=options.ulogic,
+        tokenizer=options.tokenizer,
+        layout=layout,
+        runtime=RuntimeConfig(device=options.device),
+        dtype=options.dtype,
+        batch_tokens=options.batch_tokens,
+    )
+
+
+def _without_effect(options: argparse.Namespace) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')} has no effect without --{other}; add that, or leave it out"
+        for name, other in NEEDED.items()
+        if getattr(options, name) is not None and not getattr(options, other)
+    ]
+
+
+def _noting(problems: list[str], read: Callable[[], Any]) -> Any:
+    """What `read` reads; None where the input is wrong, which is noted as a problem."""
+    try:
+        return read()
+    except InputError as error:
+        problems.append(str(error))
+        return None
+
+
+def _checkpoints(named: Sequence[str], local: Local, problems: list[str]) -> tuple[Path, ...]:
+    """The folders of checkpoints and exports that are named, each once, in order."""
+    places = [place for name in named for place in _matches(name)]
+    if len(places) > 1:
+        places = [place for place in places if not _is_no_checkpoint_of(Path(place))]
+    found = [_noting(problems, partial(_checkpoint, place, local)) for place in places]
+    return tuple(dict.fromkeys(filter(None, found)))
+
+
+def _matches(name: str) -> list[str]:
+    """What a glob stands for, where a shell has not put it in its place; other names stand for themselves."""
+    is_glob = glob.has_magic(name) and not Path(name).exists()
+    return (sorted(glob.glob(name)) if is_glob else []) or [name]
+
+
+def _is_no_checkpoint_of(place: Path) -> bool:
+    """Whether it is what else lies among a run's checkpoints, so that `checkpoints/*` names it, too."""
+    return place.parent.name == store.CHECKPOINTS and store.step_of(place) is None
+
+
+def _checkpoint(path: str, local: Local) -> Path:
+    target = recognise(local(path), RUNNABLE)
+    return target.path if target.kind == "hf" else checkpoint_of(target)
+
+
+def _evaluation(options: argparse.Namespace, problems: list[str]) -> EvaluationConfig:
+    """What is measured; the problems of its section, told by the options' names, and what files are missing."""
+    sets: dict[str, list[str]] = {}
+    groups = []
+    for item in options.perplexity:
+        name, is_named, path = item.partition("=")
+        if is_named:
+            sets.setdefault(name, []).append(path)
+        elif item in SETS:
+            groups.append(item)
+        else:
+            problems.append(f"--perplexity {item} is no group ({', '.join(SETS)}); write NAME=PATH for a set of yours")
+    perplexity = PerplexityConfig(
+        sets=sets,
+        groups=groups,
+        folder=options.perplexity_folder,
+        chunking=options.chunking,
+        chunk_tokens=options.chunk_tokens,
+        batches=options.batches,
+        npy_dtype=options.npy_dtype,
+        eod_id=options.eod_id,
+    )
+    tasks = _noting(problems, lambda: [task.name for task in resolve(options.tasks)]) or []
+    evaluation = EvaluationConfig(
+        requests=None if options.requests is None else str(options.requests),
+        tasks=tasks,
+        limit=options.limit,
+        perplexity=perplexity,
+    )
+    # generation tasks, which a run's configuration may not have, are for the command to see to
+    found = [*replace(evaluation, tasks=[]).problems(), *set_problems(perplexity)]
+    if tasks and options.requests is None:
+        found.append("--tasks needs --requests FILE; write one with --prepare")
+    if options.requests is not None and not options.requests.is_file():
+        found.append(f"--requests {options.requests} does not exist; write it with --prepare")
+    problems += map(as_options, found)
+    return evaluation
+
+
+FIELD = re.compile(r"\bevaluation\.(?:perplexity\.)?(\w+)(\.(?=\w))?")
+OPTIONS = {"sets": "perplexity", "groups": "perplexity", "folder": "perplexity-folder"}
+
+
+def as_options(text: str) -> str:
+    """A text with fields of the section `evaluation` named as the options that set them here."""
+
+    def option(match: re.Match[str]) -> str:
+        name = OPTIONS.get(match[1], match[1].replace("_", "-"))
+        return f"--{name} " if match[2] else f"--{name}"
+
+    return FIELD.sub(option, text)
+
+
+def _layout(text: str, world_size: int | None) -> Layout:
+    layout = parse_layout(text)
+    if world_size is None:
+        return layout
+    stated = layout_fields(text).get("data_parallel_size")
+    parallel = replace(layout.parallel, data_parallel_size=stated)
+    parallel.resolve_data_parallel_size(world_size)
+    return replace(layout, parallel=parallel)
+
+
+# -- what is told
+
+
+def _tell(options: argparse.Namespace, asked: Asked, results: list[Result]) -> None:
+    """Print and write the results, and the comparison of two of them."""
+    from rich.console import Console
+
+    from megatron_fanformer.evaluation.report import comparison_values, print_comparison, print_results
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE, markup=False)
+    if results:
+        print_results(results, console)
+    comparison = None
+    if asked.compared:
+        comparison = compare(*(_result_of(path, results) for path in asked.compared), seed=options.seed)
+        print_comparison(comparison, console)
+    if options.output is not None and comparison is not None:
+        write_atomically(options.output, json.dumps(comparison_values(comparison), indent=1) + "\n")
+    elif options.output is not None:
+        result_files.write_results(options.output, results)
+    if options.picture is not None:
+        from megatron_fanformer.evaluation.picture import results_picture
+
+        write_atomically(options.picture, results_picture(results))
+
+
+def _result_of(path: Path, results: list[Result]) -> Result:
+    """A file's only result, or the one of a checkpoint that was just evaluated."""
+    if not path.is_file():
+        return next(result for result in results if result.checkpoint == str(path))
+    found = result_files.read_results(path)
+    if len(found) != 1:
+        raise InputError(f"{path} holds the results of {len(found)} checkpoints; compare files of one each")
+    return found[0]
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    """Write a request file; on one line each, what it has come to so far is told where errors go."""
+    from megatron_fanformer.evaluation.prepare import CONTEXT_LENGTH, PreparedTask, prepare_requests
+
+    def told(task: PreparedTask) -> None:
+        print(f"{task.name}: {task.documents:,} documents, {task.requests:,} requests", file=sys.stderr)
+
+    if options.checkpoints or options.compare:
+        raise InputError("--prepare writes a request file and reads no model; evaluate checkpoints by another command")
+    if not options.tasks or options.tokenizer is None:
+        raise InputError("--prepare needs --tasks and --tokenizer; name the tasks or groups, and the models' tokenizer")
+    report = prepare_requests(
+        options.prepare,
+        tasks=options.tasks,
+        tokenizer=options.tokenizer,
+        context_length=options.context_length or CONTEXT_LENGTH,
+        limit=options.limit,
+        told=told,
+    )
+    print(report.text())

@@ -1,0 +1,190 @@
+"""Two models on the same documents: the difference of their metrics, with a 95% interval.
+
+Documents differ from one another far more than two models do on one document, so that the difference is taken document
+by document, and what is uncertain about it is which documents the task happens to have. That is what the bootstrap
+draws: as many documents as there are, with replacement, ten thousand times (Efron and Tibshirani, An Introduction to
+the Bootstrap, chapters 8 and 13: the percentile interval of paired data).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation.results import Result, TaskResult
+
+DRAWS = 10_000
+INTERVAL = (0.025, 0.975)
+KINDS = 256  # of documents, up to which all draws of a kind's number are cheaper than of each document
+LOWER_IS_BETTER = {"bpb": "bits a byte", "bpb_with_space": "bits a byte", "ce_loss": "nats a character"}
+"""The metrics that are no shares of documents, and their units."""
+BLOCK = 1 << 20  # documents that are drawn at a time
+
+
+class ScoredDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a document in a result file is compared: a metric is the sum of scores by the sum of weights."""
+
+    doc_id: int | str
+    score: float
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far B is from A in one metric."""
+
+    name: str
+    metric: str
+    a: float
+    b: float
+    low: float
+    """Of the 95% interval of b - a."""
+    high: float
+    standard_error: float
+    """Of b - a, by the same draws."""
+    documents: int
+
+    @property
+    def value(self) -> float:
+        """b - a."""
+        return self.b - self.a
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return self.low > 0 or self.high < 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two results, side by side."""
+
+    a: Result
+    b: Result
+    tasks: list[Difference]
+    mean: Difference | None
+    """Over the tasks whose metric is a share of documents; None below two of them."""
+
+
+def compare(a: Result, b: Result, *, seed: int = 0, draws: int = DRAWS) -> Comparison:
+    """The differences of two results in the tasks that both have, each by its own metric.
+
+    Raises:
+        InputError: they have no task and no perplexity set in common, or a task's documents differ.
+    """
+    common = [name for name in a.tasks if name in b.tasks]
+    if not common and not set(a.perplexity) & set(b.perplexity):
+        raise InputError(
+            f"{a.checkpoint} and {b.checkpoint} were evaluated on no task and no perplexity set in common; evaluate "
+            "both on the same"
+        )
+    differences, shares = [], []
+    for number, name in enumerate(common):
+        generator = np.random.default_rng((seed, number))  # a task's draws do not depend on the other tasks
+        found, drawn = _task_difference(name, a.tasks[name], b.tasks[name], draws, generator)
+        differences.append(found)
+        if is_share(found.metric):
+            shares.append((found, drawn))
+    mean = None
+    if len(shares) > 1:
+        mean = _difference(
+            f"mean of {len(shares)} tasks",
+            "",
+            float(np.mean([found.a for found, _ in shares])),
+            float(np.mean([found.b for found, _ in shares])),
+            np.mean([drawn for _, drawn in shares], axis=0),
+            sum(found.documents for found, _ in shares),
+        )
+    return Comparison(a=a, b=b, tasks=differences, mean=mean)
+
+
+def is_share(metric: str) -> bool:
+    """Whether a metric is a share of documents, or F1: in [0, 1], and higher is better."""
+    return metric not in LOWER_IS_BETTER
+
+
+def _task_difference(
+    name: str, a: TaskResult, b: TaskResult, draws: int, generator: np.random.Generator
+) -> tuple[Difference, np.ndarray]:
+    if a.metric != b.metric:
+        raise InputError(f"{name} is measured by {a.metric} in A and by {b.metric} in B; evaluate both alike")
+    in_a, in_b = _documents(name, a), _documents(name, b)
+    if [document.doc_id for document in in_a] != [document.doc_id for document in in_b]:
+        raise InputError(
+            f"{name} has {len(in_a)} documents in A and {len(in_b)} in B, not the same ones; evaluate both "
+            "with the same --requests and --limit"
+        )
+    of_a, of_b = (np.array([(each.score, each.weight) for each in documents]) for documents in (in_a, in_b))
+    drawn = resampled_sums(np.concatenate([of_a, of_b], axis=1), draws, generator)
+    differences = _quotient(drawn[:, 2:]) - _quotient(drawn[:, :2])
+    values = float(_quotient(of_a.sum(0))), float(_quotient(of_b.sum(0)))
+    return _difference(name, a.metric, *values, differences, len(in_a)), differences
+
+
+def _difference(name: str, metric: str, a: float, b: float, drawn: np.ndarray, documents: int) -> Difference:
+    low, high = np.quantile(drawn, INTERVAL)
+    return Difference(
+        name=name,
+        metric=metric,
+        a=a,
+        b=b,
+        low=float(low),
+        high=float(high),
+        standard_error=float(drawn.std()),
+        documents=documents,
+    )
+
+
+def resampled_sums(features_nf: np.ndarray, draws: int, generator: np.random.Generator) -> np.ndarray:
+    """[draws, f]: the sums of features over n documents that are drawn from the n with replacement, in each draw.
+
+    Documents with the same features are not told apart: how often each kind of them is drawn is multinomial, so that
+    the draws of a task of yes and no cost the same for any number of documents.
+    """
+    kinds, counts = np.unique(features_nf, axis=0, return_counts=True)
+    documents = len(features_nf)
+    if len(kinds) <= KINDS:
+        return generator.multinomial(documents, counts / documents, size=draws) @ kinds
+    sums = np.empty((draws, features_nf.shape[1]))
+    rows = max(1, BLOCK // documents)
+    for first in range(0, draws, rows):
+        drawn = generator.integers(documents, size=(min(rows, draws - first), documents))
+        sums[first : first + rows] = features_nf[drawn].sum(axis=1)
+    return sums
+
+
+def _quotient(sums: np.ndarray) -> np.ndarray:
+    """[..., 2] to [...]: 0, as is the custom for F1, where there is nothing to divide by."""
+    scores, weights = sums[..., 0], sums[..., 1]
+    return np.divide(scores, weights, out=np.zeros_like(scores), where=weights > 0)
+
+
+def _documents(name: str, task: TaskResult) -> list[ScoredDocument]:
+    try:
+        found = msgspec.convert(task.documents, list[ScoredDocument])
+    except msgspec.ValidationError as error:
+        raise InputError(f"{name}: its documents cannot be compared ({error}); evaluate again") from None
+    if not found:
+        raise InputError(f"{name} has no documents in the result; evaluate again")
+    return found
+
+
+# -- in words
+
+
+def sentences(comparison: Comparison) -> Iterator[str]:
+    """A plain sentence for each task, and for their mean."""
+    for each in (*comparison.tasks, *([comparison.mean] if comparison.mean else [])):
+        yield _sentence(each)
+
+
+def _sentence(found: Difference) -> str:
+    scale, unit = (100, "points") if is_share(found.metric) else (1, LOWER_IS_BETTER[found.metric])
+    metric = f" ({found.metric})" if found.metric else ""
+    interval = f"95% interval {scale * found.low:+.2f} to {scale * found.high:+.2f}; {found.documents:,} documents"
+    if not found.is_shown:
+        return f"{found.name}{metric}: no difference shown: {scale * found.value:+.2f} {unit}, {interval}."
+    direction = "higher" if found.value > 0 else "lower"
+    return f"{found.name}{metric}: B is {direction} by {abs(scale * found.value):.2f} {unit}, {interval}."

@@ -1,0 +1,102 @@
+"""Texts that a model writes for the documents of a task: settings, prompts cut to the model's length, and scores.
+
+A document is a dict of JSON's values, as a request file keeps it. What is used here: `prompt`, `stop` (strings that end
+a text) and `max_new_tokens`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_fanformer.data.tokenizer import Tokenizer
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation.code_execution import Limits
+from megatron_fanformer.generation.continuation import Continuation, new_continuation
+from megatron_fanformer.generation.decoding import continue_all
+from megatron_fanformer.generation.models import TrainedModel
+from megatron_fanformer.generation.sampling import SamplingConfig
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings(SamplingConfig):
+    """How texts are written and judged."""
+
+    max_new_tokens: int | None = None
+    """Of a text; None: the task's own number, at most half of the model's length."""
+    batch_size: int = 16
+    """Texts that are written together; it does not change them."""
+    run_code: bool = False
+    """Whether programs that the model writes may be run (`code_execution` says how)."""
+    limits: Limits = field(default_factory=Limits)
+    """Of such a program."""
+
+    def problems(self) -> list[str]:
+        """Rules of single fields that these settings break, one line each."""
+        found = super().problems()
+        found += [
+            f"{name} is {value}; it must be at least 1"
+            for name in ("max_new_tokens", "batch_size")
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What was written for one document."""
+
+    texts: list[Continuation]
+    """As many as samples are asked for."""
+    prompt_cut: int
+    """Tokens that the prompt lost at its beginning, for want of room."""
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """The texts as a result keeps them."""
+        return [{"text": one.text, "tokens": len(one.ids), "ended_by": one.ended_by} for one in self.texts]
+
+
+def write_texts(
+    model: TrainedModel,
+    tokenizer: Tokenizer,
+    documents: Sequence[dict[str, Any]],
+    settings: GenerationSettings,
+    *,
+    tell: Tell = lambda line: None,
+) -> list[Written]:
+    """Continue each document's prompt; a prompt that leaves too little room loses its beginning.
+
+    Raises:
+        InputError: `max_new_tokens` leaves no room for any prompt.
+        DivergenceError: the model's logits are not finite.
+    """
+    longest = model.config.seq_length
+    if settings.max_new_tokens is not None and settings.max_new_tokens >= longest:
+        raise InputError(
+            f"max_new_tokens is {settings.max_new_tokens}, which leaves no room for a prompt in the {longest} tokens "
+            f"that the model was trained on; set it below {longest}"
+        )
+    prompts = tokenizer.encode_batch([document["prompt"] for document in documents])
+    written = []
+    for document, ids in zip(documents, prompts, strict=True):
+        new_tokens = settings.max_new_tokens or min(document["max_new_tokens"], longest // 2)
+        kept = (ids or [tokenizer.eod_id])[new_tokens - longest :]
+        texts = [
+            new_continuation(tokenizer, kept, settings, sample=sample, max_new_tokens=new_tokens, stop=document["stop"])
+            for sample in range(settings.num_samples)
+        ]
+        written.append(Written(texts=texts, prompt_cut=max(len(ids) - len(kept), 0)))
+    every = [text for one in written for text in one.texts]
+    continue_all(
+        model, every, batch_size=settings.batch_size, tell=lambda ended: tell(f"{ended:,} of {len(every):,} texts")
+    )
+    return written
+
+
+def mean_of(scores: Sequence[float]) -> dict[str, Any]:
+    """The mean of a score over documents, with its standard error: for scores of 0 and 1 the binomial's."""
+    mean = math.fsum(scores) / len(scores)
+    variance = math.fsum((score - mean) ** 2 for score in scores) / len(scores)
+    return {"value": mean, "standard_error": math.sqrt(variance / len(scores)), "documents": len(scores)}

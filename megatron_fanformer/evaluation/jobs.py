@@ -1,0 +1,288 @@
+"""Checkpoints to evaluate: found and checked without reading weights, then built and scored in a layout."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+
+from megatron_fanformer import __version__
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
+from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.errors import DivergenceError, InputError
+from megatron_fanformer.evaluation import generation_tasks, ulogic
+from megatron_fanformer.evaluation.config import EvaluationConfig
+from megatron_fanformer.evaluation.generated_texts import GenerationSettings
+from megatron_fanformer.evaluation.metrics import document_sums, task_metrics
+from megatron_fanformer.evaluation.perplexity import SetLoss, group_perplexities, perplexity_of_sets
+from megatron_fanformer.evaluation.requests import RequestFile, TaskRequests, read_requests
+from megatron_fanformer.evaluation.results import MetricValue, Result, SetResult, TaskResult
+from megatron_fanformer.evaluation.scoring import log_probabilities_of_all
+from megatron_fanformer.evaluation.survey import EvaluationSurvey, survey_evaluation
+from megatron_fanformer.generation.models import ModelSource, TrainedModel, find_model
+from megatron_fanformer.model.build import build_stages
+from megatron_fanformer.model.dtypes import DTYPES
+from megatron_fanformer.model.layout_rules import layout_problems
+from megatron_fanformer.runtime import heartbeat
+from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.runtime.seeding import seed_everything
+
+if TYPE_CHECKING:
+    from megatron_fanformer.evaluation.command import Asked
+
+Tell = Callable[[str], None]
+Documents = dict[str, list[dict[str, Any]]]
+
+DIVISORS = {
+    "len_norm": "characters_no_space",
+    "len_norm_with_space": "characters",
+    "bpb": "bytes_no_space",
+    "bpb_with_space": "bytes",
+    "ce_loss": "characters_no_space",
+}
+"""By metric: the length of a continuation that it divides by; the others divide by tokens, or by nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One checkpoint, and what it is evaluated on."""
+
+    source: ModelSource
+    tokenizer: Path | None
+    survey: EvaluationSurvey
+    """Of choice tasks and perplexity sets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jobs:
+    """All of a command's."""
+
+    jobs: list[Job]
+    """In the order of the checkpoints."""
+    texts: Documents
+    """The documents of generation tasks, by task."""
+    requests: str | None
+    """SHA-256 of the request file."""
+
+
+# -- before weights are read
+
+
+def find_jobs(asked: "Asked") -> Jobs:
+    """What is evaluated on what; one process finds it for all ranks.
+
+    Raises:
+        InputError: a model cannot be laid out so, was trained with another tokenizer, or a set is not of its
+            vocabulary; a task is not in the request file, or may not be run: every problem, one line each.
+        CorruptError: a checkpoint's configuration, the request file or token files are damaged.
+    """
+    path = asked.evaluation.requests
+    requests = None if path is None else read_requests(Path(path))
+    choices, texts = _tasks(asked, requests)
+    evaluation = replace(asked.evaluation, tasks=choices, requests=path if choices else None)
+    surveys = _Surveys(evaluation, asked.batch_tokens)
+    problems: dict[str, None] = {}  # in order; checkpoints of a run have the same ones
+    jobs = []
+    for checkpoint in asked.checkpoints:
+        source = find_model(checkpoint)
+        tokenizer = asked.tokenizer or source.tokenizer
+        found = layout_problems(source.config, asked.layout.parallel)
+        if (choices or texts) and tokenizer is None:
+            found.append(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
+        else:
+            try:
+                jobs.append(Job(source=source, tokenizer=tokenizer, survey=surveys.of(source, tokenizer)))
+            except InputError as error:
+                found += str(error).splitlines()
+        problems.update(dict.fromkeys(found))
+    if problems:
+        raise InputError("\n".join(problems))
+    return Jobs(jobs=jobs, texts=texts, requests=None if requests is None else requests.sha256)
+
+
+class _Surveys:
+    """What models are evaluated on. Checkpoints of a run share one survey, though each has a copy of the tokenizer."""
+
+    def __init__(self, evaluation: EvaluationConfig, batch_tokens: int) -> None:
+        self._evaluation, self._batch_tokens = evaluation, batch_tokens
+        self._known: dict[Any, EvaluationSurvey] = {}
+
+    def of(self, source: ModelSource, tokenizer: Path | None) -> EvaluationSurvey:
+        """Raises InputError and CorruptError like `survey_evaluation`."""
+        perplexity = self._evaluation.perplexity
+        if perplexity.eod_id is None:
+            perplexity = replace(perplexity, eod_id=source.end_of_text_id)
+        shape = {"seq_length": source.config.seq_length, "vocab_size": source.config.vocab_size}
+        digest = None if tokenizer is None else sha256_of(tokenizer_file(tokenizer))
+        key = (*shape.values(), perplexity.eod_id, digest)
+        if key not in self._known:
+            self._known[key] = survey_evaluation(
+                replace(self._evaluation, perplexity=perplexity),
+                **shape,
+                batch_tokens=self._batch_tokens,
+                tokenizer=None if tokenizer is None else str(tokenizer),
+            )
+        return self._known[key]
+
+
+def _tasks(asked: "Asked", requests: RequestFile | None) -> tuple[list[str], Documents]:
+    """The names of the choice tasks, and the documents of the generation tasks that are asked for."""
+    texts, choices, limit = {}, [], asked.evaluation.limit
+    if requests is not None:
+        names = asked.evaluation.tasks or [*requests.tasks, *requests.texts]
+        texts = {name: requests.texts[name][:limit] for name in names if name in requests.texts}
+        choices = [name for name in names if name not in texts]
+        requests.selected(choices)  # raises for those that are not there
+    if asked.ulogic is not None:
+        texts[generation_tasks.ULOGIC] = ulogic.documents(asked.ulogic)[:limit]
+    if texts and asked.layout.world_size > 1:
+        raise InputError(
+            f"{', '.join(texts)}: a model writes its answers in one process; leave them out, or leave out --layout"
+        )
+    for name in texts:
+        generation_tasks.check(name, GenerationSettings(**asked.generation))
+    return choices, texts
+
+
+# -- on the ranks
+
+
+def evaluate_jobs(asked: "Asked", jobs: Jobs, grid: RankGrid, *, tell: Tell) -> list[Result]:
+    """The results of all jobs on the main rank, nothing on the others; a collective call.
+
+    Args:
+        tell: is told what runs next.
+
+    Raises:
+        CorruptError: a checkpoint's weights or token files are damaged.
+        DivergenceError: a model's numbers are not finite.
+    """
+    results = []
+    for job, stages in _built(asked, jobs.jobs, grid, tell):
+        name = job.source.path.name
+        tell(f"{name}: perplexity")
+        losses = perplexity_of_sets(stages, job.survey.sets, grid, batch_tokens=asked.batch_tokens)
+        tell(f"{name}: tasks")
+        tasks = _choice_results(stages, job.survey.tasks, grid, asked.batch_tokens)
+        tasks |= _generated_results(stages, job, jobs.texts, GenerationSettings(**asked.generation), grid, tell)
+        if grid.is_main:
+            results.append(
+                Result(
+                    checkpoint=str(job.source.path),
+                    step=store.step_of(job.source.path),
+                    versions=_versions(),
+                    requests=jobs.requests,
+                    tasks=tasks,
+                    perplexity={name: _set_result(name, found) for name, found in losses.items()},
+                    groups={str(group): mean for group, mean in group_perplexities(losses).items()},
+                )
+            )
+    return results
+
+
+def _built(asked: "Asked", jobs: Sequence[Job], grid: RankGrid, tell: Tell) -> Iterator[tuple[Job, list[Any]]]:
+    """Each job with the stages that hold its weights; models of one shape are built once."""
+    seed_everything(0)  # megatron-core builds layers on a GPU from random states that must exist
+    shape: tuple[Any, ...] = ()
+    stages: list[Any] = []
+    for job in jobs:
+        tell(f"{job.source.path.name}: weights")
+        heartbeat.tell("loading weights", in_step=False)
+        model, dtype = job.source.config, _dtype(asked, job.source, grid)
+        if shape != (model, dtype):
+            stages.clear()  # before the next ones are made
+            shape = (model, dtype)
+            parallel, kernels = asked.layout.parallel, asked.layout.kernels
+            stages = build_stages(model, parallel, grid, dtype=dtype, seed=None, kernels=kernels)
+        job.source.fill(stages, grid)
+        yield job, stages
+
+
+def _dtype(asked: "Asked", source: ModelSource, grid: RankGrid) -> torch.dtype:
+    if asked.dtype != "auto":
+        return DTYPES[asked.dtype]
+    return source.dtype if grid.device == "cuda" else torch.float32
+
+
+def _choice_results(
+    stages: list[Any], tasks: Mapping[str, TaskRequests], grid: RankGrid, batch_tokens: int
+) -> dict[str, TaskResult]:
+    with_context = list(tasks.values())
+    without = [task.unconditional for task in with_context if task.unconditional is not None]
+    found = log_probabilities_of_all(stages, [*with_context, *without], grid, batch_tokens=batch_tokens)
+    unconditional = iter(found[len(with_context) :])
+    return {
+        task.name: choice_result(task, values, None if task.unconditional is None else next(unconditional))
+        for task, values in zip(with_context, found, strict=False)
+    }
+
+
+def choice_result(task: TaskRequests, found: np.ndarray, unconditional: np.ndarray | None = None) -> TaskResult:
+    """A task's metrics and documents from the log-probabilities of its requests, and of its unconditional ones."""
+    sums = document_sums(task, found, unconditional)[task.metric]
+    divisors = task.lengths[DIVISORS[task.metric]] if task.metric in DIVISORS else task.continuation_tokens
+    begins = np.flatnonzero(np.diff(task.documents, prepend=-1))
+    rows = zip(begins.tolist(), [*begins[1:].tolist(), len(task)], sums.tolist(), strict=True)
+    return TaskResult(
+        metric=task.metric,
+        metrics={
+            name: MetricValue(value=each.value, standard_error=each.standard_error, documents=each.documents)
+            for name, each in task_metrics(task, found, unconditional).items()
+        },
+        documents=[
+            {
+                "doc_id": int(task.documents[first]),
+                "label": int(task.labels[first]),
+                "log_probabilities": found[first:end].tolist(),
+                **({} if unconditional is None else {"unconditional": unconditional[first:end].tolist()}),
+                "lengths": divisors[first:end].tolist(),
+                "score": score,
+                "weight": weight,
+            }
+            for first, end, (score, weight) in rows
+        ],
+        cut=task.cut,
+    )
+
+
+def _generated_results(
+    stages: list[Any], job: Job, texts: Documents, settings: GenerationSettings, grid: RankGrid, tell: Tell
+) -> dict[str, TaskResult]:
+    if not texts:
+        return {}
+    assert job.tokenizer is not None  # find_jobs has seen to it
+    model = TrainedModel(stages[0], job.source.config, grid.torch_device)
+    tokenizer = load_tokenizer(job.tokenizer, eod_id=job.source.end_of_text_id)
+    results = {}
+    for name, documents in texts.items():
+        found = generation_tasks.evaluate(
+            model, tokenizer, name, documents, settings, tell=functools.partial(_tell_of, tell, name)
+        )
+        found["cut"] = found.pop("prompts_cut", 0)
+        results[name] = msgspec.convert(found, TaskResult)
+    return results
+
+
+def _tell_of(tell: Tell, name: str, line: str) -> None:
+    tell(f"{name}: {line}")
+
+
+def _set_result(name: str, found: SetLoss) -> SetResult:
+    if not math.isfinite(found.loss):
+        raise DivergenceError(
+            f"set {name}: the loss is {found.loss}; the model diverged: evaluate an earlier checkpoint"
+        )
+    return SetResult(
+        loss=found.loss, perplexity=found.perplexity, bits_per_byte=found.bits_per_byte, tokens=found.tokens
+    )
+
+
+def _versions() -> dict[str, str]:
+    return {"megatron_fanformer": __version__, **{name: version(name) for name in ("torch", "megatron-core", "numpy")}}

@@ -1,0 +1,127 @@
+"""Metrics of a task from the log-probabilities of its requests, each with its standard error.
+
+Every metric is a quotient of two sums over documents, M = Σ a / Σ b; where it is a mean, b is 1. Its standard error is
+the quotient's by the delta method, sqrt(Σ (a − M b)²) / Σ b: of a share p of right answers that is sqrt(p (1 − p) / n).
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_fanformer.errors import DivergenceError
+from megatron_fanformer.evaluation.requests import TaskRequests
+
+POSITIVE = 0
+"""The choice that F1 looks for: yes, which is the first one of mrpc."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of a task: a share or F1 between 0 and 1, or bits or nats."""
+
+    value: float
+    standard_error: float
+    documents: int
+
+
+def task_metrics(
+    requests: TaskRequests, log_probabilities: np.ndarray, unconditional: np.ndarray | None = None
+) -> dict[str, Metric]:
+    """Every metric that applies to a task, by its name.
+
+    The share of documents whose right choice has the highest score (of equal ones the first counts), by score:
+
+    - `acc`: log P, the log-probability of the choice behind the context;
+    - `len_norm`: log P by characters, without the leading space, as the paper takes it;
+    - `len_norm_with_space`: by all characters, as OLMES and ai2-olmo-eval 0.9.0 take it;
+    - `per_token`: by tokens;
+    - `pmi`: log P less the log-probability behind the task's neutral context.
+
+    `f1`: of the first choice (yes), from `acc`'s predictions, where it is the task's metric. And of the right choice
+    alone, averaged over documents: `bpb` and `bpb_with_space`, its bits per byte without and with the leading space;
+    `ce_loss`, its nats per character without it. Tasks that score the right answer alone have the last three only.
+
+    Args:
+        log_probabilities: [n], in nats, one for each request.
+        unconditional: [n], those of `requests.unconditional`; None: `pmi` is left out.
+
+    Raises:
+        DivergenceError: a log-probability is not finite.
+    """
+    sums = document_sums(requests, log_probabilities, unconditional)
+    return {name: _quotient(*columns.T) for name, columns in sums.items()}
+
+
+def document_sums(
+    requests: TaskRequests, log_probabilities: np.ndarray, unconditional: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """For each metric [documents, 2] float64: what a document adds to the numerator and to the denominator.
+
+    The arguments and errors are those of `task_metrics`. Resampled rows make a bootstrap of any metric.
+    """
+    _refuse_bad_numbers(requests, log_probabilities, unconditional)
+    right = requests.labels == requests.choices
+    scores = {
+        "acc": log_probabilities,
+        "len_norm": _per(requests.lengths["characters_no_space"], log_probabilities),
+        "len_norm_with_space": _per(requests.lengths["characters"], log_probabilities),
+        "per_token": _per(requests.continuation_tokens, log_probabilities),
+    }
+    if unconditional is not None:
+        scores["pmi"] = log_probabilities - unconditional
+    sums: dict[str, np.ndarray] = {}
+    if requests.choices.any():
+        predictions = {name: _predictions(requests, values) for name, values in scores.items()}
+        labels = requests.labels[right]
+        sums = {name: _mean_of(predicted == labels) for name, predicted in predictions.items()}
+        if requests.metric == "f1":
+            found, there = predictions["acc"] == POSITIVE, labels == POSITIVE
+            # 2 TP / (2 TP + FP + FN), in which a document that is neither found nor there counts nothing.
+            sums["f1"] = np.stack([2.0 * (found & there), 1.0 * found + 1.0 * there], axis=1)
+    of_right = log_probabilities[right]
+    for name, length, unit in (
+        ("bpb", "bytes_no_space", math.log(2)),
+        ("bpb_with_space", "bytes", math.log(2)),
+        ("ce_loss", "characters_no_space", 1.0),
+    ):
+        sums[name] = _mean_of(-_per(requests.lengths[length][right], of_right) / unit)
+    return sums
+
+
+def _refuse_bad_numbers(
+    requests: TaskRequests, log_probabilities: np.ndarray, unconditional: np.ndarray | None
+) -> None:
+    for values in (log_probabilities, unconditional):
+        if values is not None and (bad := np.count_nonzero(~np.isfinite(values))):
+            raise DivergenceError(
+                f"task {requests.name}: {bad} of {len(values)} log-probabilities are not finite; the model diverged: "
+                "evaluate an earlier checkpoint"
+            )
+
+
+def _per(lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Values by length; of a continuation without length −inf: it is never chosen."""
+    return np.where(lengths > 0, values / np.maximum(lengths, 1), -np.inf)
+
+
+def _predictions(requests: TaskRequests, scores: np.ndarray) -> np.ndarray:
+    """[documents]: the choice with the highest score; documents may have different numbers of them."""
+    rows = np.cumsum(np.diff(requests.documents, prepend=requests.documents[0]) > 0)
+    table = np.full((rows[-1] + 1, requests.choices.max() + 1), -np.inf)
+    table[rows, requests.choices] = scores
+    return table.argmax(axis=1)
+
+
+def _mean_of(values: np.ndarray) -> np.ndarray:
+    return np.stack([values.astype(np.float64), np.ones(len(values))], axis=1)
+
+
+def _quotient(numerators: np.ndarray, denominators: np.ndarray) -> Metric:
+    """The quotient of the sums; 0, as is the custom for F1, if nothing is found and nothing there."""
+    total = denominators.sum()
+    if not total:
+        return Metric(0.0, 0.0, len(numerators))
+    value = numerators.sum() / total
+    error = math.sqrt(((numerators - value * denominators) ** 2).sum()) / total
+    return Metric(float(value), float(error), len(numerators))

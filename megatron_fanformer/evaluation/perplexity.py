@@ -1,0 +1,98 @@
+"""The loss of perplexity sets, in any layout.
+
+A set's loss is the mean over its scored tokens. By the paper's chunking all chunks have as many, so that it is the mean
+of the chunks' losses, too. The paper's mean over a group is that of perplexities, not exp of the mean loss.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_fanformer.evaluation.perplexity_config import Group
+from megatron_fanformer.evaluation.perplexity_sets import SETS, PerplexitySet, set_name
+from megatron_fanformer.evaluation.rows import losses_of_rows
+from megatron_fanformer.runtime.parallel import RankGrid
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetLoss:
+    """What a model makes of a set."""
+
+    loss: float
+    """Mean cross entropy of a scored token, in nats."""
+    tokens: int
+    """Scored ones."""
+    bits_per_byte: float | None
+    """Of the text; None where its bytes are not known."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that is beyond a float."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+def perplexity_of_sets(
+    stages: list[Any],
+    sets: Sequence[PerplexitySet],
+    grid: RankGrid,
+    *,
+    batch_tokens: int,
+    shall_stop: Callable[[], bool] | None = None,
+) -> dict[str, SetLoss]:
+    """The loss of each set, by its name, the same on every rank; a collective call.
+
+    Args:
+        stages: the chunks of this rank's stage, in megatron-core's data parallelism or without.
+        batch_tokens: about how many tokens a micro batch has.
+        shall_stop: asked before each batch, on every rank equally often; its answer must be the same on all.
+
+    Raises:
+        CorruptError: a file has become shorter since it was found.
+        Stopped: on every rank, as `shall_stop` said.
+    """
+    return {each.name: _loss_of(stages, each, grid, batch_tokens, shall_stop) for each in sets}
+
+
+def group_perplexities(losses: Mapping[str, SetLoss]) -> dict[Group, float]:
+    """The mean perplexity of each of the paper's groups whose sets are all there."""
+    return {
+        group: float(np.mean([losses[set_name(group, name)].perplexity for name in names]))
+        for group, names in SETS.items()
+        if all(set_name(group, name) in losses for name in names)
+    }
+
+
+def perplexity_metrics(losses: Mapping[str, SetLoss]) -> dict[str, float]:
+    """What a run logs of the sets, by OLMo's names."""
+    metrics: dict[str, float] = {}
+    for name, found in losses.items():
+        metrics[f"eval/{name}/CrossEntropyLoss"] = found.loss
+        metrics[f"eval/{name}/Perplexity"] = found.perplexity
+        if found.bits_per_byte is not None:
+            metrics[f"eval/{name}/BitsPerByte"] = found.bits_per_byte
+    return {**metrics, **{f"eval/{group}/Perplexity": mean for group, mean in group_perplexities(losses).items()}}
+
+
+def _loss_of(
+    stages: list[Any],
+    found: PerplexitySet,
+    grid: RankGrid,
+    batch_tokens: int,
+    shall_stop: Callable[[], bool] | None,
+) -> SetLoss:
+    pieces = found.pieces()
+    losses = losses_of_rows(
+        stages,
+        pieces[:, 2],
+        lambda row: found.read(pieces[row]),
+        grid,
+        batch_tokens=batch_tokens,
+        shall_stop=shall_stop,
+    )
+    tokens = int((pieces[:, 2] - 1).sum())
+    loss = float(losses.sum()) / tokens
+    bits = None if found.bytes_per_token is None else loss / math.log(2) / found.bytes_per_token
+    return SetLoss(loss=loss, tokens=tokens, bits_per_byte=bits)

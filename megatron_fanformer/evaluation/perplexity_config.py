@@ -1,0 +1,62 @@
+"""The section `evaluation.perplexity` of a run's configuration: which sets, and how their tokens are scored."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megatron_fanformer.data.npy_files import NpyType
+
+Group = Literal["v2-small", "v3-small"]
+Chunking = Literal["tokens", "documents"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityConfig:
+    """Sets of tokens whose perplexity is measured."""
+
+    sets: dict[str, list[str]] = field(default_factory=dict)
+    """Sets by name: prefixes of `.bin` and `.idx` pairs, `.npy` files, globs of either, or folders of them."""
+    groups: list[Group] = field(default_factory=list)
+    """The paper's groups of sets, which are looked for in `folder`."""
+    folder: str | None = None
+    """Where the sets of `groups` are, as OLMo lays them out (docs/evaluation.md#perplexity-sets)."""
+    chunking: Chunking = "tokens"
+    """`tokens`: the paper's, each file cut into chunks of `chunk_tokens`, the rest dropped, documents not told apart.
+    `documents`: each document by itself, one that is longer than a chunk in several pieces."""
+    chunk_tokens: int | None = None
+    """Tokens of a chunk, of which all but the first are scored; null: the model's `seq_length` (2,048 in the paper)."""
+    batches: int | None = None
+    """Batches of `evaluation.batch_tokens` tokens that are taken from the beginning of each set; null: whole sets."""
+    npy_dtype: NpyType = "uint16"
+    """Type of the token ids in `.npy` files that have no manifest beside them."""
+    eod_id: int | None = None
+    """With `documents`, the id that ends a document in `.npy` files; null: that of their manifest, or of the
+    tokenizer."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it names no set."""
+        return not (self.sets or self.groups)
+
+    def problems(self) -> list[str]:
+        """Rules of single fields that this configuration breaks, one line each; no file is looked for."""
+        section = "evaluation.perplexity"
+        found = [
+            f"{section}.sets: {name!r} is no name of a set; use letters, digits, '.', '_' and '-'"
+            for name in self.sets
+            if not name or not all(c.isalnum() or c in "._-" for c in name)
+        ]
+        found += [f"{section}.sets.{name} is empty; name token files" for name, paths in self.sets.items() if not paths]
+        if self.groups and self.folder is None:
+            found.append(f"{section}.groups is {', '.join(self.groups)} without a folder; set {section}.folder")
+        if self.folder is not None and not Path(self.folder).is_dir():
+            found.append(
+                f"{section}.folder: {self.folder} is not a folder; name the one that holds the sets of a group"
+            )
+        if self.chunk_tokens is not None and self.chunk_tokens < 2:
+            found.append(f"{section}.chunk_tokens is {self.chunk_tokens}; it must be at least 2, or null")
+        if self.batches is not None and self.batches < 1:
+            found.append(f"{section}.batches is {self.batches}; it must be at least 1, or null")
+        if self.eod_id is not None and self.eod_id < 0:
+            found.append(f"{section}.eod_id is {self.eod_id}; it must not be negative")
+        return found

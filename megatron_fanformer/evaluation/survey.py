@@ -1,0 +1,91 @@
+"""What a run is evaluated on, found and checked by one process for all ranks before anything is loaded."""
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation.config import EvaluationConfig
+from megatron_fanformer.evaluation.perplexity_sets import PerplexitySet, find_sets
+from megatron_fanformer.evaluation.requests import RequestFile, TaskRequests, cut_to_context, read_requests
+from megatron_fanformer.evaluation.tasks import resolve
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSurvey:
+    """What a run is evaluated on."""
+
+    tasks: dict[str, TaskRequests] = field(default_factory=dict)
+    """By name; no request is longer than the model's sequences."""
+    sets: tuple[PerplexitySet, ...] = ()
+
+
+def survey_evaluation(
+    config: EvaluationConfig, *, seq_length: int, vocab_size: int, batch_tokens: int, tokenizer: str | None
+) -> EvaluationSurvey:
+    """Find and check all that `config`, which has no problems by itself, names.
+
+    Args:
+        seq_length: of the model: requests that are longer are cut, as ai2-olmo-eval cuts them.
+        vocab_size: of the model.
+        batch_tokens: of a micro batch, which `perplexity.batches` counts in.
+        tokenizer: that the run's tokens were made with.
+
+    Raises:
+        InputError: every problem, one line each.
+        CorruptError: a file is damaged.
+    """
+    found: list[str] = []
+    tasks: dict[str, TaskRequests] = {}
+    sets: list[PerplexitySet] = []
+    if config.requests is not None:
+        try:
+            requests = read_requests(Path(config.requests))
+            tasks = _tasks(config, requests, seq_length=seq_length, vocab_size=vocab_size, tokenizer=tokenizer)
+        except InputError as error:
+            found += [f"evaluation.requests: {line}" for line in str(error).splitlines()]
+    if not config.perplexity.is_empty:
+        try:
+            sets = find_sets(
+                config.perplexity,
+                seq_length=seq_length,
+                vocab_size=vocab_size,
+                batch_tokens=batch_tokens,
+                tokenizer=None if tokenizer is None else load_tokenizer(tokenizer, eod_id=config.perplexity.eod_id),
+            )
+        except InputError as error:
+            found += str(error).splitlines()
+    if found:
+        raise InputError("\n".join(found))
+    return EvaluationSurvey(tasks=tasks, sets=tuple(sets))
+
+
+def _tasks(
+    config: EvaluationConfig, requests: RequestFile, *, seq_length: int, vocab_size: int, tokenizer: str | None
+) -> dict[str, TaskRequests]:
+    if tokenizer is None:
+        raise InputError(
+            f"{requests.path} was made with a tokenizer, and data.tokenizer, which it must be the same as, is null; "
+            "name the one that the run's tokens were made with"
+        )
+    requests.refuse_other_tokenizer(tokenizer_file(Path(tokenizer)))
+    names = [task.name for task in resolve(config.tasks)] or list(requests.tasks)
+    if not names:
+        raise InputError(
+            f"{requests.path} has no task with right answers to choose from; prepare some, or leave it out"
+        )
+    tasks = {
+        name: cut_to_context(task, seq_length) for name, task in requests.selected(names, limit=config.limit).items()
+    }
+    for name, task in tasks.items():
+        largest = max(int(asked.ids.max()) for asked in (task, task.unconditional) if asked is not None)
+        if largest >= vocab_size:
+            raise InputError(
+                f"task {name} has token id {largest}, beyond model.vocab_size {vocab_size}; raise the latter"
+            )
+        if task.cut:
+            logger.info("task %s: the contexts of %d requests are cut, to %d tokens", name, task.cut, seq_length)
+    return tasks

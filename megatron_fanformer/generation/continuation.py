@@ -1,0 +1,135 @@
+"""A prompt and what follows it: its tokens as they are chosen, its text as far as it is known, and why it ended."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from megatron_fanformer.data.tokenizer import Tokenizer
+from megatron_fanformer.generation.sampling import Sampler, SamplingConfig
+
+EndedBy = Literal["end_of_text", "stop", "length"]
+CONTEXT_TOKENS = 8
+"""Of the prompt, decoded with the new tokens: a tokenizer may decode a text's first token otherwise."""
+CUT_OFF = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder gives for a character of which some bytes are missing."""
+
+
+class NewText:
+    """The text of new tokens, decoded after the prompt, up to the first stop string.
+
+    Ids that the model's vocabulary has and the tokenizer does not, like the end of text, have no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._context = self._with_text(prompt_ids)[-CONTEXT_TOKENS:]
+        self._context_length = len(tokenizer.decode(self._context))
+        self.text = ""
+        self.is_stopped = False
+
+    def update(self, ids: Sequence[int]) -> None:
+        """Decode all new tokens so far."""
+        text = self._tokenizer.decode(self._context + self._with_text(ids))[self._context_length :]
+        found = [place for place in map(text.find, self._stop) if place >= 0]
+        self.is_stopped = bool(found)
+        self.text = text[: min(found)] if found else text
+
+    @property
+    def settled(self) -> str:
+        """The part of the text that no further token changes: no cut-off character, no beginning of a stop string."""
+        if self.is_stopped:
+            return self.text
+        text = self.text.rstrip(CUT_OFF)
+        begun = (
+            length for stop in self._stop for length in range(len(stop) - 1, 0, -1) if text.endswith(stop[:length])
+        )
+        return text[: len(text) - max(begun, default=0)]
+
+    def _with_text(self, ids: Sequence[int]) -> list[int]:
+        size, end = self._tokenizer.vocab_size, self._tokenizer.eod_id
+        return [token for token in ids if token < size and token != end]
+
+
+class Continuation:
+    """A prompt that is being continued."""
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampler: Sampler,
+        end_of_text_id: int | None,
+        new_text: NewText | None = None,
+    ) -> None:
+        """A prompt that nothing follows yet.
+
+        Args:
+            prompt_ids: at least one token.
+            max_new_tokens: at least one; it ends there with `length`.
+            end_of_text_id: ends it; None: no token does.
+            new_text: decodes it, and ends it at a stop string; None: the ids are all that is wanted.
+        """
+        self.prompt_ids = list(prompt_ids)
+        self.max_new_tokens = max_new_tokens
+        self.ids: list[int] = []
+        self.ended_by: EndedBy | None = None
+        self._sampler, self._end_of_text_id, self._new_text = sampler, end_of_text_id, new_text
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, the prompt's and new ones."""
+        return len(self.prompt_ids) + len(self.ids)
+
+    @property
+    def text(self) -> str:
+        """What follows the prompt, without the end of text and without a stop string."""
+        assert self._new_text is not None
+        return self._new_text.text
+
+    @property
+    def settled_text(self) -> str:
+        """The beginning of `text` that is final."""
+        assert self._new_text is not None
+        return self._new_text.text if self.ended_by else self._new_text.settled
+
+    def token_at(self, position: int) -> int:
+        """The token at a position of the sequence, which must be known."""
+        new = position - len(self.prompt_ids)
+        return self.ids[new] if new >= 0 else self.prompt_ids[position]
+
+    def take(self, logits_v: Tensor) -> None:
+        """Choose the next token from its logits [v].
+
+        Raises:
+            DivergenceError: a logit is not finite.
+        """
+        self.ids.append(self._sampler(logits_v))
+        if self._new_text is not None:
+            self._new_text.update(self.ids)
+        if self.ids[-1] == self._end_of_text_id:
+            self.ended_by = "end_of_text"
+        elif self._new_text is not None and self._new_text.is_stopped:
+            self.ended_by = "stop"
+        elif len(self.ids) == self.max_new_tokens:
+            self.ended_by = "length"
+
+
+def new_continuation(
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    sampling: SamplingConfig,
+    *,
+    sample: int = 0,
+    max_new_tokens: int,
+    stop: Sequence[str] = (),
+) -> Continuation:
+    """A continuation with text; its draws depend on the seed, its prompt and its number alone, whatever the batch."""
+    return Continuation(
+        prompt_ids,
+        max_new_tokens=max_new_tokens,
+        sampler=Sampler(sampling, f"sample {sample} of {' '.join(map(str, prompt_ids))}"),
+        end_of_text_id=tokenizer.eod_id,
+        new_text=NewText(tokenizer, prompt_ids, stop),
+    )

@@ -1,0 +1,78 @@
+"""A stage's chunks over micro batches, by megatron-core's pipeline schedules: how training and evaluation run forward.
+
+Shapes: b micro batch, s sequence.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_fanformer.runtime import heartbeat
+from megatron_fanformer.runtime.parallel import RankGrid, context_chunks
+
+Batches = Iterator[dict[str, Tensor]]
+OfLosses = Callable[[Tensor, Tensor], Any]
+
+
+def run_schedule(
+    stages: list[Any],
+    batches: Batches,
+    grid: RankGrid,
+    of_losses: OfLosses,
+    *,
+    num_micro_batches: int,
+    micro_batch_size: int,
+    seq_length: int,
+    forward_only: bool,
+) -> list[Any]:
+    """Take the next micro batches through the stages of this rank's replica; every rank of it takes the same ones.
+
+    Args:
+        stages: the chunks of this rank's stage, in megatron-core's data parallelism or without.
+        batches: `tokens`, `labels`, `loss_mask` and `position_ids` of whole samples, each [b, s] (`data/batches.py`).
+        of_losses: called with this rank's losses and loss mask, [b, s / context parallel size], of each micro batch;
+            returns what is reported, or, where there is a backward, megatron-core's triple: the sum to differentiate,
+            the number of tokens, and what is reported.
+        seq_length: tokens of a sample, of all context parallel ranks together.
+
+    Returns:
+        What was reported of each micro batch, in order; nothing on ranks that do not have the last stage.
+    """
+    # Each chunk of a stage takes all micro batches; the first to ask for one has it loaded.
+    iterators = itertools.tee(itertools.islice(batches, num_micro_batches), len(stages))
+    reports: list[Any] = get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, grid, of_losses),
+        data_iterator=list(iterators) if len(stages) > 1 else iterators[0],
+        model=stages,
+        num_microbatches=num_micro_batches,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+    return reports
+
+
+def _forward_step(grid: RankGrid, of_losses: OfLosses, batches: Batches, stage: Any) -> tuple[Tensor, Any]:
+    device = grid.torch_device
+    heartbeat.tell("loading samples")
+    batch = {name: own_positions(tensor, grid).to(device, non_blocking=True) for name, tensor in next(batches).items()}
+    loss_mask = batch["loss_mask"]  # the loss head takes the gradient of the losses' sum over it
+    heartbeat.tell("forward")
+    output = stage(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=loss_mask)
+    heartbeat.tell("backward" if torch.is_grad_enabled() else "forward")
+    return output, lambda losses_bs, **_: of_losses(losses_bs, loss_mask)
+
+
+def own_positions(tensor_bs: Tensor, grid: RankGrid) -> Tensor:
+    """This context parallel rank's two chunks of [b, s]: [b, s / cp]."""
+    size = grid.context_parallel_size
+    if size == 1:
+        return tensor_bs
+    chunks = tensor_bs.chunk(2 * size, dim=1)
+    return torch.cat([chunks[number] for number in context_chunks(grid.groups.cp.rank(), size)], dim=1)

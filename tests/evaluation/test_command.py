@@ -1,0 +1,290 @@
+"""The verb `evaluate`: what it prints and writes, of one checkpoint and of several, and what it refuses."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fanformer.checkpoint.manifest import write_manifest
+from megatron_fanformer.cli import main
+from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, write_requests
+from megatron_fanformer.formats.recognition import find_checkpoint
+from megatron_fanformer.processes import hold_signals
+from tests.generation.making import model_and_tensors, write_checkpoint, write_export, write_tokenizer
+from tests.whole_models import export_huggingface
+
+VOCAB_SIZE = 250
+CASE = "fanformer-tied"
+
+
+def requests_of(name: str, metric: str, *, documents: int, choices: int, seed: int) -> TaskRequests:
+    """Random contexts of five ids and continuations of one to three."""
+    generator = np.random.default_rng(seed)
+    count = documents * choices
+    tokens = generator.integers(1, 4, size=count)
+    offsets = np.cumsum([0, *(5 + tokens)])
+    return TaskRequests(
+        name=name,
+        metric=metric,
+        documents=np.repeat(np.arange(documents, dtype=np.int32), choices),
+        choices=np.tile(np.arange(choices, dtype=np.int32), documents),
+        labels=np.repeat(generator.integers(choices, size=documents), choices).astype(np.int32),
+        ids=generator.integers(1, VOCAB_SIZE, size=offsets[-1]).astype(np.int32),
+        offsets=offsets,
+        continuation_tokens=tokens.astype(np.int32),
+        lengths={length: (3 * tokens + number).astype(np.int32) for number, length in enumerate(LENGTHS)},
+    )
+
+
+class Made:
+    """What the tests evaluate, in one folder."""
+
+    def __init__(self, folder: Path, run_on_ranks: Callable[..., list[Any]]) -> None:
+        self.folder = folder
+        self.tokenizer = write_tokenizer(folder)
+        self.run = folder / "run"
+        run_on_ranks(1, write_checkpoint, self.run, CASE, self.tokenizer)
+        first = find_checkpoint(self.run)
+        shutil.copytree(first, first.with_name("step-00000040"))
+        write_manifest(first.with_name("step-00000040"), 40)
+        self.export = folder / "export"
+        write_export(self.export, CASE, self.tokenizer)
+        self.tokens = folder / "tokens.npy"
+        np.random.default_rng(0).integers(1, VOCAB_SIZE, size=300).astype("<u2").tofile(self.tokens)
+        self.requests = folder / "requests.safetensors"
+        self.write(self.requests, sha256_of(self.tokenizer))
+
+    def write(self, path: Path, tokenizer_sha256: str) -> None:
+        tasks = [
+            requests_of("hellaswag", "len_norm", documents=9, choices=4, seed=1),
+            requests_of("mrpc", "f1", documents=7, choices=2, seed=2),
+        ]
+        write_requests(
+            path,
+            tokenizer_sha256=tokenizer_sha256,
+            context_length=64,
+            versions={},
+            tasks={task.name: task for task in tasks},
+            texts={"gsm8k": [self.question(number, answer) for number, answer in enumerate("40")]},
+        )
+
+    def question(self, number: int, answer: str) -> dict[str, Any]:
+        """Too long for the model, so that its beginning is cut."""
+        prompt = "2 + 2 = 4. " * 100
+        return {
+            "doc_id": number,
+            "prompt": prompt,
+            "stop": ["Q"],
+            "max_new_tokens": 8,
+            "answer": answer,
+            "solution": "",
+        }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, run_on_ranks: Callable[..., list[Any]]) -> Made:
+    return Made(tmp_path_factory.mktemp("evaluated"), run_on_ranks)
+
+
+def evaluate(*arguments: object) -> int:
+    return main(["evaluate", *map(str, arguments), *([] if "--device" in arguments else ["--device", "cpu"])])
+
+
+def everything(made: Made) -> list[object]:
+    return [
+        "--requests",
+        made.requests,
+        "--tasks",
+        "hellaswag",
+        "mrpc",
+        "--perplexity",
+        f"own={made.tokens}",
+        "--chunk-tokens",
+        32,
+    ]
+
+
+def test_a_run_is_evaluated_on_tasks_and_sets(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(made.run, *everything(made), "--output", tmp_path / "result.json") == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert max(map(len, printed[1:])) <= 80  # below the checkpoint's path
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found["checkpoint"] == str(find_checkpoint(made.run)) == printed[0]
+    assert found["step"] == 0
+    assert {"megatron_fanformer", "torch", "megatron-core"} <= set(found["versions"])
+    assert len(found["requests"]) == 64
+    own = found["perplexity"]["own"]
+    assert own["tokens"] == 9 * 31
+    assert own["perplexity"] == pytest.approx(np.exp(own["loss"]))
+    # a character, of one byte or two, for every token
+    assert own["bits_per_byte"] == pytest.approx(own["loss"] / np.log(2) * 279 / bytes_of(made.tokens), rel=1e-9)
+    hellaswag = found["tasks"]["hellaswag"]
+    assert hellaswag["metric"] == "len_norm"
+    assert [document["doc_id"] for document in hellaswag["documents"]] == list(range(9))
+    right = []
+    for document in hellaswag["documents"]:
+        normed = np.divide(document["log_probabilities"], document["lengths"])
+        right.append(float(normed.argmax() == document["label"]))
+        assert (document["score"], document["weight"]) == (right[-1], 1)
+    value = hellaswag["metrics"]["len_norm"]
+    assert (value["value"], value["documents"]) == (pytest.approx(np.mean(right)), 9)
+    f1 = found["tasks"]["mrpc"]
+    weights = sum(document["weight"] for document in f1["documents"])
+    expected = sum(document["score"] for document in f1["documents"]) / weights
+    assert f1["metrics"]["f1"]["value"] == pytest.approx(expected)
+
+
+def bytes_of(tokens: Path) -> int:
+    ids = np.fromfile(tokens, "<u2")[: 9 * 32].reshape(9, 32)[:, 1:]
+    return len("".join(map(chr, ids.flatten().tolist())).encode())
+
+
+def test_an_export_comes_to_the_same_and_is_compared_with_it(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = ["--requests", made.requests, "--tasks", "mrpc", "hellaswag", "--limit", "5"]
+    assert evaluate("--compare", made.run, made.export, *tasks, "--output", tmp_path / "comparison.json") == 0
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    assert [found[which] for which in "ab"] == [str(find_checkpoint(made.run)), str(made.export)]
+    for task in (*found["tasks"].values(), found["mean"]):
+        assert (task["difference"], task["interval"]) == (0, [0, 0])
+    assert "hellaswag (len_norm): no difference shown: +0.00 points" in capsys.readouterr().out
+    assert found["tasks"]["hellaswag"]["documents"] == 5
+
+
+def test_answers_that_the_model_writes_are_judged_with_the_rest(made: Made, tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    assert evaluate(made.export, "--requests", made.requests, "--limit", "1", "--output", output) == 0
+    tasks = json.loads(output.read_text())["tasks"]  # all that the file has
+    assert list(tasks) == ["hellaswag", "mrpc", "gsm8k"]
+    assert (tasks["gsm8k"]["metric"], tasks["gsm8k"]["cut"]) == ("exact_match", 1)
+    (document,) = tasks["gsm8k"]["documents"]
+    assert tasks["gsm8k"]["metrics"]["exact_match"]["value"] == document["score"]
+    assert len(document["samples"]) == 1
+
+
+def test_several_checkpoints_are_a_table_and_a_picture_over_steps(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    every = sorted((made.run / "checkpoints").iterdir())  # as a shell expands *, `latest` among them
+    output, picture = tmp_path / "results.json", tmp_path / "results.png"
+    assert evaluate(*every, *everything(made), "--output", output, "--picture", picture) == 0
+    first, second = json.loads(output.read_text())
+    assert (first["step"], second["step"]) == (0, 40)
+    assert first["tasks"] == second["tasks"]
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["step", "0", "40"]
+    assert [row.split()[0] for row in rows] == ["hellaswag", "mrpc", "mean", "own"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    # results of a file are compared without the models
+    single = tmp_path / "single.json"
+    single.write_text(json.dumps(first))
+    assert evaluate("--compare", single, single) == 0
+    assert evaluate("--compare", output, single) == 2
+    assert "holds the results of 2 checkpoints" in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tp=2,sp=true,fan=sequence", "dp=2", "pp=3"])
+def test_local_ranks_come_to_the_same(made: Made, tmp_path: Path, layout: str) -> None:
+    hold_signals()
+    found = []
+    for number, arguments in enumerate(([], ["--layout", layout])):
+        output = tmp_path / f"{number}.json"
+        assert evaluate(made.export, *everything(made), *arguments, "--output", output) == 0
+        found.append(json.loads(output.read_text()))
+    alone, spread = found
+    assert spread["perplexity"]["own"]["loss"] == pytest.approx(alone["perplexity"]["own"]["loss"], rel=1e-5)
+    for name, task in spread["tasks"].items():
+        for own, other in zip(task["documents"], alone["tasks"][name]["documents"], strict=True):
+            assert own["log_probabilities"] == pytest.approx(other["log_probabilities"], rel=1e-4)
+
+
+def damaged(made: Made, tmp_path: Path) -> Path:
+    content = bytearray(made.requests.read_bytes())
+    content[-9] ^= 1
+    (tmp_path / "damaged.safetensors").write_bytes(content)
+    return tmp_path / "damaged.safetensors"
+
+
+def of_another_tokenizer(made: Made, tmp_path: Path) -> Path:
+    made.write(tmp_path / "other.safetensors", "0" * 64)
+    return tmp_path / "other.safetensors"
+
+
+RUN, TOKENS, REQUESTS, DAMAGED, OTHER = "RUN", "own=TOKENS", "REQUESTS", "DAMAGED", "OTHER"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ([], 2, "no checkpoint is named"),
+        (["nowhere"], 2, "nowhere does not exist; name a run's folder"),
+        ([RUN], 2, "nothing is asked for; add --requests FILE, or --perplexity NAME=PATH"),
+        ([RUN, "--requests", REQUESTS, "--tasks", "helaswag"], 2, "unknown task helaswag; did you mean hellaswag?"),
+        ([RUN, "--tasks", "piqa"], 2, "--tasks needs --requests FILE"),
+        ([RUN, "--requests", "none"], 2, "--requests none does not exist; write it with --prepare"),
+        ([RUN, "--requests", REQUESTS, "--tasks", "piqa"], 2, "has no requests of piqa, but of hellaswag, mrpc"),
+        ([RUN, "--requests", DAMAGED], 3, "is damaged: its content has another SHA-256 than it states"),
+        ([RUN, "--requests", OTHER], 2, "were made with another tokenizer"),
+        ([RUN, "--requests", REQUESTS, "--layout", "dp=2"], 2, "gsm8k: a model writes its answers in one process"),
+        ([RUN, "--perplexity", "v4-small"], 2, "--perplexity v4-small is no group (v2-small, v3-small)"),
+        ([RUN, "--perplexity", "v2-small"], 2, "--perplexity is v2-small without a folder; set --perplexity-folder"),
+        ([RUN, "--perplexity", "own=none"], 2, "--perplexity own: none does not exist; name a .npy file"),
+        ([RUN, "--perplexity", TOKENS, "--chunk-tokens", "290"], 2, "--chunk-tokens is 290, longer than the"),
+        ([RUN, "--perplexity", TOKENS, "--layout", "tp=3"], 2, "size 3 does not divide model.num_attention_heads"),
+        ([RUN, "--perplexity", TOKENS, "--output", "no/where"], 2, "--output no/where is not a file in a folder"),
+        (["--compare", "none", "nor"], 2, "none does not exist"),
+        ([RUN, "--requests", REQUESTS, "--batches", "2"], 2, "--batches has no effect without --perplexity"),
+        ([RUN, "--prepare", "out"], 2, "--prepare writes a request file and reads no model"),
+        (["--prepare", "out", "--tasks", "piqa"], 2, "--prepare needs --tasks and --tokenizer"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line(
+    made: Made,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    said: str,
+) -> None:
+    places = {
+        RUN: made.run,
+        TOKENS: f"own={made.tokens}",
+        REQUESTS: made.requests,
+        DAMAGED: damaged(made, tmp_path),
+        OTHER: of_another_tokenizer(made, tmp_path),
+    }
+    assert evaluate(*(places.get(argument, argument) for argument in arguments)) == code
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if said in line]
+    assert line.startswith("megatron-fanformer: ")
+
+
+@pytest.mark.parametrize("asked", [["--perplexity", "own=TOKENS"], ["--requests", REQUESTS, "--tasks", "mrpc"]])
+def test_a_model_that_diverged_has_bad_numbers(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: list[str]
+) -> None:
+    config, tensors = model_and_tensors(CASE)
+    tensors["decoder.final_layernorm.weight"] = torch.full_like(tensors["decoder.final_layernorm.weight"], torch.nan)
+    export_huggingface(
+        config, tensors, tmp_path / "export", dtype=torch.float32, tokenizer_path=made.tokenizer, end_of_text_id=0
+    )
+    places = {TOKENS: f"own={made.tokens}", REQUESTS: made.requests}
+    output = tmp_path / "result.json"
+    assert evaluate(tmp_path / "export", *(places.get(word, word) for word in asked), "--output", output) == 4
+    assert "the model diverged: evaluate an earlier checkpoint" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_all_that_is_wrong_is_told_at_once(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate("nowhere", "--perplexity", "a=b", "--tasks", "x", "--layout", "tp") == 2
+    told = capsys.readouterr().err
+    assert len(told.splitlines()) == 4
+    for said in ("nowhere does not exist", "--perplexity a: b does not exist", "unknown task x", "'tp' has no value"):
+        assert said in told

@@ -1,0 +1,119 @@
+"""Two results compared: differences, and how often their intervals hold the truth."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation.comparison import compare, resampled_sums, sentences
+from megatron_fanformer.evaluation.results import MetricValue, Result, TaskResult
+
+RANDOM = np.random.default_rng(0)
+
+
+def task(scores: Any, metric: str = "acc", weights: Any = None) -> TaskResult:
+    documents = [{"doc_id": number, "score": float(score)} for number, score in enumerate(scores)]
+    for document, weight in zip(documents, [] if weights is None else weights, strict=False):
+        document["weight"] = float(weight)
+    value = MetricValue(value=float(np.mean(scores)), standard_error=0.0, documents=len(documents))
+    return TaskResult(metric=metric, metrics={metric: value}, documents=documents)
+
+
+def result(name: str = "run", **tasks: TaskResult) -> Result:
+    return Result(checkpoint=name, versions={}, tasks=tasks)
+
+
+def test_a_model_does_not_differ_from_itself() -> None:
+    own = result(
+        yes=task(RANDOM.random(500) < 0.4),
+        bits=task(RANDOM.random(500), "bpb"),
+        pairs=task(RANDOM.integers(2, size=300), "f1", weights=RANDOM.integers(3, size=300)),
+    )
+    found = compare(own, own)
+    assert [(each.value, each.low, each.high, each.standard_error) for each in found.tasks] == [(0, 0, 0, 0)] * 3
+    assert found.mean is not None and (found.mean.value, found.mean.low, found.mean.high) == (0, 0, 0)
+    assert all("no difference shown: +0.00" in sentence for sentence in sentences(found))
+
+
+def planted(better: float, documents: int = 1000) -> tuple[np.ndarray, np.ndarray]:
+    """A is right in half of the documents; B in the same ones, and in that share of the others."""
+    a = np.arange(documents) % 2 == 0
+    return a, a | (np.arange(documents) % 2000 < 2 * better * documents)
+
+
+def test_a_planted_difference_is_found() -> None:
+    a, b = planted(0.03)
+    found = compare(result(piqa=task(a), sciq=task(a)), result(piqa=task(b), sciq=task(a)))
+    piqa, sciq = found.tasks
+    assert piqa.value == pytest.approx(0.03)
+    assert piqa.is_shown and 0.02 < piqa.low < piqa.high < 0.042
+    # the differences of documents are 0 and 1, 30 of a thousand
+    assert piqa.standard_error == pytest.approx(np.sqrt(0.03 * 0.97 / 1000), rel=0.03)
+    assert not sciq.is_shown
+    assert found.mean is not None and found.mean.value == pytest.approx(0.015)
+    first, second, third = sentences(found)
+    assert first.startswith("piqa (acc): B is higher by 3.00 points, 95% interval +")
+    assert second.startswith("sciq (acc): no difference shown")
+    assert third.startswith("mean of 2 tasks: B is higher by 1.50 points")
+
+
+def test_fewer_bits_are_told_as_lower_and_not_averaged_with_shares() -> None:
+    bits = 1 + RANDOM.random(400)
+    found = compare(result(drop=task(bits, "bpb")), result(drop=task(bits - 0.25, "bpb")))
+    assert found.mean is None
+    assert next(sentences(found)).startswith("drop (bpb): B is lower by 0.25 bits a byte, 95% interval -0.25 to -0.25")
+
+
+def f1(labels: np.ndarray, choices: np.ndarray) -> float:
+    hits = ((labels == 1) & (choices == 1)).sum()
+    return float(2 * hits / (2 * hits + (labels != choices).sum()))
+
+
+def f1_task(labels: np.ndarray, choices: np.ndarray) -> TaskResult:
+    """F1 as a quotient of sums: twice the hits, by all that is found and all that is there."""
+    found, there = choices == 1, labels == 1
+    return task(2 * (found & there), "f1", weights=found.astype(int) + there)
+
+
+def test_f1_is_drawn_as_f1() -> None:
+    labels = (RANDOM.random(408) < 0.684).astype(int)
+    always, random = np.ones_like(labels), RANDOM.integers(2, size=408)
+    found = compare(*(result(mrpc=f1_task(labels, choices)) for choices in (always, random))).tasks[0]
+    assert (found.a, found.b) == pytest.approx((f1(labels, always), f1(labels, random)))
+    drawn = RANDOM.integers(408, size=(4000, 408))  # the same, document by document
+    differences = [f1(labels[rows], random[rows]) - f1(labels[rows], always[rows]) for rows in drawn]
+    assert found.standard_error == pytest.approx(np.std(differences), rel=0.05)
+    assert (found.low, found.high) == pytest.approx(np.quantile(differences, (0.025, 0.975)), abs=0.006)
+
+
+def test_documents_drawn_by_kind_and_one_by_one_are_spread_alike() -> None:
+    """Sums of 500 different features: the mean and the variance of sampling with replacement, by formula."""
+    for features in (RANDOM.integers(4, size=(500, 1)).astype(float), RANDOM.random((500, 1))):
+        drawn = resampled_sums(features, 20_000, np.random.default_rng(1))
+        assert drawn.mean() == pytest.approx(features.sum(), rel=0.002)
+        assert drawn.std() == pytest.approx(np.sqrt(500) * features.std(), rel=0.02)
+
+
+@pytest.mark.parametrize(("documents", "tasks"), [(150, 400), pytest.param(600, 2000, marks=pytest.mark.full)])
+def test_the_interval_holds_the_truth_95_times_in_100(documents: int, tasks: int) -> None:
+    """Two models of 60% and 63%, right together in half of the documents; tasks drawn from all documents there are."""
+    probabilities = [0.50, 0.10, 0.13, 0.27]  # both, A alone, B alone, none
+    truth, held = 0.03, 0
+    generator = np.random.default_rng(documents)
+    for _ in range(tasks):
+        kinds = generator.choice(4, size=documents, p=probabilities)
+        a, b = task(kinds <= 1), task((kinds == 0) | (kinds == 2))
+        found = compare(result(x=a), result(x=b), seed=int(generator.integers(2**31)), draws=1000).tasks[0]
+        held += found.low <= truth <= found.high
+    assert 0.93 <= held / tasks <= 0.97
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    a, b = planted(0.03)
+    with pytest.raises(InputError, match="no task and no perplexity set in common"):
+        compare(result(piqa=task(a)), result(sciq=task(b)))
+    with pytest.raises(InputError, match=r"piqa has 1000 documents in A and 500 in B, not the same ones; .*--limit"):
+        compare(result(piqa=task(a)), result(piqa=task(b[:500])))
+    with pytest.raises(InputError, match="measured by acc in A and by bpb in B"):
+        compare(result(piqa=task(a)), result(piqa=task(b, "bpb")))

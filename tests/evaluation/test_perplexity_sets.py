@@ -1,0 +1,190 @@
+"""Perplexity sets: found as OLMo lays them out, and cut into pieces."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
+from megatron_fanformer.evaluation.perplexity_sets import SETS, PerplexitySet, find_sets, set_problems
+from megatron_fanformer.preparation.prepare import PrepareConfig, prepare
+from tests.data.token_making import write_npy, write_pair
+
+VOCAB_SIZE = 600
+
+
+def found(config: PerplexityConfig, **fields: Any) -> list[PerplexitySet]:
+    return find_sets(config, **{"seq_length": 8, "vocab_size": VOCAB_SIZE, "batch_tokens": 16, **fields})
+
+
+def own(path: Path | str, **fields: Any) -> PerplexityConfig:
+    return PerplexityConfig(sets={"own": [str(path)]}, **fields)
+
+
+def lay_out(folder: Path, names: tuple[str, ...], form: str, *, first_id: int = 0) -> None:
+    """A file of each set, in which every token is the set's number, and the two before it those of other files."""
+    for number, name in enumerate(names):
+        file = folder / form.format(name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        np.full(20, first_id + number, "<u2").tofile(file)
+        for other in ("test.npy", "train.npy"):  # beside val.npy there may be these
+            if file.name == "val.npy":
+                np.full(20, 599, "<u2").tofile(file.with_name(other))
+
+
+def ids_of(each: PerplexitySet) -> set[int]:
+    return {int(token) for piece in each.pieces() for token in each.read(piece)}
+
+
+V3 = SETS["v3-small"]
+UNDERSCORED = tuple(name.replace("common-crawl", "common_crawl") for name in V3)
+
+
+@pytest.mark.parametrize(
+    ("group", "form", "names"),
+    [
+        ("v3-small", "validation/v3/{}/part-0-00000.npy", V3),
+        ("v3-small", "eval-data/perplexity/v3_small_gptneox20b/{}/val/part-0-00000.npy", V3),
+        ("v3-small", "{}/val/part-0-00000.npy", UNDERSCORED),
+        ("v3-small", "v3-small/{}.npy", UNDERSCORED),
+        ("v2-small", "v2/{}/val.npy", SETS["v2-small"]),
+        ("v2-small", "v2_small_gptneox20b/{}/val.npy", SETS["v2-small"]),
+    ],
+)
+def test_a_group_is_found_as_olmo_lays_it_out(tmp_path: Path, group: Any, form: str, names: tuple[str, ...]) -> None:
+    lay_out(tmp_path, names, form)
+    sets = found(PerplexityConfig(groups=[group], folder=str(tmp_path)))
+    assert [each.name for each in sets] == [f"{group}-{name}-validation" for name in SETS[group]]
+    assert [ids_of(each) for each in sets] == [{number} for number in range(len(names))]
+
+
+def test_groups_in_one_folder_keep_their_own_sets(tmp_path: Path) -> None:
+    lay_out(tmp_path, SETS["v2-small"], "v2/{}/val.npy")
+    lay_out(tmp_path, V3, "validation/v3/{}/part-0-00000.npy", first_id=100)
+    sets = found(PerplexityConfig(groups=["v3-small", "v2-small"], folder=str(tmp_path)))
+    read = {each.name: ids_of(each) for each in sets}
+    assert read["v2-small-c4_en-validation"] == {2}
+    assert read["v3-small-c4_en-validation"] == {100}
+
+
+def test_missing_sets_are_named_at_once(tmp_path: Path) -> None:
+    lay_out(tmp_path, V3[:-2], "v3/{}/part-0-00000.npy")
+    config = PerplexityConfig(
+        groups=["v3-small"], folder=str(tmp_path), sets={"a": [str(tmp_path / "none")], "b": [f"{tmp_path}/*.npy"]}
+    )
+    none, pattern, group = set_problems(config)
+    assert "sets.a: " in none and "none does not exist; name a .npy file" in none
+    assert "sets.b: " in pattern and "*.npy matches no .npy file" in pattern
+    assert "lacks 2 of the 11 sets of v3-small (pile, wikitext_103), looked for as SET/val.npy" in group
+    with pytest.raises(InputError) as error:
+        found(config)
+    assert str(error.value).splitlines() == [none, pattern, group]
+
+
+@pytest.mark.parametrize("path", ["parts/*.npy", "parts", "parts/a.npy", "parts/a"])
+def test_files_are_named_by_globs_folders_and_prefixes(tmp_path: Path, path: str) -> None:
+    (tmp_path / "parts").mkdir()
+    write_npy(tmp_path / "parts" / "a.npy", 20)
+    (each,) = found(own(tmp_path / path))
+    assert [file.file.path for file in each.files] == [str(tmp_path / "parts" / "a.npy")]
+
+
+def test_tokens_are_cut_by_file_and_tails_dropped(tmp_path: Path) -> None:
+    write_npy(tmp_path / "a.npy", 20)
+    write_pair(tmp_path / "b", [[5], [3, 4], [6]])  # 18 tokens, whose documents are not told apart
+    (each,) = found(own(tmp_path))
+    assert each.pieces().tolist() == [[0, 0, 8], [0, 8, 8], [1, 0, 8], [1, 8, 8]]
+    raw = np.fromfile(tmp_path / "b.bin", "<u2")
+    assert each.read(each.pieces()[3]).tolist() == raw[8:16].tolist()
+
+
+def test_documents_are_scored_whole_and_each_token_once(tmp_path: Path) -> None:
+    lengths = [1, 2, 8, 9, 15, 16, 40]
+    write_pair(tmp_path / "b", [[length] if length % 2 else [length // 2, length // 2] for length in lengths])
+    (each,) = found(own(tmp_path / "b", chunking="documents"))
+    starts = np.cumsum([0, *lengths])[:-1]
+    scored = [first + token for _, first, count in each.pieces().tolist() for token in range(1, count)]
+    assert sorted(scored) == [token for token in range(sum(lengths)) if token not in starts]
+    assert each.pieces()[:, 2].max() == 8
+
+
+def test_a_npy_files_documents_end_at_the_stated_id(tmp_path: Path) -> None:
+    np.array([0, 3, 0, 1, 2, 0, 4, 5], "<u2").tofile(tmp_path / "a.npy")
+    (each,) = found(own(tmp_path, chunking="documents", eod_id=0))
+    assert [each.read(piece).tolist() for piece in each.pieces()] == [[3, 0], [1, 2, 0], [4, 5]]
+    with pytest.raises(InputError, match=r"does not say where its documents end; set .*eod_id"):
+        found(own(tmp_path, chunking="documents"))
+
+
+def test_batches_count_tokens_from_the_beginning(tmp_path: Path) -> None:
+    write_npy(tmp_path / "a.npy", 100)
+    (each,) = found(own(tmp_path, batches=2))  # of 16 tokens
+    assert len(each.pieces()) == 4
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, small_tokenizer_file: Path) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    texts = ["Grüße aus Köln. " * 40, "def f(x):\n    return [x]\n" * 40]
+    lines = [f'{{"text": {text!r}}}'.replace("'", '"').replace("\\\\n", "\\n") for text in texts]
+    (folder / "documents.jsonl").write_text("\n".join(lines))
+    prepare(
+        PrepareConfig(
+            inputs=(str(folder / "documents.jsonl"),),
+            output=str(folder / "tokens"),
+            tokenizer=str(small_tokenizer_file),
+            workers=1,
+        ),
+        lambda _: None,
+    )
+    return folder / "tokens"
+
+
+def test_bytes_are_those_of_the_manifest_or_of_the_text_decoded(prepared: Path, small_tokenizer_file: Path) -> None:
+    tokenizer = load_tokenizer(small_tokenizer_file)
+    config = own(prepared, chunking="documents")
+    (stated,) = found(config, seq_length=4096, tokenizer=None)
+    text_bytes = len(("Grüße aus Köln. " * 40 + "def f(x):\n    return [x]\n" * 40).encode())
+    assert stated.bytes_per_token == text_bytes / stated.files[0].file.tokens
+    Path(f"{prepared}.manifest.json").rename(f"{prepared}.away")
+    try:
+        (decoded,) = found(config, seq_length=4096, tokenizer=tokenizer)
+        (unknown,) = found(config, seq_length=4096, tokenizer=None)
+    finally:
+        Path(f"{prepared}.away").rename(f"{prepared}.manifest.json")
+    # what is scored: all but the first token of each document
+    firsts = [len(tokenizer.decode([int(decoded.read(piece)[0])]).encode()) for piece in decoded.pieces()]
+    scored = decoded.files[0].file.tokens - len(firsts)
+    assert decoded.bytes_per_token == (text_bytes - sum(firsts)) / scored
+    assert unknown.bytes_per_token is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"chunk_tokens": 9}, "chunk_tokens is 9, longer than the 8 tokens that the model was trained on"),
+        ({"chunk_tokens": 1}, "chunk_tokens is 1; it must be at least 2"),
+        ({"groups": ["v2-small"]}, "groups is v2-small without a folder"),
+        ({"folder": "nowhere"}, "folder: nowhere is not a folder"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    write_npy(tmp_path / "a.npy", 100)
+    with pytest.raises(InputError, match=said):
+        found(dataclasses.replace(own(tmp_path), **fields))
+
+
+def test_a_set_of_less_than_a_chunk_is_refused(tmp_path: Path) -> None:
+    write_npy(tmp_path / "a.npy", 7)
+    with pytest.raises(InputError, match="own holds 7 tokens in 1 files and no piece of 8"):
+        found(own(tmp_path))
+
+
+def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
+    write_npy(tmp_path / "a.npy", 100)
+    with pytest.raises(InputError, match="outside the vocabulary of 50"):
+        found(own(tmp_path), vocab_size=50)

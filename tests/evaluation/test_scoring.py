@@ -1,0 +1,190 @@
+"""Log-probabilities against transformers on the export, and in every layout against one process."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fanformer.evaluation.rows import EMPTY, batches_of_rows, losses_of_rows
+from megatron_fanformer.evaluation.scoring import log_probabilities, log_probabilities_of_all
+from megatron_fanformer.hf import FANformerForCausalLM
+from megatron_fanformer.model.build import build_stages
+from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
+from megatron_fanformer.model.layouts import parse_layout
+from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
+from megatron_fanformer.runtime.seeding import seed_everything
+from tests.evaluation.made_up import made_up_tasks
+from tests.parity.test_matrix import FAN_RECOMPUTED, LAYOUTS, LOSSES, MORE_LAYOUTS
+from tests.tiny import tiny_model
+from tests.training.layouts import gather, shards_of
+from tests.whole_models import export_huggingface
+
+RunOnRanks = Callable[..., list[Any]]
+
+SAME_AS_TRANSFORMERS = 1e-4  # nats, of up to eight tokens, in float32
+MODEL = tiny_model(num_layers=4, seq_length=48)
+SOME_LAYOUTS = ("tp=2,chunked_loss_head=false", "tp=2,sp=true,fan=sequence", "cp=2", "pp=2", "pp=2,vpp=2", "dp=2")
+"""Of two ranks: each way of spreading a row, a layer or the requests once."""
+
+
+def tasks() -> list[Any]:
+    made = made_up_tasks(MODEL.vocab_size, MODEL.seq_length + 1)
+    return [*made.values(), made["hellaswag"].unconditional]
+
+
+def build(parallel: ParallelConfig, grid: Any, kernels: KernelsConfig = DEFAULT_KERNELS) -> list[Any]:
+    """The stages of one model whatever the layout: its weights are large, so that tokens differ in likelihood."""
+    seed_everything(0)
+    stages = build_stages(MODEL, parallel, grid, dtype=torch.float32, seed=5, kernels=kernels)
+    with torch.no_grad():
+        for stage in stages:
+            for weight in stage.parameters():
+                weight.mul_(2 if weight.ndim > 1 else 1)
+    return stages
+
+
+def scores(layouts: Sequence[str]) -> list[list[np.ndarray]]:
+    """Of all tasks, in each layout; on every rank."""
+    found = []
+    for layout in layouts:
+        parallel, kernels = parse_layout(layout).parallel, parse_layout(layout).kernels
+        with rank_grid(parallel, "cpu") as grid:
+            found.append(log_probabilities_of_all(build(parallel, grid, kernels), tasks(), grid, batch_tokens=256))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(rank_pool: Any) -> list[np.ndarray]:
+    return rank_pool.run(1, scores, ["tp=1"])[0][0]
+
+
+def same_in(layouts: Sequence[str], ranks: int, run_on_ranks: RunOnRanks, alone: list[np.ndarray]) -> None:
+    for of_rank in run_on_ranks(ranks, scores, layouts):
+        for layout, found in zip(layouts, of_rank, strict=True):
+            for task, own, expected in zip(tasks(), found, alone, strict=True):
+                np.testing.assert_allclose(own, expected, rtol=LOSSES, err_msg=f"{task.name}, {layout}")
+                assert choices(task, own) == choices(task, expected), (task.name, layout)
+
+
+def choices(task: Any, values: np.ndarray) -> list[int]:
+    per_token = values / task.continuation_tokens
+    return [int(per_token[task.documents == document].argmax()) for document in np.unique(task.documents)]
+
+
+def test_the_same_in_layouts_of_two_ranks(run_on_ranks: RunOnRanks, alone: list[np.ndarray]) -> None:
+    same_in(SOME_LAYOUTS, 2, run_on_ranks, alone)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_same_in_every_layout_of_parity(run_on_ranks: RunOnRanks, alone: list[np.ndarray], ranks: int) -> None:
+    every = [*LAYOUTS, *FAN_RECOMPUTED, *(text for text in MORE_LAYOUTS if "num_layers_in_first" not in text)]
+    layouts = [text for text in every if parse_layout(text).world_size == ranks]
+    assert layouts
+    same_in(layouts, ranks, run_on_ranks, alone)
+
+
+def export(folder: Path) -> None:
+    parallel = ParallelConfig()
+    with rank_grid(parallel, "cpu") as grid:
+        whole = gather([shards_of(build(parallel, grid), grid)])
+        export_huggingface(MODEL, whole, folder, dtype=torch.float32)
+
+
+def test_equal_to_transformers_on_the_export(run_on_ranks: RunOnRanks, alone: list[np.ndarray], tmp_path: Path) -> None:
+    run_on_ranks(1, export, tmp_path / "hf")
+    model = FANformerForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert sum(len(task) for task in tasks()[:4]) == 300
+    for task, own in zip(tasks(), alone, strict=True):
+        expected = np.array([by_transformers(model, task, request) for request in range(len(task))])
+        assert np.abs(own - expected).max() < SAME_AS_TRANSFORMERS
+        assert choices(task, own) == choices(task, expected)
+        assert np.ptp(own) > 1  # else anything would be near
+
+
+@torch.no_grad()
+def by_transformers(model: Any, task: Any, request: int) -> float:
+    """One request, by itself: the sum over its continuation of the logits' log softmax."""
+    ids = torch.from_numpy(task.ids[task.offsets[request] : task.offsets[request + 1]]).long()
+    start = len(ids) - int(task.continuation_tokens[request])
+    log_softmax = model(ids[None, :-1]).logits[0].double()[:, : MODEL.vocab_size].log_softmax(-1)
+    return float(log_softmax[start - 1 :].gather(1, ids[start:, None]).sum())
+
+
+def score_one_by_one() -> list[np.ndarray]:
+    with rank_grid(ParallelConfig(), "cpu") as grid:
+        stages = build(ParallelConfig(), grid)
+        return [log_probabilities(stages, task, grid, batch_tokens=1) for task in tasks()]
+
+
+def test_batches_and_tasks_scored_together_change_nothing(run_on_ranks: RunOnRanks, alone: list[np.ndarray]) -> None:
+    for own, expected in zip(run_on_ranks(1, score_one_by_one)[0], alone, strict=True):
+        np.testing.assert_allclose(own, expected, rtol=LOSSES)
+
+
+def lose_everything() -> np.ndarray:
+    with rank_grid(parallel := ParallelConfig(tensor_model_parallel_size=2), "cpu") as grid:
+        model = tiny_model(vocab_size=60)  # the second rank has padding alone
+        stages = build_stages(model, parallel, grid, dtype=torch.float32, seed=1)
+        for weight in stages[0].parameters():
+            weight.data.zero_()
+        rows = np.random.default_rng(0).integers(60, size=(5, 17))
+        losses = losses_of_rows(stages, np.full(5, 17), lambda row: rows[row], grid, batch_tokens=40)
+        return losses / 16
+
+
+def test_the_perplexity_of_equal_logits_is_the_size_of_the_vocabulary(run_on_ranks: RunOnRanks) -> None:
+    for losses in run_on_ranks(2, lose_everything):
+        np.testing.assert_allclose(np.exp(losses), 60, rtol=1e-6)
+
+
+# -- batches
+
+
+def grid_of(*, replicas: int = 1, pipeline: int = 1, tensor: int = 1, context: int = 1) -> Any:
+    sizes = {"tp": tensor, "cp": context, "pp": pipeline}
+    groups = SimpleNamespace(**{name: SimpleNamespace(size=lambda n=n: n) for name, n in sizes.items()})
+    return SimpleNamespace(groups=groups, data_parallel_size=replicas, context_parallel_size=context)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize(
+    ("sizes", "chunks"),
+    [
+        ({}, 1),
+        ({"replicas": 3}, 1),
+        ({"pipeline": 2, "replicas": 2}, 1),
+        ({"pipeline": 3}, 2),
+        ({"tensor": 3, "context": 2}, 1),
+    ],
+)
+def test_every_row_is_in_one_batch_that_its_layout_can_take(rows: int, sizes: dict[str, int], chunks: int) -> None:
+    grid = grid_of(**sizes)
+    stages = [SimpleNamespace(config=SimpleNamespace(sequence_parallel=True, fp8=None))] * chunks
+    lengths = np.random.default_rng(rows).integers(2, 200, size=rows)
+    batches = list(batches_of_rows(lengths, stages, grid, batch_tokens=512))
+    taken = np.concatenate([batch.rows.flatten() for batch in batches])
+    assert sorted(taken[taken != EMPTY]) == list(range(rows))
+    for batch in batches:
+        replicas, count, size = batch.rows.shape
+        assert replicas == grid.data_parallel_size
+        assert chunks == 1 or count % grid.groups.pp.size() == 0
+        context = grid.context_parallel_size
+        assert batch.seq_length % (grid.groups.tp.size() * context) == 0
+        assert context == 1 or batch.seq_length % (2 * context) == 0
+        assert size == 1 or size * batch.seq_length <= 512
+        longest = max(lengths[row] for row in batch.rows.flatten() if row != EMPTY)
+        assert longest - 1 <= batch.seq_length
+
+
+def test_padding_is_an_eighth_at_the_most_and_shapes_are_few() -> None:
+    lengths = np.arange(66, 2050)
+    stages = [SimpleNamespace(config=SimpleNamespace(sequence_parallel=False, fp8=None))]
+    batches = list(batches_of_rows(lengths, stages, grid_of(), batch_tokens=1))
+    assert all(batch.seq_length < (lengths[batch.rows.item()] - 1) * 1.13 for batch in batches)
+    assert len({batch.seq_length for batch in batches}) <= 8 * 5 + 1

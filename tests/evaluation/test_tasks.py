@@ -1,0 +1,70 @@
+"""The tasks by name: groups, the paper's metrics, and the library's own table."""
+
+import pytest
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation.tasks import GENERATED, OF_ONE_ANSWER, TASKS, resolve
+
+OF_THE_PAPER = {
+    "len_norm": {"piqa", "hellaswag", "openbook_qa", "arc_challenge", "rte"},
+    "acc": {"winogrande", "boolq", "sciq", "arc_easy", "copa", "commitment_bank", "sst2"},
+    "f1": {"mrpc"},
+}
+OF_OLMES = {  # its suite for OLMo 1, the paper's table 1
+    "pmi": {"arc_challenge_rc_0shot", "arc_easy_rc_0shot", "openbookqa_rc_0shot"},
+    "per_token": {"hellaswag_rc_0shot", "piqa_rc_0shot", "winogrande_rc_0shot"},
+    "acc": {"boolq_rc_0shot", "sciq_rc_0shot"},
+}
+
+
+@pytest.mark.parametrize(("group", "expected"), [("paper", OF_THE_PAPER), ("olmo-core-8", OF_OLMES)])
+def test_a_group_has_the_published_tasks_with_their_metrics(group, expected):
+    found: dict[str, set[str]] = {}
+    for task in resolve([group]):
+        found.setdefault(task.metric, set()).add(task.name)
+    assert found == expected
+
+
+def test_names_and_groups_give_each_task_once_in_their_order():
+    assert [task.name for task in resolve(["sst2", "mmlu", "mmlu_other", "sst2"])] == [
+        "sst2",
+        "mmlu_stem",
+        "mmlu_humanities",
+        "mmlu_social_sciences",
+        "mmlu_other",
+    ]
+
+
+def test_unknown_names_are_told_together_with_the_nearest():
+    with pytest.raises(InputError) as refused:
+        resolve(["hellaswagg", "sst2", "papers"])
+    assert str(refused.value).splitlines() == [
+        "unknown task hellaswagg; did you mean hellaswag?",
+        "unknown task papers; did you mean paper?",
+    ]
+
+
+def test_the_default_metric_is_one_that_applies():
+    assert all(task.metric in task.metrics or task.metric == "pmi" for task in TASKS.values())
+
+
+def test_choice_tasks_are_the_librarys_and_so_are_their_metrics_but_for_the_space(task_library):
+    table = task_library.tasks.LABEL_TO_TASK_MAP
+    assert set(table) == {name for name, task in TASKS.items() if not task.is_generated}
+    for label, entry in table.items():
+        kind, options = entry if isinstance(entry, tuple) else (entry, {})
+        if label in set.union(*OF_OLMES.values()):
+            continue
+        theirs, ours = options.get("metric_type") or kind.metric_type, TASKS[label].metric
+        spaced = f"{theirs}_with_space" if theirs in ("len_norm", "bpb") else theirs
+        assert ours == (spaced if kind is task_library.tasks.OEEvalTask else theirs), label
+        assert (theirs in ("bpb", "ce_loss")) == (ours in OF_ONE_ANSWER), label
+
+
+def test_generated_tasks_have_metrics_of_their_own():
+    assert {task.name: task.metric for task in resolve(["generation"])} == {
+        "gsm8k": "exact_match",
+        "humaneval": "pass@1",
+        "mbpp": "pass@1",
+    }
+    assert not set(GENERATED) & set(OF_ONE_ANSWER)

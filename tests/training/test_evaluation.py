@@ -1,0 +1,219 @@
+"""Evaluation in the loop: what it measures, that it changes nothing, and that it stops when asked to."""
+
+import hashlib
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.errors import InputError, Interrupted
+from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.training.config import config_from_dict
+from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.training.preflight import check_run
+from tests.evaluation.made_up import made_up_tasks, write_made_up
+from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run, write_tokens
+
+RunOnRanks = Callable[..., list[Any]]
+
+SAME_SCORES = 1e-4  # relative, after some steps in another order of summation
+TASKS = ["copa", "hellaswag", "mrpc"]
+NAMES = {
+    "validation_loss/held-out",
+    "eval/own-set/CrossEntropyLoss",
+    "eval/own-set/Perplexity",
+    "eval/own-set/BitsPerByte",
+    "eval/downstream/copa_acc",
+    "eval/downstream/hellaswag_len_norm",
+    "eval/downstream/mrpc_f1",
+    *(f"eval/downstream_bpb/{task}_bpb" for task in TASKS),
+    "evaluation_seconds",
+    "evaluation_share",
+}
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> str:
+    return write_tokens(tmp_path / "tokens")
+
+
+@pytest.fixture
+def requests(tmp_path: Path, olmo_tokenizer_file: Path) -> str:
+    digest = hashlib.sha256(olmo_tokenizer_file.read_bytes()).hexdigest()
+    made = made_up_tasks(VOCAB_SIZE, SEQ_LENGTH + 1, documents=8)
+    return write_made_up(tmp_path / "made-up.requests", made, tokenizer_sha256=digest, context_length=SEQ_LENGTH)
+
+
+@pytest.fixture
+def evaluated(tokens: str, requests: str, olmo_tokenizer_file: Path) -> dict[str, dict[str, Any]]:
+    """The sections of a run that evaluates everything there is, each third step."""
+    return {
+        "data": {
+            "train_data": [tokens],
+            "valid_data": {"held-out": [tokens]},
+            "tokenizer": str(olmo_tokenizer_file),
+        },
+        "training": {"eval_interval": 3, "eval_iters": 2, "train_iters": 7},
+        "evaluation": {
+            "requests": requests,
+            "tasks": TASKS,
+            "limit": 6,
+            "batch_tokens": 64,
+            "perplexity": {"sets": {"own-set": [tokens]}, "batches": 3},
+        },
+    }
+
+
+def train(values: dict[str, Any]) -> list[str]:
+    """Train; the random states at the end, as text."""
+    import random
+
+    import numpy as np
+    import torch
+
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid)
+        trainer.train()
+        trainer.close()
+    return [str(state) for state in (random.getstate(), np.random.get_state(), torch.get_rng_state().tolist())]
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"data_parallel_size": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        pytest.param(
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, marks=pytest.mark.full
+        ),
+        pytest.param({"tensor_model_parallel_size": 2, "sequence_parallel": True}, marks=pytest.mark.full),
+    ],
+)
+def test_a_run_is_the_same_to_the_bit_with_and_without_evaluation(
+    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, evaluated: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    layout = {"parallel": parallel, "model": {"num_layers": 4}}
+    plain = {"data": {"train_data": [tokens]}, "training": {"train_iters": 7}}
+    without = run_on_ranks(2, train, small_run(tokens, tmp_path / "without", **plain, **layout))
+    assert run_on_ranks(2, train, small_run(tokens, tmp_path / "with", **evaluated, **layout)) == without
+    lines = read_metrics(tmp_path / "with")
+    expected = read_metrics(tmp_path / "without")
+    assert [[line[name] for name in ("loss", "grad_norm")] for line in lines] == [
+        [line[name] for name in ("loss", "grad_norm")] for line in expected
+    ]
+    for line in lines:
+        assert set(line) - set(expected[0]) == (NAMES if line["step"] in (3, 6, 7) else set())
+    run_on_ranks(1, train, small_run(tokens, tmp_path / "alone", **evaluated, model={"num_layers": 4}))
+    for line, alone in zip(lines, read_metrics(tmp_path / "alone"), strict=True):
+        measured = {name: value for name, value in line.items() if name.startswith(("eval/", "validation"))}
+        assert measured == pytest.approx({name: alone[name] for name in measured}, rel=SAME_SCORES)
+    assert lines[-1]["evaluation_seconds"] > 0 and 0 < lines[-1]["evaluation_share"] < 1
+
+
+def train_and_signal(values: dict[str, Any], batches: int) -> tuple[int, bool]:
+    """Train; a signal comes to rank 1 in an evaluation's batch. The batches after it, and whether the run stopped."""
+    from megatron_fanformer.evaluation import rows
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    taken, right = 0, rows.row_losses
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken == batches and grid.rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return right(*arguments, **named)
+
+    stopped = False
+    with rank_grid(config.parallel, "cpu") as grid, mock.patch.object(rows, "row_losses", counted):
+        trainer = Trainer(config, grid)
+        try:
+            trainer.train()
+        except Interrupted:
+            stopped = True
+        finally:
+            trainer.close()
+    return taken - batches, stopped
+
+
+@pytest.mark.parametrize("batches", [2, pytest.param(5, marks=pytest.mark.full)])  # in a perplexity set, in tasks
+def test_a_signal_is_answered_after_the_batch_and_nothing_partial_is_logged(
+    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, evaluated: dict[str, Any], batches: int
+) -> None:
+    values = small_run(tokens, tmp_path / "run", **evaluated, parallel={"data_parallel_size": 2})
+    assert run_on_ranks(2, train_and_signal, values, batches) == [(0, True)] * 2
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["step"] == 3
+    assert not any(name.startswith(("eval", "validation")) for name in last)
+    assert store.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / store.CHECKPOINTS / "step-00000003"
+
+
+# -- before anything is loaded
+
+
+def problems(values: dict[str, Any]) -> list[str]:
+    with pytest.raises(InputError) as refused:
+        check_run(config_from_dict(values), 1)
+    return str(refused.value).splitlines()
+
+
+def test_all_that_is_wrong_with_the_section_is_told_at_once(
+    tmp_path: Path, tokens: str, evaluated: dict[str, Any]
+) -> None:
+    evaluated["evaluation"] |= {"tasks": ["hellaswagg", "gsm8k"], "limit": 0, "interval": 0}
+    evaluated["evaluation"]["perplexity"]["batches"] = 0
+    told = problems(small_run(tokens, tmp_path / "run", **evaluated, optimizer={"lr": -1.0}))
+    assert [line.partition(";")[0].partition(",")[0] for line in told if "evaluation" in line] == [
+        "evaluation.limit is 0",
+        "evaluation.interval is 0",
+        "evaluation.tasks: unknown task hellaswagg",
+        "evaluation.perplexity.batches is 0",
+    ]
+    assert any("hellaswag?" in line for line in told) and any("optimizer.lr" in line for line in told)
+    evaluated["evaluation"] |= {"tasks": ["gsm8k"], "limit": 1, "interval": 1, "perplexity": {}, "requests": None}
+    (unnamed, written) = problems(small_run(tokens, tmp_path / "run", **evaluated))[:2]
+    assert "without evaluation.requests" in unnamed and "gsm8k, whose answers a model writes" in written
+
+
+def test_files_that_do_not_fit_the_run_are_told_at_once(
+    tmp_path: Path, tokens: str, evaluated: dict[str, Any], small_tokenizer_file: Path
+) -> None:
+    big = {"model": {"vocab_size": 600}}
+    evaluated["data"]["tokenizer"] = str(small_tokenizer_file)
+    evaluated["evaluation"]["perplexity"]["sets"]["absent"] = [str(tmp_path / "absent")]
+    tokenizer, absent = problems(small_run(tokens, tmp_path / "run", **evaluated, **big))
+    assert "another tokenizer" in tokenizer and "evaluation.perplexity.sets.absent" in absent
+    del evaluated["data"]["tokenizer"], evaluated["evaluation"]["perplexity"]
+    (untold,) = problems(small_run(tokens, tmp_path / "run", **evaluated, **big))
+    assert "data.tokenizer, which it must be the same as, is null" in untold
+    evaluated["evaluation"]["requests"] = str(tmp_path / "absent.requests")
+    (missing,) = problems(small_run(tokens, tmp_path / "run", **evaluated, **big))
+    assert missing.startswith("evaluation.requests: ") and "cannot be read" in missing
+
+
+def test_ids_beyond_the_vocabulary_and_graphs_of_one_shape_are_refused(
+    tmp_path: Path, tokens: str, evaluated: dict[str, Any], requests: str, small_tokenizer_file: Path
+) -> None:
+    from megatron_fanformer.evaluation.config import EvaluationConfig
+    from megatron_fanformer.evaluation.survey import survey_evaluation
+
+    section = EvaluationConfig(requests=requests)
+    with pytest.raises(InputError, match=r"task copa has token id 9\d, beyond model.vocab_size 50"):
+        survey_evaluation(
+            section, seq_length=9, vocab_size=50, batch_tokens=1, tokenizer=evaluated["data"]["tokenizer"]
+        )
+    found = survey_evaluation(
+        section, seq_length=9, vocab_size=100, batch_tokens=1, tokenizer=evaluated["data"]["tokenizer"]
+    )
+    assert list(found.tasks) == ["copa", "piqa", "hellaswag", "mrpc"]
+    for task in found.tasks.values():  # which lose the beginnings of their contexts
+        assert (task.offsets[1:] - task.offsets[:-1]).max() == 10 and task.cut > 0
+    values = small_run(tokens, tmp_path / "run", **evaluated, kernels={"cuda_graph_impl": "local"})
+    assert any("graphs take micro batches of one shape" in line for line in config_from_dict(values).problems(1))
