@@ -11,7 +11,7 @@ import logging
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import yaml
 from rich.console import Console
@@ -288,13 +288,13 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         folder = run / TENSORBOARD
-        self._by_step: Any = SummaryWriter(str(folder), purge_step=start.step + 1)
+        self._by_step = SummaryWriter(str(folder), purge_step=start.step + 1)
         self._by_tokens = SummaryWriter(str(folder / BY_TOKENS), purge_step=start.tokens + 1)
         configuration = yaml.safe_dump(start.values, sort_keys=False)
         self._by_step.add_text("configuration", f"```yaml\n{configuration}```", start.step)
         self._by_step.add_custom_scalars(LAYOUT)
         for summary in hparams(_hyperparameters(start.values), {"train/loss": None}):
-            self._by_step.file_writer.add_summary(summary)
+            cast(Any, self._by_step.file_writer).add_summary(summary)  # typed as the None that it was once
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Record the metrics of one step."""

@@ -118,7 +118,7 @@ class PhaseHealth:
             if new := [layer for layer in shares if (name, layer) not in self._told]:
                 worst = max(new, key=shares.__getitem__)
                 logger.warning(
-                    "step %d  of the periodic units of layer %s more than %.0f%% %s (%.0f%% in layer %d); see "
+                    "step %d  of the periodic units of layer %s more than %.0f%% %s (%.3g%% in layer %d); see "
                     "docs/metrics.md#phase-health",
                     step,
                     ", ".join(map(str, new)),

@@ -19,7 +19,16 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.inspection.checkpoint import last_metrics
 from megatron_fanformer.training import machine_rules
 from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.loggers import BY_TOKENS, TABLE, WANDB_ID, JSONLines, Loggers, Start, TensorBoard
+from megatron_fanformer.training.loggers import (
+    BY_TOKENS,
+    TABLE,
+    WANDB_ID,
+    JSONLines,
+    Loggers,
+    Start,
+    TensorBoard,
+    dashboard_name,
+)
 from megatron_fanformer.training.metrics import read_metrics
 from tests.small_runs import small_run
 
@@ -131,6 +140,21 @@ def test_tensorboard_shows_each_step_once_in_groups_and_the_loss_by_tokens(tmp_p
     assert "custom_scalars__config__" in tags["tensors"]
     plugin = by_step.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"optimizer.lr" in plugin and struct.pack("<d", 0.25) in plugin  # of its first start
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("params_norm", "train/params_norm"),
+        ("wait_seconds/median", "speed/wait_seconds/median"),
+        ("evaluation_seconds", "evaluation/evaluation_seconds"),
+        ("eval/downstream/copa_acc", "evaluation/downstream/copa_acc"),
+        ("recovery/rewinds", "recovery/rewinds"),
+        ("of_a_later_version", "train/of_a_later_version"),
+    ],
+)
+def test_every_metric_has_a_group(name: str, shown: str) -> None:
+    assert dashboard_name(name) == shown
 
 
 def wandb_records(file: Path) -> list[bytes]:
