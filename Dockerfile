@@ -25,7 +25,7 @@ RUN pip install --constraint constraints/py312.txt torch setuptools packaging \
     && pip install --no-build-isolation --constraint constraints/py312.txt --constraint constraints/engine.txt \
         'transformer-engine[core_cu13,pytorch]'
 COPY . .
-RUN pip install --constraint constraints/py312.txt --constraint constraints/engine.txt .
+RUN pip install --constraint constraints/py312.txt --constraint constraints/engine.txt '.[fast]'
 
 # torch's wheels bring CUDA's libraries; what a run needs besides is Python, and the C compiler that launches Triton's
 # kernels.
