@@ -1,9 +1,9 @@
 """Configurations as plain values: checked against dataclasses, overridden field by field, described.
 
 A configuration is a frozen, keyword-only dataclass whose fields are values or such dataclasses again (its sections).
-pydantic decides whether a value fits a field's type, strictly: "1" is not an integer, true is not a number, and a
-number is finite. This module adds what it lacks: our wording of errors, all of them at once, and the docstring below
-each field, which is read from the source.
+msgspec decides whether a value fits a field's type, strictly: "1" is not an integer, true is not a number. This module
+adds what it lacks: that numbers are finite, our wording of errors, all of them at once, and the docstring below each
+field, which is read from the source.
 """
 
 import ast
@@ -12,6 +12,7 @@ import difflib
 import functools
 import inspect
 import json
+import math
 import re
 import textwrap
 from collections import Counter
@@ -21,8 +22,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
@@ -84,7 +85,7 @@ def _instance(values: Mapping[str, Any], owner: type[Config]) -> Config:
         if _is_section(hint) and (name in values or _is_required(field)):
             fields[name] = _instance(values.get(name, {}), hint)
         elif name in values:
-            fields[name] = _adapter(hint)(values[name])
+            fields[name] = msgspec.convert(values[name], hint)
     return owner(**fields)
 
 
@@ -120,18 +121,12 @@ def _nearest(key: str, known: Mapping[str, Any], prefix: str) -> str:
     return f"did you mean {prefix}{near[0]}?" if near else f"the keys here are {', '.join(known)}"
 
 
-@functools.cache
-def _adapter(hint: Any) -> Any:
-    """What checks a value of a field, and converts it to the field's type (an integer to a float, say)."""
-    return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python
-
-
 def _fits(value: Any, hint: Any) -> bool:
     try:
-        _adapter(hint)(value)
-    except ValidationError:
+        converted = msgspec.convert(value, hint)  # to the field's type: an integer to a float, say
+    except msgspec.ValidationError:
         return False
-    return True
+    return not isinstance(converted, float) or math.isfinite(converted)
 
 
 def _is_beyond(value: Any) -> bool:
@@ -434,15 +429,15 @@ def _written(value: Any) -> str:
 
 
 def json_schema(owner: type) -> dict[str, Any]:
-    """The JSON schema of a configuration: types and choices are pydantic's, descriptions the docstrings.
+    """The JSON schema of a configuration: types and choices are msgspec's, descriptions the docstrings.
 
     Keys that are not fields are not allowed; a section that has defaults may be null.
     """
-    schema = TypeAdapter(owner).json_schema()
-    sections = {section.__name__: section for section in _sections(owner)}
-    for name, definition in (*schema["$defs"].items(), (owner.__name__, schema)):
-        _complete(definition, sections[name])
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+    definitions = msgspec.json.schema(owner)["$defs"]
+    for section in _sections(owner):
+        _complete(definitions[section.__name__], section)
+    whole = definitions.pop(owner.__name__)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": definitions, **whole}
 
 
 def _sections(owner: Any) -> Iterator[Any]:
