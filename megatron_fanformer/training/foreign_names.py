@@ -30,11 +30,7 @@ class ForeignName(NamedTuple):
 _NO_DROPOUT = "there is no dropout"
 _PAPER = "the paper's model has none"
 _DENSE = "layers are dense"
-_BF16 = "16-bit numbers are bf16, which needs no loss scale"
-_DOCUMENTS = "samples are read as one text: attention crosses the ends of documents, whose tokens count in the loss"
-_CONSTANT_DECAY = "weight decay is constant"
 _FLOAT32_SUMS = "gradients are always summed in float32: sums in bf16 lose what many small terms add"
-_FLOAT32_STATE = "main weights, gradients and both moments are float32"
 _IN_STEPS = "in steps"
 _WANDB = "a run writes metrics.jsonl and TensorBoard's files, which `wandb sync` takes in"
 _WEIGHTS_ALONE = "takes weights alone, at step 0; a run resumes from its own run_dir by itself"
@@ -192,7 +188,11 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
     ),
     "Number formats": (
         ForeignName("--bf16", "precision.dtype", "bf16"),
-        ForeignName("--fp16 --loss-scale --initial-loss-scale --min-loss-scale --hysteresis", None, _BF16),
+        ForeignName(
+            "--fp16 --loss-scale --initial-loss-scale --min-loss-scale --hysteresis",
+            None,
+            "16-bit numbers are bf16, which needs no loss scale",
+        ),
         ForeignName("--fp8-format", "precision.fp8", "e4m3 or hybrid"),
         ForeignName("--fp8-recipe", "precision.fp8_recipe", "tensorwise by default"),
         ForeignName("--fp8-amax-history-len", "precision.fp8_amax_history_len"),
@@ -210,7 +210,7 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
         ForeignName(
             "--use-precision-aware-optimizer --main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype",
             None,
-            _FLOAT32_STATE,
+            "main weights, gradients and both moments are float32",
         ),
     ),
     "Batches and length": (
@@ -237,7 +237,9 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
         ForeignName("--optimizer --sgd-momentum", None, "the optimizer is AdamW"),
         ForeignName("--lr", "optimizer.lr"),
         ForeignName("--weight-decay", "optimizer.weight_decay", "0.1 by default; not of embeddings, norms and biases"),
-        ForeignName("--start-weight-decay --end-weight-decay --weight-decay-incr-style", None, _CONSTANT_DECAY),
+        ForeignName(
+            "--start-weight-decay --end-weight-decay --weight-decay-incr-style", None, "weight decay is constant"
+        ),
         ForeignName("--adam-beta1", "optimizer.adam_beta1"),
         ForeignName("--adam-beta2", "optimizer.adam_beta2", "0.95 by default, not 0.999"),
         ForeignName("--adam-eps", "optimizer.adam_eps", "1e-5 by default, not 1e-8"),
@@ -273,7 +275,7 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
         ForeignName(
             "--reset-position-ids --reset-attention-mask --eod-mask-loss --dataloader-inter-document-masking",
             None,
-            _DOCUMENTS,
+            "samples are read as one text: attention crosses the ends of documents, whose tokens count in the loss",
         ),
         ForeignName(
             "--no-create-attention-mask-in-dataloader", None, "no mask is ever made: attention is causal by itself"
