@@ -123,13 +123,17 @@ def publish_checkpoint(
 
 def remove(folder: Path) -> None:
     """Remove a folder, or a link to one; tell in the log if that fails."""
-    try:
-        if folder.is_symlink():
-            folder.unlink()
-        else:
-            shutil.rmtree(folder)
-    except OSError as error:
-        logger.warning("%s could not be removed (%s); remove it by hand", folder, error.strerror)
+    while os.path.lexists(folder):
+        try:
+            if folder.is_symlink():
+                folder.unlink()
+            else:
+                shutil.rmtree(folder)
+        except FileNotFoundError:
+            continue  # the next save removes what an earlier one left, or is still removing
+        except OSError as error:
+            logger.warning("%s could not be removed (%s); remove it by hand", folder, error.strerror)
+            return
 
 
 def point_to(checkpoint: Path, damaged: Sequence[Path]) -> None:

@@ -119,13 +119,14 @@ class FANActivationAndProduct(torch.autograd.Function):
         ctx.save_for_backward(weight_oh, *((pre_sbk,) if activation.recompute else (*made, *kept_g)))
         ctx.activation, ctx.fuses_accumulation = activation, fuses_accumulation
         ctx.mark_non_differentiable(made[0])
+        ctx.set_materialize_grads(False)  # X_F's would be zeros, as large as itself
         return torch.matmul(made[0], weight_oh.t()), *made
 
     @staticmethod
     def backward(
-        ctx: Any, grad_sbo: Tensor, _grad_x_f: Tensor, *grads: Tensor
+        ctx: Any, grad_sbo: Tensor, _grad_x_f: None, *grads: Tensor
     ) -> tuple[Tensor, Tensor | None, None, None]:
-        """The gradients of this rank's p | g, and of its weight."""
+        """The gradients of this rank's p | g, and of its weight; every output must have been used."""
         activation: Activation = ctx.activation
         outputs = 1 + len(grads)
         weight_oh, *kept = ctx.saved_tensors

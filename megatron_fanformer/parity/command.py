@@ -42,8 +42,8 @@ def parity(
     from megatron_fanformer.parity.report import as_values, print_report
     from megatron_fanformer.parity.run import run_layouts
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
-    status = Console(stderr=True)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE, markup=False)
+    status = Console(stderr=True, markup=False)
     with status.status("starting ranks") as line:
         result = run_layouts(config, run, named, tell=lambda name: line.update(f"training: {name}"))
     print_report(result, console)

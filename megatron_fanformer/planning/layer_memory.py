@@ -213,7 +213,7 @@ def _fan_sizes(shapes: LayerShapes) -> _FAN:
 def _fan_with_product(shapes: LayerShapes) -> Operation:
     """X_F and its product in one function, the local layers' in the `column` form: `FANActivationAndProduct`."""
     fan, is_recomputed = _fan_sizes(shapes), shapes.job.parallel.recomputes("fan")
-    incoming = shapes.whole(shapes.qkv) + fan.made  # zeros for X_F among them, which autograd makes and nobody reads
+    incoming = shapes.whole(shapes.qkv) + fan.made - fan.x_f  # X_F's is the product's, made below
     grad_pre = fan.gathered_pre or fan.own_pre
     again = fan.made + fan.kept_g if is_recomputed else 0
     differentiated = fan.x_f + grad_pre + fan.temporaries + (fan.gathered_pre if is_recomputed else 0)

@@ -47,7 +47,7 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     )
     answer = _answer(request)
     if answer.shown is not None:
-        print_plan(answer, Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE))
+        print_plan(answer, Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE, markup=False))
         if report is not None:
             write_atomically(report, json.dumps(as_values(answer), indent=1) + "\n")
             write_atomically(report.with_suffix(PICTURE), plan_picture(answer.shown))
@@ -71,7 +71,7 @@ def _answer(request: PlanRequest) -> Plan:
 def _simulated(findings: Findings, request: PlanRequest) -> tuple[SimulatedStage, ...]:
     if not request.simulated_ranks or findings.best is None:
         return ()
-    with Console(stderr=True).status(f"simulating {findings.best.name}"):
+    with Console(stderr=True, markup=False).status(f"simulating {findings.best.name}"):
         processes = len(os.sched_getaffinity(0))
         return tuple(simulate_layout(findings.best, request.simulated_ranks, processes=processes))
 

@@ -41,7 +41,7 @@ class RunLog:
     """The log of this process, while `run_log` lasts."""
 
     def __init__(self, rank: int) -> None:
-        self.console = Console()
+        self.console = Console(markup=False)
         """The terminal. Whatever shows a live line on it must use this one."""
         self._rank = rank
         # The second keeps logging's handler of last resort from printing where there is no other.

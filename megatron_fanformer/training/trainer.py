@@ -75,7 +75,7 @@ class Trainer:
     ) -> None:
         self.config, self._choices = choose_for_machine(config, grid)
         self._start = start or on_main(functools.partial(find_start, config))
-        self._console = console or Console()
+        self._console = console or Console(markup=False)
         self.grid = grid
         self.run = Path(config.training.run_dir)
         self.step = 0

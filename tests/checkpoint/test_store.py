@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,25 @@ def test_what_cannot_be_removed_is_told_and_left(tmp_path: Path, caplog: pytest.
     save(tmp_path, 30, keep=1)
     assert names(tmp_path) == ["latest", "step-00000030"]
     assert elsewhere.is_dir()
-    store.remove(tmp_path / "nowhere")
-    assert "nowhere could not be removed" in caplog.text
+    (tmp_path / "a file").touch()
+    store.remove(tmp_path / "a file")
+    assert "a file could not be removed" in caplog.text
+
+
+def test_what_another_removes_at_the_same_time_is_not_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a save removes what an earlier one left, while that one's thread still does so."""
+    remove_tree = shutil.rmtree
+
+    def first_a_file_is_gone(folder: Path) -> None:
+        monkeypatch.setattr(shutil, "rmtree", remove_tree)
+        raise FileNotFoundError(2, "No such file or directory", str(folder / "part"))
+
+    monkeypatch.setattr(shutil, "rmtree", first_a_file_is_gone)
+    (tmp_path / "old").mkdir()
+    store.remove(tmp_path / "old")
+    assert not (tmp_path / "old").exists() and not caplog.text
 
 
 def test_a_configuration_that_states_no_model_is_corrupt(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What the environment says about this process."""
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -165,3 +166,27 @@ def test_large_tensors_ask_for_huge_pages() -> None:
 
     assert "rd" in advice("small") and "hg" not in advice("small")
     assert "hg" in advice("huge")
+
+
+FAULTS_OF_A_TENSOR = """
+import resource
+from megatron_fanformer.runtime import device
+import torch
+device.configure_process("cpu", 0, 1)
+for _ in range(20):  # at first the memory has to come from the kernel, until small things have found their places
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(64 * 2**20 // 4)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_freed_memory_is_kept() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "THP_"))}
+
+    def faults(**given: str) -> int:
+        command = [sys.executable, "-c", FAULTS_OF_A_TENSOR]
+        return int(subprocess.check_output(command, env={**environment, **given}, text=True))
+
+    pages = 64 * 2**20 // resource.getpagesize()
+    assert faults() < pages / 100
+    assert faults(MALLOC_TOP_PAD_="131072") >= pages  # the user's own choice, and what it would be without ours
