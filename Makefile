@@ -61,7 +61,7 @@ ifneq ($(filter py3%,$(SERIES)),)
 $(INSTALLED): pyproject.toml setup.py $(CONSTRAINTS) $(ENGINE) $(EVAL)
 	@echo "Installing into $(VENV) from $(CONSTRAINTS); the first time takes minutes."
 	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet --editable '.[dev,fast]' --constraint $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/engine --requirement $(ENGINE)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/eval --requirement $(EVAL)
 	touch $@

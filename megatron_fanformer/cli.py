@@ -10,12 +10,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from megatron_fanformer import __version__
 from megatron_fanformer.errors import FanformerError, InputError, escaped, redacted
 from megatron_fanformer.processes import hold_signals, signals_released
-from megatron_fanformer.verbs import PROGRAM, TAKES_OVERRIDES, TAKES_SIGNALS, VERBS
+from megatron_fanformer.verbs import EXAMPLES, PROGRAM, TAKES_OVERRIDES, TAKES_SIGNALS, VERBS
 
 MOST_SHOWN = 200  # characters of an argument or a path in an error
 
@@ -26,6 +27,31 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         message = message if len(message) <= 2 * MOST_SHOWN else f"{message[: 2 * MOST_SHOWN]}…"
         raise InputError(f"{message}; {self.prog} --help lists the options")
+
+
+class _Help(argparse.HelpFormatter):
+    """argparse's help, in which the examples at the end keep their lines."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        prose, examples, lines = text.partition("\nexamples:")
+        filled = super()._fill_text(prose, width, indent)
+        return f"{filled}\n\n{examples}{lines}".strip() if examples else filled
+
+
+class _PrintCompletion(argparse.Action):
+    """Prints a shell's completion of the command, by shtab."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _namespace: Any, shell: Any, _flag: str | None = None) -> None:
+        try:
+            import shtab
+        except ImportError:
+            raise InputError("--print-completion needs shtab, which is not installed; pip install shtab") from None
+        (verbs,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        for action in (action for verb in verbs.values() for action in verb._actions):
+            if action.nargs != 0 and action.choices is None and action.type in (None, Path):
+                action.complete = shtab.FILE
+        print(shtab.complete(parser, shell=shell))
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,9 +140,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog=PROGRAM, description="Pretrain FANformer language models, on CPUs and GPUs.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks (anywhere on the line)")
+    parser.add_argument(
+        "--print-completion",
+        choices=("bash", "zsh", "tcsh"),
+        action=_PrintCompletion,
+        help="print the shell's completion of this command (needs shtab)",
+    )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
     for name, (describe, run, text) in VERBS.items():
-        verb = verbs.add_parser(name, help=text, description=text)
+        verb = verbs.add_parser(name, help=text, description=text, formatter_class=_Help)
         describe(verb)
+        examples = [f"  {PROGRAM} {example}".replace("\n", " \\\n      ") for example in EXAMPLES[name]]
+        verb.epilog = "\n".join([verb.epilog or "", "examples:", *examples])
         verb.set_defaults(run=run)
     return parser

@@ -1,9 +1,9 @@
 """Configurations as plain values: checked against dataclasses, overridden field by field, described.
 
 A configuration is a frozen, keyword-only dataclass whose fields are values or such dataclasses again (its sections).
-pydantic decides whether a value fits a field's type, strictly: "1" is not an integer, true is not a number, and a
-number is finite. This module adds what it lacks: our wording of errors, all of them at once, and the docstring below
-each field, which is read from the source.
+msgspec decides whether a value fits a field's type, strictly: "1" is not an integer, true is not a number. This module
+adds what it lacks: that numbers are finite, our wording of errors, all of them at once, and the docstring below each
+field, which is read from the source.
 """
 
 import ast
@@ -12,17 +12,18 @@ import difflib
 import functools
 import inspect
 import json
+import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
@@ -42,27 +43,38 @@ IN_WORDS: dict[Any, tuple[str, str]] = {
 MOST_SHOWN = 80  # characters of a wrong value
 LARGEST_INTEGER = 2**63 - 1
 
+Advice = Callable[[str], str | None]
+"""What to tell about a name that is no field's, as a clause; None: nothing special. A key comes as its dotted name, an
+argument of the command line as it is."""
+
+
+def no_advice(_name: str) -> None:
+    """Advice where there is none."""
+
 
 # -- from plain values
 
 
-def build(values: Mapping[str, Any], owner: type[Config], prefix: str = "") -> Config:
+def build(values: Mapping[str, Any], owner: type[Config], prefix: str = "", *, advice: Advice = no_advice) -> Config:
     """The dataclass that nested plain values describe.
 
     Args:
         prefix: what precedes the names in messages, such as `model.`.
+        advice: what to tell about a key that the dataclass does not have; else the key most like it is named.
 
     Raises:
         InputError: keys are unknown or missing, or values have a wrong type; one line each, with the dotted name.
     """
-    if found := value_problems(values, owner, prefix):
+    if found := value_problems(values, owner, prefix, advice=advice):
         raise InputError("\n".join(found))
     return _instance(values, owner)
 
 
-def value_problems(values: Mapping[str, Any], owner: type, prefix: str = "") -> list[str]:
+def value_problems(
+    values: Mapping[str, Any], owner: type, prefix: str = "", *, advice: Advice = no_advice
+) -> list[str]:
     """One line for each key that the dataclass does not have, each missing one, and each value of a wrong type."""
-    return list(_value_problems(values, owner, prefix))
+    return list(_value_problems(values, owner, prefix, advice))
 
 
 def _instance(values: Mapping[str, Any], owner: type[Config]) -> Config:
@@ -73,19 +85,19 @@ def _instance(values: Mapping[str, Any], owner: type[Config]) -> Config:
         if _is_section(hint) and (name in values or _is_required(field)):
             fields[name] = _instance(values.get(name, {}), hint)
         elif name in values:
-            fields[name] = _adapter(hint)(values[name])
+            fields[name] = msgspec.convert(values[name], hint)
     return owner(**fields)
 
 
-def _value_problems(values: Mapping[str, Any], owner: Any, prefix: str) -> Iterator[str]:
+def _value_problems(values: Mapping[str, Any], owner: Any, prefix: str, advice: Advice) -> Iterator[str]:
     hints = get_type_hints(owner)
-    yield from _unknown_keys(values, hints, prefix)
+    yield from _unknown_keys(values, hints, prefix, advice)
     for field in dataclasses.fields(owner):
         name, hint = prefix + field.name, hints[field.name]
         present, value = field.name in values, values.get(field.name)
         if _is_section(hint):
             if isinstance(value, Mapping) or (_is_required(field) and not present):
-                yield from _value_problems(value or {}, hint, f"{name}.")
+                yield from _value_problems(value or {}, hint, f"{name}.", advice)
             elif present:
                 yield f"{name} is {_shown(value)}; it must be a section with keys such as {_first_key(hint)}"
         elif _is_required(field) and not present:
@@ -96,25 +108,25 @@ def _value_problems(values: Mapping[str, Any], owner: Any, prefix: str) -> Itera
             yield f"{name} is {_shown(value)}; no value may hold a zero character, or exceed {LARGEST_INTEGER}"
 
 
-def _unknown_keys(values: Mapping[str, Any], known: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def _unknown_keys(values: Mapping[str, Any], known: Mapping[str, Any], prefix: str, advice: Advice) -> Iterator[str]:
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            yield f"unknown configuration key {prefix}{key!s:.{MOST_SHOWN}}; did you mean {prefix}{near[0]}?"
+            name = f"{prefix}{key!s:.{MOST_SHOWN}}"
+            yield f"unknown configuration key {name}; {advice(name) or _nearest(str(key), known, prefix)}"
 
 
-@functools.cache
-def _adapter(hint: Any) -> Any:
-    """What checks a value of a field, and converts it to the field's type (an integer to a float, say)."""
-    return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python
+def _nearest(key: str, known: Mapping[str, Any], prefix: str) -> str:
+    """The key most like it; where none is, all of them: one that has nothing in common would be taken for an answer."""
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean {prefix}{near[0]}?" if near else f"the keys here are {', '.join(known)}"
 
 
 def _fits(value: Any, hint: Any) -> bool:
     try:
-        _adapter(hint)(value)
-    except ValidationError:
+        converted = msgspec.convert(value, hint)  # to the field's type: an integer to a float, say
+    except msgspec.ValidationError:
         return False
-    return True
+    return not isinstance(converted, float) or math.isfinite(converted)
 
 
 def _is_beyond(value: Any) -> bool:
@@ -269,8 +281,11 @@ def read_values(file: Path) -> dict[str, Any]:
     return values
 
 
-def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+def read_overrides(arguments: Sequence[str], *, advice: Advice = no_advice) -> dict[str, Any]:
     """The nested values that `--section.field VALUE` and `--section.field=VALUE` set; for one field the last counts.
+
+    Args:
+        advice: what to tell about an argument that is neither.
 
     Raises:
         InputError: an argument is neither, or a value is not valid YAML.
@@ -280,7 +295,9 @@ def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     while left:
         key = left.pop(0)
         if not key.startswith("--") or "." not in key:
-            raise InputError(f"{key!r} is not an override; write --section.field VALUE")
+            told = advice(key.partition("=")[0]) if key.startswith("--") else None
+            rule = f" (--section.field VALUE); {told}" if told else "; write --section.field VALUE"
+            raise InputError(f"{key!r} is not an override{rule}")
         key, has_value, text = key[2:].partition("=")
         if not has_value:
             if not left:
@@ -412,15 +429,15 @@ def _written(value: Any) -> str:
 
 
 def json_schema(owner: type) -> dict[str, Any]:
-    """The JSON schema of a configuration: types and choices are pydantic's, descriptions the docstrings.
+    """The JSON schema of a configuration: types and choices are msgspec's, descriptions the docstrings.
 
     Keys that are not fields are not allowed; a section that has defaults may be null.
     """
-    schema = TypeAdapter(owner).json_schema()
-    sections = {section.__name__: section for section in _sections(owner)}
-    for name, definition in (*schema["$defs"].items(), (owner.__name__, schema)):
-        _complete(definition, sections[name])
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+    definitions = msgspec.json.schema(owner)["$defs"]
+    for section in _sections(owner):
+        _complete(definitions[section.__name__], section)
+    whole = definitions.pop(owner.__name__)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$defs": definitions, **whole}
 
 
 def _sections(owner: Any) -> Iterator[Any]:

@@ -104,8 +104,8 @@ def test_the_installed_command_exits_with_the_same_code_and_line(tmp_path: Path,
         (("model.fan.pratio", "0.25"), "unknown configuration key model.fan.pratio; did you mean model.fan.p_ratio?"),
         (
             ("precision.fp8_param_gather", "true"),
-            "precision.fp8_param_gather is an option of Megatron's that is not supported: weights stored in FP8 have "
-            "other tensors in checkpoints, which no other layers could load; leave it out",
+            "unknown configuration key precision.fp8_param_gather; not there, because weights stored in FP8 have other "
+            "tensors in checkpoints, which no other layers could load; leave it out",
         ),
         (("model.hidden_size", "many"), 'model.hidden_size is "many"; it must be an integer'),
         (("model.hidden_size", "2.5"), "model.hidden_size is 2.5; it must be an integer"),
@@ -233,7 +233,7 @@ def test_a_global_batch_that_does_not_divide(refused: Refused, config: str) -> N
         ("tp=3", "parallel.tensor_model_parallel_size 3 does not divide model.num_attention_heads 4; choose one of"),
         ("tp", "'tp' has no value; write it as in tp=2,sp=true"),
         ("tp=x", 'tensor_model_parallel_size is "x"; it must be an integer'),
-        ("stages=2", "unknown configuration key stages; did you mean"),
+        ("stages=2", "unknown configuration key stages; the keys here are tensor_model_parallel_size, "),
         ("tp=2,fan=sequence", "fan_form is sequence without sequence parallelism"),
         ("dp=3", "training.global_batch_size 4 is not a multiple of"),
         ("overlap=true", "overlap_param_gather is true without use_distributed_optimizer"),

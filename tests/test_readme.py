@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,38 @@ def field_names(values: dict[str, Any]) -> Iterator[str]:
     """Of all sections, those within sections among them."""
     for name, value in values.items():
         yield from field_names(value) if isinstance(value, dict) and value else [name]
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_the_help_of_a_verb_ends_with_two_examples_of_it(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setenv("COLUMNS", "80")
+        cli.main([verb, "--help"])
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    examples = shown.partition("\nexamples:\n")[2].replace("\\\n", " ").splitlines()
+    assert len(examples) == 2
+    for program, *words in map(shlex.split, examples):
+        options, rest = cli._parser().parse_known_args(words)
+        assert (program, options.verb) == (cli.PROGRAM, verb)
+        assert all("." in word for word in rest[::2]) and (not rest or verb in cli.TAKES_OVERRIDES)
+
+
+def test_the_shells_completion_knows_verbs_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit):
+        cli.main(["--print-completion", "bash"])
+    ask = f'COMP_WORDS=({cli.PROGRAM} "$@"); COMP_CWORD=$#; _shtab_megatron_fanformer; echo "${{COMPREPLY[@]}}"'
+    script = f"{capsys.readouterr().out}\n{ask}"
+    for typed, completed in (
+        (["pari"], "parity"),
+        (["plan", "--sear"], "--search"),
+        (["train", "--config", "LICEN"], "LICENSE"),
+    ):
+        done = subprocess.run(
+            ["bash", "-c", script, "bash", *typed], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == [completed]
 
 
 def test_the_configuration_page_names_every_field() -> None:

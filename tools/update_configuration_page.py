@@ -1,10 +1,10 @@
-"""Renders the configuration's dataclasses: the tables of docs/configuration.md, and the JSON schema.
+"""Renders the configuration's dataclasses, the JSON schema, and the names that Megatron-LM has for the fields.
 
-    python tools/update_configuration_page.py            # rewrite docs/configuration.md and examples/config.schema.json
+    python tools/update_configuration_page.py            # rewrite both pages and examples/config.schema.json
     python tools/update_configuration_page.py --check    # exit 1 if one of them is out of date
 
-A table is between `<!-- fields of SECTION -->` and `<!-- end of fields -->`; everything else on the page is written by
-hand.
+A table is between `<!-- fields of SECTION -->` and `<!-- end of fields -->`, or `<!-- arguments: GROUP -->` and
+`<!-- end of arguments -->`; everything else on the pages is written by hand.
 """
 
 import argparse
@@ -14,16 +14,19 @@ from pathlib import Path
 
 from megatron_fanformer.configuration import FieldDescription
 from megatron_fanformer.training.config_reference import run_sections, schema_text
+from megatron_fanformer.training.foreign_names import MEGATRON_LM, ForeignName
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
+MEGATRON_PAGE = ROOT / "docs" / "from-megatron-lm.md"
 SCHEMA = ROOT / "examples" / "config.schema.json"
 TABLE = re.compile(r"(<!-- fields of (\S+) -->\n).*?(<!-- end of fields -->)", re.DOTALL)
+ARGUMENTS = re.compile(r"(<!-- arguments: ([\w ]+) -->\n).*?(<!-- end of arguments -->)", re.DOTALL)
 LINK = re.compile(r"docs/([\w-]+\.md)(#[\w-]+)?")
 
 
 def main() -> int:
-    """Rewrite both files, or report which of them is out of date; returns the exit code."""
+    """Rewrite the files, or report which of them is out of date; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file would change")
     options = parser.parse_args()
@@ -39,13 +42,31 @@ def main() -> int:
 
 def rendered() -> dict[Path, str]:
     """Each file, and what it should hold."""
-    return {PAGE: page(PAGE.read_text()), SCHEMA: schema_text() + "\n"}
+    return {
+        PAGE: page(PAGE.read_text()),
+        MEGATRON_PAGE: megatron_page(MEGATRON_PAGE.read_text()),
+        SCHEMA: schema_text() + "\n",
+    }
 
 
 def page(text: str) -> str:
     """The page with its tables rebuilt; raises KeyError for a section that does not exist."""
     tables = _tables()
     return TABLE.sub(lambda found: found[1] + tables[found[2]] + found[3], text)
+
+
+def megatron_page(text: str) -> str:
+    """The page of Megatron-LM's arguments, likewise."""
+    return ARGUMENTS.sub(lambda found: found[1] + _arguments(MEGATRON_LM[found[2]]) + found[3], text)
+
+
+def _arguments(rows: tuple[ForeignName, ...]) -> str:
+    lines = [
+        f"| {', '.join(f'`{name}`' for name in row.names.split())} | {f'`{row.field}`' if row.field else 'not there'} "
+        f"| {row.note if row.field else f'because {row.note}'} |"
+        for row in rows
+    ]
+    return "\n".join(["| Megatron-LM | here | |", "|---|---|---|", *lines]) + "\n"
 
 
 def _tables() -> dict[str, str]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -224,6 +225,8 @@ def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> 
 @lru_cache(maxsize=8)
 def trust_or_reason(path: Path, eod_id: int, _modified_ns: int) -> Trust | str:
     """What gigatoken is trusted with, or why it must not be used; takes seconds."""
+    if find_spec(GIGATOKEN) is None:
+        return "gigatoken is not installed; pip install 'megatron_fanformer[fast]'"
     exact = load_tokenizer(path, eod_id=eod_id)
     pieces = exact.special_pieces
     try:

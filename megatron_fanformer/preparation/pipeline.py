@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_fanformer import __version__
@@ -272,7 +273,7 @@ def _manifest(job: Job, records: list[ShardRecord], outputs: list[TokenFiles]) -
         versions={
             "megatron_fanformer": __version__,
             "python": platform.python_version(),
-            **{tool: version(tool) for tool in TOOLS},
+            **{tool: version(tool) for tool in TOOLS if find_spec(tool)},
         },
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_fanformer.checkpoint.config import CheckpointConfig
-from megatron_fanformer.configuration import build, moved_names, overlaid, read_overrides, read_values, value_problems
+from megatron_fanformer.configuration import build, described_fields, moved_names, overlaid, read_overrides, read_values
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.config import EvaluationConfig
@@ -21,6 +21,7 @@ from megatron_fanformer.model.layout_rules import batch_problems, graph_problems
 from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.device import has_bf16_matrix_units
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
+from megatron_fanformer.training import foreign_names
 from megatron_fanformer.training.fp8_rules import fp8_problems
 from megatron_fanformer.training.logging_config import LoggingConfig
 from megatron_fanformer.training.optimizer_config import OptimizerConfig
@@ -188,7 +189,7 @@ def load_config(
         InputError: the file cannot be read, a key is unknown, or a value has the wrong type.
     """
     values, in_file = moved_names(read_values(file), MOVED_FIELDS)
-    changes, on_line = moved_names(read_overrides(overrides), MOVED_FIELDS)
+    changes, on_line = moved_names(read_overrides(overrides, advice=advice), MOVED_FIELDS)
     _tell_moved([*in_file, *on_line], tell)
     return _built(overlaid(values, changes))
 
@@ -210,29 +211,17 @@ def _tell_moved(names: list[str], tell: Callable[[str], None]) -> None:
         tell(f"{now}; use the new name, since only this version still reads the earlier one")
 
 
-REFUSED_FIELDS = {
-    "parallel.grad_reduce_in_fp32": "gradients are always summed over micro batches and replicas in float32, since "
-    "sums in bf16 lose what many small terms add; leave it out",
-    "parallel.tp_comm_overlap": "the Engine registers buffers over NVLink for it, of sizes and names that do not know "
-    "the FAN map; leave it out",
-    "precision.fp8_param_gather": "weights stored in FP8 have other tensors in checkpoints, which no other layers "
-    "could load; leave it out",
-}
-"""Fields of Megatron's that users look for in vain, and why."""
-
-
 def _built(values: dict[str, Any]) -> RunConfig:
     # YAML reads a section whose lines are all commented out as null: it has its defaults.
     values = {name: value for name, value in values.items() if value is not None}
-    refused = []
-    for name, reason in REFUSED_FIELDS.items():
-        section, field_name = name.split(".")
-        if isinstance(values.get(section), dict) and field_name in values[section]:
-            values[section] = {key: value for key, value in values[section].items() if key != field_name}
-            refused.append(f"{name} is an option of Megatron's that is not supported: {reason}")
-    if refused:
-        raise InputError("\n".join([*refused, *value_problems(_with_preset(values), RunConfig)]))
-    return build(_with_preset(values), RunConfig)
+    return build(_with_preset(values), RunConfig, advice=advice)
+
+
+def advice(name: str) -> str | None:
+    """What to tell about a name that is no field of RunConfig: another trainer's, or a field's in another section."""
+    plain = foreign_names.plain(name)
+    same = [field.name for field in described_fields(RunConfig) if field.name.rpartition(".")[2] == plain]
+    return f"did you mean {' or '.join(same)}?" if same else foreign_names.answer(plain)
 
 
 def _with_preset(values: dict[str, Any]) -> dict[str, Any]:

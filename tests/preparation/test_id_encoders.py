@@ -1,3 +1,4 @@
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,19 @@ def test_little_input_is_not_worth_the_check(tokenizer: Tokenizer) -> None:
 def test_a_backend_of_another_kind_is_an_input_error(small_tokenizer_file: Path) -> None:
     with pytest.raises(InputError, match="backend tokenizers does not read"):
         choose_encoder(load_tokenizer(small_tokenizer_file), "tokenizers", MUCH)
+
+
+def test_without_gigatoken_the_exact_library_serves(
+    small_tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes with the extra `fast` alone."""
+    tokenizer = load_tokenizer(shutil.copy(small_tokenizer_file, tmp_path))  # not one that was looked at before
+    monkeypatch.setattr(id_encoders, "find_spec", lambda _name: None)
+    encoding = choose_encoder(tokenizer, "auto", MUCH).encoding
+    assert encoding.backend != "gigatoken"
+    assert encoding.reason == "gigatoken is not installed; pip install 'megatron_fanformer[fast]'"
+    with pytest.raises(InputError, match=r"gigatoken cannot be used for .* \(gigatoken is not installed"):
+        choose_encoder(tokenizer, "gigatoken", MUCH)
 
 
 def test_a_tokenizer_that_gigatoken_cannot_read_goes_to_the_exact_library(
