@@ -168,8 +168,12 @@ def test_a_library_without_the_task_or_with_damaged_data_is_refused(tmp_path):
 
 
 @pytest.fixture
-def installed(task_library):
-    return data_folder()
+def installed():
+    """The library's folder: its data are read, it is not imported."""
+    try:
+        return data_folder()
+    except InputError as error:
+        pytest.skip(str(error))
 
 
 def outcomes_of_solutions(asked):
