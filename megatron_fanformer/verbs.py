@@ -372,6 +372,7 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--verify", action="store_true", help="check that all of it is present and undamaged")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--phases", metavar="FILE", help="draw the phase health that a run has logged into this PNG")
     parser.add_argument("--step", type=int, help="show the samples of this training step, of a run or of --config")
     parser.add_argument("--config", metavar="FILE", help="with --step: the configuration that trains on PATH")
     parser.add_argument("--full", action="store_true", help="with --step: whole texts")
@@ -379,8 +380,17 @@ def _inspect_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
-    from megatron_fanformer.inspection.command import inspect_path, inspect_step
+    from megatron_fanformer.inspection.command import draw_phases, inspect_path, inspect_step
 
+    if options.phases is not None:
+        asked = {name: getattr(options, name) for name in ("verify", "json", "step", "config", "full")}
+        if stray := [
+            *rest,
+            *(f"--{name}" for name, value in asked.items() if value is not None and value is not False),
+        ]:
+            raise InputError(f"{stray[0]} has no effect with --phases; use one at a time")
+        draw_phases(options.path, Path(options.phases))
+        return
     if options.step is None:
         stray = [*rest, *(f"--{name}" for name in ("config", "full") if getattr(options, name))]
         if stray:

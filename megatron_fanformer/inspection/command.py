@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import OURS, Target, checkpoint_of, recognise
 from megatron_fanformer.inspection.report import Advance, Report, as_json
@@ -28,6 +29,25 @@ def inspect_path(path: str, *, verify: bool, json: bool) -> None:
         _print([as_json({**report.as_object(), **({"verified": agrees} if verify else {})})])
     else:
         _print([*report.lines(), *([f"verified: {agrees}"] if agrees else [])])
+
+
+def draw_phases(path: str, picture: Path) -> None:
+    """Draw the health of a run's phases into a PNG.
+
+    Raises:
+        InputError: the path is not a run's folder, or its metrics have nothing of it; the picture cannot be written.
+    """
+    from megatron_fanformer.inspection.phase_picture import phase_picture
+
+    target = recognise(path)
+    if target.kind != "run":
+        raise InputError(f"--phases draws what a run has logged, but {path} is not a run's folder; name that")
+    content = phase_picture(target.path)
+    try:
+        write_atomically(picture, content)
+    except OSError as error:
+        raise InputError(f"--phases {picture} cannot be written ({error.strerror}); name another file") from error
+    _print([f"{picture}: the phases of {path}"])
 
 
 class _Kind(NamedTuple):

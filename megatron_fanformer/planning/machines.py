@@ -7,7 +7,7 @@ machine; `tools/bench_train.py --json` writes one of what it measured.
 import difflib
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,8 @@ class Machine:
     of its own source; 0 if nobody has compared."""
     sources: list[str]
     """Where the figures are from, one a line."""
+    devices: list[str] = field(default_factory=list)
+    """What torch calls such a chip, where that says which one it is."""
 
     @property
     def memory_rate(self) -> float:
@@ -141,6 +143,11 @@ class Machine:
 def known_machines() -> dict[str, Machine]:
     """The machines of this package by their short names."""
     return {name: machine_of(values, name) for name, values in _known_values().items()}
+
+
+def machine_of_device(name: str) -> Machine | None:
+    """The known machine whose chip torch calls so; None if there is none."""
+    return next((machine for machine in known_machines().values() if name in machine.devices), None)
 
 
 def load_machine(name_or_file: str) -> Machine:

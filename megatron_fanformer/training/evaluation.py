@@ -73,15 +73,12 @@ class Evaluation:
             DivergenceError: a loss or a log-probability is not finite.
         """
         started = time.monotonic()
+        found: dict[str, float] = {}
         try:
-            found = {
-                **(
-                    self._validation_losses(step, stages, valid)
-                    if self._is_due(step, self._validation_interval)
-                    else {}
-                ),
-                **(self._scores(step, stages) if self._is_due(step, self._interval) else {}),
-            }
+            if self._is_due(step, self._validation_interval):
+                found |= self._validation_losses(step, stages, valid)
+            if self._is_due(step, self._interval):
+                found |= self._scores(step, stages)
         except Stopped:
             logger.info("step %d  evaluation stopped; nothing of it is logged", step)
             return {}

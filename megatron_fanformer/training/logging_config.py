@@ -1,6 +1,7 @@
 """The section `logging` of a run's configuration; apart from the writers, which import a terminal library."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,6 +12,22 @@ class LoggingConfig:
     """Steps between printed lines where the output is not a terminal; `metrics.jsonl` has every step."""
     tensorboard: bool = True
     """Whether to write TensorBoard's event files."""
+    csv: bool = False
+    """Whether to write the numbers of `metrics.jsonl` as a table, `metrics.csv`, too."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases to log to (the extra `wandb`); null: none. A resumed run goes on with its W&B run."""
+    wandb_entity: str | None = None
+    """Its team or user; null: the account's own."""
+    wandb_exp_name: str | None = None
+    """What the run is called there; null: W&B chooses."""
+    wandb_mode: Literal["online", "offline"] | None = None
+    """`offline` keeps what is logged in the run's folder, for `wandb sync`; null: by WANDB_MODE, else online."""
+    norm_interval: int | None = 100
+    """Steps from one line with the norms of all weights and of their last update, and the largest peak memory of any
+    rank, to the next; null: none."""
+    phase_interval: int | None = 1000
+    """Steps from one look at the FAN map's phases to the next (docs/metrics.md#phase-health); null: none. There is none
+    of a model without phases, nor with CUDA graphs."""
     folder: str | None = None
     """Folder for a log file of each rank (`rank-00000.log` and so on, appended to): what the run does, at level DEBUG,
     with time, level, rank and module, every warning, and the traceback of an error; null: none. `train --log-file`
@@ -27,8 +44,9 @@ class LoggingConfig:
         found = []
         if self.log_interval < 1:
             found.append(f"logging.log_interval is {self.log_interval}; it must be at least 1")
-        if self.straggler_interval is not None and self.straggler_interval < 1:
-            found.append(f"logging.straggler_interval is {self.straggler_interval}; it must be at least 1, or null")
+        for name in ("norm_interval", "phase_interval", "straggler_interval"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                found.append(f"logging.{name} is {value}; it must be at least 1, or null")
         if not self.straggler_factor > 1:
             found.append(f"logging.straggler_factor is {self.straggler_factor}; it must be above 1")
         return found

@@ -3,6 +3,7 @@
 The rules that need no machine are checked before: they need no torch, which takes seconds to import.
 """
 
+import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.fp8_rules import fp8_machine_problems
+from megatron_fanformer.training.logging_config import LoggingConfig
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +31,20 @@ def machine_problems(config: RunConfig) -> list[str]:
         *engine_problems(config.model, config.parallel, config.kernels, config.dtype(device)),
         *backend_problems(config.parallel, config.kernels, config.runtime.backend(device), device),
         *fp8_machine_problems(config.precision, device),
+        *logger_problems(config.logging),
+    ]
+
+
+def logger_problems(config: LoggingConfig) -> list[str]:
+    """What is missing of the loggers that were asked for, one line each."""
+    if config.wandb_project is None:
+        return []
+    found = importlib.util.find_spec("wandb")
+    if found is not None and found.origin is not None:  # else it is a folder of that name, as W&B itself makes
+        return []
+    return [
+        f"logging.wandb_project is {config.wandb_project}, but wandb is not installed; install "
+        "megatron_fanformer[wandb], or set it to null"
     ]
 
 

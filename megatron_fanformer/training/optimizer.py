@@ -3,6 +3,7 @@
 Weight decay applies to linear weights alone: not to norms, biases and embeddings (a tied head is the embedding).
 """
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +57,42 @@ def keep_hyperparameters(optimizer: "MegatronOptimizer", loaded: list[dict[str, 
     for group in loaded:
         if group["wd_mult"] in present:  # a stage need not have weights of every kind
             group.update({name: present[group["wd_mult"]][name] for name in HYPERPARAMETERS})
+
+
+@torch.no_grad()
+def weight_and_update_norms(optimizer: "MegatronOptimizer") -> tuple[float, float]:
+    """Global norms of the weights, and of what the last step has added to them; a collective call.
+
+    They are taken as megatron-core takes the gradient norm: of the main weights in float32, each counted once, whatever
+    ranks hold it. The update is computed again, from AdamW's states, so that nothing is kept of the weights before it.
+    """
+    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer.module import param_is_not_shared
+
+    squares = [0.0, 0.0]
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        norms: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for group in part.param_groups:
+            for weight in group["params"]:
+                is_own = param_is_not_tensor_parallel_duplicate(weight, getattr(part, "tp_group", None))
+                if is_own and param_is_not_shared(weight):
+                    norms[0].append(torch.linalg.vector_norm(weight, dtype=torch.float32))
+                    norms[1].append(torch.linalg.vector_norm(_last_update(weight, part.optimizer.state[weight], group)))
+        for number, own in enumerate(norms):
+            norm = get_grad_norm_fp32(own, grad_stats_parallel_group=part.get_grad_stats_parallel_group())
+            squares[number] += norm**2
+    return math.sqrt(squares[0]), math.sqrt(squares[1])
+
+
+def _last_update(weight: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+    """What AdamW's last step added to a weight: -lr (m' / (sqrt v' + eps) + decay * the weight before)."""
+    lr, steps, (beta1, beta2) = group["lr"], group["step"], group["betas"]
+    size = (state["exp_avg_sq"] / (1 - beta2**steps)).sqrt_().add_(group["eps"])
+    rate = (state["exp_avg"] / (1 - beta1**steps)).div_(size)
+    decay = group["weight_decay"]
+    before = (weight + lr * rate).div_(1 - lr * decay)
+    return rate.add_(before, alpha=decay).mul_(-lr)
 
 
 def _is_not_decayed(parameter: torch.nn.Parameter, name: str) -> bool:

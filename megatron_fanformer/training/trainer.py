@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 from rich.console import Console
 
 from megatron_fanformer.checkpoint import store
@@ -18,10 +17,8 @@ from megatron_fanformer.checkpoint.mirror import Mirror
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.training_state import load_training_state, load_weights
 from megatron_fanformer.data.tokenizer import tokenizer_file
-from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.errors import CorruptError, DivergenceError, InputError, Interrupted
+from megatron_fanformer.errors import CorruptError, DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.processes import signals_to
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.agreement import on_main
@@ -31,9 +28,10 @@ from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.attempts import Attempts, StepBatches
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.evaluation import Evaluation
+from megatron_fanformer.training.loggers import Loggers
 from megatron_fanformer.training.machine_choices import choice_lines, choose_for_machine
-from megatron_fanformer.training.metrics import MetricsWriter, ProgressLine
 from megatron_fanformer.training.optimizer import build_optimizer, keep_hyperparameters
+from megatron_fanformer.training.phase_health import PhaseHealth
 from megatron_fanformer.training.preflight import RunStart, find_start
 from megatron_fanformer.training.recovery import BadSteps, EventLog
 from megatron_fanformer.training.requests import AskedRank, Requests, share
@@ -49,6 +47,7 @@ from megatron_fanformer.training.step import (
     weights_in_step,
     wrap_stages,
 )
+from megatron_fanformer.training.step_metrics import StepMetrics
 from megatron_fanformer.training.stragglers import Stragglers
 
 GARBAGE_INTERVAL = 100  # steps
@@ -74,7 +73,6 @@ class Trainer:
     ) -> None:
         self.config, self._choices = choose_for_machine(config, grid)
         self._start = start or on_main(functools.partial(find_start, config))
-        self._console = console or Console()
         self.grid = grid
         self.run = Path(config.training.run_dir)
         self.step = 0
@@ -87,13 +85,16 @@ class Trainer:
         self._rank_asked = AskedRank(self.run / store.SAVE_REQUEST, minutes) if grid.is_main else AskedRank()
         self._asked = Requests()  # of any rank, at the end of the current step
         seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
-        # The collectives of a CUDA graph are called when it is captured, and never again.
-        interval = config.logging.straggler_interval if config.kernels.cuda_graph_impl == "none" else None
-        self._stragglers = Stragglers(grid, interval=interval, factor=config.logging.straggler_factor)
         self._build()
+        self._measure_steps()
         self._start_or_resume()
         self._load_data()
+        self._logs = Loggers(self.config, console or Console(), writes=grid.is_main)
         self._open_logs()
+        for line in choice_lines(self._choices):
+            logger.info("%s", line)
+        if self.step:
+            logger.info("continuing after step %d of %s", self.step, self.run)
 
     def train(self) -> None:
         """Run to the last step.
@@ -118,6 +119,9 @@ class Trainer:
             metrics = self._train_one_step()
         if "skipped" in metrics:
             self._stragglers.forget(self.step)
+        else:
+            metrics.update(self._phases.report_if_due(self.step))
+            metrics.update(self._step_metrics.of_weights_if_due(self.step, self._optimizer))
         if self._bad_steps.are_too_many:
             self._go_back()
             return "signal" if self._asked.stop else None
@@ -138,9 +142,7 @@ class Trainer:
         self._saver.close()
         self._mirror.close()
         release(self._wrapped)
-        if self.grid.is_main:
-            self._progress.close()
-            self._metrics.close()
+        self._logs.close()
 
     # -- one step
 
@@ -165,11 +167,20 @@ class Trainer:
         self._bad_steps.note_good(result.loss, result.grad_norm)
         self.last_step_seconds = time.monotonic() - started
         heartbeat.tell_step_took(self.last_step_seconds)
-        return self._metrics_of(result)
+        return {
+            **self._step_metrics.of_step(
+                result,
+                seconds=self.last_step_seconds,
+                learning_rate=self._optimizer.param_groups[0]["lr"],
+                consumed_tokens=self.consumed_tokens,
+            ),
+            **self._events.totals(),
+        }
 
     def _attempt_step(self, batches: Batches) -> tuple[StepResult, Sums]:
         parts = (self._wrapped, self._optimizer, batches, self.grid, self._shape)
-        return attempt_step(*parts, asked=self._rank_asked.now)
+        with self._phases.reading(self.step):
+            return attempt_step(*parts, asked=self._rank_asked.now)
 
     def _skipped(self, reason: str) -> dict[str, Any]:
         logger.info("step %d  skipped: %s", self.step, reason)
@@ -177,7 +188,7 @@ class Trainer:
         return {
             "skipped": reason,
             "learning_rate": self._optimizer.param_groups[0]["lr"],
-            "tokens": self.consumed_samples * self.config.model.seq_length,
+            "tokens": self.consumed_tokens,
             **self._events.totals(),
         }
 
@@ -203,30 +214,13 @@ class Trainer:
         self._resume(before)
         self._events.add("rewound", self.step, skipped=skipped)
         self._load_data()
-        if self.grid.is_main:
-            self._metrics.close()
-            self._progress.close()
-            self._open_metrics()
+        self._open_logs()
         logger.info("%s: %s; went back to step %d, and will skip them", steps, skipped[last], self.step)
 
-    def _metrics_of(self, result: StepResult) -> dict[str, Any]:
-        tokens_per_second = result.tokens / self.last_step_seconds
-        return {
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "learning_rate": self._optimizer.param_groups[0]["lr"],
-            "tokens": self.consumed_samples * self.config.model.seq_length,
-            "tokens_per_second": tokens_per_second,
-            "model_flops_per_second": tokens_per_second * training_flops_per_token(self.config.model),
-            **self._events.totals(),
-        }
-
     def _log(self, metrics: dict[str, Any]) -> None:
-        if self.grid.is_main:
-            self._metrics.write(self.step, metrics)
-            self._progress.update(self.step, metrics)
+        self._logs.write(self.step, metrics)
         if self.step % self.config.logging.log_interval == 0 or self._is_over:
-            numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
+            numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
             logger.debug("step %d  %s", self.step, "  ".join(f"{name} {value:g}" for name, value in numbers.items()))
 
     # -- what is periodic
@@ -304,6 +298,11 @@ class Trainer:
         self._asked = self._asked._replace(stop=self._asked.stop or new.stop, end=self._asked.end or new.end)
 
     @property
+    def consumed_tokens(self) -> int:
+        """Tokens of all samples so far."""
+        return self.consumed_samples * self.config.model.seq_length
+
+    @property
     def _is_over(self) -> bool:
         return self.step >= self.config.training.train_iters
 
@@ -366,6 +365,18 @@ class Trainer:
         )
         self._evaluation = Evaluation(
             config, self._start.evaluation, grid, self._shape, shall_stop=self._is_asked_to_end
+        )
+
+    def _measure_steps(self) -> None:
+        config, logged = self.config, self.config.logging
+        self._step_metrics = StepMetrics(config, self.grid)
+        # What a CUDA graph runs is called from Python when it is captured, and never again.
+        is_called = config.kernels.cuda_graph_impl == "none"
+        self._stragglers = Stragglers(
+            self.grid, interval=logged.straggler_interval if is_called else None, factor=logged.straggler_factor
+        )
+        self._phases = PhaseHealth(
+            self._stages, config.model, self.grid, interval=logged.phase_interval if is_called else None
         )
 
     def _build_scheduler(self) -> Any:
@@ -450,27 +461,7 @@ class Trainer:
         )
 
     def _open_logs(self) -> None:
-        if self.grid.is_main:
-            try:
-                self._open_metrics()
-            except OSError as error:
-                reason = f"cannot be written ({error.strerror}); free space, or name another"
-                raise InputError(f"training.run_dir {self.run} {reason}") from error
-        for line in choice_lines(self._choices):
-            logger.info("%s", line)
-        if self.step:
-            logger.info("continuing after step %d of %s", self.step, self.run)
-
-    def _open_metrics(self) -> None:
-        self.run.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.run / store.CONFIG, yaml.safe_dump(self._resolved_config(), sort_keys=False))
-        self._metrics = MetricsWriter(self.run, first_step=self.step + 1, tensorboard=self.config.logging.tensorboard)
-        self._progress = ProgressLine(
-            total_steps=self.config.training.train_iters,
-            done_steps=self.step,
-            log_interval=self.config.logging.log_interval,
-            console=self._console,
-        )
+        self._logs.open(self._resolved_config(), step=self.step, tokens=self.consumed_tokens)
 
     def _resolved_config(self) -> dict[str, Any]:
         values = self.config.as_dict()

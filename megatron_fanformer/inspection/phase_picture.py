@@ -1,0 +1,65 @@
+"""The health of a run's phases over layers and steps, as a picture."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from megatron_fanformer.checkpoint.store import METRICS
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.training.metrics import read_metrics
+
+PANELS = {
+    "health/phase_p99": "99th percentile of |phase|",
+    "health/phase_max": "largest |phase|",
+    "health/dead_units": "share of periodic units that are dead",
+    "health/coarse_units": "share with phases that bf16 does not resolve",
+    "health/periodic_weight_norm": "norm of W_p",
+    "health/linear_weight_norm": "norm of W_g",
+}
+MOST_TICKS = 8
+
+
+def phase_picture(run: Path) -> bytes:
+    """A PNG of what `metrics.jsonl` has of phase health: a column for each look, a row for each layer.
+
+    Raises:
+        InputError: it has nothing of it.
+    """
+    looks = _looks(run)
+    if not looks:
+        raise InputError(
+            f"{run / METRICS} has no phase health: the run has not reached a step that logging.phase_interval divides, "
+            "or its model has no phases"
+        )
+    import matplotlib
+
+    matplotlib.use("Agg")  # needs no display
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(3, 2, figsize=(11, 9), dpi=120)
+    for panel, (name, title) in zip(axes.flat, PANELS.items(), strict=True):
+        _draw(panel, figure, [look[name] for look in looks], [look["step"] for look in looks], title)
+    figure.suptitle(f"{run}: phases of the FAN map")
+    figure.tight_layout()
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    pyplot.close(figure)
+    return picture.getvalue()
+
+
+def _looks(run: Path) -> list[dict[str, Any]]:
+    if not (run / METRICS).is_file():
+        return []
+    return [entry for entry in read_metrics(run) if all(isinstance(entry.get(name), list) for name in PANELS)]
+
+
+def _draw(axes: Any, figure: Any, by_look: list[list[float]], steps: list[int], title: str) -> None:
+    """A heat map; shares always from 0 to 1, so that pictures of two runs can be compared."""
+    limits = {"vmin": 0.0, "vmax": 1.0} if title.startswith("share") else {}
+    by_layer = list(zip(*by_look, strict=True))
+    image = axes.imshow(by_layer, aspect="auto", origin="lower", interpolation="nearest", cmap="viridis", **limits)
+    figure.colorbar(image, ax=axes)
+    shown = range(0, len(steps), -(-len(steps) // MOST_TICKS))
+    axes.set_xticks(list(shown), [f"{steps[look]:,}" for look in shown])
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set(xlabel="step", ylabel="layer", title=title)

@@ -1,0 +1,211 @@
+"""How the phases of the FAN map do: their sizes, and the units whose cos and sin say nothing, by layer.
+
+Read by a hook on the map from the forward pass of a few training steps, of all tokens of the global batch. A unit is a
+periodic row of a layer's map (of both outputs at placement `qk_and_v`), and p its phase before cos and sin.
+
+- **Sizes**: percentiles of |p| over all tokens and units. Phases are counted in bins, `BINS_PER_OCTAVE` of equal width
+  to each power of two, from 2^`LOWEST` to 2^`HIGHEST`; what lies outside counts in the bin at that end. A percentile is
+  the middle of the bin that has the nearest rank, hence right to 1 / (2 `BINS_PER_OCTAVE`); the largest is exact.
+- **Dead** is a unit whose point (cos p, sin p) stays where it is: the root mean square of its distance from its mean,
+  over the tokens, is below `DEAD_SPREAD`.
+- **Coarse** is a unit with a phase of `COARSE_PHASE` or more, which bf16 no longer resolves.
+
+Every phase is seen by one rank: rows are spread over tensor parallel ranks (in the `sequence` form the sequence is),
+tokens over context and data parallel ranks, layers over stages. So counts, sums and maxima are taken over all ranks,
+and are those of a single one.
+
+Shapes: n tokens of a micro batch, k the rows of one rank, of all outputs.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fanformer.model.attention import FANSelfAttention, FANValueAttention
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.runtime.parallel import RankGrid
+
+PERCENTILES = (50, 90, 99)
+LOWEST, HIGHEST = -10, 20
+BINS_PER_OCTAVE = 64
+BINS = (HIGHEST - LOWEST) * BINS_PER_OCTAVE
+DEAD_SPREAD = 2.0**-8
+"""The distance of bf16's numbers just below 1: of such a unit X_F holds little but a constant."""
+COARSE_PHASE = 16.0
+"""From here on bf16's numbers are 1/8 apart: rounding a phase moves it by 0.04 rad (root mean square), which is the
+noise that FP8 adds to a phase of any size (docs/fp8-phase.md)."""
+TOLD_SHARE = 0.05
+"""Of a layer's units: beyond it, the log tells of dead or coarse ones."""
+_SHIFT = 23 - BINS_PER_OCTAVE.bit_length() + 1  # of a float32's mantissa, what is finer than a bin
+_FIRST_BIN = (127 + LOWEST) * BINS_PER_OCTAVE
+
+logger = logging.getLogger(__name__)
+
+
+class PhaseHealth:
+    """The look at this rank's phases; every rank has one.
+
+    Args:
+        stages: this rank's chunks of the model.
+        interval: steps from one look to the next; None: none is taken.
+    """
+
+    def __init__(self, stages: list[Any], model: FANformerConfig, grid: RankGrid, *, interval: int | None) -> None:
+        outputs = model.fan.outputs(model.hidden_size, model.value_size)
+        self._units = sum(int(p_ratio * width) for width, p_ratio in outputs)
+        self._interval = interval if self._units else None
+        self._layers, self._grid = model.num_layers, grid
+        self._attentions = [
+            module
+            for stage in stages
+            for module in stage.modules()
+            if isinstance(module, FANSelfAttention | FANValueAttention)
+        ]
+        self._read: list[_LayerPhases] = []
+        self._told: set[tuple[str, int]] = set()
+
+    def _is_due(self, step: int) -> bool:
+        return self._interval is not None and step % self._interval == 0
+
+    @contextmanager
+    def reading(self, step: int) -> Iterator[None]:
+        """Around an attempt at a training step; costs nothing in those that are not read."""
+        if not self._is_due(step):
+            yield
+            return
+        self._read = [_LayerPhases(attention, self._units, self._grid) for attention in self._attentions]
+        with ExitStack() as hooks:
+            for layer in self._read:
+                hooks.callback(layer.fan.linear.register_forward_hook(layer.add).remove)
+            yield
+
+    def report_if_due(self, step: int) -> dict[str, list[float]]:
+        """By name of the metric, a number for each layer, if this step was read; a collective call then."""
+        if not self._is_due(step):
+            return {}
+        sums, largest = self._over_all_ranks()
+        self._read = []
+        metrics = _metrics(sums, largest)
+        if self._grid.is_main:
+            self._tell(step, metrics)
+        return metrics
+
+    def _over_all_ranks(self) -> tuple[Tensor, Tensor]:
+        """What `_LayerPhases` has of every layer, [layers, ...] each, on the CPU."""
+        device = self._grid.torch_device
+        sums = torch.zeros(self._layers, BINS + 2 * self._units + 2, dtype=torch.float64, device=device)
+        largest = torch.zeros(self._layers, self._units, dtype=torch.float32, device=device)
+        for layer in self._read:
+            sums[layer.number] = torch.cat([layer.counts, layer.resultant.flatten(), layer.weight_squares])
+            largest[layer.number] = layer.largest
+        dist.all_reduce(sums)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return sums.cpu(), largest.cpu()
+
+    def _tell(self, step: int, metrics: dict[str, list[float]]) -> None:
+        """Say which layers have passed a threshold since the last look."""
+        reasons = {
+            "health/dead_units": "no longer change from token to token",
+            "health/coarse_units": f"reach phases of {COARSE_PHASE:g} and more, which bf16 rounds by up to 1/16",
+        }
+        for name, reason in reasons.items():
+            shares = {layer: share for layer, share in enumerate(metrics[name]) if share > TOLD_SHARE}
+            if new := [layer for layer in shares if (name, layer) not in self._told]:
+                worst = max(new, key=shares.__getitem__)
+                logger.warning(
+                    "step %d  of the periodic units of layer %s more than %.0f%% %s (%.0f%% in layer %d); see "
+                    "docs/metrics.md#phase-health",
+                    step,
+                    ", ".join(map(str, new)),
+                    100 * TOLD_SHARE,
+                    reason,
+                    100 * shares[worst],
+                    worst,
+                )
+            self._told = {told for told in self._told if told[0] != name} | {(name, layer) for layer in shares}
+
+
+class _LayerPhases:
+    """What this rank has seen of one layer's phases in the step."""
+
+    def __init__(self, attention: FANSelfAttention | FANValueAttention, units: int, grid: RankGrid) -> None:
+        self.number = attention.layer_number - 1
+        """Of the whole model, from 0."""
+        self.fan = attention.fan
+        device = grid.torch_device
+        self.counts = torch.zeros(BINS, dtype=torch.float64, device=device)
+        self.resultant = torch.zeros(2, units, dtype=torch.float64, device=device)
+        """Sums of cos p and of sin p by unit."""
+        self.largest = torch.zeros(units, dtype=torch.float32, device=device)
+        """|p| by unit."""
+        self.weight_squares = torch.zeros(2, dtype=torch.float64, device=device)
+        """Of the periodic and of the linear rows; 0 where another rank counts them."""
+        is_whole = self.fan.shard.ranks == 1  # the same rows on every tensor parallel rank, if there are several
+        self._counts_weights = grid.groups.dp_cp.rank() == 0 and not (is_whole and grid.groups.tp.rank() > 0)
+
+    @torch.no_grad()
+    def add(self, _linear: torch.nn.Module, _inputs: Any, output: tuple[Tensor, Any]) -> None:
+        """Take in the map's output p | g [s, b, k] of a micro batch; a forward hook."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # computed again, for backward
+        if self._counts_weights:  # not before the forward pass: the last update may be gathered in it
+            self._add_weights()
+            self._counts_weights = False
+        pre_nk = output[0].flatten(0, 1)
+        for rows, units in self._periodic():
+            phases = pre_nk[:, rows].float()
+            self.resultant[0, units] += phases.cos().sum(0, dtype=torch.float64)
+            self.resultant[1, units] += phases.sin().sum(0, dtype=torch.float64)
+            sizes = phases.abs()
+            self.largest[units] = torch.maximum(self.largest[units], sizes.amax(0))
+            bins = (sizes.view(torch.int32) >> _SHIFT).sub_(_FIRST_BIN).clamp_(0, BINS - 1)
+            self.counts += bins.flatten().bincount(minlength=BINS)
+
+    def _periodic(self) -> Iterator[tuple[slice, slice]]:
+        """Which of this rank's rows are periodic, and which of the layer's units they are, output by output."""
+        shard = self.fan.shard
+        row = unit = 0
+        for periodic, linear in shard.outputs:
+            own = unit + shard.rank * periodic
+            if periodic:
+                yield slice(row, row + periodic), slice(own, own + periodic)
+            row += periodic + linear
+            unit += shard.ranks * periodic
+
+    def _add_weights(self) -> None:
+        weight: Any = self.fan.linear.weight
+        rows = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float64).square_()
+        periodic = sum((rows[own].sum() for own, _ in self._periodic()), start=rows.new_zeros(()))
+        self.weight_squares += torch.stack([periodic, rows.sum() - periodic])
+
+
+def _metrics(sums: Tensor, largest: Tensor) -> dict[str, list[float]]:
+    """By name, a number for each layer, of what all ranks have seen together."""
+    units = largest.shape[1]
+    counts, cos, sin, squares = sums.split([BINS, units, units, 2], dim=1)
+    tokens = counts.sum(1, keepdim=True) / units
+    spread = (1 - (cos / tokens).square() - (sin / tokens).square()).clamp_(min=0).sqrt_()
+    most = largest.amax(1)
+    metrics = {f"health/phase_p{percent}": _percentile(counts, percent).minimum(most) for percent in PERCENTILES}
+    metrics |= {
+        "health/phase_max": most,
+        "health/dead_units": (spread < DEAD_SPREAD).double().mean(1),
+        "health/coarse_units": (largest >= COARSE_PHASE).double().mean(1),
+        "health/periodic_weight_norm": squares[:, 0].sqrt(),
+        "health/linear_weight_norm": squares[:, 1].sqrt(),
+    }
+    return {name: values.tolist() for name, values in metrics.items()}
+
+
+def _percentile(counts: Tensor, percent: int) -> Tensor:
+    """By layer, the middle of the bin in which that share of the counts [layers, bins] is reached."""
+    reached = counts.cumsum(1)
+    ranks = (reached[:, -1:] * percent / 100).ceil_()
+    bins = torch.searchsorted(reached, ranks).squeeze(1)
+    edges = (torch.stack([bins, bins + 1]) + _FIRST_BIN).to(torch.int32) << _SHIFT
+    return edges.view(torch.float32).mean(0)

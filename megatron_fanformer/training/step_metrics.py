@@ -1,0 +1,77 @@
+"""What a step is reported by: its loss, its speed, and rarely what takes a look at every weight."""
+
+import resource
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_fanformer.planning.flops import training_flops_per_token
+from megatron_fanformer.planning.machines import machine_of_device
+from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.training.config import RunConfig
+from megatron_fanformer.training.optimizer import weight_and_update_norms
+from megatron_fanformer.training.step import StepResult
+
+
+class StepMetrics:
+    """The metrics of a run's steps; every rank has one.
+
+    Args:
+        config: with what was left to the machine filled in.
+    """
+
+    def __init__(self, config: RunConfig, grid: RankGrid) -> None:
+        self._flops_per_token = training_flops_per_token(config.model)
+        self._peak_flops_per_second = _peak_flops_per_second(config, grid)
+        self._norm_interval = config.logging.norm_interval
+        self._grid = grid
+
+    def of_step(
+        self, result: StepResult, *, seconds: float, learning_rate: float, consumed_tokens: int
+    ) -> dict[str, Any]:
+        """The metrics of every step, from what it showed and how long it took."""
+        tokens_per_second = result.tokens / seconds
+        flops_per_second = tokens_per_second * self._flops_per_token
+        metrics = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": learning_rate,
+            "tokens": consumed_tokens,
+            "step_seconds": seconds,
+            "tokens_per_second": tokens_per_second,
+            "model_flops_per_second": flops_per_second,
+        }
+        if self._peak_flops_per_second is not None:
+            metrics["model_flops_utilization"] = flops_per_second / self._peak_flops_per_second
+        return metrics
+
+    def of_weights_if_due(self, step: int, optimizer: Any) -> dict[str, float]:
+        """Norms of the weights and of the step's update, and the ranks' memory, where they are due; collective calls.
+
+        Args:
+            optimizer: after the step.
+        """
+        if self._norm_interval is None or step % self._norm_interval:
+            return {}
+        weights, update = weight_and_update_norms(optimizer)
+        return {"params_norm": weights, "update_norm": update, "peak_memory_bytes": self._peak_memory_bytes()}
+
+    def _peak_memory_bytes(self) -> int:
+        """The most that any rank has held so far: of a GPU what torch had allocated, of a CPU the whole process."""
+        if self._grid.device == "cuda":
+            own = torch.cuda.max_memory_allocated()
+        else:
+            own = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        largest = torch.tensor(own, dtype=torch.int64, device=self._grid.torch_device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
+
+
+def _peak_flops_per_second(config: RunConfig, grid: RankGrid) -> float | None:
+    """What all chips of the run could compute, in the format of its products, by the data sheet; None if not known."""
+    if grid.device != "cuda" or (chip := machine_of_device(torch.cuda.get_device_name())) is None:
+        return None
+    number_format = "fp8" if config.precision.fp8 else config.precision.dtype
+    rate: float | None = getattr(chip, f"{number_format}_flops_per_second")
+    return None if rate is None else rate * grid.world_size

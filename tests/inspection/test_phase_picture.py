@@ -1,0 +1,70 @@
+"""The picture of phase health: what is drawn of a run's metrics, and what is said where there is nothing to draw."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from matplotlib import image, pyplot
+
+from megatron_fanformer.inspection.phase_picture import PANELS, phase_picture
+from tests.inspection.conftest import Said
+from tests.small_runs import small_run
+
+Inspect = Callable[..., Said]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder that holds its configuration and the metrics of six steps, of which two are looks."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(small_run("tokens", tmp_path / "run")))
+    with (tmp_path / "run" / "metrics.jsonl").open("w") as file:
+        for step in range(1, 7):
+            look = {name: [step / 10, number / 10] for number, name in enumerate(PANELS)} if step % 3 == 0 else {}
+            file.write(json.dumps({"step": step, "loss": 1.0, **look}) + "\n")
+    return tmp_path / "run"
+
+
+def test_a_run_is_drawn(inspect: Inspect, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, close = [], pyplot.close
+    monkeypatch.setattr(pyplot, "close", lambda figure: drawn.append(figure))
+    said = inspect(run, "--phases", run / "phases.png")
+    assert (said.code, said.error, said.out) == (0, "", f"{run / 'phases.png'}: the phases of {run}\n")
+    [figure] = drawn
+    panels = [axes for axes in figure.axes if axes.get_title()]
+    assert [axes.get_title() for axes in panels] == list(PANELS.values())
+    for number, axes in enumerate(panels):
+        np.testing.assert_array_equal(axes.images[0].get_array(), [[0.3, 0.6], [number / 10, number / 10]])
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["3", "6"]
+    assert image.imread(run / "phases.png").shape == (1080, 1320, 4)
+    close(figure)
+
+
+def test_a_long_run_has_few_ticks(run: Path) -> None:
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(1, 101):
+            file.write(json.dumps({"step": step, **dict.fromkeys(PANELS, [1.0] * 3)}) + "\n")
+    assert phase_picture(run).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [
+        ("run", ["--phases", "missing/phases.png"], "--phases missing/phases.png cannot be written"),
+        ("run", ["--phases", "phases.png", "--step", "0"], "--step has no effect with --phases"),
+        ("run/metrics.jsonl", ["--phases", "phases.png"], ""),
+        ("bare", ["--phases", "phases.png"], "has no phase health: the run has not reached a step"),
+    ],
+)
+def test_what_cannot_be_drawn_is_told(
+    inspect: Inspect, run: Path, name: str, arguments: list[str], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    (run.parent / "bare" / "checkpoints").mkdir(parents=True)
+    (run.parent / "bare" / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    said = inspect(name, *arguments)
+    assert said.code == 2 and error in said.error
+    assert not (run.parent / "phases.png").exists()

@@ -1,0 +1,210 @@
+"""Where a run's metrics go: what a resumed run keeps, what each logger holds afterwards, and loggers that fail."""
+
+import csv
+import importlib.util
+import io
+import json
+import logging
+import struct
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from megatron_fanformer.checkpoint.store import METRICS, TENSORBOARD
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.inspection.checkpoint import last_metrics
+from megatron_fanformer.training import machine_rules
+from megatron_fanformer.training.config import config_from_dict
+from megatron_fanformer.training.loggers import BY_TOKENS, TABLE, WANDB_ID, JSONLines, Loggers, Start, TensorBoard
+from megatron_fanformer.training.metrics import read_metrics
+from tests.small_runs import small_run
+
+FOREIGN = [b"", b"\xff\xfe\x00 not text", b"[1, 2]", b"7", b'{"step": "8"}', b'{"steps": 1}', b"[" * 100_000, b"null"]
+TOKENS = 64  # of a step
+
+
+def start(step: int = 0, logged_step: int = 0) -> Start:
+    return Start(step, TOKENS * step, logged_step, {})
+
+
+def test_a_resume_drops_later_steps_and_keeps_what_no_run_wrote(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = [json.dumps({"step": step, "loss": step / 2}).encode() for step in (1, 2, 3)]
+    file = tmp_path / METRICS
+    file.write_bytes(b"\n".join([steps[0], *FOREIGN, *steps[1:], b'{"step": 1']))
+    with caplog.at_level(logging.WARNING, "megatron_fanformer"):
+        lines = JSONLines(tmp_path, start(2))
+    assert f"{file}: line 2 is not a step's metrics" in caplog.text
+    lines.write(3, {"loss": 4.0})
+    lines.close()
+    assert file.read_bytes().split(b"\n")[:-2] == [steps[0], *FOREIGN, steps[1]]
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 4.0}]
+    with file.open("ab") as stream:
+        stream.write(b"\x00\n[]\ntorn")
+    assert last_metrics(tmp_path) == {"step": 3, "loss": 4.0}
+
+
+def test_a_file_that_is_removed_during_a_run_is_written_anew(tmp_path: Path) -> None:
+    lines = JSONLines(tmp_path, start())
+    lines.write(1, {})
+    (tmp_path / METRICS).unlink()
+    lines.write(2, {})
+    assert read_metrics(tmp_path) == [{"step": 2}]
+
+
+# -- all loggers of a run that logs steps 1 to 4, is killed, resumes after step 2, and logs 3 to 5 again
+
+
+def loggers(run: Path, **fields: Any) -> Loggers:
+    values = small_run("tokens", run, logging={"tensorboard": False, **fields})
+    return Loggers(config_from_dict(values), Console(file=io.StringIO()), writes=True)
+
+
+def metrics(step: int, life: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"loss": 10.0 * life + step, "tokens": TOKENS * step, "tokens_per_second": 1e3}
+    if step % 2 == 0:
+        found |= {"validation_loss/books, all": 0.5 * step, "health/phase_max": [1.0, 3.0, 2.0]}
+    return found | ({"skipped": 'a "spike", twice'} if step == 3 else {})
+
+
+def log_two_lives(run: Path, **fields: Any) -> None:
+    first = loggers(run, **fields)
+    first.open({"optimizer": {"lr": 0.25}, "data": {"train_data": ["a"]}}, step=0, tokens=0)
+    for step in range(1, 5):
+        first.write(step, metrics(step, life=1))
+    first.close()
+    with (run / METRICS).open("a") as file:
+        file.write('{"step": 5, "lo')
+    if (run / TABLE).exists():
+        with (run / TABLE).open("a") as file:
+            file.write("5,1")
+    second = loggers(run, **fields)
+    second.open({"optimizer": {"lr": 0.5}, "data": {"train_data": ["a"]}}, step=2, tokens=2 * TOKENS)
+    for step in range(3, 6):
+        second.write(step, metrics(step, life=2))
+    second.close()
+
+
+LIVES = [1, 1, 2, 2, 2]  # of the five steps, the one that is to be shown
+
+
+def test_the_table_has_each_step_once_and_a_column_for_whatever_appears(tmp_path: Path) -> None:
+    log_two_lives(tmp_path, csv=True)
+    with (tmp_path / TABLE).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns = [
+        "step",
+        "loss",
+        "tokens",
+        "tokens_per_second",
+        "validation_loss/books, all",
+        "health/phase_max",
+        "skipped",
+    ]
+    assert [list(row) for row in rows] == [columns] * 5
+    assert [float(row["loss"]) for row in rows] == [10 * life + step for step, life in enumerate(LIVES, 1)]
+    assert [row["health/phase_max"] for row in rows] == ["", "3.0", "", "3.0", ""]
+    assert [row["skipped"] for row in rows] == ["", "", 'a "spike", twice', "", ""]
+
+
+def test_tensorboard_shows_each_step_once_in_groups_and_the_loss_by_tokens(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_two_lives(tmp_path, tensorboard=True)
+    by_step, by_tokens = (EventAccumulator(str(tmp_path / TENSORBOARD / name)).Reload() for name in ("", BY_TOKENS))
+    losses = by_step.Scalars("train/loss")
+    expected = [(step, 10 * life + step) for step, life in enumerate(LIVES, 1)]
+    assert [(event.step, event.value) for event in losses] == expected
+    assert [event.value for event in by_step.Scalars("evaluation/validation_loss/books, all")] == [1.0, 2.0]
+    assert [event.value for event in by_step.Scalars("health/phase_max")] == [3.0, 3.0]
+    assert [(event.step, event.value) for event in by_tokens.Scalars(f"{BY_TOKENS}/loss")] == [
+        (TOKENS * step, value) for step, value in expected
+    ]
+    tags = by_step.Tags()
+    configurations = by_step.Tensors("configuration/text_summary")
+    assert [b"lr: 0.25" in event.tensor_proto.string_val[0] for event in configurations] == [True, False]
+    assert "custom_scalars__config__" in tags["tensors"]
+    plugin = by_step.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert b"optimizer.lr" in plugin and struct.pack("<d", 0.25) in plugin  # of its first start
+
+
+def wandb_records(file: Path) -> list[bytes]:
+    """The records of a W&B file: a log of LevelDB's, after its header, in blocks of 32 KiB."""
+    content, records, place = file.read_bytes(), [], 7
+    while place + 7 <= len(content):
+        if (left := -place % 32768) and left < 7:
+            place += left
+        _, length, kind = struct.unpack("<IHB", content[place : place + 7])
+        part = content[place + 7 : place + 7 + length]
+        records.append(part) if kind in (1, 2) else records.append(records.pop() + part)
+        place += 7 + length
+    return records
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_wandb_goes_on_with_its_run_and_gets_no_step_twice(tmp_path: Path) -> None:
+    """Its rows cannot be taken back: of steps that were logged before, the first life's stay."""
+    from wandb.proto import wandb_internal_pb2
+
+    log_two_lives(tmp_path, wandb_project="small", wandb_exp_name="two lives", wandb_mode="offline")
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert [file.stem for file in files] == [f"run-{(tmp_path / WANDB_ID).read_text()}"] * 2
+    shown, rates = {}, []
+    for file in files:
+        for content in wandb_records(file):
+            record = wandb_internal_pb2.Record.FromString(content)
+            if record.HasField("run"):
+                assert (record.run.project, record.run.display_name) == ("small", "two lives")
+                rates += [json.loads(e.value_json)["lr"] for e in record.run.config.update if e.key == "optimizer"]
+            if record.HasField("history"):
+                row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                assert row["_step"] not in shown
+                shown[row["_step"]] = row
+    assert rates == [0.25, 0.5]
+    assert {step: row["train/loss"] for step, row in shown.items()} == {1: 11, 2: 12, 3: 13, 4: 14, 5: 25}
+    assert shown[4]["evaluation/validation_loss/books, all"] == 2.0 and shown[4]["health/phase_max"] == 3.0
+
+
+def test_a_logger_that_fails_is_left_out_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(TensorBoard, "write", fail)
+    (tmp_path / TABLE).write_text("title,price\nFANformer,0\n")
+    with caplog.at_level(logging.WARNING, "megatron_fanformer"):
+        log_two_lives(tmp_path, tensorboard=True, csv=True)
+    said = [record.getMessage() for record in caplog.records]
+    table = f"{TABLE} is without this run's metrics from here on: ValueError: {tmp_path / TABLE} is not a table"
+    assert [line.startswith(table) for line in said] == [True, False, True, False]  # a life each
+    assert (
+        said[1]
+        == said[3]
+        == ("TensorBoard is without this run's metrics from here on: ConnectionError: no route to host")
+    )
+    assert (tmp_path / TABLE).read_text() == "title,price\nFANformer,0\n5,1"  # as it was between the two lives
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_wandb_that_is_not_installed_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_from_dict(small_run("tokens", Path("run"), logging={"wandb_project": "small"}))
+    find = importlib.util.find_spec
+    folder = ModuleSpec("wandb", None)  # what Python finds of a folder without code
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: folder if name == "wandb" else find(name))
+    assert [line for line in machine_rules.machine_problems(config) if "wandb" in line] == [
+        "logging.wandb_project is small, but wandb is not installed; install megatron_fanformer[wandb], or set it to "
+        "null"
+    ]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / METRICS).mkdir()
+    with pytest.raises(InputError, match=r"training\.run_dir .* cannot be written \(Is a directory\); free space"):
+        loggers(tmp_path).open({}, step=0, tokens=0)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {}

@@ -1,0 +1,100 @@
+"""What a step is reported by: norms of weights and updates in layouts, and the share of the chips' rate."""
+
+import io
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from megatron_fanformer.planning.flops import training_flops_per_token
+from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.training.config import config_from_dict
+from megatron_fanformer.training.requests import Requests
+from megatron_fanformer.training.step import StepResult, weights_in_step
+from megatron_fanformer.training.step_metrics import StepMetrics
+from tests.small_runs import small_run, write_tokens
+from tests.training.layouts import gather, shards_of
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {}),
+    "tp2-sequence": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "fan_form": "sequence"}),
+    "tp2-plain": (2, {"tensor_model_parallel_size": 2, "use_distributed_optimizer": False}),
+    "dp2": (2, {"data_parallel_size": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "cp2": (2, {"context_parallel_size": 2}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+}
+
+
+def take_three_steps(values: dict[str, Any]) -> tuple[dict[str, Any], list[Any], int]:
+    """On a rank: the metrics of the third step, this rank's weights before and after it, and its memory."""
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid, console=Console(file=io.StringIO()))
+        written: list[dict[str, Any]] = []
+        trainer._logs.write = lambda _step, metrics: written.append(metrics)  # type: ignore[method-assign]
+        weights = []
+        for _ in range(3):
+            trainer.take_step()
+            with weights_in_step(trainer._wrapped):
+                weights.append(shards_of(trainer._stages, grid))
+        trainer.close()
+    assert [("params_norm" in metrics) for metrics in written] == [False, False, True]
+    return written[-1], weights[1:], 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in ("cp2", "tp2-plain") else ()) for name in LAYOUTS]
+)
+def test_norms_are_those_of_the_whole_model(
+    run_on_ranks: Callable[..., list[Any]], tmp_path: Path, name: str, tied: bool
+) -> None:
+    """Of every weight once: split ones, those that ranks hold copies of, and a tied embedding on two stages."""
+    ranks, parallel = LAYOUTS[name]
+    values = small_run(
+        write_tokens(tmp_path / "tokens"),
+        tmp_path / "run",
+        parallel=parallel,
+        model={"untie_embeddings_and_output_weights": not tied},
+        optimizer={"lr": 1e-2, "weight_decay": 0.5},
+        logging={"norm_interval": 3, "phase_interval": None, "straggler_interval": None},
+    )
+    found = run_on_ranks(ranks, take_three_steps, values)
+    before, after = (gather([weights[number] for _, weights, _ in found]) for number in (0, 1))
+    whole = torch.stack([weight.double().norm() for weight in after.values()]).norm()
+    update = torch.stack([(weight.double() - before[key]).norm() for key, weight in after.items()]).norm()
+    for metrics, _, _ in found:
+        assert metrics["params_norm"] == pytest.approx(whole.item(), rel=1e-6)
+        assert metrics["update_norm"] == pytest.approx(update.item(), rel=1e-5)
+        assert metrics["peak_memory_bytes"] <= max(own for _, _, own in found)
+    assert len({metrics["peak_memory_bytes"] for metrics, _, _ in found}) == 1
+
+
+@pytest.mark.parametrize(
+    ("chip", "precision", "rate"),
+    [
+        ("NVIDIA H100 80GB HBM3", {"dtype": "bf16"}, 989.4e12),
+        ("NVIDIA H100 80GB HBM3", {"dtype": "bf16", "fp8": "hybrid"}, 1978.9e12),
+        ("NVIDIA A100-SXM4-80GB", {"dtype": "bf16", "fp8": "hybrid"}, None),  # which has none
+        ("NVIDIA H100 PCIe", {"dtype": "bf16"}, None),  # a slower chip
+    ],
+)
+def test_the_share_of_the_chips_rate(
+    monkeypatch: pytest.MonkeyPatch, chip: str, precision: dict[str, Any], rate: float | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: chip)
+    config = config_from_dict(small_run("tokens", Path("run"), precision=precision))
+    grid: Any = SimpleNamespace(device="cuda", world_size=4)
+    result = StepResult(loss=2.0, grad_norm=1.0, tokens=1000, asked=Requests())
+    metrics = StepMetrics(config, grid).of_step(result, seconds=0.5, learning_rate=1e-3, consumed_tokens=5000)
+    flops = 2000 * training_flops_per_token(config.model)
+    assert metrics["tokens_per_second"] == 2000 and metrics["model_flops_per_second"] == flops
+    share = metrics.get("model_flops_utilization")
+    assert share is None if rate is None else share == pytest.approx(flops / (4 * rate))
