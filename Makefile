@@ -15,7 +15,7 @@ SERIES := $(shell $(PYTHON) -c 'import sys; v = sys.version_info; \
 CONSTRAINTS := constraints/$(SERIES).txt
 # Transformer Engine's Python, for tests without a GPU.
 ENGINE := constraints/engine.txt
-# The tasks' data, for tests of the request file.
+# The data of `evaluate`'s tasks.
 EVAL := constraints/eval.txt
 INSTALLED := $(VENV)/.installed-$(SERIES)
 

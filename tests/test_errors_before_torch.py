@@ -61,7 +61,14 @@ def test_a_layout_that_the_model_does_not_allow(config: str) -> None:
     assert "layout 'tp=3': " in told("parity", "--config", config, "--layouts", "tp=3")
 
 
-@pytest.mark.parametrize("verb", [["generate", "none", "--prompt", "y"], ["convert", "none", "out", "--to", "hf"]])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["generate", "none", "--prompt", "y"],
+        ["convert", "none", "out", "--to", "hf"],
+        ["evaluate", "none", "--perplexity", "own=none", "--layout", "tp=2"],
+    ],
+)
 def test_a_path_that_is_no_checkpoint(verb: list[str]) -> None:
     assert "none does not exist; name a run's folder" in told(*verb)
 

@@ -2,7 +2,9 @@
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +44,12 @@ def test_commands_of_every_verb_are_shown() -> None:
     assert {words[0] for _, words in COMMANDS} >= set(cli.VERBS)
 
 
+def field_names(values: dict[str, Any]) -> Iterator[str]:
+    """Of all sections, those within sections among them."""
+    for name, value in values.items():
+        yield from field_names(value) if isinstance(value, dict) and value else [name]
+
+
 def test_the_configuration_page_names_every_field() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
     config = config_from_dict(
@@ -51,8 +59,7 @@ def test_the_configuration_page_names_every_field() -> None:
             "training": {"run_dir": "r", "train_iters": 1, "global_batch_size": 1},
         }
     )
-    fields = [name for section in config.as_dict().values() for name in section]
-    assert [name for name in fields if f"`{name}`" not in page and f".{name}`" not in page] == []
+    assert [name for name in field_names(config.as_dict()) if f"`{name}`" not in page and f".{name}`" not in page] == []
 
 
 def test_the_configuration_page_has_every_preset() -> None:

@@ -32,9 +32,9 @@ class Limits:
 
     memory_bytes: int = 2**30
     """Of address space, Python's own of about 20 MB included."""
-    cpu_seconds: int = 10
-    wall_seconds: float = 30.0
-    """Also of a program that only waits."""
+    cpu_seconds: int = 20
+    wall_seconds: float = 120.0
+    """Of a program that waits; on a busy machine one that computes takes many times its CPU time."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,6 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import results as result_files
 from megatron_fanformer.evaluation.comparison import compare
 from megatron_fanformer.evaluation.config import EvaluationConfig
-from megatron_fanformer.evaluation.options import BATCH_TOKENS
 from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import SETS, set_problems
 from megatron_fanformer.evaluation.results import Result
@@ -34,8 +33,13 @@ if TYPE_CHECKING:
     from megatron_fanformer.runtime.parallel import RankGrid
 
 WIDTH_OF_A_FILE = 80  # columns where there is no terminal
-GENERATION = ("run_code", "num_samples", "temperature", "top_p", "max_new_tokens", "seed")
+GENERATION = ("run_code", "num_samples", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
 """The options that are fields of `GenerationSettings`."""
+NEEDED = {
+    **dict.fromkeys(("perplexity_folder", "chunk_tokens", "batches", "eod_id"), "perplexity"),
+    "context_length": "prepare",
+}
+"""By option: the one without which it means nothing."""
 Local = Callable[[str], str]
 
 
@@ -58,11 +62,8 @@ class Asked:
     layout: Layout
     runtime: RuntimeConfig
     dtype: str
-
-    @property
-    def batch_tokens(self) -> int:
-        """About how many tokens a micro batch has."""
-        return self.evaluation.batch_tokens or BATCH_TOKENS
+    batch_tokens: int
+    """About how many tokens a micro batch has."""
 
 
 def evaluate(options: argparse.Namespace, arguments: Sequence[str], local: Local) -> None:
@@ -151,7 +152,7 @@ def _run(options: argparse.Namespace, asked: Asked, jobs: "Jobs", grid: "RankGri
 
     from megatron_fanformer.evaluation.jobs import evaluate_jobs
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     with console.status("reading") if grid.is_main else nullcontext() as line:
         found = evaluate_jobs(asked, jobs, grid, tell=lambda what: line.update(what) if line else None)
     if grid.is_main:
@@ -176,11 +177,12 @@ def read_options(options: argparse.Namespace, local: Local, *, world_size: int |
         path = getattr(options, name)
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             found.append(f"--{name} {path} is not a file in a folder that exists; create the folder, or name another")
-    files = [name for name in options.compare if Path(name).is_file()]
-    checkpoints = _checkpoints([*options.checkpoints, *(set(options.compare) - set(files))], local, found)
-    compared = (
-        () if found else tuple(Path(name) if name in files else _checkpoint(name, local) for name in options.compare)
-    )
+    found += _without_effect(options)
+    evaluated = [name for name in options.compare if not Path(name).is_file()]
+    checkpoints = _checkpoints([*options.checkpoints, *evaluated], local, found)
+    compared: tuple[Path, ...] = ()
+    if not found:
+        compared = tuple(_checkpoint(name, local) if name in evaluated else Path(name) for name in options.compare)
     evaluation = _evaluation(options, found)
     layout = _noting(found, lambda: _layout(options.layout, world_size))
     if checkpoints and evaluation.is_empty and options.ulogic is None:
@@ -201,7 +203,16 @@ def read_options(options: argparse.Namespace, local: Local, *, world_size: int |
         layout=layout,
         runtime=RuntimeConfig(device=options.device),
         dtype=options.dtype,
+        batch_tokens=options.batch_tokens,
     )
+
+
+def _without_effect(options: argparse.Namespace) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')} has no effect without --{other}; add that, or leave it out"
+        for name, other in NEEDED.items()
+        if getattr(options, name) is not None and not getattr(options, other)
+    ]
 
 
 def _noting(problems: list[str], read: Callable[[], Any]) -> Any:
@@ -215,14 +226,17 @@ def _noting(problems: list[str], read: Callable[[], Any]) -> Any:
 
 def _checkpoints(named: Sequence[str], local: Local, problems: list[str]) -> tuple[Path, ...]:
     """The folders of checkpoints and exports that are named, each once, in order."""
-    matches = [
-        sorted(glob.glob(name)) if glob.has_magic(name) and not Path(name).exists() else [name] for name in named
-    ]
-    places = [place for match in matches for place in match]
+    places = [place for name in named for place in _matches(name)]
     if len(places) > 1:
         places = [place for place in places if not _is_no_checkpoint_of(Path(place))]
     found = [_noting(problems, partial(_checkpoint, place, local)) for place in places]
     return tuple(dict.fromkeys(filter(None, found)))
+
+
+def _matches(name: str) -> list[str]:
+    """What a glob stands for, where a shell has not put it in its place; other names stand for themselves."""
+    is_glob = glob.has_magic(name) and not Path(name).exists()
+    return (sorted(glob.glob(name)) if is_glob else []) or [name]
 
 
 def _is_no_checkpoint_of(place: Path) -> bool:
@@ -262,7 +276,6 @@ def _evaluation(options: argparse.Namespace, problems: list[str]) -> EvaluationC
         requests=None if options.requests is None else str(options.requests),
         tasks=tasks,
         limit=options.limit,
-        batch_tokens=options.batch_tokens,
         perplexity=perplexity,
     )
     # generation tasks, which a run's configuration may not have, are for the command to see to
@@ -308,7 +321,7 @@ def _tell(options: argparse.Namespace, asked: Asked, results: list[Result]) -> N
 
     from megatron_fanformer.evaluation.report import comparison_values, print_comparison, print_results
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE, markup=False)
     if results:
         print_results(results, console)
     comparison = None
@@ -340,8 +353,10 @@ def _prepare(options: argparse.Namespace) -> None:
     from megatron_fanformer.evaluation.prepare import CONTEXT_LENGTH, PreparedTask, prepare_requests
 
     def told(task: PreparedTask) -> None:
-        print(f"{task.name}: {task.requests:,} requests", file=sys.stderr)
+        print(f"{task.name}: {task.documents:,} documents, {task.requests:,} requests", file=sys.stderr)
 
+    if options.checkpoints or options.compare:
+        raise InputError("--prepare writes a request file and reads no model; evaluate checkpoints by another command")
     if not options.tasks or options.tokenizer is None:
         raise InputError("--prepare needs --tasks and --tokenizer; name the tasks or groups, and the models' tokenizer")
     report = prepare_requests(

@@ -18,6 +18,8 @@ from megatron_fanformer.evaluation.results import Result, TaskResult
 DRAWS = 10_000
 INTERVAL = (0.025, 0.975)
 KINDS = 256  # of documents, up to which all draws of a kind's number are cheaper than of each document
+LOWER_IS_BETTER = {"bpb": "bits a byte", "bpb_with_space": "bits a byte", "ce_loss": "nats a character"}
+"""The metrics that are no shares of documents, and their units."""
 BLOCK = 1 << 20  # documents that are drawn at a time
 
 
@@ -99,8 +101,8 @@ def compare(a: Result, b: Result, *, seed: int = 0, draws: int = DRAWS) -> Compa
 
 
 def is_share(metric: str) -> bool:
-    """Whether a metric is in [0, 1] and higher is better; the others are bits or nats, where lower is better."""
-    return not metric.startswith(("bpb", "ce_loss"))
+    """Whether a metric is a share of documents, or F1: in [0, 1], and higher is better."""
+    return metric not in LOWER_IS_BETTER
 
 
 def _task_difference(
@@ -179,7 +181,7 @@ def sentences(comparison: Comparison) -> Iterator[str]:
 
 
 def _sentence(found: Difference) -> str:
-    scale, unit = (100, "points") if is_share(found.metric) else (1, found.metric)
+    scale, unit = (100, "points") if is_share(found.metric) else (1, LOWER_IS_BETTER[found.metric])
     metric = f" ({found.metric})" if found.metric else ""
     interval = f"95% interval {scale * found.low:+.2f} to {scale * found.high:+.2f}; {found.documents:,} documents"
     if not found.is_shown:

@@ -24,8 +24,6 @@ Tell = Callable[[str], None]
 class GenerationSettings(SamplingConfig):
     """How texts are written and judged."""
 
-    num_samples: int = 1
-    """Texts for each document."""
     max_new_tokens: int | None = None
     """Of a text; None: the task's own number, at most half of the model's length."""
     batch_size: int = 16
@@ -40,14 +38,9 @@ class GenerationSettings(SamplingConfig):
         found = super().problems()
         found += [
             f"{name} is {value}; it must be at least 1"
-            for name in ("num_samples", "max_new_tokens", "batch_size")
+            for name in ("max_new_tokens", "batch_size")
             if (value := getattr(self, name)) is not None and value < 1
         ]
-        if self.num_samples > 1 and self.temperature == 0:
-            found.append(
-                f"num_samples is {self.num_samples}, but temperature 0 writes one text each time; set a temperature "
-                "above 0, or num_samples to 1"
-            )
         return found
 
 

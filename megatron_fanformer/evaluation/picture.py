@@ -30,10 +30,9 @@ def results_picture(results: Sequence[Result]) -> bytes:
         panel.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)  # more lines than the usual ten colours
         draw(results, panel)
         _name_checkpoints(results, panel)
-        panel.legend(fontsize="x-small", bbox_to_anchor=(1.01, 1), loc="upper left")
-    figure.tight_layout()
+        panel.legend(fontsize="x-small", bbox_to_anchor=(0.5, -0.14), loc="upper center", ncols=2)
     picture = io.BytesIO()
-    figure.savefig(picture, format="png")
+    figure.savefig(picture, format="png", bbox_inches="tight")  # with the legends below
     pyplot.close(figure)
     return picture.getvalue()
 
@@ -80,3 +79,5 @@ def _draw_sets(results: Sequence[Result], axes: Any) -> None:
         ]
         axes.plot(*zip(*points, strict=True), label=name, marker=".", linewidth=1)
     axes.set(title="perplexity", yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")

@@ -4,7 +4,6 @@ The library makes contexts and continuations out of its data; this project's tok
 library's collate function would give a model is what the file holds. Its metrics are not used.
 """
 
-import importlib.metadata
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ class PreparedTask:
     name: str
     documents: int
     requests: int
+    """0 where a model writes the answer: the file then holds the documents as text."""
     tokens: int
     """Of its requests, unconditional ones left out."""
     cut: int
@@ -57,8 +57,6 @@ class PrepareReport:
 
     def text(self) -> str:
         """A table with a line for each task, for a terminal."""
-        width = max(len(task.name) for task in self.tasks)
-        lines = [f"{'task':{width}} {'documents':>10} {'requests':>9} {'tokens':>11} {'cut':>6}"]
         total = PreparedTask(
             name="together",
             documents=sum(task.documents for task in self.tasks),
@@ -66,6 +64,8 @@ class PrepareReport:
             tokens=sum(task.tokens for task in self.tasks),
             cut=sum(task.cut for task in self.tasks),
         )
+        width = max(len(task.name) for task in (*self.tasks, total))
+        lines = [f"{'task':{width}} {'documents':>10} {'requests':>9} {'tokens':>11} {'cut':>6}"]
         lines += [
             f"{task.name:{width}} {task.documents:10,} {task.requests:9,} {task.tokens:11,} {task.cut:6,}"
             for task in (*self.tasks, total)
@@ -109,12 +109,17 @@ def prepare_requests(
     if output.exists():
         raise InputError(f"{output} already exists; name another file, or remove it")
     encoder = load_tokenizer(tokenizer)
-    builder = Builder(encoder)
+    builder = Builder(encoder) if not all(task.is_generated for task in named) else None
     choices: dict[str, TaskRequests] = {}
+    texts: dict[str, list[dict[str, Any]]] = {}
     prepared: list[PreparedTask] = []
     for task in named:
-        requests = choices[task.name] = builder.requests(task, context_length, limit)
-        prepared.append(_counted(requests))
+        if builder and not task.is_generated:
+            requests = choices[task.name] = builder.requests(task, context_length, limit)
+            prepared.append(_counted(requests))
+        else:
+            documents = texts[task.name] = _documents(task.name)[:limit]
+            prepared.append(PreparedTask(name=task.name, documents=len(documents), requests=0, tokens=0, cut=0))
         if told:
             told(prepared[-1])
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -122,9 +127,9 @@ def prepare_requests(
         output,
         tokenizer_sha256=sha256_of(encoder.path),
         context_length=context_length,
-        versions={"megatron-fanformer": __version__, library.PACKAGE: importlib.metadata.version(library.PACKAGE)},
+        versions={"megatron-fanformer": __version__, library.PACKAGE: library.version()},
         tasks=choices,
-        texts={},
+        texts=texts,
     )
     return PrepareReport(
         path=output,
@@ -134,6 +139,15 @@ def prepare_requests(
         context_length=context_length,
         tasks=tuple(prepared),
     )
+
+
+def _documents(name: str) -> list[dict[str, Any]]:
+    from megatron_fanformer.runtime import megatron_cpu  # before generation, which imports megatron-core
+
+    megatron_cpu.install()
+    from megatron_fanformer.evaluation import generation_tasks
+
+    return generation_tasks.documents(name, library.data_folder())
 
 
 def _counted(requests: TaskRequests) -> PreparedTask:
@@ -151,15 +165,8 @@ class Builder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises InputError if the library, or something that it needs, is not installed."""
-        library.data_folder()
-        try:
-            import olmo_eval
-        except ImportError as error:
-            raise InputError(
-                f"{library.PACKAGE} is installed, but cannot be imported ({error}); install megatron-fanformer[eval]"
-            ) from None
-        self._library: Any = olmo_eval
-        self._labels = set(olmo_eval.list_tasks())
+        self._library = library.load_library()
+        self._labels = set(self._library.list_tasks())
         self._tokenizer = tokenizer
 
     def requests(self, task: Task, context_length: int, limit: int | None = None) -> TaskRequests:
@@ -169,8 +176,7 @@ class Builder:
             InputError: the installed library does not have it, or a continuation is longer than the context.
         """
         if task.name not in self._labels:
-            version = importlib.metadata.version(library.PACKAGE)
-            raise InputError(f"{library.PACKAGE} {version} has no task {task.name}; install megatron-fanformer[eval]")
+            raise InputError(f"{library.PACKAGE} {library.version()} has no task {task.name}; install version 0.9.0")
         rows = sorted(self._texts(task), key=lambda row: (row.document, row.choice))
         kept = set(sorted({row.document for row in rows})[:limit])
         return self._encoded(task, [row for row in rows if row.document in kept], context_length)
@@ -247,7 +253,7 @@ def _numbering(library_module: Any) -> Any:
     they would take eight times as long.
     """
 
-    class Numbering(library_module.Tokenizer):  # type: ignore[misc]
+    class Numbering(library_module.Tokenizer):
         vocab_size, pad_token_id, eos_token_id = 1 << 31, 0, 0
 
         def __init__(self) -> None:

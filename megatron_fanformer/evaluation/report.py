@@ -23,7 +23,7 @@ def print_results(results: Sequence[Result], console: Console) -> None:
 
 
 def _print_one(result: Result, console: Console) -> None:
-    console.print(result.checkpoint, highlight=False, soft_wrap=True, markup=False)
+    console.print(result.checkpoint, highlight=False, soft_wrap=True)
     if result.tasks:
         table = _table("task", "metric", "value", "±", "documents", left=2)
         for name, task in result.tasks.items():
@@ -40,12 +40,13 @@ def _print_one(result: Result, console: Console) -> None:
             table.add_row(name, f"{each.loss:.4f}", _perplexity(each.perplexity), bits, f"{each.tokens:,}")
         console.print(table)
     for group, mean in result.groups.items():
-        console.print(f"{group}: mean perplexity {mean:.2f}", highlight=False)
+        console.print(f"{group}: mean perplexity {_perplexity(mean)}", highlight=False)
 
 
 def _print_over_steps(results: Sequence[Result], console: Console) -> None:
     columns = [_column(result) for result in results]
-    table = _table("", *(result.name for result in results))
+    are_steps = all(result.step is not None for result in results)
+    table = _table("step" if are_steps else "", *(result.name for result in results))
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "-") for column in columns))
     console.print(table)
@@ -59,7 +60,7 @@ def _column(result: Result) -> dict[str, str]:
     if (mean := _mean(result)) is not None:
         cells["mean of tasks"] = f"{100 * mean:.2f}"
     cells |= {name: _perplexity(found.perplexity) for name, found in result.perplexity.items()}
-    return cells | {f"{group} mean": f"{mean:.2f}" for group, mean in result.groups.items()}
+    return cells | {f"{group} mean": _perplexity(mean) for group, mean in result.groups.items()}
 
 
 def _mean(result: Result) -> float | None:
@@ -93,7 +94,7 @@ def _perplexity(value: float | None) -> str:
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """The table, and a sentence for each task."""
     for letter, result in (("A", comparison.a), ("B", comparison.b)):
-        console.print(f"{letter}: {result.checkpoint}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"{letter}: {result.checkpoint}", highlight=False, soft_wrap=True)
     table = _table("task", "A", "B", "B − A", "95% interval")
     for found in _differences(comparison):
         scale = 100 if is_share(found.metric) else 1
@@ -107,7 +108,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
             table.add_row(name, *(f"{row[key]:,.2f}" for key in ("a", "b")), f"{row['difference']:+,.2f}")
         console.print(table)
     for sentence in sentences(comparison):
-        console.print(sentence, highlight=False, markup=False)
+        console.print(sentence, highlight=False)
 
 
 def _differences(comparison: Comparison) -> list[Difference]:

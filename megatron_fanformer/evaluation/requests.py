@@ -179,8 +179,8 @@ def write_requests(
         arrays[f"{name}/texts"] = np.frombuffer(json.dumps(documents, ensure_ascii=False).encode(), np.uint8)
     told = json.dumps(content, ensure_ascii=False)
     digest = _digest(told, arrays)
-    metadata = {"format": FORMAT, "content": told, "sha256": digest}
-    write_atomically(path, safetensors.numpy.save(dict(sorted(arrays.items())), metadata))
+    # Under one name: safetensors writes several in any order.
+    write_atomically(path, safetensors.numpy.save(arrays, {FORMAT: f"{digest} {told}"}))
     return digest
 
 
@@ -222,24 +222,23 @@ def read_requests(path: Path) -> RequestFile:
         raise InputError(f"{path} cannot be read ({error.strerror or error}); name a request file") from None
     except (safetensors.SafetensorError, ValueError, TypeError) as error:
         raise CorruptError(f"{path} is not a whole request file ({error}); {AGAIN}, or copy it again") from None
-    if metadata.get("format") != FORMAT:
+    if FORMAT not in metadata:
         raise InputError(f"{path} is not a request file; {AGAIN}")
-    told = metadata.get("content", "")
-    if _digest(told, arrays) != metadata.get("sha256"):
+    sha256, _, told = metadata[FORMAT].partition(" ")
+    if _digest(told, arrays) != sha256:
         raise CorruptError(
             f"{path} is damaged: its content has another SHA-256 than it states; {AGAIN}, or copy it again"
         )
     try:
-        return _request_file(path, metadata["sha256"], json.loads(told), arrays)
+        content = json.loads(told)
+        if (version := content["version"]) == VERSION:
+            return _request_file(path, sha256, content, arrays)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{path} is not as `evaluate --prepare` writes it ({error}); {AGAIN}") from None
+    raise InputError(f"{path} is a request file of version {version!s:.20}, this program's is {VERSION}; {AGAIN}")
 
 
 def _request_file(path: Path, sha256: str, content: Any, arrays: dict[str, np.ndarray]) -> RequestFile:
-    if content["version"] != VERSION:
-        raise InputError(
-            f"{path} is a request file of version {content['version']}, this program's is {VERSION}; {AGAIN}"
-        )
     return RequestFile(
         path=path,
         sha256=sha256,

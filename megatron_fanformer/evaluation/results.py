@@ -70,13 +70,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the request file; None where no task was asked for."""
     tasks: dict[str, TaskResult] = {}
     perplexity: dict[str, SetResult] = {}
-    groups: dict[str, float] = {}
-    """The mean perplexity of each group whose sets are all there."""
+    groups: dict[str, float | None] = {}
+    """The mean perplexity of each group whose sets are all there; None where it is beyond a float."""
 
     @property
     def name(self) -> str:
-        """The checkpoint in a table's heading: its step, or its folder."""
-        return f"step {self.step:,}" if self.step is not None else Path(self.checkpoint).name
+        """The checkpoint in a table's heading: its step, or its folder's name."""
+        return f"{self.step:,}" if self.step is not None else Path(self.checkpoint).name
 
     def headline(self, task: str) -> MetricValue:
         """A task's own metric."""

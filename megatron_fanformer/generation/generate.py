@@ -24,8 +24,6 @@ class GenerateConfig(SamplingConfig):
     """A run's folder, one checkpoint, or an exported Hugging Face folder."""
     prompts: tuple[str, ...]
     """Texts to continue; an empty one: a new document."""
-    num_samples: int = 1
-    """Continuations of each prompt."""
     max_new_tokens: int = 64
     """At most this many; fewer if the document ends earlier, or at a stop string."""
     stop: tuple[str, ...] = ()
@@ -40,14 +38,9 @@ class GenerateConfig(SamplingConfig):
         found = super().problems()
         found += [
             f"{name} is {value}; it must be at least 1"
-            for name in ("num_samples", "max_new_tokens", "batch_size")
+            for name in ("max_new_tokens", "batch_size")
             if (value := getattr(self, name)) < 1
         ]
-        if self.num_samples > 1 and self.temperature == 0:
-            found.append(
-                f"num_samples is {self.num_samples}, but temperature 0 takes the most likely tokens each time; set a "
-                "temperature above 0, or num_samples to 1"
-            )
         if not self.prompts:
             found.append("there is no prompt; name at least one")
         if "" in self.stop:

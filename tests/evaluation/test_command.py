@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.cli import main
@@ -15,7 +16,8 @@ from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, write_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.processes import hold_signals
-from tests.generation.making import write_checkpoint, write_export, write_tokenizer
+from tests.generation.making import model_and_tensors, write_checkpoint, write_export, write_tokenizer
+from tests.whole_models import export_huggingface
 
 VOCAB_SIZE = 250
 CASE = "fanformer-tied"
@@ -69,8 +71,20 @@ class Made:
             context_length=64,
             versions={},
             tasks={task.name: task for task in tasks},
-            texts={},
+            texts={"gsm8k": [self.question(number, answer) for number, answer in enumerate("40")]},
         )
+
+    def question(self, number: int, answer: str) -> dict[str, Any]:
+        """Too long for the model, so that its beginning is cut."""
+        prompt = "2 + 2 = 4. " * 100
+        return {
+            "doc_id": number,
+            "prompt": prompt,
+            "stop": ["Q"],
+            "max_new_tokens": 8,
+            "answer": answer,
+            "solution": "",
+        }
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +97,17 @@ def evaluate(*arguments: object) -> int:
 
 
 def everything(made: Made) -> list[object]:
-    return ["--requests", made.requests, "--perplexity", f"own={made.tokens}", "--chunk-tokens", 32]
+    return [
+        "--requests",
+        made.requests,
+        "--tasks",
+        "hellaswag",
+        "mrpc",
+        "--perplexity",
+        f"own={made.tokens}",
+        "--chunk-tokens",
+        32,
+    ]
 
 
 def test_a_run_is_evaluated_on_tasks_and_sets(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +148,7 @@ def bytes_of(tokens: Path) -> int:
 def test_an_export_comes_to_the_same_and_is_compared_with_it(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tasks = ["--requests", made.requests, "--limit", "5"]
+    tasks = ["--requests", made.requests, "--tasks", "mrpc", "hellaswag", "--limit", "5"]
     assert evaluate("--compare", made.run, made.export, *tasks, "--output", tmp_path / "comparison.json") == 0
     found = json.loads((tmp_path / "comparison.json").read_text())
     assert [found[which] for which in "ab"] == [str(find_checkpoint(made.run)), str(made.export)]
@@ -132,6 +156,17 @@ def test_an_export_comes_to_the_same_and_is_compared_with_it(
         assert (task["difference"], task["interval"]) == (0, [0, 0])
     assert "hellaswag (len_norm): no difference shown: +0.00 points" in capsys.readouterr().out
     assert found["tasks"]["hellaswag"]["documents"] == 5
+
+
+def test_answers_that_the_model_writes_are_judged_with_the_rest(made: Made, tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    assert evaluate(made.export, "--requests", made.requests, "--limit", "1", "--output", output) == 0
+    tasks = json.loads(output.read_text())["tasks"]  # all that the file has
+    assert list(tasks) == ["hellaswag", "mrpc", "gsm8k"]
+    assert (tasks["gsm8k"]["metric"], tasks["gsm8k"]["cut"]) == ("exact_match", 1)
+    (document,) = tasks["gsm8k"]["documents"]
+    assert tasks["gsm8k"]["metrics"]["exact_match"]["value"] == document["score"]
+    assert len(document["samples"]) == 1
 
 
 def test_several_checkpoints_are_a_table_and_a_picture_over_steps(
@@ -144,7 +179,7 @@ def test_several_checkpoints_are_a_table_and_a_picture_over_steps(
     assert (first["step"], second["step"]) == (0, 40)
     assert first["tasks"] == second["tasks"]
     heading, *rows = capsys.readouterr().out.splitlines()
-    assert heading.split() == ["step", "0", "step", "40"]
+    assert heading.split() == ["step", "0", "40"]
     assert [row.split()[0] for row in rows] == ["hellaswag", "mrpc", "mean", "own"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     # results of a file are compared without the models
@@ -156,7 +191,7 @@ def test_several_checkpoints_are_a_table_and_a_picture_over_steps(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["tp=2,sp=true,fan=sequence", "dp=2", "pp=2"])
+@pytest.mark.parametrize("layout", ["tp=2,sp=true,fan=sequence", "dp=2", "pp=3"])
 def test_local_ranks_come_to_the_same(made: Made, tmp_path: Path, layout: str) -> None:
     hold_signals()
     found = []
@@ -198,6 +233,7 @@ RUN, TOKENS, REQUESTS, DAMAGED, OTHER = "RUN", "own=TOKENS", "REQUESTS", "DAMAGE
         ([RUN, "--requests", REQUESTS, "--tasks", "piqa"], 2, "has no requests of piqa, but of hellaswag, mrpc"),
         ([RUN, "--requests", DAMAGED], 3, "is damaged: its content has another SHA-256 than it states"),
         ([RUN, "--requests", OTHER], 2, "were made with another tokenizer"),
+        ([RUN, "--requests", REQUESTS, "--layout", "dp=2"], 2, "gsm8k: a model writes its answers in one process"),
         ([RUN, "--perplexity", "v4-small"], 2, "--perplexity v4-small is no group (v2-small, v3-small)"),
         ([RUN, "--perplexity", "v2-small"], 2, "--perplexity is v2-small without a folder; set --perplexity-folder"),
         ([RUN, "--perplexity", "own=none"], 2, "--perplexity own: none does not exist; name a .npy file"),
@@ -205,6 +241,8 @@ RUN, TOKENS, REQUESTS, DAMAGED, OTHER = "RUN", "own=TOKENS", "REQUESTS", "DAMAGE
         ([RUN, "--perplexity", TOKENS, "--layout", "tp=3"], 2, "size 3 does not divide model.num_attention_heads"),
         ([RUN, "--perplexity", TOKENS, "--output", "no/where"], 2, "--output no/where is not a file in a folder"),
         (["--compare", "none", "nor"], 2, "none does not exist"),
+        ([RUN, "--requests", REQUESTS, "--batches", "2"], 2, "--batches has no effect without --perplexity"),
+        ([RUN, "--prepare", "out"], 2, "--prepare writes a request file and reads no model"),
         (["--prepare", "out", "--tasks", "piqa"], 2, "--prepare needs --tasks and --tokenizer"),
     ],
 )
@@ -226,6 +264,22 @@ def test_what_cannot_be_evaluated_is_one_line(
     assert evaluate(*(places.get(argument, argument) for argument in arguments)) == code
     (line,) = [line for line in capsys.readouterr().err.splitlines() if said in line]
     assert line.startswith("megatron-fanformer: ")
+
+
+@pytest.mark.parametrize("asked", [["--perplexity", "own=TOKENS"], ["--requests", REQUESTS, "--tasks", "mrpc"]])
+def test_a_model_that_diverged_has_bad_numbers(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: list[str]
+) -> None:
+    config, tensors = model_and_tensors(CASE)
+    tensors["decoder.final_layernorm.weight"] = torch.full_like(tensors["decoder.final_layernorm.weight"], torch.nan)
+    export_huggingface(
+        config, tensors, tmp_path / "export", dtype=torch.float32, tokenizer_path=made.tokenizer, end_of_text_id=0
+    )
+    places = {TOKENS: f"own={made.tokens}", REQUESTS: made.requests}
+    output = tmp_path / "result.json"
+    assert evaluate(tmp_path / "export", *(places.get(word, word) for word in asked), "--output", output) == 4
+    assert "the model diverged: evaluate an earlier checkpoint" in capsys.readouterr().err
+    assert not output.exists()
 
 
 def test_all_that_is_wrong_is_told_at_once(made: Made, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ def test_fewer_bits_are_told_as_lower_and_not_averaged_with_shares() -> None:
     bits = 1 + RANDOM.random(400)
     found = compare(result(drop=task(bits, "bpb")), result(drop=task(bits - 0.25, "bpb")))
     assert found.mean is None
-    assert next(sentences(found)).startswith("drop (bpb): B is lower by 0.25 bpb, 95% interval -0.25 to -0.25")
+    assert next(sentences(found)).startswith("drop (bpb): B is lower by 0.25 bits a byte, 95% interval -0.25 to -0.25")
 
 
 def f1(labels: np.ndarray, choices: np.ndarray) -> float:

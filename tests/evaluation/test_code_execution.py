@@ -1,0 +1,163 @@
+"""Programs of a model: what they may do, and that their mistakes stay theirs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation import code_execution, confinement, system_calls
+from megatron_fanformer.evaluation.code_execution import Limits, Result, run_programs
+from tests.small_runs import ROOT
+
+LIMITS = Limits(memory_bytes=2**28, cpu_seconds=20, wall_seconds=60.0)
+PASSING = {
+    "nothing": "",
+    "mathematics": "import math\nassert math.isclose(math.cos(0), 1)",
+    "a class that looks for its module": "import dataclasses as d\nassert d.make_dataclass('A', ['x'])(1).x == 1",
+    "a thread": "import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()",
+    "output": "print('x' * 10**6)",
+    "an empty home": "import os\nassert os.listdir() == [] and os.path.expanduser('~') == os.getcwd()",
+    "another module": "import statistics\nassert statistics.mean([1, 3]) == 2",
+}
+REFUSED = "PermissionError: [Errno 1]"
+FAILING = {
+    "assertion": ("assert 1 == 2, 'no'", "AssertionError: no"),
+    "syntax": ("def", "SyntaxError"),
+    "leaving": ("import sys\nsys.exit(0)", "SystemExit: 0"),
+    "leaving at once": ("import os\nos._exit(0)", "exit code 0"),
+    "fork bomb": ("import os\nwhile True:\n    os.fork()", REFUSED),
+    "a command": ("import subprocess\nsubprocess.run(['true'])", REFUSED),
+    "becoming a command": ("import os\nos.execv('/bin/true', ['true'])", REFUSED),
+    "ending its parent": ("import os\nos.kill(os.getppid(), 9)", REFUSED),
+    "memory hog": ("x = [b'']\nwhile True:\n    x.append(x[-1] + b'x' * 10**6)", "MemoryError"),
+    "thread bomb": (
+        "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(99,)).start()",
+        "RuntimeError: can't start new thread",
+    ),
+    "recursion": ("def f():\n    f()\nf()", "RecursionError"),
+    "a socket": ("import socket\nsocket.create_connection(('127.0.0.1', 80), 1)", REFUSED),
+    "writing at home": ("import pathlib\n(pathlib.Path.home() / 'x').write_text('x')", REFUSED),
+    "more memory": ("import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**40,) * 2)", "ValueError: not allowed"),
+    "reading an answer": ("input()", "EOFError"),
+    "a signal": ("import signal\nsignal.raise_signal(signal.SIGSEGV)", "a signal ended it: Segmentation fault"),
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Result]:
+    programs = PASSING | {name: program for name, (program, _) in FAILING.items()}
+    return dict(zip(programs, run_programs(list(programs.values()), limits=LIMITS), strict=True))
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_what_computes_passes(results, name):
+    assert results[name] == Result(outcome="passed")
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_what_errs_or_reaches_out_fails(results, name):
+    assert results[name].outcome == "failed"
+    assert results[name].message.startswith(FAILING[name][1]) or FAILING[name][1] in results[name].message
+
+
+def test_endless_programs_are_ended_by_cpu_and_by_wall_time():
+    computing, waiting = "while True: pass", "import time\ntime.sleep(600)"
+    limits = Limits(cpu_seconds=1, wall_seconds=60.0)
+    assert run_programs([computing], limits=limits) == [
+        Result(outcome="timed out", message="it took more than 1 s of CPU time")
+    ]
+    limits = Limits(cpu_seconds=60, wall_seconds=2.0)
+    assert run_programs([waiting], limits=limits) == [Result(outcome="timed out", message="it took more than 2 s")]
+
+
+def test_no_file_can_be_changed(tmp_path):
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    attempts = [
+        f"open({str(kept)!r}, 'w')",
+        f"open({str(tmp_path / 'new')!r}, 'x')",
+        f"import os; os.open({str(kept)!r}, os.O_RDONLY | os.O_TRUNC)",
+        f"import os; os.remove({str(kept)!r})",
+        f"import os; os.rename({str(kept)!r}, {str(tmp_path / 'new')!r})",
+        f"import os; os.chmod({str(kept)!r}, 0)",
+        f"import os; os.truncate({str(kept)!r}, 0)",
+        f"import os; os.utime({str(kept)!r}, (1, 1))",
+        f"import os; os.symlink('x', {str(tmp_path / 'new')!r})",
+        f"import os; os.mkdir({str(tmp_path / 'new')!r})",
+        f"import shutil; shutil.rmtree({str(tmp_path)!r})",
+        f"import sqlite3; sqlite3.connect({str(tmp_path / 'new')!r}).execute('create table t (x)')",
+    ]
+    before = kept.stat()
+    found = run_programs([f"open({str(kept)!r}).read(); {attempt}" for attempt in attempts], limits=LIMITS)
+    assert [result.outcome for result in found] == ["failed"] * len(attempts)
+    assert kept.read_text() == "kept"
+    assert kept.stat() == before or kept.stat().st_mtime == before.st_mtime
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_a_program_ends_with_the_process_that_started_it(tmp_path):
+    started = (
+        "from megatron_fanformer.evaluation.code_execution import run_programs\n"
+        "run_programs(['import time\\ntime.sleep(600)'])\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", started], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        child = _eventually(lambda: [pid for pid in _children(owner.pid) if _has_read_its_program(pid)])[0]
+    finally:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+    _eventually(lambda: not os.path.exists(f"/proc/{child}") or "Z" in _state(child))
+
+
+def _children(pid: int) -> list[int]:
+    tasks = os.listdir(f"/proc/{pid}/task")
+    return [int(child) for task in tasks for child in open(f"/proc/{pid}/task/{task}/children").read().split()]
+
+
+def _has_read_its_program(pid: int) -> bool:
+    """Whether it sleeps with its filter on, which the first, empty program never does."""
+    return "Seccomp:\t2" in open(f"/proc/{pid}/status").read() and "S (sleeping)" in open(f"/proc/{pid}/status").read()
+
+
+def _state(pid: int) -> str:
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
+
+
+def _eventually(find, seconds: float = 60.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if found := find():
+                return found
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+        time.sleep(0.05)
+    raise AssertionError("it did not happen in time")
+
+
+def test_where_rights_cannot_be_taken_nothing_is_run(monkeypatch, tmp_path):
+    """A module in confinement's place, whose filter the kernel refuses."""
+    (tmp_path / "unfiltered.py").write_text(
+        "from megatron_fanformer.evaluation import confinement\n"
+        "def refuse():\n    raise OSError('no filters here')\n"
+        "confinement.refuse_system_calls = refuse\n"
+        "confinement.main()\n"
+    )
+    (tmp_path / "megatron_fanformer").symlink_to(ROOT / "megatron_fanformer")
+    monkeypatch.setattr(confinement, "__name__", "unfiltered")
+    monkeypatch.setattr(code_execution.megatron_fanformer, "__file__", str(tmp_path / "megatron_fanformer" / "x.py"))
+    with pytest.raises(InputError, match=r"cannot be confined on this machine \(no filters here\); use --run-code"):
+        run_programs(["open('ran', 'w')"])
+
+
+def test_another_machine_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(system_calls.platform, "machine", lambda: "riscv64")
+    with pytest.raises(OSError, match="riscv64"):
+        system_calls.refuse_system_calls()
