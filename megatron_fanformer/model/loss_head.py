@@ -57,9 +57,10 @@ class LossHead(ColumnParallelLinear):
         Args:
             input_: hidden states [s, b, h]; under sequence parallelism this rank's part of s.
             weight: [v, h], if it is the embedding's.
-            loss_mask_sb: what losses will be multiplied by before they are summed; None: ones. The gradient is that
-                of this sum. Backward raises a RuntimeError where the losses were weighted in another proportion, and,
-                where the weight has a `main_grad` and so has its gradient already, in another scale.
+            loss_mask_sb: what losses will be multiplied by before they are summed; None: ones. Without gradients, those
+                that it multiplies by 0 are 0, and not computed. The gradient is that of the sum. Backward raises a
+                RuntimeError where the losses were weighted in another proportion, and, where the weight has a
+                `main_grad` and so has its gradient already, in another scale.
             columns: how many of this rank's v have a probability, its first ones; None: all.
         """
         if labels_sb is None:
@@ -96,11 +97,16 @@ class _LossHeadFunction(torch.autograd.Function):
         """[s, b, h], [v, h] -> the losses [s, b] of the labels, in float32; takes their gradient along."""
         gradients = _Gradients(x_sbh, weight_vh, head) if is_differentiated else None
         x_nh = _whole_sequence(x_sbh, head).flatten(0, 1)
-        losses_n = torch.empty(labels_sb.numel(), dtype=torch.float32, device=x_nh.device)
-        tensors_n = (x_nh, labels_sb.reshape(-1), mask_sb.reshape(-1), losses_n)
+        labels_n, mask_n = labels_sb.reshape(-1), mask_sb.reshape(-1)
+        kept_n = None if is_differentiated else mask_n.nonzero().squeeze(1)  # a question is scored by its answer alone
+        if kept_n is not None:
+            x_nh, labels_n, mask_n = x_nh[kept_n], labels_n[kept_n], mask_n[kept_n]
+        losses_n = torch.empty(len(x_nh), dtype=torch.float32, device=x_nh.device)
+        tensors_n = (x_nh, labels_n, mask_n, losses_n)
         first_row = head.tp_group.rank() * head.output_size_per_partition
         buffer_cv = x_nh.new_empty((min(head.chunk_tokens, len(x_nh)), len(weight_vh)))
-        for x_ch, labels_c, mask_c, losses_c in zip(*(t.split(head.chunk_tokens) for t in tensors_n), strict=True):
+        chunks = zip(*(t.split(head.chunk_tokens) for t in tensors_n), strict=True) if len(x_nh) else ()
+        for x_ch, labels_c, mask_c, losses_c in chunks:
             logits_cv = torch.mm(x_ch, weight_vh.t(), out=buffer_cv[: len(x_ch)])
             rule_out_padding(logits_cv, columns)
             share_c = to_gradient(logits_cv, labels_c - first_row, losses_c, head.tp_group, is_differentiated)
@@ -109,6 +115,9 @@ class _LossHeadFunction(torch.autograd.Function):
         if gradients is not None:
             ctx.gradients = gradients
             ctx.save_for_backward(mask_sb)
+        if kept_n is not None:
+            of_kept, losses_n = losses_n, losses_n.new_zeros(labels_sb.numel())
+            losses_n[kept_n] = of_kept
         return losses_n.view_as(labels_sb)
 
     @staticmethod
