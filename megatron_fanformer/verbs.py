@@ -465,39 +465,3 @@ VERBS: dict[str, tuple[_Describe, _Run, str]] = {
     ),
     "convert": (_convert_options, _convert, "Convert between our checkpoints, Hugging Face and the reference."),
 }
-
-EXAMPLES: dict[str, tuple[str, str]] = {
-    "demo": ("demo", "demo --output runs/demo"),
-    "prepare": (
-        "prepare documents/*.jsonl.gz --output tokens/web\n--tokenizer tokenizer.json",
-        "prepare @files.txt --output tokens/books\n--tokenizer tokenizer.model --part-size 10G",
-    ),
-    "train": (
-        "train --config examples/tiny-cpu.yaml\n--training.train_iters 100",
-        "train --config run.yaml\n--parallel.tensor_model_parallel_size 2",
-    ),
-    "check-node": ("check-node --folder runs", "check-node --gpus 8 --output healthy-nodes.txt"),
-    "config": ("config", "config --resolved --config examples/tiny-cpu.yaml"),
-    "parity": (
-        "parity --config examples/tiny-cpu.yaml\n--layouts tp=2 pp=2",
-        "parity --config run.yaml --layouts tp=2,sp=true\n--communication",
-    ),
-    "plan": (
-        "plan --config examples/fanformer-7b.yaml\n--gpus 256 --gpu h100 --search",
-        "plan --config run.yaml --gpus 64 --gpu a100\n--layouts tp=4 tp=2,pp=2",
-    ),
-    "generate": (
-        'generate runs/demo/run --prompt "def main("',
-        "generate exported-folder --prompt Once\n--temperature 0.8 --top-p 0.95 --seed 1",
-    ),
-    "evaluate": (
-        "evaluate runs/demo/run --perplexity held-out=tokens/web",
-        "evaluate --prepare paper.requests --tasks paper\n--tokenizer tokenizer.json",
-    ),
-    "inspect": ("inspect runs/demo/tokens/train --verify", "inspect runs/demo/run --step 200"),
-    "convert": (
-        "convert runs/demo/run exported-folder --to hf",
-        "convert FANformer-1B runs/released --to megatron\n--tokenizer tokenizer.json",
-    ),
-}
-"""Two of each verb, at the end of its --help; an end of line becomes one in the shell."""

@@ -28,7 +28,7 @@ from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.step import StepShape
 
-BITS_PER_BYTE = "bpb"
+BITS_PER_BYTE, PMI = "bpb", "pmi"  # by their names in `evaluation.metrics`
 
 logger = logging.getLogger(__name__)
 
@@ -120,16 +120,20 @@ class Evaluation:
 
     def _task_metrics(self, step: int, stages: list[Any]) -> dict[str, float]:
         tasks = self._survey.tasks
-        asked = [requests for task in tasks.values() for requests in (task, task.unconditional) if requests is not None]
-        scored = iter(
-            log_probabilities_of_all(
-                stages, asked, self._grid, batch_tokens=self._batch_tokens, shall_stop=self._shall_stop
-            )
+        neutral = {
+            name: task.unconditional for name, task in tasks.items() if task.metric == PMI and task.unconditional
+        }
+        scored = log_probabilities_of_all(
+            stages,
+            [*tasks.values(), *neutral.values()],
+            self._grid,
+            batch_tokens=self._batch_tokens,
+            shall_stop=self._shall_stop,
         )
+        unconditional = dict(zip(neutral, scored[len(tasks) :], strict=True))
         metrics: dict[str, float] = {}
-        for name, task in tasks.items():
-            own, unconditional = next(scored), None if task.unconditional is None else next(scored)
-            found = task_metrics(task, own, unconditional)
+        for (name, task), own in zip(tasks.items(), scored[: len(tasks)], strict=True):
+            found = task_metrics(task, own, unconditional.get(name))
             metrics |= downstream_metrics(task, found)
             best = found[task.metric]
             logger.info(
