@@ -32,7 +32,6 @@ _PAPER = "the paper's model has none"
 _DENSE = "layers are dense"
 _FLOAT32_SUMS = "gradients are always summed in float32: sums in bf16 lose what many small terms add"
 _IN_STEPS = "in steps"
-_WANDB = "a run writes metrics.jsonl and TensorBoard's files, which `wandb sync` takes in"
 _WEIGHTS_ALONE = "takes weights alone, at step 0; a run resumes from its own run_dir by itself"
 
 MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
@@ -320,7 +319,10 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
         ForeignName("--log-interval", "logging.log_interval", "of printed lines; metrics.jsonl has every step"),
         ForeignName("--tensorboard-dir", "logging.tensorboard", "true or false; the files are in the run's folder"),
         ForeignName("--tensorboard-log-interval", None, "TensorBoard has every step"),
-        ForeignName("--wandb-project --wandb-exp-name --wandb-entity", None, _WANDB),
+        ForeignName("--wandb-project", "logging.wandb_project"),
+        ForeignName("--wandb-exp-name", "logging.wandb_exp_name"),
+        ForeignName("--wandb-entity", "logging.wandb_entity"),
+        ForeignName("--log-params-norm", "logging.norm_interval", "every so many steps"),
         ForeignName("--log-throughput", None, "metrics.jsonl always has tokens_per_second"),
         ForeignName(
             "--log-timers-to-tensorboard --timing-log-level",
@@ -369,7 +371,7 @@ HUGGING_FACE = (
     ForeignName("output_dir run_name", "training.run_dir"),
     ForeignName("data_seed", "training.seed"),
     ForeignName("logging_steps", "logging.log_interval"),
-    ForeignName("report_to", "logging.tensorboard", "true or false; metrics.jsonl is always written"),
+    ForeignName("report_to", "logging.tensorboard", "or logging.wandb_project; metrics.jsonl is always written"),
     ForeignName("save_steps save_strategy", "checkpoint.save_interval", _IN_STEPS),
     ForeignName("save_total_limit", "checkpoint.keep"),
     ForeignName("resume_from_checkpoint", "training.run_dir", "the same command resumes from its newest checkpoint"),
@@ -427,7 +429,8 @@ OLMO = (
     ForeignName("remote_save_folder", "checkpoint.mirror"),
     ForeignName("save_overwrite", None, "a run never replaces another's folder: name another training.run_dir"),
     ForeignName("console_log_interval", "logging.log_interval"),
-    ForeignName("wandb", None, _WANDB),
+    ForeignName("wandb", "logging.wandb_project"),
+    ForeignName("evaluators", "evaluation.tasks", "and data.valid_data, evaluation.perplexity"),
     ForeignName("paths", "data.train_data"),
 )
 """The names of OLMo and OLMo-core that Hugging Face does not have."""
