@@ -52,7 +52,7 @@ format: $(INSTALLED) ## rewrite the sources to the format, and fix what lint can
 	$(BIN)/ruff format .
 
 clean: ## remove .venv, builds and caches; runs/ stays
-	rm -rf $(VENV) .venv-3.12 build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-3.1[0-9] build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp carries the interpreter's series, so that another PYTHON rebuilds the environment; a changed
