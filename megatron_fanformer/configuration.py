@@ -126,7 +126,15 @@ def _fits(value: Any, hint: Any) -> bool:
         converted = msgspec.convert(value, hint)  # to the field's type: an integer to a float, say
     except msgspec.ValidationError:
         return False
+    if _holds_set(value):
+        return False  # its order, which may be that of the data, would be another one in each process
     return not isinstance(converted, float) or math.isfinite(converted)
+
+
+def _holds_set(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_set, value.values()))
+    return isinstance(value, set) or (isinstance(value, list) and any(map(_holds_set, value)))
 
 
 def _is_beyond(value: Any) -> bool:

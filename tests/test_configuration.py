@@ -67,6 +67,7 @@ def test_values_become_the_dataclass() -> None:
         ({"count": 1, "kind": ["a"]}, 'kind is ["a"]; it must be one of a, b, or null'),
         ({"count": 1, "names": {"a": 1}}, 'names is {"a": 1}; it must be a list of text, such as [a, b]'),
         ({"count": 1, "names": [1]}, "names is [1]; it must be a list of text, such as [a, b]"),
+        ({"count": 1, "names": {"a"}}, "names is \"{'a'}\"; it must be a list of text, such as [a, b]"),  # YAML's !!set
         ({"count": 1, "inner": {"rate": float("inf")}}, "inner.rate is Infinity; it must be a finite number"),
         ({"count": 1, "inner": {"rate": True}}, "inner.rate is true; it must be a finite number"),
         ({"count": 1, "inner": None}, "inner is null; it must be a section with keys such as rate"),

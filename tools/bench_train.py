@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from benchmarking.machine import measured_machine, predicted_seconds
 from benchmarking.matrix_rate import MatrixClock
-from benchmarking.peers import Peer, runnable_peers, serve_peer
+from benchmarking.peers import Peer, runnable_peers, start_peer
 from benchmarking.ranks import CaseProcesses, Timing, ranks_of, write_tokens
 
 from megatron_fanformer.errors import FanformerError, InputError
@@ -232,7 +232,7 @@ def _run(
 def _started(case: Case, values: dict[str, Any], options: argparse.Namespace) -> CaseProcesses:
     if case.peer is None:
         return ranks_of(values, parse_layout(case.layout).world_size)
-    return CaseProcesses(serve_peer, [(case.peer, case.model, case.dtype == "bf16", _samples_a_step(case, options))])
+    return start_peer(case.peer, case.model, case.dtype == "bf16", _samples_a_step(case, options))
 
 
 def _values(

@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -49,6 +50,7 @@ VALIDATION_LOSS = "validation_loss"  # in the metrics, the first part of a valid
 TOKENIZERS = (TOKENIZER_MODEL, TOKENIZER_JSON)
 MEGATRON_METADATA = "metadata.json"  # written last by megatron-core
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,20})")
+REMOVE_ATTEMPTS, REMOVE_SECONDS = 20, 0.05  # of a folder that another thread removes at the same time
 POINTER_BYTES = 100  # of `latest`, more than any name has
 _POINT = "write the name of a complete checkpoint into it"
 
@@ -123,17 +125,23 @@ def publish_checkpoint(
 
 def remove(folder: Path) -> None:
     """Remove a folder, or a link to one; tell in the log if that fails."""
-    while os.path.lexists(folder):
+    last: OSError | None = None
+    for attempt in range(REMOVE_ATTEMPTS):
+        if not os.path.lexists(folder):
+            return
+        time.sleep(REMOVE_SECONDS if attempt else 0)
         try:
             if folder.is_symlink():
                 folder.unlink()
             else:
                 shutil.rmtree(folder)
-        except FileNotFoundError:
-            continue  # the next save removes what an earlier one left, or is still removing
+        except FileNotFoundError as error:
+            last = error  # the next save removes what an earlier one left, or is still removing
         except OSError as error:
-            logger.warning("%s could not be removed (%s); remove it by hand", folder, error.strerror)
-            return
+            last = error
+            break
+    if last is not None and os.path.lexists(folder):
+        logger.warning("%s could not be removed (%s); remove it by hand", folder, last.strerror)
 
 
 def point_to(checkpoint: Path, damaged: Sequence[Path]) -> None:

@@ -261,18 +261,20 @@ def use_huge_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
-# glibc's mallopt: trim the heap never, grow it by 256 MiB, and take nothing from outside it.
-KEEPING = {"M_TRIM_THRESHOLD": (-1, -1), "M_TOP_PAD": (-2, 2**28), "M_MMAP_MAX": (-4, 0)}
+# glibc's mallopt: never trim the heap, grow it by 256 MiB, and take nothing from outside it. By the variables that set
+# the same: number of the parameter, value.
+KEEPING = {"MALLOC_TRIM_THRESHOLD_": (-1, -1), "MALLOC_TOP_PAD_": (-2, 2**28), "MALLOC_MMAP_MAX_": (-4, 0)}
 
 
 def keep_freed_memory() -> None:
     """Have the C library keep what a step frees for the next one, where else it returns large pieces to the kernel.
 
     A page that comes from the kernel is zeroed first: thousands of huge ones a step. The process stays as large as it
-    has been at its peak. Only glibc can be told so; settings of its own in the environment take precedence.
+    has been at its peak. Only glibc can be told so; what the environment says of the same takes precedence.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or any(name.startswith("MALLOC_") for name in os.environ):
+    is_told = any(name in os.environ for name in KEEPING) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    if mallopt is None or is_told:
         return
     for parameter, value in KEEPING.values():
         mallopt(parameter, value)

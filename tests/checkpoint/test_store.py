@@ -126,6 +126,21 @@ def test_what_cannot_be_removed_is_told_and_left(tmp_path: Path, caplog: pytest.
     assert "a file could not be removed" in caplog.text
 
 
+def test_what_is_listed_and_never_there_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a network's file system may show it for a while."""
+
+    def never_there(folder: Path) -> None:
+        raise FileNotFoundError(2, "No such file or directory", str(folder / "part"))
+
+    monkeypatch.setattr(shutil, "rmtree", never_there)
+    monkeypatch.setattr(store, "REMOVE_SECONDS", 0)
+    (tmp_path / "old").mkdir()
+    store.remove(tmp_path / "old")
+    assert "old could not be removed" in caplog.text
+
+
 def test_what_another_removes_at_the_same_time_is_not_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,3 +117,9 @@ def test_the_pages_configuration_is_its_command_line() -> None:
             section, name = field.split(".")
             ours = getattr(getattr(config, section), name)
             assert ours == (words if isinstance(ours, list) else yaml_value(words[0])), argument
+    assert not config.model.has_fan
+    for row in (row for rows in MEGATRON_LM.values() for row in rows):
+        is_of_model = (row.field or "").startswith(("model.", "optimizer.")) and not {*row.names.split()} & {*given}
+        if is_of_model and (default := re.search(r"by default, not ([\d.e-]+)$", row.note)):
+            section, name = row.field.split(".")
+            assert getattr(getattr(config, section), name) == yaml_value(default[1]), row.names

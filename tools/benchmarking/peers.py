@@ -3,15 +3,17 @@
 Master weights in float32, forward and backward under autocast in bf16 runs, a fused AdamW, the gradient clipped.
 """
 
+import os
 import resource
 import shutil
 import time
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from benchmarking.ranks import Timing
+from benchmarking.ranks import CaseProcesses, Timing
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime import device as devices
 
@@ -32,6 +34,7 @@ PEERS = (
     Peer(name="plain, memory kept", keeps_memory=True),
     Peer(name="plain, memory kept, compiled", keeps_memory=True, compiles=True),
 )
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # what `use_huge_pages` sets
 COMPILERS = ("g++", "clang++", "c++")
 
 
@@ -43,12 +46,20 @@ def runnable_peers() -> tuple[Peer, ...]:
     return tuple(peer for peer in PEERS if not peer.compiles)
 
 
-def serve_peer(connection: Any, peer: Peer, model: FANformerConfig, is_bf16: bool, samples: int) -> None:
+def start_peer(peer: Peer, model: FANformerConfig, is_bf16: bool, samples: int) -> CaseProcesses:
+    """A peer's process, in an environment as a user has it."""
+    with patch.dict(os.environ):
+        os.environ.pop(HUGE_PAGES, None)
+        if peer.keeps_memory:
+            devices.use_huge_pages()
+        return CaseProcesses(_serve_peer, [(peer, model, is_bf16, samples)])
+
+
+def _serve_peer(connection: Any, peer: Peer, model: FANformerConfig, is_bf16: bool, samples: int) -> None:
     """A peer's process: takes steps when it is told to, until the connection is closed."""
     devices.quieten_libraries()
     torch.set_num_threads(devices.threads_per_rank(1))
     if peer.keeps_memory:
-        devices.use_huge_pages()
         devices.keep_freed_memory()
     trained = _PlainTraining(peer, model, is_bf16, samples)
     connection.send("ready")
