@@ -278,15 +278,13 @@ def _request_file(path: Path, sha256: str, content: _Content, arrays: dict[str, 
 
 
 def _task(name: str, metric: str, arrays: Mapping[str, np.ndarray]) -> TaskRequests:
-    task = TaskRequests(
-        name=name,
-        metric=metric,
-        lengths={length: arrays[f"{name}/{length}"] for length in LENGTHS},
-        **{field: arrays[f"{name}/{field}"] for field in ARRAYS},
-    )
+    own: dict[str, Any] = {field: arrays[f"{name}/{field}"] for field in ARRAYS}
+    lengths = {length: arrays[f"{name}/{length}"] for length in LENGTHS}
+    task = TaskRequests(name=name, metric=metric, lengths=lengths, **own)
     _refuse_disorder(task)
     if f"{name}/unconditional/ids" in arrays:
-        unconditional = replace(task, **{field: arrays[f"{name}/unconditional/{field}"] for field in OF_UNCONDITIONAL})
+        others: dict[str, Any] = {field: arrays[f"{name}/unconditional/{field}"] for field in OF_UNCONDITIONAL}
+        unconditional = replace(task, **others)
         _refuse_disorder(unconditional)
         task = replace(task, unconditional=unconditional)
     _refuse_metric(task)
