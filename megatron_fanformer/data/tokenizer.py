@@ -15,6 +15,7 @@ END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 # sentencepiece's own mark for a space. A literal one in the text would come back as a space.
 SPACE_MARK = "\u2581"
+NO_ID = -1  # in place of one that a tokenizer does not have, as sentencepiece has it
 
 # The most text that is given to the sentencepiece trainer: it holds all of it in memory, several times over.
 TRAINING_TEXT_BYTES = 100_000_000
@@ -43,7 +44,7 @@ class Tokenizer(Protocol):
 
     @property
     def eod_id(self) -> int:
-        """The id that ends a document."""
+        """The id that ends a document; NO_ID where it has none and was loaded so."""
 
     @property
     def special_pieces(self) -> list[str]:
@@ -59,19 +60,21 @@ class Tokenizer(Protocol):
         """The text of `ids`."""
 
 
-def load_tokenizer(path: str | Path, *, eod_id: int | None = None) -> Tokenizer:
+def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bool = True) -> Tokenizer:
     """Read a sentencepiece `.model`, a Hugging Face `tokenizer.json` (by any name), or a folder.
 
     In a folder, `tokenizer.json` is taken, else `tokenizer.model`, else its only `.model` file. `eod_id` sets
-    the id that ends a document; by default it is that of `<|endoftext|>`, or of `</s>` and similar names.
+    the id that ends a document; by default it is that of `<|endoftext|>`, or of `</s>` and similar names. A
+    tokenizer without such a piece has NO_ID there, if that is allowed by `needs_eod`.
 
     Raises:
-        InputError: no such file, another format, no end-of-text piece, or an `eod_id` outside the vocabulary.
+        InputError: no such file, another format, no end-of-text piece that is needed, or an `eod_id` outside the
+            vocabulary.
     """
     file = tokenizer_file(Path(path))
     try:
         kind = HuggingFaceTokenizer if file.suffix == ".json" else SentencePieceTokenizer
-        tokenizer: Tokenizer = kind(file, eod_id=eod_id)
+        tokenizer: Tokenizer = kind(file, eod_id=eod_id, needs_eod=needs_eod)
         if tokenizer.vocab_size > MOST_IDS:
             raise InputError(
                 f"tokenizer {file} has an id of {tokenizer.vocab_size - 1}; token files hold ids to 2^31 - 1"
@@ -111,7 +114,7 @@ def tokenizer_file(path: Path) -> Path:
 class SentencePieceTokenizer:
     """A sentencepiece model. With byte fallback and no normalisation (as trained here) it is exact."""
 
-    def __init__(self, path: Path, *, eod_id: int | None = None) -> None:
+    def __init__(self, path: Path, *, eod_id: int | None = None, needs_eod: bool = True) -> None:
         import sentencepiece
 
         self.path = path
@@ -119,7 +122,8 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.vocab_size()
         self._mark_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         self._has_byte_fallback = all(map(self._processor.is_byte, self._mark_ids))
-        self.eod_id = _end_of_text_id(path, eod_id, self.vocab_size, self._find_end_of_text())
+        found = self._find_end_of_text()
+        self.eod_id = _end_of_text_id(path, eod_id, self.vocab_size, found, is_needed=needs_eod)
 
     @property
     def special_pieces(self) -> list[str]:
@@ -159,7 +163,7 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json`. Special pieces that a text contains literally are recognised, as the library does."""
 
-    def __init__(self, path: Path, *, eod_id: int | None = None) -> None:
+    def __init__(self, path: Path, *, eod_id: int | None = None, needs_eod: bool = True) -> None:
         import tokenizers
 
         self.path = path
@@ -171,7 +175,7 @@ class HuggingFaceTokenizer:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         found = next((vocabulary[name] for name in END_OF_TEXT_NAMES if name in vocabulary), None)
-        self.eod_id = _end_of_text_id(path, eod_id, self.vocab_size, found)
+        self.eod_id = _end_of_text_id(path, eod_id, self.vocab_size, found, is_needed=needs_eod)
 
     @property
     def special_pieces(self) -> list[str]:
@@ -228,15 +232,15 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def _end_of_text_id(path: Path, stated: int | None, vocab_size: int, found: int | None) -> int:
+def _end_of_text_id(path: Path, stated: int | None, vocab_size: int, found: int | None, *, is_needed: bool) -> int:
     if stated is not None:
         if not 0 <= stated < vocab_size:
             raise InputError(f"eod_id {stated} is outside the vocabulary of {path}; it must be in [0, {vocab_size})")
         return stated
-    if found is None:
+    if found is None and is_needed:
         names = ", ".join(END_OF_TEXT_NAMES)
         raise InputError(f"tokenizer {path} has no end-of-text piece ({names}); set eod_id to its id")
-    return found
+    return NO_ID if found is None else found
 
 
 def train_sentencepiece(

@@ -278,8 +278,9 @@ def _evaluation(options: argparse.Namespace, problems: list[str]) -> EvaluationC
         limit=options.limit,
         perplexity=perplexity,
     )
-    # generation tasks, which a run's configuration may not have, are for the command to see to
-    found = [*replace(evaluation, tasks=[]).problems(), *set_problems(perplexity)]
+    # generation tasks, which a run's configuration may not have, are for the command to see to; so is ULogic's limit
+    checked = replace(evaluation, tasks=[], limit=None if options.ulogic else options.limit)
+    found = [*checked.problems(), *set_problems(perplexity)]
     if tasks and options.requests is None:
         found.append("--tasks needs --requests FILE; write one with --prepare")
     if options.requests is not None and not options.requests.is_file():

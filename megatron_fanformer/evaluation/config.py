@@ -39,11 +39,20 @@ class EvaluationConfig:
             for name in ("limit", "interval", "batch_tokens")
             if (value := getattr(self, name)) is not None and value < 1
         ]
-        if self.tasks and self.requests is None:
-            found.append(
-                "evaluation.tasks is set without evaluation.requests; name a request file, which `evaluate --prepare` "
-                "writes"
-            )
+        if self.requests is None:
+            found += [
+                f"evaluation.{name} is set without evaluation.requests; name a request file, which `evaluate "
+                "--prepare` writes"
+                for name in ("tasks", "limit")
+                if getattr(self, name)
+            ]
+        if self.is_empty:
+            found += [
+                f"evaluation.{name} is set without tasks or perplexity sets; name evaluation.requests or "
+                "evaluation.perplexity.sets, or leave it out"
+                for name in ("interval", "batch_tokens")
+                if getattr(self, name)
+            ]
         return [*found, *self._task_problems(), *self.perplexity.problems()]
 
     def _task_problems(self) -> list[str]:

@@ -23,9 +23,9 @@ from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from megatron_fanformer.evaluation import ulogic
 from megatron_fanformer.evaluation.code_execution import check_confinement, run_programs
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings, Tell, Written, mean_of, write_texts
+from megatron_fanformer.evaluation.tasks import ULOGIC
 from megatron_fanformer.generation.models import TrainedModel
 
-ULOGIC = "ulogic"
 CODE = ("humaneval", "mbpp")
 """The tasks whose answers are programs."""
 PASS_AT = (1, 10, 100)

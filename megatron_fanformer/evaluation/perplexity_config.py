@@ -1,7 +1,6 @@
 """The section `evaluation.perplexity` of a run's configuration: which sets, and how their tokens are scored."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from megatron_fanformer.data.npy_files import NpyType
@@ -49,10 +48,6 @@ class PerplexityConfig:
         found += [f"{section}.sets.{name} is empty; name token files" for name, paths in self.sets.items() if not paths]
         if self.groups and self.folder is None:
             found.append(f"{section}.groups is {', '.join(self.groups)} without a folder; set {section}.folder")
-        if self.folder is not None and not Path(self.folder).is_dir():
-            found.append(
-                f"{section}.folder: {self.folder} is not a folder; name the one that holds the sets of a group"
-            )
         if self.chunk_tokens is not None and self.chunk_tokens < 2:
             found.append(f"{section}.chunk_tokens is {self.chunk_tokens}; it must be at least 2, or null")
         if self.batches is not None and self.batches < 1:

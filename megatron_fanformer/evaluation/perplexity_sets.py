@@ -16,7 +16,7 @@ from megatron_fanformer.data.id_bounds import refuse_ids_outside
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest, token_files_record
 from megatron_fanformer.data.npy_files import SUFFIX, NpyFile, npy_prefix, open_npy_files
 from megatron_fanformer.data.token_files import TokenIndex, bin_path, idx_path, read_index
-from megatron_fanformer.data.tokenizer import Tokenizer
+from megatron_fanformer.data.tokenizer import NO_ID, Tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.perplexity_config import Group, PerplexityConfig
 
@@ -157,7 +157,11 @@ def set_problems(config: PerplexityConfig) -> list[str]:
     found = []
     for name, paths in config.sets.items():
         found += [f"{SECTION}.sets.{name}: {problem}" for path in paths if (problem := _missing(path))]
-    for group in config.groups if config.folder is not None else ():
+    if config.folder is None:
+        return found
+    if not Path(config.folder).is_dir():
+        return [*found, f"{SECTION}.folder: {config.folder} is not a folder; name the one that holds a group's sets"]
+    for group in config.groups:
         if missing := [name for name in SETS[group] if not _group_files(config, group, name)]:
             found.append(
                 f"{SECTION}.folder: {config.folder} lacks {len(missing)} of the {len(SETS[group])} sets of {group} "
@@ -224,7 +228,8 @@ def find_sets(
         seq_length: of the model: the longest piece that it may be given.
         vocab_size: of the model.
         batch_tokens: what `batches` counts in.
-        tokenizer: tells, where a set has no manifest, how many bytes its tokens are, and what ends a document.
+        tokenizer: tells, where a set has no manifest, how many bytes its tokens are, and what ends a document, if it
+            has an id for that.
 
     Raises:
         InputError: sets are missing (all that are, one line each), empty, or of another vocabulary; pieces are longer
@@ -265,7 +270,7 @@ def _opened(path: str, config: PerplexityConfig, tokenizer: Tokenizer | None) ->
     (file,) = open_npy_files([path], config.npy_dtype)
     eod_id, manifest = config.eod_id, read_any_manifest(npy_prefix(path))
     if eod_id is None and (source := manifest.tokenizer if manifest else tokenizer) is not None:
-        eod_id = source.eod_id
+        eod_id = None if source.eod_id == NO_ID else source.eod_id
     return TokenFile(file=file, index=None, eod_id=eod_id)
 
 

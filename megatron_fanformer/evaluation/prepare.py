@@ -173,7 +173,8 @@ class Builder:
         """The requests of a task, or of its first `limit` documents.
 
         Raises:
-            InputError: the installed library does not have it, or a continuation is longer than the context.
+            InputError: the installed library does not have it, or lacks what its metric needs; a continuation is longer
+                than the context.
         """
         if task.name not in self._labels:
             raise InputError(f"{library.PACKAGE} {library.version()} has no task {task.name}; install version 0.9.0")
@@ -218,8 +219,14 @@ class Builder:
             labels=np.array([row.label for row in rows], np.int32),
             **self._joined([ids[row.context] for row in rows], continuations),
             continuation_tokens=np.array([len(continuation) for continuation in continuations], np.int32),
+            cut_tokens=np.zeros(len(rows), np.int32),
             lengths=_lengths([row.continuation for row in rows]),
         )
+        if task.metric == "pmi" and len(neutral) < len(rows):
+            raise InputError(
+                f"{library.PACKAGE} {library.version()} has neutral contexts of {len(neutral)} of the {len(rows)} "
+                f"requests of {task.name}, whose metric, pmi, needs them all; install version 0.9.0"
+            )
         if len(neutral) == len(rows):
             twins = replace(requests, **self._joined([ids[text] for text in neutral], continuations))
             requests = replace(requests, unconditional=twins)

@@ -10,16 +10,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import safetensors
 import safetensors.numpy
 
 from megatron_fanformer.durable_files import regular_file, sha256_of, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.evaluation.tasks import OF_CHOICES, OF_ONE_ANSWER
 
-FORMAT, VERSION = "megatron-fanformer requests", 1
+FORMAT, VERSION = "megatron-fanformer requests", 2
 LENGTHS = ("characters", "characters_no_space", "bytes", "bytes_no_space")
 """Of a continuation's text: `no_space` is without its first character, a space in nearly all tasks."""
 ARRAYS = {
@@ -29,7 +31,11 @@ ARRAYS = {
     "ids": np.int32,
     "offsets": np.int64,
     "continuation_tokens": np.int32,
+    "cut_tokens": np.int32,
 }
+OF_UNCONDITIONAL = ("ids", "offsets", "cut_tokens")
+"""The arrays in which a task's unconditional requests differ from its own."""
+METRICS = {*OF_CHOICES, "f1", "pmi"}
 AGAIN = "write it again with `evaluate --prepare`"
 
 
@@ -47,7 +53,7 @@ class TaskRequests:
     documents: np.ndarray
     """[n] int32: the document's number in the task."""
     choices: np.ndarray
-    """[n] int32: which of its choices is asked about."""
+    """[n] int32: which of its choices is asked about; they count from 0 in each document."""
     labels: np.ndarray
     """[n] int32: its right choice."""
     ids: np.ndarray
@@ -56,12 +62,17 @@ class TaskRequests:
     """[n + 1] int64: request i is ids[offsets[i]:offsets[i + 1]]."""
     continuation_tokens: np.ndarray
     """[n] int32: the last so many of a request's ids are its continuation."""
+    cut_tokens: np.ndarray
+    """[n] int32: what a request lost of the beginning of its context to the context length."""
     lengths: dict[str, np.ndarray]
     """[n] int32 each, of the continuation's text, by the names in LENGTHS."""
     unconditional: "TaskRequests | None" = None
     """The same continuations behind the task's neutral context, for `pmi`."""
-    cut: int = 0
-    """Requests that lost the beginning of their context to the context length."""
+
+    @property
+    def cut(self) -> int:
+        """Requests that lost the beginning of their context."""
+        return int(np.count_nonzero(self.cut_tokens))
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -105,7 +116,7 @@ class RequestFile:
 
 
 def first_documents(requests: TaskRequests, limit: int | None) -> TaskRequests:
-    """The requests of a task's first `limit` documents; None: all. `cut` stays that of all."""
+    """The requests of a task's first `limit` documents; None: all."""
     numbers = np.unique(requests.documents)
     if limit is None or limit >= len(numbers):
         return requests
@@ -118,6 +129,7 @@ def first_documents(requests: TaskRequests, limit: int | None) -> TaskRequests:
         ids=requests.ids[: requests.offsets[count]],
         offsets=requests.offsets[: count + 1],
         continuation_tokens=requests.continuation_tokens[:count],
+        cut_tokens=requests.cut_tokens[:count],
         lengths={name: values[:count] for name, values in requests.lengths.items()},
         unconditional=requests.unconditional and first_documents(requests.unconditional, limit),
     )
@@ -126,7 +138,7 @@ def first_documents(requests: TaskRequests, limit: int | None) -> TaskRequests:
 def cut_to_context(requests: TaskRequests, context_length: int) -> TaskRequests:
     """The requests, each of at most `context_length` ids and one more: a model is given all but the last id.
 
-    Contexts lose their beginning, as in ai2-olmo-eval; `cut` counts the requests that lost something.
+    Contexts lose their beginning, as in ai2-olmo-eval; `cut_tokens` counts all that they have lost so far.
 
     Raises:
         InputError: a continuation alone is longer than the context length.
@@ -140,15 +152,15 @@ def cut_to_context(requests: TaskRequests, context_length: int) -> TaskRequests:
     lengths = np.diff(requests.offsets)
     kept = np.minimum(lengths, context_length + 1)
     unconditional = requests.unconditional and cut_to_context(requests.unconditional, context_length)
-    if not (cut := int(np.count_nonzero(kept < lengths))):
+    if (kept == lengths).all():
         return replace(requests, unconditional=unconditional)
     from_end = np.repeat(requests.offsets[1:], lengths) - np.arange(len(requests.ids))
     return replace(
         requests,
         ids=requests.ids[from_end <= np.repeat(kept, lengths)],
         offsets=np.concatenate([[0], np.cumsum(kept)]),
+        cut_tokens=requests.cut_tokens + (lengths - kept).astype(np.int32),
         unconditional=unconditional,
-        cut=cut,
     )
 
 
@@ -166,26 +178,37 @@ def write_requests(
     Raises:
         OSError: it cannot be written.
     """
-    content = {
-        "version": VERSION,
-        "tokenizer_sha256": tokenizer_sha256,
-        "context_length": context_length,
-        "versions": dict(versions),
-        "tasks": {name: {"metric": task.metric, "cut": _cuts(task)} for name, task in tasks.items()},
-        "texts": list(texts),
-    }
+    content = _Content(
+        version=VERSION,
+        tokenizer_sha256=tokenizer_sha256,
+        context_length=context_length,
+        versions=dict(versions),
+        tasks={name: task.metric for name, task in tasks.items()},
+        texts=list(texts),
+    )
     arrays = {name: array for task in tasks.values() for name, array in _arrays(task).items()}
     for name, documents in texts.items():
         arrays[f"{name}/texts"] = np.frombuffer(json.dumps(documents, ensure_ascii=False).encode(), np.uint8)
-    told = json.dumps(content, ensure_ascii=False)
+    told = msgspec.json.encode(content).decode()
     digest = _digest(told, arrays)
     # Under one name: safetensors writes several in any order.
     write_atomically(path, safetensors.numpy.save(arrays, {FORMAT: f"{digest} {told}"}))
     return digest
 
 
-def _cuts(task: TaskRequests) -> list[int]:
-    return [task.cut] + ([task.unconditional.cut] if task.unconditional else [])
+class _Version(msgspec.Struct):
+    version: int
+
+
+class _Content(_Version, kw_only=True):
+    """What the metadata hold; the arrays of each task are named after it."""
+
+    tokenizer_sha256: str
+    context_length: Annotated[int, msgspec.Meta(ge=1)]
+    versions: dict[str, str]
+    tasks: dict[str, str]
+    """The metric of each."""
+    texts: list[str]
 
 
 def _arrays(task: TaskRequests) -> dict[str, np.ndarray]:
@@ -193,8 +216,8 @@ def _arrays(task: TaskRequests) -> dict[str, np.ndarray]:
     arrays = {f"{task.name}/{name}": getattr(task, name).astype(kind) for name, kind in ARRAYS.items()}
     arrays |= {f"{task.name}/{name}": task.lengths[name].astype(np.int32) for name in LENGTHS}
     if task.unconditional:
-        arrays[f"{task.name}/unconditional/ids"] = task.unconditional.ids.astype(np.int32)
-        arrays[f"{task.name}/unconditional/offsets"] = task.unconditional.offsets.astype(np.int64)
+        of_these = {name: getattr(task.unconditional, name).astype(ARRAYS[name]) for name in OF_UNCONDITIONAL}
+        arrays |= {f"{task.name}/unconditional/{name}": array for name, array in of_these.items()}
     return arrays
 
 
@@ -217,7 +240,8 @@ def read_requests(path: Path) -> RequestFile:
     try:
         with safetensors.safe_open(regular_file(path), framework="numpy") as stream:
             metadata = stream.metadata() or {}
-            arrays = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a mapping
+            names = stream.keys() if FORMAT in metadata else []  # others' may be of types that NumPy does not have
+            arrays = {name: stream.get_tensor(name) for name in names}
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror or error}); name a request file") from None
     except (safetensors.SafetensorError, ValueError, TypeError) as error:
@@ -230,58 +254,63 @@ def read_requests(path: Path) -> RequestFile:
             f"{path} is damaged: its content has another SHA-256 than it states; {AGAIN}, or copy it again"
         )
     try:
-        content = json.loads(told)
-        if (version := content["version"]) == VERSION:
-            return _request_file(path, sha256, content, arrays)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        version = msgspec.json.decode(told, type=_Version).version
+        if version == VERSION:
+            return _request_file(path, sha256, msgspec.json.decode(told, type=_Content), arrays)
+    except (msgspec.MsgspecError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CorruptError(f"{path} is not as `evaluate --prepare` writes it ({error}); {AGAIN}") from None
-    raise InputError(f"{path} is a request file of version {version!s:.20}, this program's is {VERSION}; {AGAIN}")
+    raise InputError(f"{path} is a request file of version {version}, this program's is {VERSION}; {AGAIN}")
 
 
-def _request_file(path: Path, sha256: str, content: Any, arrays: dict[str, np.ndarray]) -> RequestFile:
+def _request_file(path: Path, sha256: str, content: _Content, arrays: dict[str, np.ndarray]) -> RequestFile:
     return RequestFile(
         path=path,
         sha256=sha256,
-        tokenizer_sha256=content["tokenizer_sha256"],
-        context_length=int(content["context_length"]),
-        versions=dict(content["versions"]),
-        tasks={name: _task(name, stated, arrays) for name, stated in content["tasks"].items()},
-        texts={name: json.loads(arrays[f"{name}/texts"].tobytes()) for name in content["texts"]},
+        tokenizer_sha256=content.tokenizer_sha256,
+        context_length=content.context_length,
+        versions=content.versions,
+        tasks={name: _task(name, metric, arrays) for name, metric in content.tasks.items()},
+        texts={
+            name: msgspec.json.decode(arrays[f"{name}/texts"].tobytes(), type=list[dict[str, Any]])
+            for name in content.texts
+        },
     )
 
 
-def _task(name: str, stated: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> TaskRequests:
-    cuts = [int(cut) for cut in stated["cut"]]
-    task = TaskRequests(
-        name=name,
-        metric=str(stated["metric"]),
-        documents=arrays[f"{name}/documents"],
-        choices=arrays[f"{name}/choices"],
-        labels=arrays[f"{name}/labels"],
-        ids=arrays[f"{name}/ids"],
-        offsets=arrays[f"{name}/offsets"],
-        continuation_tokens=arrays[f"{name}/continuation_tokens"],
-        lengths={length: arrays[f"{name}/{length}"] for length in LENGTHS},
-        cut=cuts[0],
-    )
+def _task(name: str, metric: str, arrays: Mapping[str, np.ndarray]) -> TaskRequests:
+    own: dict[str, Any] = {field: arrays[f"{name}/{field}"] for field in ARRAYS}
+    lengths = {length: arrays[f"{name}/{length}"] for length in LENGTHS}
+    task = TaskRequests(name=name, metric=metric, lengths=lengths, **own)
     _refuse_disorder(task)
-    if len(cuts) == 1:
-        return task
-    ids, offsets = arrays[f"{name}/unconditional/ids"], arrays[f"{name}/unconditional/offsets"]
-    unconditional = replace(task, ids=ids, offsets=offsets, cut=cuts[1])
-    _refuse_disorder(unconditional)
-    return replace(task, unconditional=unconditional)
+    if f"{name}/unconditional/ids" in arrays:
+        others: dict[str, Any] = {field: arrays[f"{name}/unconditional/{field}"] for field in OF_UNCONDITIONAL}
+        unconditional = replace(task, **others)
+        _refuse_disorder(unconditional)
+        task = replace(task, unconditional=unconditional)
+    _refuse_metric(task)
+    return task
+
+
+def _refuse_metric(task: TaskRequests) -> None:
+    """Raises ValueError if the task's own metric is none, or cannot be computed of its requests."""
+    if task.metric not in METRICS:
+        raise ValueError(f"task {task.name} has the unknown metric {task.metric:.80}")
+    if task.metric == "pmi" and task.unconditional is None:
+        raise ValueError(f"task {task.name} has the metric pmi and no unconditional requests")
+    if task.metric not in OF_ONE_ANSWER and not task.choices.any():
+        raise ValueError(f"task {task.name} has the metric {task.metric} and no choices")
 
 
 def _refuse_disorder(task: TaskRequests) -> None:
     """Raises ValueError if the arrays do not fit one another; a forged file has the right SHA-256."""
     n = len(task.documents)
-    of_requests = [task.documents, task.choices, task.labels, task.continuation_tokens, *task.lengths.values()]
+    of_requests = [getattr(task, name) for name in ARRAYS if name not in ("ids", "offsets")]
+    of_requests += task.lengths.values()
     fits = (
         n > 0
         and all(array.shape == (n,) and array.dtype == np.int32 and array.min() >= 0 for array in of_requests)
-        and task.offsets.shape == (n + 1,)
-        and task.ids.dtype == np.int32
+        and (task.offsets.shape, task.offsets.dtype) == ((n + 1,), np.int64)
+        and (task.ids.ndim, task.ids.dtype) == (1, np.int32)
         and task.offsets[0] == 0
         and task.offsets[-1] == len(task.ids)
         and (np.diff(task.offsets) > task.continuation_tokens).all()
@@ -290,6 +319,8 @@ def _refuse_disorder(task: TaskRequests) -> None:
     )
     if fits:
         starts = np.flatnonzero(np.diff(task.documents, prepend=-1))
-        fits = (np.add.reduceat(task.labels == task.choices, starts, dtype=np.int64) == 1).all()
+        in_document = np.arange(n) - np.repeat(starts, np.diff(starts, append=n))
+        fits = (task.choices == in_document).all()
+        fits = fits and (np.add.reduceat(task.labels == task.choices, starts, dtype=np.int64) == 1).all()
     if not fits:
         raise ValueError(f"the arrays of task {task.name} do not fit one another")

@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.config import EvaluationConfig
 from megatron_fanformer.evaluation.perplexity_sets import PerplexitySet, find_sets
@@ -24,7 +24,13 @@ class EvaluationSurvey:
 
 
 def survey_evaluation(
-    config: EvaluationConfig, *, seq_length: int, vocab_size: int, batch_tokens: int, tokenizer: str | None
+    config: EvaluationConfig,
+    *,
+    seq_length: int,
+    vocab_size: int,
+    batch_tokens: int,
+    tokenizer: str | None,
+    requests: RequestFile | None = None,
 ) -> EvaluationSurvey:
     """Find and check all that `config`, which has no problems by itself, names.
 
@@ -33,6 +39,7 @@ def survey_evaluation(
         vocab_size: of the model.
         batch_tokens: of a micro batch, which `perplexity.batches` counts in.
         tokenizer: that the run's tokens were made with.
+        requests: the file that `config` names, where it has been read; None: it is read here.
 
     Raises:
         InputError: every problem, one line each.
@@ -43,8 +50,8 @@ def survey_evaluation(
     sets: list[PerplexitySet] = []
     if config.requests is not None:
         try:
-            requests = read_requests(Path(config.requests))
-            tasks = _tasks(config, requests, seq_length=seq_length, vocab_size=vocab_size, tokenizer=tokenizer)
+            file = requests or read_requests(Path(config.requests))
+            tasks = _tasks(config, file, seq_length=seq_length, vocab_size=vocab_size, tokenizer=tokenizer)
         except InputError as error:
             found += [f"evaluation.requests: {line}" for line in str(error).splitlines()]
     if not config.perplexity.is_empty:
@@ -54,13 +61,21 @@ def survey_evaluation(
                 seq_length=seq_length,
                 vocab_size=vocab_size,
                 batch_tokens=batch_tokens,
-                tokenizer=None if tokenizer is None else load_tokenizer(tokenizer, eod_id=config.perplexity.eod_id),
+                tokenizer=None if tokenizer is None else _tokenizer(tokenizer, config.perplexity.eod_id),
             )
         except InputError as error:
             found += str(error).splitlines()
     if found:
         raise InputError("\n".join(found))
     return EvaluationSurvey(tasks=tasks, sets=tuple(sets))
+
+
+def _tokenizer(path: str, eod_id: int | None) -> Tokenizer:
+    """That of the perplexity sets. Whether what ends a document must be known is for the sets to say."""
+    try:
+        return load_tokenizer(path, eod_id=eod_id, needs_eod=False)
+    except InputError as error:
+        raise InputError(f"evaluation.perplexity: {error}") from None
 
 
 def _tasks(

@@ -82,6 +82,9 @@ OLMES: Mapping[str, str] = {
 GENERATED: Mapping[str, str] = {"exact_match": "gsm8k", "pass@1": "humaneval mbpp"}
 """Tasks whose answer a model writes, by their default metric."""
 
+ULOGIC = "ulogic"
+"""The one of those that needs a file of its own, so that it is not asked for by name."""
+
 GROUPS: Mapping[str, str] = {
     "paper": """
         piqa hellaswag winogrande openbook_qa boolq sciq arc_easy arc_challenge copa rte commitment_bank mrpc sst2""",
@@ -148,19 +151,22 @@ TASKS: Mapping[str, Task] = {
 """Every task by its name."""
 
 
+def _meant(name: str) -> str:
+    """What is said to a name that there is not."""
+    if name == ULOGIC:
+        return "`evaluate` is asked for it by --ulogic FILE"
+    nearest = difflib.get_close_matches(name, [*GROUPS, *TASKS], n=1)
+    return f"did you mean {nearest[0]}?" if nearest else f"the groups are {', '.join(GROUPS)}"
+
+
 def resolve(names: Sequence[str]) -> list[Task]:
     """The tasks of names and groups, each once, in the order named.
 
     Raises:
-        InputError: a name is neither; one line for each, with the nearest.
+        InputError: a name is neither; one line for each, with what may be meant.
     """
-    known = [*GROUPS, *TASKS]
-    unknown = [
-        f"unknown task {name:.80}; did you mean {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]}?"
-        for name in names
-        if name not in GROUPS and name not in TASKS
-    ]
+    unknown = [name for name in names if name not in GROUPS and name not in TASKS]
     if unknown:
-        raise InputError("\n".join(unknown))
+        raise InputError("\n".join(f"unknown task {name:.80}; {_meant(name)}" for name in unknown))
     expanded = (task for name in names for task in (_expanded(GROUPS[name]) if name in GROUPS else [name]))
     return [TASKS[name] for name in dict.fromkeys(expanded)]

@@ -134,7 +134,7 @@ class StepSamples:
         if path is None:
             return None
         if path not in self._tokenizers:
-            self._tokenizers[path] = load_tokenizer(path, eod_id=0)  # any id: nothing is encoded
+            self._tokenizers[path] = load_tokenizer(path, needs_eod=False)  # nothing is encoded
         return self._tokenizers[path]
 
 

@@ -140,7 +140,7 @@ class RunConfig:
     def problems(self, data_parallel_size: int) -> list[str]:
         """Everything that is wrong with this configuration at that number of replicas, one line each."""
         # Rules between sections make sense only where each is valid by itself.
-        return self.section_problems() or [*self.problems_of_layout(), *self.problems_of_steps(data_parallel_size)]
+        return self.section_problems() or self.joint_problems(data_parallel_size)
 
     def section_problems(self, *, leaving: Sequence[str] = ()) -> list[str]:
         """The rules that a section breaks by itself, one line each.
@@ -151,6 +151,10 @@ class RunConfig:
         names = [section.name for section in dataclasses.fields(self) if section.name not in leaving]
         sections = [getattr(self, name) for name in names]
         return [problem for section in sections if hasattr(section, "problems") for problem in section.problems()]
+
+    def joint_problems(self, data_parallel_size: int) -> list[str]:
+        """The rules between sections that it breaks at that number of replicas, one line each."""
+        return [*self.problems_of_layout(), *self.problems_of_steps(data_parallel_size)]
 
     def problems_of_layout(self) -> list[str]:
         """The rules between sections that it breaks and that hold for any batch, one line each."""

@@ -67,11 +67,12 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
             data_parallel_size = config.parallel.resolve_data_parallel_size(world_size)
         except InputError as error:
             found.append(str(error))
-    found += config.problems(data_parallel_size)
+    of_sections = config.section_problems()
+    found += of_sections or config.joint_problems(data_parallel_size)
     of_tokenizer = _tokenizer_problems(config)
     found += of_tokenizer
     evaluation = EvaluationSurvey()
-    if not (of_tokenizer or config.section_problems()):  # else the same would be told twice
+    if not (of_tokenizer or of_sections):  # else the same would be told twice
         try:
             evaluation = _evaluation(config)
         except InputError as error:
@@ -239,7 +240,7 @@ def _tokenizer_problems(config: RunConfig) -> list[str]:
     if path is None or not Path(path).exists():  # the latter is reported with the data's own problems
         return []
     try:
-        tokenizer = load_tokenizer(path, eod_id=0)  # any: the token files hold the real one
+        tokenizer = load_tokenizer(path, needs_eod=False)  # the token files hold it
     except InputError as error:
         return [f"data.tokenizer: {error}"]
     if tokenizer.vocab_size > config.model.vocab_size:

