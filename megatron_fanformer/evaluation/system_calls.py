@@ -1,8 +1,8 @@
-"""A process refuses itself system calls, for good: the network, processes of its own, every change to a file.
+"""A process refuses itself system calls, for good: the network, other processes, every change to a file.
 
 By a filter that the kernel holds against each call of this process (seccomp(2)); it needs no privilege and cannot be
-taken back. Calls are told apart by number, and some by their flags: a file may be opened for reading, and a thread
-started. Numbers are those of Linux's tables for x86-64 and ARM64, the only machines that this serves.
+taken back. Calls are told apart by number, and some by an argument: a file may be opened for reading, a thread started,
+a signal raised in this process. Numbers are those of Linux's tables for x86-64 and ARM64, the only machines served.
 """
 
 import ctypes
@@ -22,6 +22,13 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 CLONE_THREAD = 0x10000  # clone(2)
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+SOCKET_OF_DATAGRAMS = (
+    2  # SOCK_DGRAM, and SOCK_RAW that is made one: it sends to any address, though it is one of a pair
+)
+OWNER_OF_SIGNALS = 8  # in F_SETOWN, F_SETSIG and F_SETOWN_EX: which process a file's signals go to, and which ones
+# In FIOSETOWN and SIOCSPGRP, which do what F_SETOWN does, and in what gives the kernel a value (_IOW), as for a file's
+# attributes; not in the old ones that tell of terminals and pipes.
+GIVING_OR_OF_SOCKETS = 0x40008000
 
 _Numbers = tuple[int | None, int | None]
 """Of a system call, on x86-64 and on ARM64; None where there is no such call."""
@@ -29,6 +36,8 @@ _Numbers = tuple[int | None, int | None]
 REFUSED: dict[str, _Numbers] = {
     # the network, and what reaches it past the other calls
     "socket": (41, 198),
+    "bind": (49, 200),
+    "connect": (42, 203),
     "io_uring_setup": (425, 425),
     # processes, and signals to others
     "fork": (57, None),
@@ -42,6 +51,31 @@ REFUSED: dict[str, _Numbers] = {
     "pidfd_send_signal": (424, 424),
     "ptrace": (101, 117),
     "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+    # the share that other processes have of the machine
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    # what the kernel keeps when a process ends, and other processes' too
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "semctl": (66, 191),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
     # files
     "creat": (85, None),
     "unlink": (87, None),
@@ -77,10 +111,13 @@ REFUSED: dict[str, _Numbers] = {
     "removexattr": (197, 14),
     "lremovexattr": (198, 15),
     "fremovexattr": (199, 16),
+    "setxattrat": (463, 463),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
+    "open_by_handle_at": (304, 265),
     # memory that no limit of the process counts
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
-    "shmget": (29, 194),
     # the machine, for a process that runs as root
     "setrlimit": (160, 164),
     "mount": (165, 40),
@@ -100,7 +137,19 @@ NOT_THERE: dict[str, _Numbers] = {"clone3": (435, 435), "openat2": (437, 437)}
 """Their flags are in memory, where a filter cannot look: refused as calls of a newer kernel, so that libraries use
 those that they replaced."""
 
-CLONE, OPEN, OPENAT, PRLIMIT = (56, 220), (2, None), (257, 56), (302, 261)
+ALLOWED_WITH: dict[str, tuple[_Numbers, int, int]] = {"clone": ((56, 220), 0, CLONE_THREAD)}
+"""Refused with EPERM unless an argument, the one of this number, has a bit of a mask in its low word."""
+REFUSED_WITH: dict[str, tuple[_Numbers, int, int]] = {
+    "open": ((2, None), 1, WRITING),
+    "openat": ((257, 56), 2, WRITING),
+    "prlimit64": ((302, 261), 2, 0xFFFFFFFF),  # the new limits' address: none when limits are read
+    "socketpair": ((53, 199), 1, SOCKET_OF_DATAGRAMS),
+    "fcntl": ((72, 25), 1, OWNER_OF_SIGNALS),
+    "ioctl": ((16, 29), 1, GIVING_OR_OF_SOCKETS),
+}
+"""Refused with EPERM if it has."""
+TGKILL: _Numbers = (234, 131)
+"""A signal to a thread, by which a process raises one in itself: refused with EPERM if the thread is another's."""
 
 _Instruction = tuple[int, int, int, int]  # code, steps to jump if true and if false, operand
 
@@ -134,17 +183,25 @@ def _filter(column: int, architecture: int) -> list[_Instruction]:
         for numbers in calls.values():
             if (number := numbers[column]) is not None:
                 program += [(IF_EQUAL, 0, 1, number), (RETURN, 0, 0, answer)]
-    by_argument: tuple[tuple[_Numbers, int, int, tuple[int, int]], ...] = (
-        (CLONE, 0, CLONE_THREAD, (ALLOW, refuse)),
-        (OPEN, 1, WRITING, (refuse, ALLOW)),
-        (OPENAT, 2, WRITING, (refuse, ALLOW)),
-        (PRLIMIT, 2, 0xFFFFFFFF, (refuse, ALLOW)),  # the new limits' address: none when limits are read
-    )
-    for numbers, argument, mask, answers in by_argument:  # answers: if it has a bit of the mask, and if not
-        if (number := numbers[column]) is not None:
-            program += [(IF_EQUAL, 0, 4, number), (LOAD, 0, 0, 16 + 8 * argument)]  # the argument's low word
-            program += [(IF_SET, 0, 1, mask), *((RETURN, 0, 0, answer) for answer in answers)]
+    for table, if_set, if_not in ((ALLOWED_WITH, ALLOW, refuse), (REFUSED_WITH, refuse, ALLOW)):
+        for numbers, argument, mask in table.values():
+            if (number := numbers[column]) is not None:
+                program += _by_argument(number, argument, (IF_SET, mask), if_set, if_not)
+    if (number := TGKILL[column]) is not None:
+        program += _by_argument(number, 0, (IF_EQUAL, os.getpid()), ALLOW, refuse)
     return [*program, (RETURN, 0, 0, ALLOW)]
+
+
+def _by_argument(number: int, argument: int, test: tuple[int, int], if_so: int, if_not: int) -> list[_Instruction]:
+    """Decides by the low word of an argument if the call has this number; the next instruction follows if not."""
+    code, operand = test
+    return [
+        (IF_EQUAL, 0, 4, number),
+        (LOAD, 0, 0, 16 + 8 * argument),
+        (code, 0, 1, operand),
+        (RETURN, 0, 0, if_so),
+        (RETURN, 0, 0, if_not),
+    ]
 
 
 class _SockFilter(ctypes.Structure):

@@ -1,10 +1,13 @@
 """Programs of a model: what they may do, and that their mistakes stay theirs."""
 
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +25,19 @@ PASSING = {
     "output": "print('x' * 10**6)",
     "an empty home": "import os\nassert os.listdir() == [] and os.path.expanduser('~') == os.getcwd()",
     "another module": "import statistics\nassert statistics.mean([1, 3]) == 2",
+    "a signal of its own": (
+        "import signal\nfound = []\nsignal.signal(signal.SIGUSR1, lambda *told: found.append(told[0]))\n"
+        "signal.raise_signal(signal.SIGUSR1)\nassert found == [signal.SIGUSR1]"
+    ),
+    "a loop of events": "import asyncio\nasyncio.run(asyncio.sleep(0))",
 }
+CALL = """
+import ctypes
+library = ctypes.CDLL(None, use_errno=True)
+if library.syscall({}) == -1:
+    raise OSError(ctypes.get_errno(), "")
+"""
+"""A system call by its number, with no library's help."""
 REFUSED = "PermissionError: [Errno 1]"
 FAILING = {
     "assertion": ("assert 1 == 2, 'no'", "AssertionError: no"),
@@ -43,6 +58,14 @@ FAILING = {
     "writing at home": ("import pathlib\n(pathlib.Path.home() / 'x').write_text('x')", REFUSED),
     "more memory": ("import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**40,) * 2)", "ValueError: not allowed"),
     "reading an answer": ("input()", "EOFError"),
+    "a datagram": ("import socket\nsocket.socketpair(type=socket.SOCK_DGRAM)", REFUSED),
+    "a name for a socket": ("import socket\nsocket.socketpair()[0].bind('name')", REFUSED),
+    "lower priority": ("import os\nos.setpriority(os.PRIO_PROCESS, os.getppid(), 19)", REFUSED),
+    "fewer cores": ("import os\nos.sched_setaffinity(os.getppid(), os.sched_getaffinity(0))", REFUSED),
+    "an attribute of a file": (
+        "import fcntl, os\nfcntl.ioctl(os.open('.', os.O_RDONLY), 0x40086602, bytes(8))",  # FS_IOC_SETFLAGS
+        REFUSED,
+    ),
     "a signal": ("import signal\nsignal.raise_signal(signal.SIGSEGV)", "a signal ended it: Segmentation fault"),
 }
 
@@ -97,6 +120,71 @@ def test_no_file_can_be_changed(tmp_path):
     assert kept.read_text() == "kept"
     assert kept.stat() == before or kept.stat().st_mtime == before.st_mtime
     assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_nothing_is_left_in_the_kernel():
+    """Each of these calls succeeds where it is not refused, and what it makes outlives its program."""
+    name = f"b'kept-{os.getpid()}'"
+    attempts = {
+        "msgget": "0, 0o1600",  # IPC_PRIVATE, IPC_CREAT
+        "semget": "0, 1, 0o1600",
+        "shmget": "0, 4096, 0o1600",
+        "mq_open": f"{name}, {os.O_CREAT | os.O_RDWR}, 0o600, None",
+        "add_key": f"b'user', {name}, b'x', 1, -4",  # KEY_SPEC_USER_KEYRING
+        "keyctl": "0, -4, 1",  # KEYCTL_GET_KEYRING_ID, which makes it
+    }
+    found = run_programs([CALL.format(f"{number(name)}, {rest}") for name, rest in attempts.items()], limits=LIMITS)
+    assert {name: result.message for name, result in zip(attempts, found, strict=True)} == dict.fromkeys(
+        attempts, REFUSED
+    )
+
+
+def test_another_process_gets_no_signal():
+    """By the thread's number, or by a pipe or socket whose owner it is made."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as other:
+        try:
+            pipe = (
+                "import fcntl, os, socket\nreader, writer = os.pipe()\nfcntl.fcntl(reader, fcntl.F_SETFL, os.O_ASYNC)"
+            )
+            sockets = "import fcntl, os, socket\nreader, writer = (one.detach() for one in socket.socketpair())"
+            attempts = [
+                CALL.format(f"{system_calls.TGKILL[column()]}, {other.pid}, {other.pid}, 9"),
+                f"{pipe}\nfcntl.fcntl(reader, fcntl.F_SETOWN, {other.pid})\nos.write(writer, b'x')",
+                f"{pipe}\nfcntl.fcntl(reader, fcntl.F_SETSIG, 9)",
+                f"{sockets}\nfcntl.ioctl(reader, 0x8901, {other.pid.to_bytes(4, sys.byteorder)!r})",  # FIOSETOWN
+            ]
+            found = run_programs(attempts, limits=LIMITS)
+            assert [result.message[: len(REFUSED)] for result in found] == [REFUSED] * len(attempts)
+            assert other.poll() is None
+        finally:
+            other.kill()
+
+
+def column() -> int:
+    """Of this machine, in the tables of system calls."""
+    return system_calls.MACHINES[platform.machine()][0]
+
+
+def number(name: str) -> int | None:
+    return system_calls.REFUSED[name][column()]
+
+
+@pytest.mark.parametrize(
+    ("column", "headers"),
+    [(0, ["x86_64-linux-gnu/asm/unistd_64.h", "asm/unistd_64.h"]), (1, ["asm-generic/unistd.h"])],
+)
+def test_numbers_are_those_of_the_kernels_headers(column, headers):
+    """ARM64's are those that the kernel gives every newer kind of machine."""
+    there = [path for header in headers if (path := Path("/usr/include", header)).is_file()]
+    if not there:
+        pytest.skip("the kernel's headers are not installed (linux-libc-dev)")
+    found = re.findall(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)$", there[0].read_text(), re.MULTILINE)
+    theirs = {name: int(value) for name, value in found}
+    ours = {**system_calls.REFUSED, **system_calls.NOT_THERE, "tgkill": system_calls.TGKILL}
+    ours |= {name: row[0] for name, row in (system_calls.ALLOWED_WITH | system_calls.REFUSED_WITH).items()}
+    newest = max(theirs.values())
+    told = {name: value for name, numbers in ours.items() if (value := numbers[column]) is None or value <= newest}
+    assert told == {name: theirs.get(name) for name in told}
 
 
 def test_a_program_ends_with_the_process_that_started_it(tmp_path):

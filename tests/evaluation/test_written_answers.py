@@ -6,8 +6,8 @@ import pytest
 
 from megatron_fanformer.cli import main
 from megatron_fanformer.durable_files import sha256_of
-from megatron_fanformer.evaluation.generation_tasks import documents
 from megatron_fanformer.evaluation.requests import write_requests
+from megatron_fanformer.evaluation.task_documents import documents
 from megatron_fanformer.generation.generate import GenerateConfig, generate
 from tests.evaluation.oe_data import write_library
 from tests.evaluation.test_ulogic import RULES
