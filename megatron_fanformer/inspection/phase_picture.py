@@ -23,7 +23,7 @@ def phase_picture(run: Path) -> bytes:
     """A PNG of what `metrics.jsonl` has of phase health: a column for each look, a row for each layer.
 
     Raises:
-        InputError: it has nothing of it.
+        InputError: it has nothing of it, or of a step something else than numbers, as many as of the others.
     """
     looks = _looks(run)
     if not looks:
@@ -39,7 +39,7 @@ def phase_picture(run: Path) -> bytes:
     figure, axes = pyplot.subplots(3, 2, figsize=(11, 9), dpi=120)
     for panel, (name, title) in zip(axes.flat, PANELS.items(), strict=True):
         _draw(panel, figure, [look[name] for look in looks], [look["step"] for look in looks], title)
-    figure.suptitle(f"{run}: phases of the FAN map")
+    figure.suptitle(f"{run}: phases of the FAN map", parse_math=False)
     figure.tight_layout()
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
@@ -50,7 +50,22 @@ def phase_picture(run: Path) -> bytes:
 def _looks(run: Path) -> list[dict[str, Any]]:
     if not (run / METRICS).is_file():
         return []
-    return [entry for entry in read_metrics(run) if all(isinstance(entry.get(name), list) for name in PANELS)]
+    looks = [entry for entry in read_metrics(run) if all(isinstance(entry.get(name), list) for name in PANELS)]
+    for look in looks:
+        for name in PANELS:
+            _check(run, look, name, layers=len(looks[0]["health/phase_max"]))
+    return looks
+
+
+def _check(run: Path, look: dict[str, Any], name: str, layers: int) -> None:
+    values = look[name]
+    if not all(type(value) in (int, float) for value in values):
+        wrong = "of something else than numbers"
+    elif not values or len(values) != layers:
+        wrong = f"of {len(values)} layers, the first look's largest phases of {layers}"
+    else:
+        return
+    raise InputError(f"{run / METRICS} has {name} {wrong}, at step {look['step']}; take that line out")
 
 
 def _draw(axes: Any, figure: Any, by_look: list[list[float]], steps: list[int], title: str) -> None:

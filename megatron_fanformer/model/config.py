@@ -147,6 +147,12 @@ class FANformerConfig:
         return int(self.fan.p_ratio * self.hidden_size)
 
     @property
+    def periodic_units(self) -> int:
+        """Periodic rows of a layer's FAN map, the values' included; 0 without FAN."""
+        outputs = self.fan.outputs(self.hidden_size, self.value_size)
+        return sum(int(p_ratio * width) for width, p_ratio in outputs)
+
+    @property
     def linear_size(self) -> int:
         """G, the rows of the FAN map that enter X_F as they are."""
         return self.hidden_size - 2 * self.periodic_size
@@ -159,9 +165,7 @@ class FANformerConfig:
     @property
     def fan_rows(self) -> int:
         """Rows of a layer's FAN map, the values' included; 0 without FAN."""
-        return sum(
-            width - int(p_ratio * width) for width, p_ratio in self.fan.outputs(self.hidden_size, self.value_size)
-        )
+        return sum(width for width, _ in self.fan.outputs(self.hidden_size, self.value_size)) - self.periodic_units
 
     @property
     def qkv_rows(self) -> int:

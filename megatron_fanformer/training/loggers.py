@@ -10,6 +10,7 @@ import json
 import logging
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -22,11 +23,12 @@ from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.logging_config import LoggingConfig
-from megatron_fanformer.training.metrics import ProgressLine, metrics_entry, read_metrics
+from megatron_fanformer.training.metrics import ProgressLine, metrics_entry
 
 TABLE = "metrics.csv"
 BY_TOKENS = "by_tokens"  # a run beside the other in TensorBoard, whose axis is tokens, not steps
 WANDB_ID = "wandb/run-id"
+WANDB_STEP = "wandb/last-step"
 WANDB_SECONDS = 60  # that a run waits for W&B's server, at its start and at its end
 
 GROUPS = {
@@ -67,8 +69,6 @@ class Start(NamedTuple):
     """The last step that is kept of what was logged before."""
     tokens: int
     """Of all steps up to that one."""
-    logged_step: int
-    """The last one that was logged before, kept or not."""
     values: dict[str, Any]
     """The resolved configuration."""
 
@@ -79,8 +79,8 @@ class Logger(Protocol):
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Record the metrics of one step: numbers, texts, and lists of a number a layer."""
 
-    def close(self) -> None:
-        """Flush and close."""
+    def close(self, *, failed: bool) -> None:
+        """Flush and close; `failed`: the run ends with an error."""
 
 
 class Loggers:
@@ -113,7 +113,7 @@ class Loggers:
         try:
             self._run.mkdir(parents=True, exist_ok=True)
             write_atomically(self._run / CONFIG, yaml.safe_dump(values, sort_keys=False))
-            start = Start(step, tokens, _last_logged(self._run), values)
+            start = Start(step, tokens, values)
             self._needed.append(JSONLines(self._run, start))
         except OSError as error:
             reason = f"cannot be written ({error.strerror}); free space, or name another"
@@ -144,18 +144,23 @@ class Loggers:
             try:
                 other.write(step, metrics)
             except Exception as error:  # whatever a library or a network raises
-                del self._others[name]
                 _tell_failed(name, error)
+                with suppress(Exception):  # one failure is told
+                    self._others.pop(name).close(failed=True)
 
-    def close(self) -> None:
-        """Close all loggers; they can be opened again."""
+    def close(self, *, failed: bool = False) -> None:
+        """Close all loggers; they can be opened again.
+
+        Args:
+            failed: whether the run ends with an error.
+        """
         for name, other in self._others.items():
             try:
-                other.close()
+                other.close(failed=failed)
             except Exception as error:
                 _tell_failed(name, error)
         for needed in reversed(self._needed):
-            needed.close()
+            needed.close(failed=failed)
         self._needed, self._others = [], {}
 
 
@@ -214,13 +219,9 @@ class JSONLines:
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _last_logged(run: Path) -> int:
-    return max((entry["step"] for entry in read_metrics(run)), default=0) if (run / METRICS).exists() else 0
 
 
 def _drop_steps_after(path: Path, last_step: int) -> None:
@@ -275,7 +276,7 @@ class Table:
         self._file = self._path.open("a", encoding="utf-8", newline="")
         self._rows = csv.DictWriter(self._file, self._columns, lineterminator="\n")
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Close the file."""
         self._file.close()
 
@@ -303,7 +304,7 @@ class TensorBoard:
             if name == "loss" or name.startswith(("validation_loss/", "eval/")):
                 self._by_tokens.add_scalar(f"{BY_TOKENS}/{name}", value, metrics["tokens"])
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Flush and close the files."""
         self._by_step.close()
         self._by_tokens.close()
@@ -326,16 +327,18 @@ class WeightsAndBiases:
     def __init__(self, config: LoggingConfig, run: Path, start: Start) -> None:
         import wandb
 
-        is_new = not (run / WANDB_ID).exists()
-        if is_new:
-            (run / WANDB_ID).parent.mkdir(exist_ok=True)
-            write_atomically(run / WANDB_ID, uuid.uuid4().hex)
+        file, given = run / WANDB_ID, run / WANDB_STEP
+        file.parent.mkdir(exist_ok=True)
+        given.touch()
+        last_step = int(regular_file(given).read_text() or 0)
+        # For the whole process, so that without a key it fails, and asks for none: the other ranks would wait.
+        wandb.setup(wandb.Settings(silent=True))
         self._run = wandb.init(
             project=config.wandb_project,
             entity=config.wandb_entity,
             name=config.wandb_exp_name,
             mode=config.wandb_mode,
-            id=regular_file(run / WANDB_ID).read_text().strip(),
+            id=regular_file(file).read_text().strip() if file.exists() else uuid.uuid4().hex,
             resume="allow",
             dir=str(run),
             config=start.values,
@@ -343,8 +346,10 @@ class WeightsAndBiases:
                 console="off", silent=True, init_timeout=WANDB_SECONDS, finish_timeout=WANDB_SECONDS
             ),
         )
-        # Rows cannot be taken back: what W&B has already stays. Offline, it does not know what that is.
-        self._last_step = 0 if is_new else max(start.logged_step, self._run.step - 1)
+        write_atomically(file, self._run.id)
+        # Rows cannot be taken back: what W&B has already stays. Online, its server knows what that is.
+        self._last_step = last_step if self._run.offline else self._run.step - 1
+        self._given = given.open("r+")
         if not self._run.offline:
             logger.info("Weights & Biases: %s", self._run.url)
 
@@ -354,7 +359,11 @@ class WeightsAndBiases:
             row = {dashboard_name(name): value for name, value in numbers(metrics).items()}
             self._run.log(row, step=step, commit=True)
             self._last_step = step
+            self._given.seek(0)
+            self._given.write(f"{step:20}\n")  # one write over the last, which is as long
+            self._given.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Send what is left, and end."""
-        self._run.finish()
+        self._given.close()
+        self._run.finish(exit_code=int(failed))

@@ -4,6 +4,9 @@ The rules that need no machine are checked before: they need no torch, which tak
 """
 
 import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,6 +21,8 @@ from megatron_fanformer.training.logging_config import LoggingConfig
 
 if TYPE_CHECKING:
     import torch
+
+WANDB_SECONDS = 60  # that looking for a key of W&B's may take; it takes two
 
 
 def machine_problems(config: RunConfig) -> list[str]:
@@ -40,12 +45,39 @@ def logger_problems(config: LoggingConfig) -> list[str]:
     if config.wandb_project is None:
         return []
     found = importlib.util.find_spec("wandb")
-    if found is not None and found.origin is not None:  # else it is a folder of that name, as W&B itself makes
+    if found is None or found.origin is None:  # the latter is a folder of that name, as W&B itself makes
+        return [
+            f"logging.wandb_project is {config.wandb_project}, but wandb is not installed; install "
+            "megatron_fanformer[wandb], or set it to null"
+        ]
+    if config.wandb_mode == "offline" or (refusal := _wandb_refusal(config)) is None:
         return []
     return [
-        f"logging.wandb_project is {config.wandb_project}, but wandb is not installed; install "
-        "megatron_fanformer[wandb], or set it to null"
+        f"logging.wandb_project is {config.wandb_project}, but W&B has no login ({refusal}); run "
+        "`wandb login`, set WANDB_API_KEY, or set logging.wandb_mode to offline"
     ]
+
+
+def _wandb_refusal(config: LoggingConfig) -> str | None:
+    """Why W&B does not begin a run for this user; asks no server.
+
+    In a process of its own: W&B keeps what it finds, starts threads, and asks for a key where there is a terminal.
+    """
+    mode = {"WANDB_MODE": config.wandb_mode} if config.wandb_mode else {}
+    try:
+        login = subprocess.run(
+            [sys.executable, "-c", "import wandb; wandb.login(verify=False)"],
+            env={**os.environ, **mode, "WANDB_SILENT": "true"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=WANDB_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return None  # the logger has a limit of its own
+    if login.returncode == 0:
+        return None
+    return login.stderr.strip().rpartition("\n")[2].partition(": ")[2].rstrip(".")
 
 
 def backend_problems(

@@ -54,7 +54,7 @@ class ProgressLine:
             line = f"step {step}/{self._total}  {status}  left {self._time_left(step)}"
             self._console.print(line, highlight=False, soft_wrap=True)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """End the live line."""
         self._bar.stop()
 

@@ -56,8 +56,7 @@ class PhaseHealth:
     """
 
     def __init__(self, stages: list[Any], model: FANformerConfig, grid: RankGrid, *, interval: int | None) -> None:
-        outputs = model.fan.outputs(model.hidden_size, model.value_size)
-        self._units = sum(int(p_ratio * width) for width, p_ratio in outputs)
+        self._units = model.periodic_units
         self._interval = interval if self._units else None
         self._layers, self._grid = model.num_layers, grid
         self._attentions = [

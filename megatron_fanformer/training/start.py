@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from megatron_fanformer.checkpoint.run_lock import run_lock
-from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.errors import FanformerError, InputError, Interrupted
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.training.config import RunConfig, load_config, tell_on_stderr
 from megatron_fanformer.training.preflight import RunStart, check_run
@@ -127,10 +127,15 @@ def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) ->
     from megatron_fanformer.training.trainer import Trainer  # after megatron-core was prepared
 
     trainer = Trainer(config, grid, start, log.console)
+    failed = True
     try:
         trainer.train()
+        failed = False
+    except Interrupted:
+        failed = False  # it is to go on
+        raise
     finally:
-        trainer.close()
+        trainer.close(failed=failed)
 
 
 def _tell_nothing(_notice: str) -> None:

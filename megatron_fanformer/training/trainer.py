@@ -126,8 +126,10 @@ class Trainer:
             self._go_back()
             return "signal" if self._asked.stop else None
         metrics.update(self._stragglers.report_if_due(self.step))
-        metrics.update(self._evaluate_if_due())
-        self._log(metrics)
+        try:
+            metrics.update(self._evaluate_if_due())
+        finally:  # where its evaluation ends the run, too
+            self._log(metrics)
         stopping = self._shall_stop()
         if self._save_if_due(force=stopping is not None or self._asked.save):
             stopping = stopping or self._shall_stop()
@@ -137,12 +139,12 @@ class Trainer:
             gc.collect()
         return stopping
 
-    def close(self) -> None:
-        """Close logs and progress, free the model; after an error, abort the writing of a checkpoint."""
+    def close(self, *, failed: bool = False) -> None:
+        """Close logs and progress (`failed`: as an error's), free the model; abort the writing of a checkpoint."""
         self._saver.close()
         self._mirror.close()
         release(self._wrapped)
-        self._logs.close()
+        self._logs.close(failed=failed)
 
     # -- one step
 

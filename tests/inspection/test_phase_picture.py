@@ -3,12 +3,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 from matplotlib import image, pyplot
 
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.inspection.phase_picture import PANELS, phase_picture
 from tests.inspection.conftest import Said
 from tests.small_runs import small_run
@@ -41,6 +43,23 @@ def test_a_run_is_drawn(inspect: Inspect, run: Path, monkeypatch: pytest.MonkeyP
         assert [label.get_text() for label in axes.get_xticklabels()] == ["3", "6"]
     assert image.imread(run / "phases.png").shape == (1080, 1320, 4)
     close(figure)
+
+
+def test_a_path_is_not_read_as_mathematics(run: Path) -> None:
+    named = run.rename(run.parent / "lr$1e-3^$")
+    assert phase_picture(named).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("values", "wrong"),
+    [([1.0], "1 layers"), ([], "0 layers"), ([1.0, None], "something else than numbers")],
+)
+def test_a_look_that_is_not_like_the_others_is_named(run: Path, values: list[Any], wrong: str) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        look = {name: [1.0, 1.0] for name in PANELS} | {"health/dead_units": values}
+        file.write(json.dumps({"step": 9, **look}) + "\n")
+    with pytest.raises(InputError, match=rf"metrics\.jsonl has health/dead_units of {wrong}.*, at step 9; take"):
+        phase_picture(run)
 
 
 def test_a_long_run_has_few_ticks(run: Path) -> None:

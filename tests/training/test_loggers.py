@@ -1,21 +1,27 @@
 """Where a run's metrics go: what a resumed run keeps, what each logger holds afterwards, and loggers that fail."""
 
 import csv
+import dataclasses
 import importlib.util
 import io
 import json
 import logging
+import os
 import struct
+import subprocess
+import sys
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
 from rich.console import Console
 
 from megatron_fanformer.checkpoint.store import METRICS, TENSORBOARD
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import DivergenceError, InputError, Interrupted
 from megatron_fanformer.inspection.checkpoint import last_metrics
 from megatron_fanformer.training import machine_rules
 from megatron_fanformer.training.config import config_from_dict
@@ -29,15 +35,17 @@ from megatron_fanformer.training.loggers import (
     TensorBoard,
     dashboard_name,
 )
+from megatron_fanformer.training.logging_config import LoggingConfig
 from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.training.start import _train
 from tests.small_runs import small_run
 
 FOREIGN = [b"", b"\xff\xfe\x00 not text", b"[1, 2]", b"7", b'{"step": "8"}', b'{"steps": 1}', b"[" * 100_000, b"null"]
 TOKENS = 64  # of a step
 
 
-def start(step: int = 0, logged_step: int = 0) -> Start:
-    return Start(step, TOKENS * step, logged_step, {})
+def start(step: int = 0) -> Start:
+    return Start(step, TOKENS * step, {})
 
 
 def test_a_resume_drops_later_steps_and_keeps_what_no_run_wrote(
@@ -157,8 +165,10 @@ def test_every_metric_has_a_group(name: str, shown: str) -> None:
     assert dashboard_name(name) == shown
 
 
-def wandb_records(file: Path) -> list[bytes]:
+def wandb_records(file: Path) -> list[Any]:
     """The records of a W&B file: a log of LevelDB's, after its header, in blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2
+
     content, records, place = file.read_bytes(), [], 7
     while place + 7 <= len(content):
         if (left := -place % 32768) and left < 7:
@@ -167,21 +177,21 @@ def wandb_records(file: Path) -> list[bytes]:
         part = content[place + 7 : place + 7 + length]
         records.append(part) if kind in (1, 2) else records.append(records.pop() + part)
         place += 7 + length
-    return records
+    return [wandb_internal_pb2.Record.FromString(record) for record in records]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+
+
+@needs_wandb
 def test_wandb_goes_on_with_its_run_and_gets_no_step_twice(tmp_path: Path) -> None:
     """Its rows cannot be taken back: of steps that were logged before, the first life's stay."""
-    from wandb.proto import wandb_internal_pb2
-
     log_two_lives(tmp_path, wandb_project="small", wandb_exp_name="two lives", wandb_mode="offline")
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert [file.stem for file in files] == [f"run-{(tmp_path / WANDB_ID).read_text()}"] * 2
     shown, rates = {}, []
     for file in files:
-        for content in wandb_records(file):
-            record = wandb_internal_pb2.Record.FromString(content)
+        for record in wandb_records(file):
             if record.HasField("run"):
                 assert (record.run.project, record.run.display_name) == ("small", "two lives")
                 rates += [json.loads(e.value_json)["lr"] for e in record.run.config.update if e.key == "optimizer"]
@@ -194,13 +204,99 @@ def test_wandb_goes_on_with_its_run_and_gets_no_step_twice(tmp_path: Path) -> No
     assert shown[4]["evaluation/validation_loss/books, all"] == 2.0 and shown[4]["health/phase_max"] == 3.0
 
 
+@needs_wandb
+def test_wandb_gets_the_steps_that_only_others_have(tmp_path: Path) -> None:
+    """Of three lives the second is without it; the third one fails, which W&B is told."""
+    offline = {"wandb_project": "small", "wandb_mode": "offline"}
+    for steps, fields in ((range(1, 3), offline), (range(3, 5), {}), (range(2, 6), offline)):
+        life = loggers(tmp_path, **fields)
+        life.open({}, step=steps[0] - 1, tokens=0)
+        for step in steps:
+            life.write(step, metrics(step, life=1))
+        life.close(failed=steps[-1] == 5)
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda file: file.parent.name)
+    records = [wandb_records(file) for file in files]
+    steps_by_file = [[record.history.step.num for record in life if record.HasField("history")] for life in records]
+    assert steps_by_file == [[1, 2], [3, 4, 5]]
+    assert [[record.exit.exit_code for record in life if record.HasField("exit")] for life in records] == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"), [(None, False), (Interrupted("stopped after step 2"), False), (DivergenceError("nan"), True)]
+)
+def test_the_loggers_are_told_how_a_run_ended(
+    error: Exception | None, failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = mock.Mock()
+    trainer.train.side_effect = error
+    monkeypatch.setattr("megatron_fanformer.training.trainer.Trainer", lambda *_: trainer)
+    with nullcontext() if error is None else pytest.raises(type(error)):
+        _train(mock.Mock(), mock.Mock(), mock.Mock(), mock.Mock())
+    trainer.close.assert_called_once_with(failed=failed)
+
+
+@pytest.fixture
+def without_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@needs_wandb
+@pytest.mark.usefixtures("without_key")
+def test_wandb_without_a_key_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = LoggingConfig(wandb_project="small")
+    assert machine_rules.logger_problems(asked) == [
+        "logging.wandb_project is small, but W&B has no login (No API key configured. Use `wandb login` to log in); "
+        "run `wandb login`, set WANDB_API_KEY, or set logging.wandb_mode to offline"
+    ]
+    assert machine_rules.logger_problems(dataclasses.replace(asked, wandb_mode="offline")) == []
+    monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
+    assert machine_rules.logger_problems(asked) == []
+
+
+OPEN_ONLINE = """
+import logging, sys
+from pathlib import Path
+from tests.training.test_loggers import loggers
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+run = loggers(Path(sys.argv[1]), wandb_project="small", wandb_mode="online")
+run.open({}, step=0, tokens=0)
+run.close()
+"""
+
+
+@needs_wandb
+@pytest.mark.full
+@pytest.mark.usefixtures("without_key")
+def test_wandb_without_a_key_asks_for_none_on_a_terminal(tmp_path: Path) -> None:
+    terminal, other_end = os.openpty()
+    try:
+        command = [sys.executable, "-c", OPEN_ONLINE, str(tmp_path / "run")]
+        done = subprocess.run(command, stdin=other_end, stderr=other_end, stdout=subprocess.PIPE, text=True, timeout=90)
+    finally:
+        os.close(terminal)
+        os.close(other_end)
+    assert done.returncode == 0
+    assert "Weights & Biases is without this run's metrics from here on: UsageError: No API key" in done.stdout
+    assert not (tmp_path / "run" / WANDB_ID).exists()
+
+
 def test_a_logger_that_fails_is_left_out_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise ConnectionError("no route to host")
 
+    closed, close = [], TensorBoard.close
+
+    def close_and_fail(board: TensorBoard, *, failed: bool = False) -> None:
+        close(board)
+        closed.append(failed)
+        fail()
+
     monkeypatch.setattr(TensorBoard, "write", fail)
+    monkeypatch.setattr(TensorBoard, "close", close_and_fail)
     (tmp_path / TABLE).write_text("title,price\nFANformer,0\n")
     with caplog.at_level(logging.WARNING, "megatron_fanformer"):
         log_two_lives(tmp_path, tensorboard=True, csv=True)
@@ -212,6 +308,7 @@ def test_a_logger_that_fails_is_left_out_with_one_warning(
         == said[3]
         == ("TensorBoard is without this run's metrics from here on: ConnectionError: no route to host")
     )
+    assert closed == [True, True]
     assert (tmp_path / TABLE).read_text() == "title,price\nFANformer,0\n5,1"  # as it was between the two lives
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
 

@@ -325,6 +325,7 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run(
     for told in run_on_ranks(2, train_poisoned, values, Poison((2,))):
         assert told is not None
         assert told.startswith("step 3: the validation loss (held out) is nan; ")
+    assert [entry["step"] for entry in read_metrics(tmp_path / "run") if "grad_norm" in entry] == [1, 2, 3]
     assert not (tmp_path / "run" / store.CHECKPOINTS).exists()
 
 
