@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +24,7 @@ from megatron_fanformer.evaluation.metrics import document_sums, task_metrics
 from megatron_fanformer.evaluation.perplexity import SetLoss, group_perplexities, perplexity_of_sets
 from megatron_fanformer.evaluation.requests import RequestFile, TaskRequests, read_requests
 from megatron_fanformer.evaluation.results import MetricValue, Result, SetResult, TaskResult
-from megatron_fanformer.evaluation.scoring import log_probabilities_of_all
+from megatron_fanformer.evaluation.scoring import scores_of_tasks
 from megatron_fanformer.evaluation.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.evaluation.tasks import ULOGIC
 from megatron_fanformer.generation.models import ModelSource, TrainedModel, find_model
@@ -172,7 +172,8 @@ def evaluate_jobs(asked: "Asked", jobs: Jobs, grid: RankGrid, *, tell: Tell) -> 
         tell(f"{name}: perplexity")
         losses = perplexity_of_sets(stages, job.survey.sets, grid, batch_tokens=asked.batch_tokens)
         tell(f"{name}: tasks")
-        tasks = _choice_results(stages, job.survey.tasks, grid, asked.batch_tokens)
+        scores = scores_of_tasks(stages, job.survey.tasks, grid, batch_tokens=asked.batch_tokens, every_metric=True)
+        tasks = {name: choice_result(task, *scores[name]) for name, task in job.survey.tasks.items()}
         tasks |= _generated_results(stages, job, jobs.texts, GenerationSettings(**asked.generation), grid, tell)
         if grid.is_main:
             results.append(
@@ -211,19 +212,6 @@ def _dtype(asked: "Asked", source: ModelSource, grid: RankGrid) -> torch.dtype:
     if asked.dtype != "auto":
         return DTYPES[asked.dtype]
     return source.dtype if grid.device == "cuda" else torch.float32
-
-
-def _choice_results(
-    stages: list[Any], tasks: Mapping[str, TaskRequests], grid: RankGrid, batch_tokens: int
-) -> dict[str, TaskResult]:
-    with_context = list(tasks.values())
-    without = [task.unconditional for task in with_context if task.unconditional is not None]
-    found = log_probabilities_of_all(stages, [*with_context, *without], grid, batch_tokens=batch_tokens)
-    unconditional = iter(found[len(with_context) :])
-    return {
-        task.name: choice_result(task, values, None if task.unconditional is None else next(unconditional))
-        for task, values in zip(with_context, found, strict=False)
-    }
 
 
 def choice_result(task: TaskRequests, found: np.ndarray, unconditional: np.ndarray | None = None) -> TaskResult:

@@ -13,6 +13,9 @@ from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.evaluation.requests import TaskRequests
 from megatron_fanformer.evaluation.tasks import OF_ONE_ANSWER
 
+PMI = "pmi"
+"""The metric that needs log-probabilities behind a task's neutral contexts."""
+
 POSITIVE = 0
 """The choice that F1 looks for: yes, which is the first one of mrpc."""
 
@@ -70,7 +73,7 @@ def document_sums(
         "per_token": _per(requests.continuation_tokens, log_probabilities),
     }
     if unconditional is not None:
-        scores["pmi"] = log_probabilities - unconditional
+        scores[PMI] = log_probabilities - unconditional
     sums: dict[str, np.ndarray] = {}
     if requests.metric not in OF_ONE_ANSWER or requests.choices.any():
         predictions = {name: _predictions(requests, values) for name, values in scores.items()}

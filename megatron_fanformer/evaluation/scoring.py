@@ -1,13 +1,49 @@
 """Requests to log-probabilities, in any layout: the ordinary forward with labels, and a mask on the continuations."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_fanformer.evaluation.metrics import PMI
 from megatron_fanformer.evaluation.requests import TaskRequests
 from megatron_fanformer.evaluation.rows import losses_of_rows
 from megatron_fanformer.runtime.parallel import RankGrid
+
+
+class TaskScores(NamedTuple):
+    """Log-probabilities of a task's continuations, in nats, as `task_metrics` takes them."""
+
+    own: np.ndarray
+    """[n] behind the requests' own contexts."""
+    unconditional: np.ndarray | None
+    """[n] behind the task's neutral context; None where they are not asked for, or it has none."""
+
+
+def scores_of_tasks(
+    stages: list[Any],
+    tasks: Mapping[str, TaskRequests],
+    grid: RankGrid,
+    *,
+    batch_tokens: int,
+    every_metric: bool,
+    shall_stop: Callable[[], bool] | None = None,
+) -> dict[str, TaskScores]:
+    """The scores of tasks, by name; the arguments and errors are those of `log_probabilities`.
+
+    Args:
+        every_metric: whether neutral contexts are scored wherever there are any, or only for a task's own metric.
+    """
+    neutral = {
+        name: twin
+        for name, task in tasks.items()
+        if (twin := task.unconditional) is not None and (every_metric or task.metric == PMI)
+    }
+    both = [*tasks.values(), *neutral.values()]
+    found = log_probabilities_of_all(stages, both, grid, batch_tokens=batch_tokens, shall_stop=shall_stop)
+    unconditional = dict(zip(neutral, found[len(tasks) :], strict=True))
+    own = zip(tasks, found[: len(tasks)], strict=True)
+    return {name: TaskScores(scores, unconditional.get(name)) for name, scores in own}
 
 
 def log_probabilities(

@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ STOP_GRACE_SECONDS = 600  # how long a rank may take to save after a signal to s
 FAILURE_GRACE_SECONDS = 0.5  # ranks that fail together end together
 KILLED_SECONDS = 10.0
 POLL_SECONDS = 0.05
+RUN_IS_OVER = "run_is_over"  # beside an error, where that is true of it
 PEER_FAILURE_WAIT_SECONDS = 15.0  # a rank that lost a peer lets the peer's own error be seen first
 PEER_FAILURE_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "unhandled system error")
 
@@ -70,11 +71,12 @@ class _Rank:
         """Its exit code, negative for a signal; None while it is running."""
         return self.process.poll()
 
-    @property
-    def stopped(self) -> str | None:
-        """What it said when a signal ended it with no step in progress; None unless one has."""
+    def told_when_stopped(self, *, run_is_over: bool = False) -> str | None:
+        """What it said when a signal ended it before the steps, or after the last one; None unless one has then."""
         told = self._told() if self.code == Interrupted.exit_code else None
-        return None if told is None else str(told["message"])
+        if told is None or (RUN_IS_OVER in told["extraInfo"]) != run_is_over:
+            return None
+        return str(told["message"])
 
     def _told(self) -> dict[str, Any] | None:
         try:
@@ -163,7 +165,7 @@ def _wait_for(ranks: list[_Rank], heard: "deque[signal.Signals]") -> None:
                 1,
                 was_stopping=True,
             )
-        if any(rank.code not in (None, 0, Interrupted.exit_code) or rank.stopped for rank in ranks):
+        if any(rank.code not in (None, 0, Interrupted.exit_code) or rank.told_when_stopped() for rank in ranks):
             break
         time.sleep(POLL_SECONDS)
     _tell_how_they_ended(ranks, stop)
@@ -172,7 +174,7 @@ def _wait_for(ranks: list[_Rank], heard: "deque[signal.Signals]") -> None:
 def _tell_how_they_ended(ranks: list[_Rank], stop: signal.Signals | None) -> None:
     """Raise what the end of the ranks, or of the first of them, means; nothing if the run is over."""
     name = stop.name if stop else "a signal to a rank"
-    if before_steps := next((rank.stopped for rank in ranks if rank.stopped), None):  # in the loop, they save
+    if before_steps := _first(rank.told_when_stopped() for rank in ranks):  # in the loop, they save
         _wait_at_most(FAILURE_GRACE_SECONDS, ranks)
         raise Interrupted(before_steps.replace(signal.SIGTERM.name, name, 1) if stop else before_steps)
     failed = [rank for rank in ranks if rank.code not in (None, 0, Interrupted.exit_code)]
@@ -180,7 +182,12 @@ def _tell_how_they_ended(ranks: list[_Rank], stop: signal.Signals | None) -> Non
         _wait_at_most(FAILURE_GRACE_SECONDS, ranks)
         raise failed[0].failure(was_stopping=stop is not None)
     if any(rank.code for rank in ranks):
-        raise Interrupted(f"stopped on {name}, saved; run the same command to continue")
+        over = _first(rank.told_when_stopped(run_is_over=True) for rank in ranks)
+        raise Interrupted(over or f"stopped on {name}, saved; run the same command to continue")
+
+
+def _first(told: Iterable[str | None]) -> str | None:
+    return next(filter(None, told), None)
 
 
 def _wait_at_most(seconds: float, ranks: list[_Rank]) -> None:
@@ -219,7 +226,7 @@ def report_failure() -> Iterator[None]:
         if getattr(error, "is_told_elsewhere", False) or any(sign in str(error) for sign in PEER_FAILURE_SIGNS):
             # Not this rank's own failure: the peer's is the one that the user must see, and is about to be noticed.
             time.sleep(PEER_FAILURE_WAIT_SECONDS)
-        if not isinstance(error, Interrupted):
+        if not isinstance(error, Interrupted) or error.run_is_over:  # else the launcher knows what to say
             _leave_for_launcher(error)
         raise
 
@@ -249,6 +256,7 @@ def _leave_for_launcher(error: Exception) -> None:
         "py_callstack": "".join(traceback.format_exception(error)),
         "timestamp": str(int(time.time())),
         **({"names_rank": "yes"} if isinstance(error, PeerFailed) else {}),
+        **({RUN_IS_OVER: "yes"} if isinstance(error, Interrupted) and error.run_is_over else {}),
     }
     text = str(error) if isinstance(error, FanformerError) else f"{type(error).__name__}: {error}"
     with suppress(OSError):  # a full disk must not hide it

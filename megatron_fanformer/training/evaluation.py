@@ -1,7 +1,6 @@
 """Evaluation in the loop: the loss on validation sets, tasks and perplexity sets.
 
-It leaves nothing behind that training would take notice of. One that is stopped, by a signal or the end of the run's
-minutes, logs nothing.
+It leaves nothing behind that training would take notice of. One that a signal stops keeps what was whole by then.
 """
 
 import itertools
@@ -9,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +19,17 @@ from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.evaluation.forward import evaluating, row_losses
 from megatron_fanformer.evaluation.metrics import Metric, task_metrics
-from megatron_fanformer.evaluation.perplexity import perplexity_metrics, perplexity_of_sets
+from megatron_fanformer.evaluation.perplexity import SetLoss, perplexity_metrics, perplexity_of_sets
+from megatron_fanformer.evaluation.perplexity_sets import PerplexitySet
 from megatron_fanformer.evaluation.requests import TaskRequests
 from megatron_fanformer.evaluation.rows import Stopped
-from megatron_fanformer.evaluation.scoring import log_probabilities_of_all
+from megatron_fanformer.evaluation.scoring import scores_of_tasks
 from megatron_fanformer.evaluation.survey import EvaluationSurvey
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.step import StepShape
 
-BITS_PER_BYTE, PMI = "bpb", "pmi"  # by their names in `evaluation.metrics`
+BITS_PER_BYTE = "bpb"  # by its name in `evaluation.metrics`
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +58,14 @@ class Evaluation:
         self._interval = config.evaluation.interval or config.training.eval_interval
         self._last_step = config.training.train_iters
         self._started, self._seconds = time.monotonic(), 0.0
+        self.was_stopped = False  # the latest one
 
     def is_due(self, step: int) -> bool:
         """Whether anything is measured after a step."""
         return any(self._is_due(step, interval) for interval in (self._validation_interval, self._interval))
 
     def metrics(self, step: int, stages: list[Any], valid: Mapping[str, Any]) -> dict[str, float]:
-        """What is due after a step, under the names of the metrics; nothing where it was stopped.
+        """What is due after a step, under the names of the metrics; where it is stopped, what was whole by then.
 
         Args:
             stages: the chunks of this rank's stage, their weights up to date.
@@ -74,14 +76,16 @@ class Evaluation:
         """
         started = time.monotonic()
         found: dict[str, float] = {}
-        try:
-            if self._is_due(step, self._validation_interval):
-                found |= self._validation_losses(step, stages, valid)
-            if self._is_due(step, self._interval):
-                found |= self._scores(step, stages)
-        except Stopped:
-            logger.info("step %d  evaluation stopped; nothing of it is logged", step)
-            return {}
+        self.was_stopped = False
+        due = self._due(step, stages, valid)
+        for number, (_, measure) in enumerate(due):
+            try:
+                found |= measure()
+            except Stopped:
+                self.was_stopped = True
+                left = ", ".join(what for what, _ in due[number:])
+                logger.info("step %d  evaluation stopped; not measured, and not logged: %s", step, left)
+                break
         if not found:
             return {}
         seconds = time.monotonic() - started
@@ -92,48 +96,55 @@ class Evaluation:
     def _is_due(self, step: int, interval: int | None) -> bool:
         return step >= self._last_step or (interval is not None and step % interval == 0)
 
-    def _validation_losses(self, step: int, stages: list[Any], valid: Mapping[str, Any]) -> dict[str, float]:
-        losses = {}
-        for name, dataset in valid.items():
-            loss = evaluate_loss(
-                stages, dataset, self._grid, self._shape, eval_iters=self._eval_iters, shall_stop=self._shall_stop
-            )
-            _refuse_not_finite(step, f"the validation loss ({name})", loss)
-            losses[f"{VALIDATION_LOSS}/{name}"] = loss
-            logger.info("step %d  validation loss (%s) %.4f", step, name, loss)
-        return losses
+    def _due(
+        self, step: int, stages: list[Any], valid: Mapping[str, Any]
+    ) -> list[tuple[str, Callable[[], dict[str, float]]]]:
+        """What is measured after a step, in order, the same on all ranks: what it is, and the call that measures it."""
+        due: list[tuple[str, Callable[[], dict[str, float]]]] = []
+        if self._is_due(step, self._validation_interval):
+            for name, dataset in valid.items():
+                due.append((f"validation loss ({name})", partial(self._validation_loss, step, stages, name, dataset)))
+        if self._is_due(step, self._interval):
+            losses: dict[str, SetLoss] = {}
+            for each in self._survey.sets:
+                due.append((each.name, partial(self._perplexity_metrics, step, stages, each, losses)))
+            if self._survey.tasks:
+                due.append((f"tasks ({', '.join(self._survey.tasks)})", partial(self._task_metrics, step, stages)))
+        return due
 
-    def _scores(self, step: int, stages: list[Any]) -> dict[str, float]:
-        """Of tasks and perplexity sets."""
-        metrics: dict[str, float] = {}
-        if self._survey.sets:
-            losses = perplexity_of_sets(
-                stages, self._survey.sets, self._grid, batch_tokens=self._batch_tokens, shall_stop=self._shall_stop
-            )
-            for name, of_set in losses.items():
-                _refuse_not_finite(step, f"the loss on {name}", of_set.loss)
-                logger.info("step %d  %s: perplexity %.2f, loss %.4f", step, name, of_set.perplexity, of_set.loss)
-            metrics |= perplexity_metrics(losses)
-        if self._survey.tasks:
-            metrics |= self._task_metrics(step, stages)
-        return metrics
+    def _validation_loss(self, step: int, stages: list[Any], name: str, dataset: Any) -> dict[str, float]:
+        loss = evaluate_loss(
+            stages, dataset, self._grid, self._shape, eval_iters=self._eval_iters, shall_stop=self._shall_stop
+        )
+        _refuse_not_finite(step, f"the validation loss ({name})", loss)
+        logger.info("step %d  validation loss (%s) %.4f", step, name, loss)
+        return {f"{VALIDATION_LOSS}/{name}": loss}
+
+    def _perplexity_metrics(
+        self, step: int, stages: list[Any], of_set: PerplexitySet, losses: dict[str, SetLoss]
+    ) -> dict[str, float]:
+        """Of all sets so far, whose losses are kept in `losses`: a group's mean is there with the last of its sets."""
+        losses |= perplexity_of_sets(
+            stages, [of_set], self._grid, batch_tokens=self._batch_tokens, shall_stop=self._shall_stop
+        )
+        name, found = of_set.name, losses[of_set.name]
+        _refuse_not_finite(step, f"the loss on {name}", found.loss)
+        logger.info("step %d  %s: perplexity %.2f, loss %.4f", step, name, found.perplexity, found.loss)
+        return perplexity_metrics(losses)
 
     def _task_metrics(self, step: int, stages: list[Any]) -> dict[str, float]:
         tasks = self._survey.tasks
-        neutral = {
-            name: task.unconditional for name, task in tasks.items() if task.metric == PMI and task.unconditional
-        }
-        scored = log_probabilities_of_all(
+        scores = scores_of_tasks(
             stages,
-            [*tasks.values(), *neutral.values()],
+            tasks,
             self._grid,
             batch_tokens=self._batch_tokens,
+            every_metric=False,
             shall_stop=self._shall_stop,
         )
-        unconditional = dict(zip(neutral, scored[len(tasks) :], strict=True))
         metrics: dict[str, float] = {}
-        for (name, task), own in zip(tasks.items(), scored[: len(tasks)], strict=True):
-            found = task_metrics(task, own, unconditional.get(name))
+        for name, task in tasks.items():
+            found = task_metrics(task, *scores[name])
             metrics |= downstream_metrics(task, found)
             best = found[task.metric]
             logger.info(

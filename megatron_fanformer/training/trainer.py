@@ -100,7 +100,7 @@ class Trainer:
         """Run to the last step.
 
         Raises:
-            Interrupted: a signal came; the checkpoint is saved.
+            Interrupted: a signal came before the end, or during the last evaluation; the checkpoint is saved.
             DivergenceError: the loss or the gradient norm is not finite.
         """
         with signals_to(self._rank_asked.hear, is_last=True), _garbage_collected_by_hand():
@@ -108,6 +108,12 @@ class Trainer:
             while not (stopping or self._is_over):
                 stopping = self.take_step()
             self._finish_mirror(stopping)
+            if stopping == "signal" and self._is_over:
+                raise Interrupted(
+                    f"complete after step {self.step}, saved, but its last evaluation was stopped; "
+                    f"`megatron-fanformer evaluate {self.run} …` measures the checkpoint",
+                    run_is_over=True,
+                )
             if stopping == "signal":
                 raise Interrupted(f"stopped after step {self.step}, saved; run the same command to continue")
             if stopping:
@@ -290,9 +296,8 @@ class Trainer:
         seconds = STOPPED_MIRROR_SECONDS if was_stopped else float("inf")
         on_main(lambda: self._mirror.finish(lambda: not was_stopped and self._rank_asked.now().stop, seconds))
 
-    def _is_asked_to_end(self) -> bool:
-        asked = share(self._rank_asked.now(), self.grid)
-        return asked.stop or asked.end
+    def _is_asked_to_stop(self) -> bool:
+        return share(self._rank_asked.now(), self.grid).stop
 
     def _ask_again(self) -> None:
         """What came during an evaluation or a save is not to wait for another step; what is agreed on stays so."""
@@ -311,7 +316,7 @@ class Trainer:
     def _shall_stop(self) -> Stopping | None:
         """Why to end after this step, the same on all ranks; None to continue."""
         if self._is_over:
-            return None
+            return "signal" if self._evaluation.was_stopped else None  # else there is nothing left to stop
         if self._asked.stop:
             return "signal"
         if self._asked.end:
@@ -366,7 +371,7 @@ class Trainer:
             seq_length=config.model.seq_length,
         )
         self._evaluation = Evaluation(
-            config, self._start.evaluation, grid, self._shape, shall_stop=self._is_asked_to_end
+            config, self._start.evaluation, grid, self._shape, shall_stop=self._is_asked_to_stop
         )
 
     def _measure_steps(self) -> None:

@@ -10,12 +10,17 @@ import queue
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_fanformer.errors import Interrupted
+from megatron_fanformer.runtime import launch
+from megatron_fanformer.runtime.device import ERROR_FILE
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import METRICS, read_metrics
@@ -101,3 +106,17 @@ def test_the_error_of_the_rank_that_failed_is_shown_and_no_others(tmp_path: Path
     assert process.returncode == 2
     [line] = errors.splitlines()
     assert line.startswith(f"megatron-fanformer: rank 0: training.run_dir {tmp_path / 'run'} cannot be written")
+
+
+def test_a_run_that_is_over_is_not_said_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ranks that a signal stopped after the last step: the launcher passes on what they say."""
+    ranks = []
+    for number in range(2):
+        file = tmp_path / f"error-{number}.json"
+        monkeypatch.setenv(ERROR_FILE, str(file))
+        with pytest.raises(Interrupted), launch.report_failure():
+            raise Interrupted("complete but for this", run_is_over=True)
+        process: Any = SimpleNamespace(poll=lambda: Interrupted.exit_code)
+        ranks.append(launch._Rank(number=number, process=process, error=file))
+    with pytest.raises(Interrupted, match=r"^complete but for this$"):
+        launch._wait_for(ranks, deque())

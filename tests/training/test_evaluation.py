@@ -116,8 +116,11 @@ def test_a_run_is_the_same_to_the_bit_with_and_without_evaluation(
     assert lines[-1]["evaluation_seconds"] > 0 and 0 < lines[-1]["evaluation_share"] < 1
 
 
-def train_and_signal(values: dict[str, Any], batches: int) -> tuple[int, bool]:
-    """Train; a signal comes to rank 1 in an evaluation's batch. The batches after it, and whether the run stopped."""
+def train_and_signal(values: dict[str, Any], batches: int) -> tuple[int, str | None, bool]:
+    """Train; a signal comes to rank 1 in an evaluation's batch.
+
+    The batches after it, what the run said when it stopped, if it did, and whether it was over.
+    """
     from megatron_fanformer.evaluation import rows
     from megatron_fanformer.training.trainer import Trainer
 
@@ -131,28 +134,67 @@ def train_and_signal(values: dict[str, Any], batches: int) -> tuple[int, bool]:
             signal.raise_signal(signal.SIGTERM)
         return right(*arguments, **named)
 
-    stopped = False
+    said, is_over = None, False
     with rank_grid(config.parallel, "cpu") as grid, mock.patch.object(rows, "row_losses", counted):
         trainer = Trainer(config, grid)
         try:
             trainer.train()
-        except Interrupted:
-            stopped = True
+        except Interrupted as stop:
+            said, is_over = str(stop), stop.run_is_over
         finally:
             trainer.close()
-    return taken - batches, stopped
+    return taken - batches, said, is_over
 
 
-@pytest.mark.parametrize("batches", [2, pytest.param(5, marks=pytest.mark.full)])  # in a perplexity set, in tasks
-def test_a_signal_is_answered_after_the_batch_and_nothing_partial_is_logged(
-    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, evaluated: dict[str, Any], batches: int
+TIME = {"evaluation_seconds", "evaluation_share"}
+LOSS = {"validation_loss/held-out"}
+OF_SET = {name for name in NAMES if name.startswith("eval/own-set/")}
+
+
+@pytest.mark.parametrize(
+    ("batches", "whole", "train_iters"),
+    [
+        pytest.param(1, LOSS, 3, id="in a perplexity set, after the last step"),
+        pytest.param(2, LOSS | OF_SET, 7, id="at the end of a perplexity set"),
+        pytest.param(5, LOSS | OF_SET, 7, id="in tasks", marks=pytest.mark.full),
+    ],
+)
+def test_a_signal_is_answered_after_the_batch_and_only_what_is_whole_is_logged(
+    run_on_ranks: RunOnRanks,
+    tmp_path: Path,
+    tokens: str,
+    evaluated: dict[str, Any],
+    batches: int,
+    whole: set[str],
+    train_iters: int,
 ) -> None:
-    values = small_run(tokens, tmp_path / "run", **evaluated, parallel={"data_parallel_size": 2})
-    assert run_on_ranks(2, train_and_signal, values, batches) == [(0, True)] * 2
-    last = read_metrics(tmp_path / "run")[-1]
+    run = tmp_path / "run"
+    evaluated["training"]["train_iters"] = train_iters
+    values = small_run(tokens, run, **evaluated, parallel={"data_parallel_size": 2}, schedule={"lr_warmup_iters": 1})
+    said = "stopped after step 3, saved; run the same command to continue"
+    if train_iters == 3:
+        said = (
+            "complete after step 3, saved, but its last evaluation was stopped; "
+            f"`megatron-fanformer evaluate {run} …` measures the checkpoint"
+        )
+    assert run_on_ranks(2, train_and_signal, values, batches) == [(0, said, train_iters == 3)] * 2
+    last = read_metrics(run)[-1]
     assert last["step"] == 3
-    assert not any(name.startswith(("eval", "validation")) for name in last)
-    assert store.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / store.CHECKPOINTS / "step-00000003"
+    assert {name for name in last if name.startswith(("eval", "validation"))} == whole | TIME
+    assert store.latest_checkpoint(run) == run / store.CHECKPOINTS / "step-00000003"
+
+
+def test_minutes_that_are_over_stop_no_evaluation(
+    run_on_ranks: RunOnRanks, tmp_path: Path, tokens: str, evaluated: dict[str, Any]
+) -> None:
+    """A chain of jobs of one step each measures all that one job would."""
+    evaluated["training"] |= {"eval_interval": 2, "train_iters": 3, "exit_duration_in_mins": 1e-6}
+    values = small_run(tokens, tmp_path / "run", **evaluated, schedule={"lr_warmup_iters": 1})
+    for steps in (1, 2, 3):
+        run_on_ranks(1, train, values)
+        lines = read_metrics(tmp_path / "run")
+        assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    assert [set(line) >= NAMES for line in lines] == [False, True, True]
 
 
 # -- before anything is loaded
