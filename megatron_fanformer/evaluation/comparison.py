@@ -119,10 +119,10 @@ def _refuse_other_tokens(a: Result, b: Result, sets: list[str]) -> None:
                 f"{', '.join(sets)} are of different tokens; evaluate both alike"
             )
     for name in sets:
-        in_a, in_b = (each.perplexity[name].tokens for each in (a, b))
-        if in_a != in_b:
+        of_a, of_b = (each.perplexity[name].tokens for each in (a, b))
+        if of_a != of_b:
             raise InputError(
-                f"{name} has {in_a:,} scored tokens in A and {in_b:,} in B, not the same ones; evaluate both with the "
+                f"{name} has {of_a:,} scored tokens in A and {of_b:,} in B, not the same ones; evaluate both with the "
                 "same files, --batches and --batch-tokens"
             )
 
