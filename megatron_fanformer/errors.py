@@ -5,6 +5,10 @@ no credentials: see `redacted`.
 """
 
 import re
+from collections.abc import Callable
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 _USERINFO = re.compile(r"://([^\s/@]*|[^\s/:@]*:[^\s@]*)@")
 
@@ -59,3 +63,12 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def noting(problems: list[str], read: Callable[[], _T]) -> _T | None:
+    """What `read` reads; None where the input is wrong, which is noted as problems, one a line."""
+    try:
+        return read()
+    except InputError as error:
+        problems += str(error).splitlines()
+        return None

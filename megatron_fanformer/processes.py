@@ -19,7 +19,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """The signals that ask a run to save and stop."""
 SAVE_SIGNAL = signal.SIGUSR2
 """The signal that asks a run to save and go on."""
-NOTHING_LOST = "nothing is lost, run the same command to continue"
+NOTHING_LOST = "with no step in progress; nothing is lost, run the same command to continue"
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -126,11 +126,14 @@ def signals_to(hear: Callable[[signal.Signals], None], *, is_last: bool = False)
 
 
 @contextmanager
-def ended_by_stop_signals(tell: Callable[[str], None]) -> Iterator[None]:
+def ended_by_stop_signals(tell: Callable[[str], None], *, outcome: str = NOTHING_LOST) -> Iterator[None]:
     """Around work of which nothing needs saving: a signal to stop ends this process at once, with a line and code 5.
 
     A signal to save is ignored. Inside, `signals_to` takes over. A thread ends the process, since the main one may be
     waiting in a library for minutes, where Python runs no handler.
+
+    Args:
+        outcome: what the line says after the signal's name: what is there, and how to go on.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -140,7 +143,7 @@ def ended_by_stop_signals(tell: Callable[[str], None]) -> Iterator[None]:
             if number[0] in STOP_SIGNALS:
                 name = signal.Signals(number[0]).name
                 try:
-                    tell(f"stopped on {name} with no step in progress; {NOTHING_LOST}")
+                    tell(f"stopped on {name} {outcome}")
                 finally:  # also where the line cannot be written
                     os._exit(Interrupted.exit_code)
         os.close(reader)

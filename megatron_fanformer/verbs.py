@@ -253,7 +253,8 @@ def _evaluate(options: argparse.Namespace, _rest: list[str], arguments: list[str
     from megatron_fanformer.runtime.heartbeat import tell_stopped
     from megatron_fanformer.runtime.launch import end_with_launcher
 
-    with ended_by_stop_signals(tell_stopped):
+    outcome = "before the end; --output has the checkpoints that were done, and the same command starts anew"
+    with ended_by_stop_signals(tell_stopped, outcome=outcome):
         end_with_launcher()
         _prepare_environment()
         from megatron_fanformer.evaluation.command import evaluate

@@ -2,22 +2,23 @@
 
 import argparse
 import glob
-import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, noting
 from megatron_fanformer.evaluation import results as result_files
-from megatron_fanformer.evaluation.comparison import compare
+from megatron_fanformer.evaluation.comparison import Comparison, compare
 from megatron_fanformer.evaluation.config import EvaluationConfig
+from megatron_fanformer.evaluation.options import add_options
 from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import SETS, set_problems
 from megatron_fanformer.evaluation.results import Result
@@ -29,7 +30,7 @@ from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.launch import launch_ranks, read_found
 
 if TYPE_CHECKING:
-    from megatron_fanformer.evaluation.jobs import Jobs
+    from megatron_fanformer.evaluation.jobs import Jobs, Tell
     from megatron_fanformer.runtime.parallel import RankGrid
 
 WIDTH_OF_A_FILE = 80  # columns where there is no terminal
@@ -40,6 +41,8 @@ NEEDED = {
     "context_length": "prepare",
 }
 """By option: the one without which it means nothing."""
+OF_PREPARE = ("prepare", "tasks", "tokenizer", "context_length", "limit", "device")
+"""The options that --prepare takes, and the device, on which nothing depends here."""
 Local = Callable[[str], str]
 
 
@@ -49,8 +52,8 @@ class Asked:
 
     checkpoints: tuple[Path, ...]
     """To evaluate, each once, in the order of the table."""
-    compared: tuple[Path, ...]
-    """Nothing, or two: files of results, or checkpoints that are among `checkpoints`."""
+    compared: tuple[Path | Result, ...]
+    """Nothing, or two: what files of results hold, or checkpoints that are among `checkpoints`."""
     evaluation: EvaluationConfig
     """On what; `tasks` may have generation tasks, and is empty for all that the request file has."""
     generation: Mapping[str, Any]
@@ -144,19 +147,49 @@ def _find_jobs(asked: Asked) -> "Jobs":
     try:
         return find_jobs(asked)
     except InputError as error:
-        raise InputError(as_options(str(error))) from None
+        raise InputError("\n".join(map(as_options, str(error).splitlines()))) from None
 
 
 def _run(options: argparse.Namespace, asked: Asked, jobs: "Jobs", grid: "RankGrid") -> None:
-    from rich.console import Console
-
     from megatron_fanformer.evaluation.jobs import evaluate_jobs
 
-    console = Console(stderr=True, markup=False)
-    with console.status("reading") if grid.is_main else nullcontext() as line:
-        found = evaluate_jobs(asked, jobs, grid, tell=lambda what: line.update(what) if line else None)
+    results: list[Result] = []
+    try:
+        with _progress() if grid.is_main else nullcontext(lambda *_: None) as tell:
+            for result in evaluate_jobs(asked, jobs, grid, tell=tell):
+                if grid.is_main:
+                    results.append(result)
+                    _write(options, results)  # now: whatever ends the next one
+    except Exception:
+        if results:
+            _tell(options, replace(asked, compared=()), results)
+        raise
     if grid.is_main:
-        _tell(options, asked, found)
+        _tell(options, asked, results)
+
+
+@contextmanager
+def _progress() -> "Iterator[Tell]":
+    """Shows what runs on a terminal's last line; elsewhere writes a line for each phase that ended."""
+    from rich.console import Console
+
+    console = Console(stderr=True, markup=False)
+    if console.is_terminal:
+        with console.status("reading") as line:
+            yield lambda phase, how_far="": line.update(f"{phase}, {how_far}" if how_far else phase)
+        return
+    phase, began = "", 0.0
+
+    def tell(what: str, _how_far: str = "") -> None:
+        nonlocal phase, began
+        if what == phase:
+            return
+        if phase:
+            print(f"{phase}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+        phase, began = what, time.monotonic()
+
+    yield tell
+    tell("")
 
 
 # -- what is asked
@@ -172,19 +205,12 @@ def read_options(options: argparse.Namespace, local: Local, *, world_size: int |
         InputError: every problem, one line each.
         CorruptError: a folder's configuration, the only way to tell what it is, cannot be read.
     """
-    found: list[str] = []
-    for name in ("output", "picture"):
-        path = getattr(options, name)
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            found.append(f"--{name} {path} is not a file in a folder that exists; create the folder, or name another")
-    found += _without_effect(options)
-    evaluated = [name for name in options.compare if not Path(name).is_file()]
-    checkpoints = _checkpoints([*options.checkpoints, *evaluated], local, found)
-    compared: tuple[Path, ...] = ()
-    if not found:
-        compared = tuple(_checkpoint(name, local) if name in evaluated else Path(name) for name in options.compare)
+    found = [*_file_problems(options, "output", "picture"), *_without_effect(options)]
+    compared = tuple(noting(found, partial(_compared, name, local)) for name in options.compare)
+    named = [*_checkpoints(options.checkpoints, local, found), *(each for each in compared if isinstance(each, Path))]
+    checkpoints = tuple(dict.fromkeys(named))
     evaluation = _evaluation(options, found)
-    layout = _noting(found, lambda: _layout(options.layout, world_size))
+    layout = noting(found, lambda: _layout(options.layout, world_size))
     if checkpoints and evaluation.is_empty and options.ulogic is None:
         found.append("nothing is asked for; add --requests FILE, or --perplexity NAME=PATH")
     if options.picture is not None and not checkpoints:
@@ -195,7 +221,7 @@ def read_options(options: argparse.Namespace, local: Local, *, world_size: int |
         raise InputError("\n".join(found))
     return Asked(
         checkpoints=checkpoints,
-        compared=compared,
+        compared=tuple(filter(None, compared)),
         evaluation=evaluation,
         generation={name: getattr(options, name) for name in GENERATION},
         ulogic=options.ulogic,
@@ -207,46 +233,73 @@ def read_options(options: argparse.Namespace, local: Local, *, world_size: int |
     )
 
 
-def _without_effect(options: argparse.Namespace) -> list[str]:
+def _file_problems(options: argparse.Namespace, *names: str) -> list[str]:
+    """Of options that name a file to write."""
+    paths = {name: getattr(options, name) for name in names}
     return [
+        f"--{name} {path} is not a file in a folder that exists; create the folder, or name another"
+        for name, path in paths.items()
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir())
+    ]
+
+
+def _without_effect(options: argparse.Namespace) -> list[str]:
+    found = [
         f"--{name.replace('_', '-')} has no effect without --{other}; add that, or leave it out"
         for name, other in NEEDED.items()
         if getattr(options, name) is not None and not getattr(options, other)
     ]
+    if options.prepare is not None:
+        parser = argparse.ArgumentParser()
+        add_options(parser)
+        found += [
+            f"--{name.replace('_', '-')} has no effect with --prepare; leave it out"
+            for name, value in vars(parser.parse_args([])).items()
+            if name not in OF_PREPARE and getattr(options, name) != value
+        ]
+    return found
 
 
-def _noting(problems: list[str], read: Callable[[], Any]) -> Any:
-    """What `read` reads; None where the input is wrong, which is noted as a problem."""
-    try:
-        return read()
-    except InputError as error:
-        problems.append(str(error))
-        return None
-
-
-def _checkpoints(named: Sequence[str], local: Local, problems: list[str]) -> tuple[Path, ...]:
-    """The folders of checkpoints and exports that are named, each once, in order."""
+def _checkpoints(named: Sequence[str], local: Local, problems: list[str]) -> list[Path]:
+    """The folders of checkpoints and exports that are named, in order."""
     places = [place for name in named for place in _matches(name)]
-    if len(places) > 1:
-        places = [place for place in places if not _is_no_checkpoint_of(Path(place))]
-    found = [_noting(problems, partial(_checkpoint, place, local)) for place in places]
-    return tuple(dict.fromkeys(filter(None, found)))
+    with_steps = {Path(place).parent for place in places if store.step_of(Path(place)) is not None}
+    # what else lies among a run's checkpoints, `checkpoints/*` names, too
+    places = [
+        place for place in places if Path(place).parent not in with_steps or store.step_of(Path(place)) is not None
+    ]
+    found = [noting(problems, partial(_checkpoint, place, local)) for place in places]
+    return list(filter(None, found))
 
 
 def _matches(name: str) -> list[str]:
-    """What a glob stands for, where a shell has not put it in its place; other names stand for themselves."""
-    is_glob = glob.has_magic(name) and not Path(name).exists()
+    """The checkpoints of a folder of them, or what a glob stands for; other names stand for themselves."""
+    path = Path(name)
+    if path.name == store.CHECKPOINTS and path.is_dir() and not store.is_checkpoint(path):
+        return [str(checkpoint) for checkpoint in store.complete_checkpoints(path.parent)] or [name]
+    is_glob = glob.has_magic(name) and not path.exists()
     return (sorted(glob.glob(name)) if is_glob else []) or [name]
 
 
-def _is_no_checkpoint_of(place: Path) -> bool:
-    """Whether it is what else lies among a run's checkpoints, so that `checkpoints/*` names it, too."""
-    return place.parent.name == store.CHECKPOINTS and store.step_of(place) is None
-
-
 def _checkpoint(path: str, local: Local) -> Path:
-    target = recognise(local(path), RUNNABLE)
+    target = recognise(local(str(Path(path).parent) if _is_pointer(Path(path)) else path), RUNNABLE)
     return target.path if target.kind == "hf" else checkpoint_of(target)
+
+
+def _is_pointer(path: Path) -> bool:
+    """Whether it is a run's `checkpoints/latest`."""
+    return path.name == store.LATEST and path.parent.name == store.CHECKPOINTS and path.is_file()
+
+
+def _compared(name: str, local: Local) -> Path | Result:
+    """A file's only result, or the folder of a checkpoint."""
+    path = Path(name)
+    if not path.is_file() or _is_pointer(path):
+        return _checkpoint(name, local)
+    found = result_files.read_results(path)
+    if len(found) != 1:
+        raise InputError(f"{path} holds the results of {len(found)} checkpoints; compare files of one each")
+    return found[0]
 
 
 def _evaluation(options: argparse.Namespace, problems: list[str]) -> EvaluationConfig:
@@ -271,7 +324,7 @@ def _evaluation(options: argparse.Namespace, problems: list[str]) -> EvaluationC
         npy_dtype=options.npy_dtype,
         eod_id=options.eod_id,
     )
-    tasks = _noting(problems, lambda: [task.name for task in resolve(options.tasks)]) or []
+    tasks = noting(problems, lambda: [task.name for task in resolve(options.tasks)]) or []
     evaluation = EvaluationConfig(
         requests=None if options.requests is None else str(options.requests),
         tasks=tasks,
@@ -280,25 +333,36 @@ def _evaluation(options: argparse.Namespace, problems: list[str]) -> EvaluationC
     )
     # generation tasks, which a run's configuration may not have, are for the command to see to; so is ULogic's limit
     checked = replace(evaluation, tasks=[], limit=None if options.ulogic else options.limit)
-    found = [*checked.problems(), *set_problems(perplexity)]
+    problems += map(as_options, [*checked.problems(), *set_problems(perplexity)])
     if tasks and options.requests is None:
-        found.append("--tasks needs --requests FILE; write one with --prepare")
+        problems.append("--tasks needs --requests FILE; write one with --prepare")
     if options.requests is not None and not options.requests.is_file():
-        found.append(f"--requests {options.requests} does not exist; write it with --prepare")
-    problems += map(as_options, found)
+        problems.append(f"--requests {options.requests} does not exist; write it with --prepare")
     return evaluation
 
 
-FIELD = re.compile(r"\bevaluation\.(?:perplexity\.)?(\w+)(\.(?=\w))?")
-OPTIONS = {"sets": "perplexity", "groups": "perplexity", "folder": "perplexity-folder"}
+OPTIONS = {
+    **{f"evaluation.{field.name}": field.name for field in fields(EvaluationConfig)},
+    **{f"evaluation.perplexity.{field.name}": field.name for field in fields(PerplexityConfig)},
+    **{f"evaluation.perplexity.{name}": "perplexity" for name in ("sets", "groups")},
+    "evaluation.perplexity.folder": "perplexity_folder",
+    **{name: name for name in ("num_samples", "top_k", "top_p", "max_new_tokens")},
+}
+"""Fields as problems name them, and the options that set them here."""
+NAMES = "|".join(sorted(map(re.escape, OPTIONS), key=len, reverse=True))
+# not within a path, whatever that is called; a set's own name may follow
+FIELD = re.compile(
+    rf"(?<![\w./~-])(?:({NAMES})(?![\w/-]|\.\w)|evaluation\.perplexity\.sets\.(?=\w)|^temperature(?= is))"
+)
 
 
 def as_options(text: str) -> str:
-    """A text with fields of the section `evaluation` named as the options that set them here."""
+    """A text of one problem with fields named as the options that set them here."""
 
     def option(match: re.Match[str]) -> str:
-        name = OPTIONS.get(match[1], match[1].replace("_", "-"))
-        return f"--{name} " if match[2] else f"--{name}"
+        if match[1]:
+            return f"--{OPTIONS[match[1]].replace('_', '-')}"
+        return "--temperature" if match[0] == "temperature" else "--perplexity "
 
     return FIELD.sub(option, text)
 
@@ -307,46 +371,46 @@ def _layout(text: str, world_size: int | None) -> Layout:
     layout = parse_layout(text)
     if world_size is None:
         return layout
-    stated = layout_fields(text).get("data_parallel_size")
-    parallel = replace(layout.parallel, data_parallel_size=stated)
-    parallel.resolve_data_parallel_size(world_size)
-    return replace(layout, parallel=parallel)
+    stated = replace(layout.parallel, data_parallel_size=layout_fields(text).get("data_parallel_size"))
+    replicas = stated.resolve_data_parallel_size(world_size)
+    return replace(layout, parallel=replace(stated, data_parallel_size=replicas))
 
 
 # -- what is told
 
 
 def _tell(options: argparse.Namespace, asked: Asked, results: list[Result]) -> None:
-    """Print and write the results, and the comparison of two of them."""
+    """Draw and print the results, then compare two of them; files first, for nobody may be reading what is printed."""
     from rich.console import Console
 
-    from megatron_fanformer.evaluation.report import comparison_values, print_comparison, print_results
+    from megatron_fanformer.evaluation.report import print_comparison, print_results
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE, markup=False)
-    if results:
-        print_results(results, console)
     comparison = None
-    if asked.compared:
-        comparison = compare(*(_result_of(path, results) for path in asked.compared), seed=options.seed)
+    try:
+        if options.picture is not None:
+            from megatron_fanformer.evaluation.picture import results_picture
+
+            write_atomically(options.picture, results_picture(results))
+        if asked.compared:
+            of_path = {result.checkpoint: result for result in results}
+            a, b = (of_path[str(each)] if isinstance(each, Path) else each for each in asked.compared)
+            comparison = compare(a, b, seed=options.seed)
+            _write(options, results, comparison)
+    finally:
+        if results:
+            print_results(results, console)
+    if comparison is not None:
         print_comparison(comparison, console)
-    if options.output is not None and comparison is not None:
-        write_atomically(options.output, json.dumps(comparison_values(comparison), indent=1) + "\n")
-    elif options.output is not None:
-        result_files.write_results(options.output, results)
-    if options.picture is not None:
-        from megatron_fanformer.evaluation.picture import results_picture
-
-        write_atomically(options.picture, results_picture(results))
 
 
-def _result_of(path: Path, results: list[Result]) -> Result:
-    """A file's only result, or the one of a checkpoint that was just evaluated."""
-    if not path.is_file():
-        return next(result for result in results if result.checkpoint == str(path))
-    found = result_files.read_results(path)
-    if len(found) != 1:
-        raise InputError(f"{path} holds the results of {len(found)} checkpoints; compare files of one each")
-    return found[0]
+def _write(options: argparse.Namespace, results: Sequence[Result], comparison: Comparison | None = None) -> None:
+    """What is asked for as a file, as far as it is there."""
+    from megatron_fanformer.evaluation.report import comparison_values
+
+    if options.output is not None:
+        values = None if comparison is None else comparison_values(comparison)
+        result_files.write_results(options.output, results, values)
 
 
 def _prepare(options: argparse.Namespace) -> None:
@@ -358,6 +422,8 @@ def _prepare(options: argparse.Namespace) -> None:
 
     if options.checkpoints or options.compare:
         raise InputError("--prepare writes a request file and reads no model; evaluate checkpoints by another command")
+    if problems := [*_file_problems(options, "prepare"), *_without_effect(options)]:
+        raise InputError("\n".join(problems))
     if not options.tasks or options.tokenizer is None:
         raise InputError("--prepare needs --tasks and --tokenizer; name the tasks or groups, and the models' tokenizer")
     report = prepare_requests(

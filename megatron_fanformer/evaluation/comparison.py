@@ -72,14 +72,17 @@ def compare(a: Result, b: Result, *, seed: int = 0, draws: int = DRAWS) -> Compa
     """The differences of two results in the tasks that both have, each by its own metric.
 
     Raises:
-        InputError: they have no task and no perplexity set in common, or a task's documents differ.
+        InputError: they have no task and no perplexity set in common, or a task's documents or a set's tokens differ.
     """
     common = [name for name in a.tasks if name in b.tasks]
-    if not common and not set(a.perplexity) & set(b.perplexity):
+    sets = [name for name in a.perplexity if name in b.perplexity]
+    if not common and not sets:
         raise InputError(
             f"{a.checkpoint} and {b.checkpoint} were evaluated on no task and no perplexity set in common; evaluate "
             "both on the same"
         )
+    if sets:
+        _refuse_other_tokens(a, b, sets)
     differences, shares = [], []
     for number, name in enumerate(common):
         generator = np.random.default_rng((seed, number))  # a task's draws do not depend on the other tasks
@@ -98,6 +101,30 @@ def compare(a: Result, b: Result, *, seed: int = 0, draws: int = DRAWS) -> Compa
             sum(found.documents for found, _ in shares),
         )
     return Comparison(a=a, b=b, tasks=differences, mean=mean)
+
+
+def _refuse_other_tokens(a: Result, b: Result, sets: list[str]) -> None:
+    """Perplexities are of tokens: those of other ones, or cut otherwise, say nothing about two models."""
+    if a.tokenizer != b.tokenizer:
+        in_a, in_b = (f"{each.tokenizer[:12]}…" if each.tokenizer else "none" for each in (a, b))
+        raise InputError(
+            f"the tokenizer has SHA-256 {in_a} in A and {in_b} in B, so that the perplexities of {', '.join(sets)} are "
+            "of different tokens; compare bits per byte by hand, or evaluate both on tasks alone"
+        )
+    for name in ("chunking", "chunk_tokens", "batches"):
+        in_a, in_b = (getattr(each.settings, name, "not known") for each in (a, b))
+        if in_a != in_b:
+            raise InputError(
+                f"--{name.replace('_', '-')} is {in_a} in A and {in_b} in B, so that the perplexities of "
+                f"{', '.join(sets)} are of different tokens; evaluate both alike"
+            )
+    for name in sets:
+        of_a, of_b = (each.perplexity[name].tokens for each in (a, b))
+        if of_a != of_b:
+            raise InputError(
+                f"{name} has {of_a:,} scored tokens in A and {of_b:,} in B, not the same ones; evaluate both with the "
+                "same files, --batches and --batch-tokens"
+            )
 
 
 def is_share(metric: str) -> bool:
@@ -181,10 +208,21 @@ def sentences(comparison: Comparison) -> Iterator[str]:
 
 
 def _sentence(found: Difference) -> str:
-    scale, unit = (100, "points") if is_share(found.metric) else (1, LOWER_IS_BETTER[found.metric])
+    unit = "points" if is_share(found.metric) else LOWER_IS_BETTER[found.metric]
     metric = f" ({found.metric})" if found.metric else ""
-    interval = f"95% interval {scale * found.low:+.2f} to {scale * found.high:+.2f}; {found.documents:,} documents"
+    value, low, high = (figure(found.metric, each, sign="+") for each in (found.value, found.low, found.high))
+    interval = f"95% interval {low} to {high}; {found.documents:,} documents"
     if not found.is_shown:
-        return f"{found.name}{metric}: no difference shown: {scale * found.value:+.2f} {unit}, {interval}."
+        return f"{found.name}{metric}: no difference shown: {value} {unit}, {interval}."
     direction = "higher" if found.value > 0 else "lower"
-    return f"{found.name}{metric}: B is {direction} by {abs(scale * found.value):.2f} {unit}, {interval}."
+    return f"{found.name}{metric}: B is {direction} by {figure(found.metric, abs(found.value))} {unit}, {interval}."
+
+
+def figure(metric: str, value: float, *, sign: str = "") -> str:
+    """A metric's value, or a difference of two, in print: shares in percent.
+
+    Args:
+        sign: "+" to print it for positive values, too.
+    """
+    scale, digits = (100, 2) if is_share(metric) else (1, 4)
+    return f"{scale * value:{sign}.{digits}f}"

@@ -43,6 +43,15 @@ class GenerationSettings(SamplingConfig):
         ]
         return found
 
+    def length_problems(self, seq_length: int) -> list[str]:
+        """What is wrong with them for a model of sequences of that length."""
+        if self.max_new_tokens is None or self.max_new_tokens < seq_length:
+            return []
+        return [
+            f"max_new_tokens is {self.max_new_tokens}, which leaves no room for a prompt in the {seq_length} tokens "
+            f"that the model was trained on; set it below {seq_length}"
+        ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
@@ -73,11 +82,8 @@ def write_texts(
         DivergenceError: the model's logits are not finite.
     """
     longest = model.config.seq_length
-    if settings.max_new_tokens is not None and settings.max_new_tokens >= longest:
-        raise InputError(
-            f"max_new_tokens is {settings.max_new_tokens}, which leaves no room for a prompt in the {longest} tokens "
-            f"that the model was trained on; set it below {longest}"
-        )
+    if problems := settings.length_problems(longest):
+        raise InputError("\n".join(problems))
     prompts = tokenizer.encode_batch([document["prompt"] for document in documents])
     written = []
     for document, ids in zip(documents, prompts, strict=True):

@@ -1,9 +1,9 @@
 """Checkpoints to evaluate: found and checked without reading weights, then built and scored in a layout."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +16,14 @@ from megatron_fanformer import __version__
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
-from megatron_fanformer.errors import DivergenceError, InputError
+from megatron_fanformer.errors import DivergenceError, InputError, noting
 from megatron_fanformer.evaluation import generation_tasks, ulogic
 from megatron_fanformer.evaluation.config import EvaluationConfig
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings
 from megatron_fanformer.evaluation.metrics import document_sums, task_metrics
 from megatron_fanformer.evaluation.perplexity import SetLoss, group_perplexities, perplexity_of_sets
 from megatron_fanformer.evaluation.requests import RequestFile, TaskRequests, read_requests
-from megatron_fanformer.evaluation.results import MetricValue, Result, SetResult, TaskResult
+from megatron_fanformer.evaluation.results import MetricValue, Result, SetResult, Settings, TaskResult
 from megatron_fanformer.evaluation.scoring import scores_of_tasks
 from megatron_fanformer.evaluation.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.evaluation.tasks import ULOGIC
@@ -38,7 +38,8 @@ from megatron_fanformer.runtime.seeding import seed_everything
 if TYPE_CHECKING:
     from megatron_fanformer.evaluation.command import Asked
 
-Tell = Callable[[str], None]
+Tell = Callable[..., None]
+"""Is told what runs now, and may be told with it how far that has come: two texts."""
 Documents = dict[str, list[dict[str, Any]]]
 
 DIVISORS = {
@@ -57,6 +58,7 @@ class Job:
 
     source: ModelSource
     tokenizer: Path | None
+    tokenizer_sha256: str | None
     survey: EvaluationSurvey
     """Of choice tasks and perplexity sets."""
 
@@ -81,30 +83,32 @@ def find_jobs(asked: "Asked") -> Jobs:
 
     Raises:
         InputError: a model cannot be laid out so, was trained with another tokenizer, or a set is not of its
-            vocabulary; a task is not in the request file, or may not be run: every problem, one line each.
+            vocabulary; a task is not in the request file, may not be run, or leaves no room for its prompts: every
+            problem, one line each.
         CorruptError: a checkpoint's configuration, the request file or token files are damaged.
     """
     path = asked.evaluation.requests
     requests = None if path is None else read_requests(Path(path))
-    choices, texts = _tasks(asked, requests)
+    found: list[str] = []
+    choices, texts = _tasks(asked, requests, found)
     evaluation = replace(asked.evaluation, tasks=choices, requests=path if choices else None)
     surveys = _Surveys(evaluation, requests, asked.batch_tokens)
-    problems: dict[str, None] = {}  # in order; checkpoints of a run have the same ones
+    # where choice tasks are asked for, too, the file is held against the tokenizer by their survey
+    text_rules = _TextRules(asked, texts, None if choices else requests)
     jobs = []
     for checkpoint in asked.checkpoints:
         source = find_model(checkpoint)
         tokenizer = asked.tokenizer or source.tokenizer
-        found = layout_problems(source.config, asked.layout.parallel)
+        found += layout_problems(source.config, asked.layout.parallel)
         if (choices or texts) and tokenizer is None:
             found.append(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
-        else:
-            try:
-                jobs.append(Job(source=source, tokenizer=tokenizer, survey=surveys.of(source, tokenizer)))
-            except InputError as error:
-                found += str(error).splitlines()
-        problems.update(dict.fromkeys(found))
-    if problems:
-        raise InputError("\n".join(problems))
+            continue
+        digest = None if tokenizer is None else sha256_of(tokenizer_file(tokenizer))
+        found += text_rules.broken_by(source, tokenizer, digest)
+        if (survey := noting(found, partial(surveys.of, source, tokenizer, digest))) is not None:
+            jobs.append(Job(source=source, tokenizer=tokenizer, tokenizer_sha256=digest, survey=survey))
+    if found:
+        raise InputError("\n".join(dict.fromkeys(found)))  # checkpoints of a run have the same problems
     return Jobs(jobs=jobs, texts=texts, requests=None if requests is None else requests.sha256)
 
 
@@ -115,13 +119,12 @@ class _Surveys:
         self._evaluation, self._requests, self._batch_tokens = evaluation, requests, batch_tokens
         self._known: dict[Any, EvaluationSurvey] = {}
 
-    def of(self, source: ModelSource, tokenizer: Path | None) -> EvaluationSurvey:
+    def of(self, source: ModelSource, tokenizer: Path | None, digest: str | None) -> EvaluationSurvey:
         """Raises InputError and CorruptError like `survey_evaluation`."""
         perplexity = self._evaluation.perplexity
         if perplexity.eod_id is None:
             perplexity = replace(perplexity, eod_id=source.end_of_text_id)
         shape = {"seq_length": source.config.seq_length, "vocab_size": source.config.vocab_size}
-        digest = None if tokenizer is None else sha256_of(tokenizer_file(tokenizer))
         key = (*shape.values(), perplexity.eod_id, digest)
         if key not in self._known:
             self._known[key] = survey_evaluation(
@@ -134,60 +137,102 @@ class _Surveys:
         return self._known[key]
 
 
-def _tasks(asked: "Asked", requests: RequestFile | None) -> tuple[list[str], Documents]:
+class _TextRules:
+    """What a model must be like to write the answers that are asked for. Checkpoints of a run are checked once."""
+
+    def __init__(self, asked: "Asked", texts: Documents, requests: RequestFile | None) -> None:
+        self._texts = texts
+        self._of_file = set(texts) - {generation_tasks.ULOGIC}  # ULogic's answers have a length of their own
+        self._requests = requests if self._of_file else None
+        self._settings = GenerationSettings(**asked.generation)
+        self._known: dict[Any, list[str]] = {}
+
+    def broken_by(self, source: ModelSource, tokenizer: Path | None, digest: str | None) -> list[str]:
+        """One line each."""
+        if not self._texts or tokenizer is None:
+            return []
+        key = (source.config.seq_length, source.config.vocab_size, digest)
+        if key not in self._known:
+            found: list[str] = []
+            if (read := noting(found, partial(load_tokenizer, tokenizer, eod_id=source.end_of_text_id))) is not None:
+                found += source.tokenizer_problems(read)
+            if self._requests is not None:
+                noting(found, partial(self._requests.refuse_other_tokenizer, tokenizer_file(tokenizer)))
+            if self._of_file:
+                found += self._settings.length_problems(source.config.seq_length)
+            self._known[key] = found
+        return self._known[key]
+
+
+def _tasks(asked: "Asked", requests: RequestFile | None, problems: list[str]) -> tuple[list[str], Documents]:
     """The names of the choice tasks, and the documents of the generation tasks that are asked for."""
-    texts, choices, limit = {}, [], asked.evaluation.limit
+    texts: Documents = {}
+    choices: list[str] = []
+    limit = asked.evaluation.limit
     if requests is not None:
         names = asked.evaluation.tasks or [*requests.tasks, *requests.texts]
         texts = {name: requests.texts[name][:limit] for name in names if name in requests.texts}
         choices = [name for name in names if name not in texts]
-        requests.selected(choices)  # raises for those that are not there
-    if asked.ulogic is not None:
-        texts[ULOGIC] = ulogic.documents(asked.ulogic)[:limit]
+        noting(problems, partial(requests.selected, choices))
+    if asked.ulogic is not None and (rules := noting(problems, partial(ulogic.documents, asked.ulogic))) is not None:
+        texts[ULOGIC] = rules[:limit]
     if texts and asked.layout.world_size > 1:
-        raise InputError(
-            f"{', '.join(texts)}: a model writes its answers in one process; leave them out, or leave out --layout"
+        problems.append(
+            f"{', '.join(texts)}: a model writes its answers in one process; leave them out, or run in one (without "
+            "--layout and torchrun)"
         )
     for name in texts:
-        generation_tasks.check(name, GenerationSettings(**asked.generation))
-    return choices, texts
+        noting(problems, partial(generation_tasks.check, name, GenerationSettings(**asked.generation)))
+    return [name for name in choices if requests is not None and name in requests.tasks], texts
 
 
 # -- on the ranks
 
 
-def evaluate_jobs(asked: "Asked", jobs: Jobs, grid: RankGrid, *, tell: Tell) -> list[Result]:
-    """The results of all jobs on the main rank, nothing on the others; a collective call.
+def evaluate_jobs(asked: "Asked", jobs: Jobs, grid: RankGrid, *, tell: Tell) -> Iterator[Result]:
+    """The result of each job, as soon as it is there, on every rank; each step is a collective call.
 
     Args:
-        tell: is told what runs next.
+        tell: is told what runs now.
 
     Raises:
         CorruptError: a checkpoint's weights or token files are damaged.
         DivergenceError: a model's numbers are not finite.
     """
-    results = []
     for job, stages in _built(asked, jobs.jobs, grid, tell):
-        name = job.source.path.name
-        tell(f"{name}: perplexity")
+        path = job.source.path
+        if job.survey.sets:
+            tell(f"{path}: perplexity")
         losses = perplexity_of_sets(stages, job.survey.sets, grid, batch_tokens=asked.batch_tokens)
-        tell(f"{name}: tasks")
+        perplexity = {name: _set_result(name, found) for name, found in losses.items()}  # raises on every rank
+        if job.survey.tasks:
+            tell(f"{path}: tasks")
         scores = scores_of_tasks(stages, job.survey.tasks, grid, batch_tokens=asked.batch_tokens, every_metric=True)
         tasks = {name: choice_result(task, *scores[name]) for name, task in job.survey.tasks.items()}
         tasks |= _generated_results(stages, job, jobs.texts, GenerationSettings(**asked.generation), grid, tell)
-        if grid.is_main:
-            results.append(
-                Result(
-                    checkpoint=str(job.source.path),
-                    step=store.step_of(job.source.path),
-                    versions=_versions(),
-                    requests=jobs.requests,
-                    tasks=tasks,
-                    perplexity={name: _set_result(name, found) for name, found in losses.items()},
-                    groups={str(group): mean for group, mean in group_perplexities(losses).items()},
-                )
-            )
-    return results
+        yield Result(
+            checkpoint=str(path),
+            step=store.step_of(path),
+            versions=_versions(),
+            tokenizer=job.tokenizer_sha256,
+            settings=_settings(asked, job.source, grid),
+            requests=jobs.requests,
+            tasks=tasks,
+            perplexity=perplexity,
+            groups={str(group): mean for group, mean in group_perplexities(losses).items()},
+        )
+
+
+def _settings(asked: "Asked", source: ModelSource, grid: RankGrid) -> Settings:
+    sets = asked.evaluation.perplexity
+    return Settings(
+        chunking=sets.chunking,
+        chunk_tokens=sets.chunk_tokens or source.config.seq_length,
+        batches=sets.batches,
+        batch_tokens=asked.batch_tokens,
+        dtype=str(_dtype(asked, source, grid)).removeprefix("torch."),
+        sampling=dict(asked.generation),
+    )
 
 
 def _built(asked: "Asked", jobs: Sequence[Job], grid: RankGrid, tell: Tell) -> Iterator[tuple[Job, list[Any]]]:
@@ -196,7 +241,7 @@ def _built(asked: "Asked", jobs: Sequence[Job], grid: RankGrid, tell: Tell) -> I
     shape: tuple[Any, ...] = ()
     stages: list[Any] = []
     for job in jobs:
-        tell(f"{job.source.path.name}: weights")
+        tell(f"{job.source.path}: weights")
         heartbeat.tell("loading weights", in_step=False)
         model, dtype = job.source.config, _dtype(asked, job.source, grid)
         if shape != (model, dtype):
@@ -252,16 +297,12 @@ def _generated_results(
     tokenizer = load_tokenizer(job.tokenizer, eod_id=job.source.end_of_text_id)
     results = {}
     for name, documents in texts.items():
-        found = generation_tasks.evaluate(
-            model, tokenizer, name, documents, settings, tell=functools.partial(_tell_of, tell, name)
-        )
+        phase = f"{job.source.path}: {name}"
+        tell(phase)
+        found = generation_tasks.evaluate(model, tokenizer, name, documents, settings, tell=partial(tell, phase))
         found["cut"] = found.pop("prompts_cut", 0)
         results[name] = msgspec.convert(found, TaskResult)
     return results
-
-
-def _tell_of(tell: Tell, name: str, line: str) -> None:
-    tell(f"{name}: {line}")
 
 
 def _set_result(name: str, found: SetLoss) -> SetResult:

@@ -13,7 +13,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "checkpoints",
         nargs="*",
         metavar="CHECKPOINT",
-        help="a run's folder (its latest), its checkpoints/ folder or a glob for a table over steps, one checkpoint, "
+        help="a run's folder (its latest), its checkpoints/ folder (all of them) or a glob, one checkpoint, "
         "or an exported Hugging Face folder",
     )
     asked = parser.add_argument_group("what is measured")
@@ -56,7 +56,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"of a micro batch ({BATCH_TOKENS})",
     )
     told = parser.add_argument_group("what is told")
-    told.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON")
+    told.add_argument(
+        "--output", type=Path, metavar="FILE", help="write everything as JSON, as each checkpoint is done"
+    )
     told.add_argument("--picture", type=Path, metavar="FILE", help="draw metrics over steps, as PNG")
     told.add_argument(
         "--compare",

@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any
 
 from megatron_fanformer.evaluation.comparison import is_share
-from megatron_fanformer.evaluation.results import Result
+from megatron_fanformer.evaluation.results import Result, names_of
 
 STANDARD_ERRORS = 1.96  # on either side of a value: 95% of a normal distribution
 
 
 def results_picture(results: Sequence[Result]) -> bytes:
-    """A PNG with a line for each task and each set, over steps where all checkpoints have one."""
+    """A PNG with a line for each task and each set, of each run over its steps where all checkpoints have one."""
     import matplotlib
 
     matplotlib.use("Agg")  # needs no display
@@ -37,18 +37,34 @@ def results_picture(results: Sequence[Result]) -> bytes:
     return picture.getvalue()
 
 
-def _places(results: Sequence[Result]) -> list[int]:
-    """Of the checkpoints on the axis: their steps, or their numbers where one has no step."""
-    steps = [result.step for result in results if result.step is not None]
-    return steps if len(set(steps)) == len(results) else list(range(len(results)))
+def lines_of(results: Sequence[Result]) -> dict[str, list[tuple[int, Result]]]:
+    """By what tells them apart in the legend, the checkpoints of each run and their steps, in order of these.
+
+    Where one has no step, all are one line, at their numbers.
+    """
+    placed = [(result.step, result) for result in results if result.step is not None]
+    if len(placed) < len(results):
+        return {"": list(enumerate(results))}
+    runs = dict.fromkeys(str(result.run) for result in results)
+    if len(runs) == 1:
+        return {"": sorted(placed, key=lambda one: one[0])}
+    first = [next(result for result in results if result.run == run) for run in runs]
+    labels = [name.rpartition("/")[0] for name in names_of(first)]
+    return {
+        label: sorted(((step, result) for step, result in placed if result.run == run), key=lambda one: one[0])
+        for label, run in zip(labels, runs, strict=True)
+    }
 
 
 def _name_checkpoints(results: Sequence[Result], axes: Any) -> None:
-    places = _places(results)
-    if places == [result.step for result in results]:
+    if all(result.step is not None for result in results):
         axes.set_xlabel("step")
     else:
-        axes.set_xticks(places, [result.name for result in results], rotation=20)
+        axes.set_xticks(range(len(results)), names_of(results), rotation=20)
+
+
+def _label(name: str, line: str) -> str:
+    return f"{name} ({line})" if line else name
 
 
 def _draw_tasks(are_shares: bool, results: Sequence[Result], axes: Any) -> None:
@@ -56,28 +72,26 @@ def _draw_tasks(are_shares: bool, results: Sequence[Result], axes: Any) -> None:
     scale = 100 if are_shares else 1
     tasks = ((name, task.metric) for result in results for name, task in result.tasks.items())
     for name in dict.fromkeys(name for name, metric in tasks if is_share(metric) == are_shares):
-        placed = zip(_places(results), results, strict=True)
-        points = [(place, result.headline(name)) for place, result in placed if name in result.tasks]
-        axes.errorbar(
-            [place for place, _ in points],
-            [scale * found.value for _, found in points],
-            [scale * STANDARD_ERRORS * found.standard_error for _, found in points],
-            label=name,
-            marker=".",
-            linewidth=1,
-            elinewidth=0.5,
-        )
+        for line, placed in lines_of(results).items():
+            points = [(place, result.headline(name)) for place, result in placed if name in result.tasks]
+            axes.errorbar(
+                [place for place, _ in points],
+                [scale * found.value for _, found in points],
+                [scale * STANDARD_ERRORS * found.standard_error for _, found in points],
+                label=_label(name, line),
+                marker=".",
+                linewidth=1,
+                elinewidth=0.5,
+            )
     axes.set(title="tasks, with 95% intervals", ylabel="percent" if are_shares else "bits per byte, or nats")
 
 
 def _draw_sets(results: Sequence[Result], axes: Any) -> None:
     for name in dict.fromkeys(name for result in results for name in result.perplexity):
-        points = [
-            (place, each.perplexity[name].perplexity)
-            for place, each in zip(_places(results), results, strict=True)
-            if name in each.perplexity
-        ]
-        axes.plot(*zip(*points, strict=True), label=name, marker=".", linewidth=1)
+        for line, placed in lines_of(results).items():
+            points = [(place, each.perplexity[name].perplexity) for place, each in placed if name in each.perplexity]
+            places, perplexities = [place for place, _ in points], [perplexity for _, perplexity in points]
+            axes.plot(places, perplexities, label=_label(name, line), marker=".", linewidth=1)
     axes.set(title="perplexity", yscale="log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")

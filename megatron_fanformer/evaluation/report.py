@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_fanformer.evaluation.comparison import Comparison, Difference, is_share, sentences
-from megatron_fanformer.evaluation.results import MetricValue, Result
+from megatron_fanformer.evaluation.comparison import Comparison, Difference, figure, is_share, sentences
+from megatron_fanformer.evaluation.results import MetricValue, Result, names_of
 
 MOST_COLUMNS = 5  # checkpoints side by side in 80 columns; more follow in further tables
 
@@ -18,8 +18,11 @@ def print_results(results: Sequence[Result], console: Console) -> None:
     if len(results) == 1:
         _print_one(results[0], console)
         return
+    names = names_of(results)
+    are_steps = len({result.run for result in results}) == 1 and results[0].run is not None
     for first in range(0, len(results), MOST_COLUMNS):
-        _print_over_steps(results[first : first + MOST_COLUMNS], console)
+        end = first + MOST_COLUMNS
+        _print_side_by_side("step" if are_steps else "", names[first:end], results[first:end], console)
 
 
 def _print_one(result: Result, console: Console) -> None:
@@ -43,10 +46,9 @@ def _print_one(result: Result, console: Console) -> None:
         console.print(f"{group}: mean perplexity {_perplexity(mean)}", highlight=False)
 
 
-def _print_over_steps(results: Sequence[Result], console: Console) -> None:
+def _print_side_by_side(corner: str, names: Sequence[str], results: Sequence[Result], console: Console) -> None:
     columns = [_column(result) for result in results]
-    are_steps = all(result.step is not None for result in results)
-    table = _table("step" if are_steps else "", *(result.name for result in results))
+    table = _table(corner, *names)
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "-") for column in columns))
     console.print(table)
@@ -72,16 +74,13 @@ def _mean(result: Result) -> float | None:
 def _table(*headings: str, left: int = 1) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for number, heading in enumerate(headings):
-        table.add_column(
-            heading, justify="left" if number < left else "right", overflow="fold" if number == 0 else "crop"
-        )
+        table.add_column(heading, justify="left" if number < left else "right", overflow="fold")
     return table
 
 
 def _cells(metric: str, found: MetricValue) -> tuple[str, str, str]:
     """Value, standard error and documents; shares in percent."""
-    scale, digits = (100, 2) if is_share(metric) else (1, 4)
-    return f"{scale * found.value:.{digits}f}", f"{scale * found.standard_error:.{digits}f}", f"{found.documents:,}"
+    return figure(metric, found.value), figure(metric, found.standard_error), f"{found.documents:,}"
 
 
 def _perplexity(value: float | None) -> str:
@@ -97,9 +96,10 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         console.print(f"{letter}: {result.checkpoint}", highlight=False, soft_wrap=True)
     table = _table("task", "A", "B", "B − A", "95% interval")
     for found in _differences(comparison):
-        scale = 100 if is_share(found.metric) else 1
-        numbers = (f"{scale * found.a:.2f}", f"{scale * found.b:.2f}", f"{scale * found.value:+.2f}")
-        table.add_row(found.name, *numbers, f"{scale * found.low:+.2f} to {scale * found.high:+.2f}")
+        value, low, high = (figure(found.metric, each, sign="+") for each in (found.value, found.low, found.high))
+        table.add_row(
+            found.name, figure(found.metric, found.a), figure(found.metric, found.b), value, f"{low} to {high}"
+        )
     if comparison.tasks:
         console.print(table)
     if rows := perplexity_differences(comparison):

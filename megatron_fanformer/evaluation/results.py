@@ -2,6 +2,8 @@
 
     {"checkpoint": "runs/a/checkpoints/step-00001000", "step": 1000,
      "versions": {"megatron_fanformer": …},
+     "tokenizer": the SHA-256 of its file, or null,
+     "settings": {"chunking", "chunk_tokens", "batches", "batch_tokens", "dtype", "sampling": {…}},
      "requests": the SHA-256 of the request file, or null,
      "tasks": {NAME: {"metric": the task's own,
                       "metrics": {NAME: {"value", "standard_error", "documents"}},
@@ -11,7 +13,8 @@
      "perplexity": {SET: {"loss", "perplexity", "bits_per_byte", "tokens"}},
      "groups": {GROUP: the mean of its sets' perplexities}}
 
-A file of several checkpoints is a list of these. A task's own metric is the sum of its documents' `score` by that of
+A file of several checkpoints is a list of these, and one with a comparison {"results": such a list, "comparison": …}.
+A task's own metric is the sum of its documents' `score` by that of
 their `weight`, which is 1 but for F1; `lengths` are what it divides log-probabilities by. Generation tasks have
 what was written in a document, in place of log-probabilities.
 """
@@ -22,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_fanformer.checkpoint.store import CHECKPOINTS
 from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
 
@@ -59,6 +63,20 @@ class SetResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
 
 
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """How it was measured, as far as its numbers depend on that."""
+
+    chunking: str
+    chunk_tokens: int
+    batches: int | None
+    batch_tokens: int
+    """Of a micro batch, which `batches` counts in."""
+    dtype: str
+    """Of the weights, as they were run."""
+    sampling: dict[str, Any]
+    """Of the texts that the model wrote."""
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """The evaluation of one checkpoint."""
 
@@ -66,6 +84,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     """None where the checkpoint's name does not say it."""
     versions: dict[str, str]
+    tokenizer: str | None = None
+    """SHA-256 of its file; None where none was needed."""
+    settings: Settings | None = None
+    """None in a file of a version before these were written."""
     requests: str | None = None
     """SHA-256 of the request file; None where no task was asked for."""
     tasks: dict[str, TaskResult] = {}
@@ -74,18 +96,39 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """The mean perplexity of each group whose sets are all there; None where it is beyond a float."""
 
     @property
-    def name(self) -> str:
-        """The checkpoint in a table's heading: its step, or its folder's name."""
-        return f"{self.step:,}" if self.step is not None else Path(self.checkpoint).name
+    def run(self) -> str | None:
+        """The folder of the run that it is a checkpoint of; None for other models."""
+        folder = Path(self.checkpoint).parent
+        return str(folder.parent if folder.name == CHECKPOINTS else folder) if self.step is not None else None
 
     def headline(self, task: str) -> MetricValue:
         """A task's own metric."""
         return self.tasks[task].metrics[self.tasks[task].metric]
 
 
-def write_results(path: Path, results: Sequence[Result]) -> None:
-    """Write one result as an object, several as a list; atomically."""
-    content = results[0] if len(results) == 1 else list(results)
+def names_of(results: Sequence[Result]) -> list[str]:
+    """The checkpoints in headings: their steps, if they are of one run, and else as much of their paths as differs."""
+    parts = [
+        [*(part for part in Path(each.checkpoint).parts[:-1] if part != CHECKPOINTS), _own_name(each)]
+        for each in results
+    ]
+    least = 2 if len({each.run for each in results if each.run is not None}) > 1 else 1
+    for depth in range(least, max(map(len, parts), default=0) + 1):
+        names = ["/".join(of_one[-depth:]) for of_one in parts]
+        if len(set(names)) == len(names):
+            return names
+    return ["/".join(of_one) for of_one in parts]
+
+
+def _own_name(result: Result) -> str:
+    return f"{result.step:,}" if result.step is not None else Path(result.checkpoint).name
+
+
+def write_results(path: Path, results: Sequence[Result], comparison: dict[str, Any] | None = None) -> None:
+    """Write one result as an object, several as a list, and with a comparison an object of both; atomically."""
+    content: Any = results[0] if len(results) == 1 else list(results)
+    if comparison is not None:
+        content = {"results": list(results), "comparison": comparison}
     write_atomically(path, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
 
 
@@ -103,6 +146,8 @@ def read_results(path: Path) -> list[Result]:
         raise InputError(f"{path} cannot be read ({error.strerror}); name a result of evaluate --output") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"{path} is not valid JSON ({error}); evaluate again") from None
+    if isinstance(decoded, dict) and "comparison" in decoded:
+        decoded = decoded.get("results")
     try:
         return msgspec.convert(decoded if isinstance(decoded, list) else [decoded], list[Result])
     except msgspec.ValidationError as error:

@@ -4,16 +4,13 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, noting
 from megatron_fanformer.generation.continuation import Continuation, EndedBy, new_continuation
 from megatron_fanformer.generation.decoding import continue_together
 from megatron_fanformer.generation.models import ModelSource, find_model, load_model
 from megatron_fanformer.generation.sampling import SamplingConfig
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,27 +115,15 @@ def generate(
 def _find(config: GenerateConfig) -> tuple[ModelSource, Tokenizer]:
     """The model and its tokenizer; all problems of the settings and of both are reported together."""
     problems = config.problems()
-    source = _noting(problems, lambda: find_model(Path(config.checkpoint)))
+    source = noting(problems, lambda: find_model(Path(config.checkpoint)))
     tokenizer = None
     if source is not None or config.tokenizer is not None:
-        tokenizer = _noting(problems, lambda: _read_tokenizer(source, config.tokenizer))
-    if source is not None and tokenizer is not None and tokenizer.vocab_size > source.config.vocab_size:
-        problems.append(
-            f"tokenizer {tokenizer.path} has {tokenizer.vocab_size} ids, the model's vocabulary "
-            f"{source.config.vocab_size}; name the tokenizer that the model was trained with"
-        )
+        tokenizer = noting(problems, lambda: _read_tokenizer(source, config.tokenizer))
+    if source is not None and tokenizer is not None:
+        problems += source.tokenizer_problems(tokenizer)
     if problems or source is None or tokenizer is None:
         raise InputError("\n".join(problems))
     return source, tokenizer
-
-
-def _noting(problems: list[str], find: Callable[[], _T]) -> _T | None:
-    """What `find` finds; None where the input is wrong, which is noted as a problem."""
-    try:
-        return find()
-    except InputError as error:
-        problems.append(str(error))
-        return None
 
 
 def _read_tokenizer(source: ModelSource | None, stated: str | None) -> Tokenizer:

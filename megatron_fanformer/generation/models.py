@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.training_state import load_weights
+from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.formats.huggingface import open_huggingface, stated_model
 from megatron_fanformer.formats.name_table import convert
 from megatron_fanformer.formats.recognition import RUNNABLE, checkpoint_of, recognise
@@ -45,6 +46,15 @@ class ModelSource:
     """Ends a document, if it is stated next to the weights."""
     fill: Callable[[list[Any], RankGrid], None]
     """Reads the weights into a stage's chunks."""
+
+    def tokenizer_problems(self, tokenizer: Tokenizer) -> list[str]:
+        """Why a tokenizer cannot be this model's: its ids would lead out of the vocabulary."""
+        if tokenizer.vocab_size <= self.config.vocab_size:
+            return []
+        return [
+            f"tokenizer {tokenizer.path} has {tokenizer.vocab_size} ids, the model's vocabulary "
+            f"{self.config.vocab_size}; name the tokenizer that the model was trained with"
+        ]
 
 
 def find_model(checkpoint: Path) -> ModelSource:

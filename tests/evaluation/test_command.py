@@ -1,7 +1,9 @@
 """The verb `evaluate`: what it prints and writes, of one checkpoint and of several, and what it refuses."""
 
 import json
+import os
 import shutil
+from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,14 @@ import torch
 from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.cli import main
 from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation.command import Asked, read_options
+from megatron_fanformer.evaluation.jobs import find_jobs
+from megatron_fanformer.evaluation.options import add_options
 from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, write_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.processes import hold_signals
+from tests.evaluation.test_ulogic import RULES as ulogic_rules
 from tests.generation.making import model_and_tensors, write_checkpoint, write_export, write_tokenizer
 from tests.whole_models import export_huggingface
 
@@ -152,12 +159,57 @@ def test_an_export_comes_to_the_same_and_is_compared_with_it(
     monkeypatch.delattr("megatron_fanformer.evaluation.survey.read_requests")  # once is enough
     tasks = ["--requests", made.requests, "--tasks", "mrpc", "hellaswag", "--limit", "5"]
     assert evaluate("--compare", made.run, made.export, *tasks, "--output", tmp_path / "comparison.json") == 0
-    found = json.loads((tmp_path / "comparison.json").read_text())
+    written = json.loads((tmp_path / "comparison.json").read_text())
+    assert [result["checkpoint"] for result in written["results"]] == [str(find_checkpoint(made.run)), str(made.export)]
+    found = written["comparison"]
     assert [found[which] for which in "ab"] == [str(find_checkpoint(made.run)), str(made.export)]
     for task in (*found["tasks"].values(), found["mean"]):
         assert (task["difference"], task["interval"]) == (0, [0, 0])
     assert "hellaswag (len_norm): no difference shown: +0.00 points" in capsys.readouterr().out
     assert found["tasks"]["hellaswag"]["documents"] == 5
+
+
+def test_results_outlive_a_comparison_that_fails(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, cut = [made.export, *everything(made)], tmp_path / "cut.json"
+    assert evaluate(*own, "--batches", "1", "--batch-tokens", 64, "--output", cut) == 0
+    capsys.readouterr()
+    output = tmp_path / "kept.json"
+    assert evaluate("--compare", cut, *own, "--output", output) == 2
+    told = capsys.readouterr()
+    assert "--batches is 1 in A and None in B, so that the perplexities of own are of different tokens" in told.err
+    assert told.out.startswith(str(made.export))  # printed, too
+    kept = json.loads(output.read_text())
+    assert kept["perplexity"]["own"]["tokens"] == 9 * 31
+    assert kept["tokenizer"] == sha256_of(made.tokenizer)
+    assert kept["settings"] | {"sampling": None} == {
+        "chunking": "tokens",
+        "chunk_tokens": 32,
+        "batches": None,
+        "batch_tokens": 8192,
+        "dtype": "float32",
+        "sampling": None,
+    }
+    # a file that is no result is found before anything is evaluated
+    (tmp_path / "bad.json").write_text("[")
+    assert evaluate("--compare", tmp_path / "bad.json", *own, "--output", tmp_path / "lost.json") == 3
+    assert capsys.readouterr().out == ""
+
+
+def test_results_are_written_where_nobody_reads_what_is_printed(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        output, picture = tmp_path / "result.json", tmp_path / "result.png"
+        with pytest.raises(SystemExit):  # rich's way
+            evaluate(made.export, *everything(made), "--output", output, "--picture", picture)
+        monkeypatch.undo()
+    assert set(json.loads(output.read_text())["tasks"]) == {"hellaswag", "mrpc"}
+    assert picture.exists()
 
 
 def test_answers_that_the_model_writes_are_judged_with_the_rest(made: Made, tmp_path: Path) -> None:
@@ -174,22 +226,59 @@ def test_answers_that_the_model_writes_are_judged_with_the_rest(made: Made, tmp_
 def test_several_checkpoints_are_a_table_and_a_picture_over_steps(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    every = sorted((made.run / "checkpoints").iterdir())  # as a shell expands *, `latest` among them
     output, picture = tmp_path / "results.json", tmp_path / "results.png"
-    assert evaluate(*every, *everything(made), "--output", output, "--picture", picture) == 0
+    assert evaluate(made.run / "checkpoints", *everything(made), "--output", output, "--picture", picture) == 0
     first, second = json.loads(output.read_text())
     assert (first["step"], second["step"]) == (0, 40)
     assert first["tasks"] == second["tasks"]
-    heading, *rows = capsys.readouterr().out.splitlines()
+    told = capsys.readouterr()
+    phases = [line.rpartition(": ")[0] for line in told.err.splitlines()]
+    steps = [made.run / "checkpoints" / f"step-{step:08d}" for step in (0, 40)]
+    assert phases == [f"{step}: {phase}" for step in steps for phase in ("weights", "perplexity", "tasks")]
+    heading, *rows = told.out.splitlines()
     assert heading.split() == ["step", "0", "40"]
     assert [row.split()[0] for row in rows] == ["hellaswag", "mrpc", "mean", "own"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     # results of a file are compared without the models
     single = tmp_path / "single.json"
     single.write_text(json.dumps(first))
-    assert evaluate("--compare", single, single) == 0
+    assert evaluate("--compare", single, single, "--output", tmp_path / "comparison.json") == 0
+    assert json.loads((tmp_path / "comparison.json").read_text())["results"] == []
     assert evaluate("--compare", output, single) == 2
     assert "holds the results of 2 checkpoints" in capsys.readouterr().err
+
+
+def read(*arguments: object, world_size: int | None = None) -> Asked:
+    parser = ArgumentParser()
+    add_options(parser)
+    return read_options(parser.parse_args(list(map(str, arguments))), str, world_size=world_size)
+
+
+def test_checkpoints_are_found_by_any_of_their_names(made: Made, tmp_path: Path) -> None:
+    first, second = steps = tuple(made.run / "checkpoints" / f"step-{step:08d}" for step in (0, 40))
+    latest = find_checkpoint(made.run)
+    asked = ["--requests", made.requests]
+    every = sorted((made.run / "checkpoints").iterdir())  # as a shell expands *, `latest` among them
+    assert made.run / "checkpoints" / "latest" in every
+    for names in (
+        every,
+        [made.run / "checkpoints"],
+        [made.run / "checkpoints" / "*"],
+        [first, made.run / "checkpoints"],
+    ):
+        assert read(*names, *asked).checkpoints == steps
+    pointer = made.run / "checkpoints" / "latest"
+    assert read(pointer, made.export, *asked).checkpoints == (latest, made.export)
+    compared = read("--compare", pointer, second, *asked)
+    assert compared.compared == compared.checkpoints == (latest, second)
+
+
+def test_a_launcher_makes_as_many_replicas_as_it_has_ranks_for(made: Made) -> None:
+    asked = [made.export, "--requests", made.requests]
+    assert read(*asked, world_size=2).layout.world_size == 2
+    assert read(*asked, "--layout", "tp=2", world_size=4).layout.parallel.data_parallel_size == 2
+    with pytest.raises(InputError, match="gsm8k: a model writes its answers in one process"):
+        find_jobs(read(*asked, world_size=2))
 
 
 @pytest.mark.full
@@ -221,6 +310,8 @@ def of_another_tokenizer(made: Made, tmp_path: Path) -> Path:
 
 
 RUN, TOKENS, REQUESTS, DAMAGED, OTHER = "RUN", "own=TOKENS", "REQUESTS", "DAMAGED", "OTHER"
+LARGER, RULES = "LARGER", "RULES"
+GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
 
 
 @pytest.mark.parametrize(
@@ -252,6 +343,15 @@ RUN, TOKENS, REQUESTS, DAMAGED, OTHER = "RUN", "own=TOKENS", "REQUESTS", "DAMAGE
         ([RUN, "--requests", REQUESTS, "--batches", "2"], 2, "--batches has no effect without --perplexity"),
         ([RUN, "--prepare", "out"], 2, "--prepare writes a request file and reads no model"),
         (["--prepare", "out", "--tasks", "piqa"], 2, "--prepare needs --tasks and --tokenizer"),
+        (["--prepare", "out", "--tasks", "piqa", "--seed", "1"], 2, "--seed has no effect with --prepare; leave it"),
+        (["--prepare", "no/where", "--tasks", "piqa"], 2, "--prepare no/where is not a file in a folder that exists"),
+        ([RUN, "--requests", "no/evaluation.limit"], 2, "--requests no/evaluation.limit does not exist"),
+        ([RUN, "--perplexity", "own=no/evaluation.limit"], 2, "--perplexity own: no/evaluation.limit does not exist"),
+        ([RUN, *GSM8K, "--max-new-tokens", "500"], 2, "--max-new-tokens is 500, which leaves no room for a prompt in"),
+        ([RUN, *GSM8K, "--num-samples", "2"], 2, "--num-samples is 2, but temperature 0 takes the most likely tokens"),
+        ([RUN, *GSM8K, "--tokenizer", LARGER], 2, "has 600 ids, the model's vocabulary 250; name the tokenizer that"),
+        ([RUN, "--requests", OTHER, "--tasks", "gsm8k"], 2, "were made with another tokenizer"),
+        ([RUN, "--ulogic", RULES, "--tokenizer", LARGER], 2, "has 600 ids, the model's vocabulary 250"),
     ],
 )
 def test_what_cannot_be_evaluated_is_one_line(
@@ -268,7 +368,10 @@ def test_what_cannot_be_evaluated_is_one_line(
         REQUESTS: made.requests,
         DAMAGED: damaged(made, tmp_path),
         OTHER: of_another_tokenizer(made, tmp_path),
+        LARGER: write_tokenizer(tmp_path, vocab_size=600),
+        RULES: tmp_path / "rules.json",
     }
+    (tmp_path / "rules.json").write_text(json.dumps(ulogic_rules))
     assert evaluate(*(places.get(argument, argument) for argument in arguments)) == code
     (line,) = [line for line in capsys.readouterr().err.splitlines() if said in line]
     assert line.startswith("megatron-fanformer: ")
@@ -285,12 +388,21 @@ def test_a_model_that_diverged_has_bad_numbers(
     )
     places = {TOKENS: f"own={made.tokens}", REQUESTS: made.requests}
     output = tmp_path / "result.json"
-    assert evaluate(tmp_path / "export", *(places.get(word, word) for word in asked), "--output", output) == 4
+    asked = [str(places.get(word, word)) for word in asked]
+    assert evaluate(tmp_path / "export", *asked, "--output", output) == 4
     assert "the model diverged: evaluate an earlier checkpoint" in capsys.readouterr().err
     assert not output.exists()
+    # what was evaluated before it is kept
+    assert evaluate(made.export, tmp_path / "export", made.run, *asked, "--output", output) == 4
+    assert json.loads(output.read_text())["checkpoint"] == str(made.export)
+    assert capsys.readouterr().out.startswith(str(made.export))
 
 
 def test_all_that_is_wrong_is_told_at_once(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(made.export, "--requests", made.requests, "--num-samples", 2, "--layout", "dp=2,tp=3") == 2
+    told = capsys.readouterr().err
+    for said in ("answers in one process", "--num-samples is 2", "does not divide model.num_attention_heads"):
+        assert said in told
     assert evaluate("nowhere", "--perplexity", "a=b", "--tasks", "x", "--layout", "tp") == 2
     told = capsys.readouterr().err
     assert len(told.splitlines()) == 4

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.comparison import compare, resampled_sums, sentences
-from megatron_fanformer.evaluation.results import MetricValue, Result, TaskResult
+from megatron_fanformer.evaluation.results import MetricValue, Result, SetResult, Settings, TaskResult
 
 RANDOM = np.random.default_rng(0)
 
@@ -62,7 +62,9 @@ def test_fewer_bits_are_told_as_lower_and_not_averaged_with_shares() -> None:
     bits = 1 + RANDOM.random(400)
     found = compare(result(drop=task(bits, "bpb")), result(drop=task(bits - 0.25, "bpb")))
     assert found.mean is None
-    assert next(sentences(found)).startswith("drop (bpb): B is lower by 0.25 bits a byte, 95% interval -0.25 to -0.25")
+    assert next(sentences(found)).startswith("drop (bpb): B is lower by 0.2500 bits a byte, 95% interval -0.25")
+    small = compare(result(drop=task(bits, "bpb")), result(drop=task(bits - 0.004, "bpb")))
+    assert next(sentences(small)).startswith("drop (bpb): B is lower by 0.0040 bits a byte, 95% interval -0.0040 to")
 
 
 def f1(labels: np.ndarray, choices: np.ndarray) -> float:
@@ -117,3 +119,29 @@ def test_what_cannot_be_compared_is_refused() -> None:
         compare(result(piqa=task(a)), result(piqa=task(b[:500])))
     with pytest.raises(InputError, match="measured by acc in A and by bpb in B"):
         compare(result(piqa=task(a)), result(piqa=task(b, "bpb")))
+
+
+def with_set(*, tokens: int = 100, tokenizer: str = "a" * 64, **settings: Any) -> Result:
+    usual = {"chunking": "tokens", "chunk_tokens": 32, "batches": None, "batch_tokens": 64, "dtype": "float32"}
+    return Result(
+        checkpoint="run",
+        versions={},
+        tokenizer=tokenizer,
+        settings=Settings(**(usual | settings), sampling={}),
+        perplexity={"ptb": SetResult(loss=1.0, perplexity=np.e, bits_per_byte=None, tokens=tokens)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"tokens": 99}, "ptb has 100 scored tokens in A and 99 in B"),
+        ({"chunking": "documents"}, "--chunking is tokens in A and documents in B"),
+        ({"chunk_tokens": 16}, "--chunk-tokens is 32 in A and 16 in B"),
+        ({"tokenizer": "b" * 64}, "the tokenizer has SHA-256 aaaaaaaaaaaa… in A and bbbbbbbbbbbb… in B"),
+    ],
+)
+def test_perplexities_of_other_tokens_are_not_compared(other: dict[str, Any], said: str) -> None:
+    compare(with_set(), with_set(dtype="bfloat16"))
+    with pytest.raises(InputError, match=said):
+        compare(with_set(), with_set(**other))
