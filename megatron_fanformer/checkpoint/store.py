@@ -129,7 +129,8 @@ def remove(folder: Path) -> None:
     for attempt in range(REMOVE_ATTEMPTS):
         if not os.path.lexists(folder):
             return
-        time.sleep(REMOVE_SECONDS if attempt else 0)
+        if attempt:
+            time.sleep(REMOVE_SECONDS)
         try:
             if folder.is_symlink():
                 folder.unlink()
