@@ -4,7 +4,6 @@ The rules that need no machine are checked before: they need no torch, which tak
 """
 
 import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,12 @@ from megatron_fanformer.training.logging_config import LoggingConfig
 if TYPE_CHECKING:
     import torch
 
+LOGIN = """
+import os, sys
+os.environ.update(setting.split("=", 1) for setting in sys.argv[1:])
+import wandb
+wandb.login(verify=False)
+"""
 WANDB_SECONDS = 60  # that looking for a key of W&B's may take; it takes two
 
 
@@ -63,11 +68,10 @@ def _wandb_refusal(config: LoggingConfig) -> str | None:
 
     In a process of its own: W&B keeps what it finds, starts threads, and asks for a key where there is a terminal.
     """
-    mode = {"WANDB_MODE": config.wandb_mode} if config.wandb_mode else {}
+    mode = [f"WANDB_MODE={config.wandb_mode}"] if config.wandb_mode else []
     try:
         login = subprocess.run(
-            [sys.executable, "-c", "import wandb; wandb.login(verify=False)"],
-            env={**os.environ, **mode, "WANDB_SILENT": "true"},
+            [sys.executable, "-c", LOGIN, "WANDB_SILENT=true", *mode],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
