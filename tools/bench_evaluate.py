@@ -84,7 +84,7 @@ def _tasks(options: argparse.Namespace, model: FANformerConfig) -> list[TaskRequ
 def _measured(options: argparse.Namespace, model: FANformerConfig, tasks: Sequence[TaskRequests]) -> dict[str, Any]:
     with distributed(ParallelConfig(), None, RuntimeConfig(device=options.device)) as grid:
         from megatron_fanformer.evaluation.forward import evaluating, row_losses
-        from megatron_fanformer.evaluation.scoring import log_probabilities_of_all
+        from megatron_fanformer.evaluation.scoring import log_probabilities
         from megatron_fanformer.model.build import build_stages
         from megatron_fanformer.runtime.seeding import seed_everything
 
@@ -96,7 +96,7 @@ def _measured(options: argparse.Namespace, model: FANformerConfig, tasks: Sequen
         micro_batches = max(1, round(tokens / (size * model.seq_length)))
 
         def score(asked: Sequence[TaskRequests]) -> None:
-            log_probabilities_of_all(stages, asked, grid, batch_tokens=batch_tokens)
+            log_probabilities(stages, asked, grid, batch_tokens=batch_tokens)
 
         def run_forward(count: int) -> None:
             with evaluating(stages):

@@ -40,7 +40,7 @@ def scores_of_tasks(
         if (twin := task.unconditional) is not None and (every_metric or task.metric == PMI)
     }
     both = [*tasks.values(), *neutral.values()]
-    found = log_probabilities_of_all(stages, both, grid, batch_tokens=batch_tokens, shall_stop=shall_stop)
+    found = log_probabilities(stages, both, grid, batch_tokens=batch_tokens, shall_stop=shall_stop)
     unconditional = dict(zip(neutral, found[len(tasks) :], strict=True))
     own = zip(tasks, found[: len(tasks)], strict=True)
     return {name: TaskScores(scores, unconditional.get(name)) for name, scores in own}
@@ -48,13 +48,15 @@ def scores_of_tasks(
 
 def log_probabilities(
     stages: list[Any],
-    requests: TaskRequests,
+    tasks: Sequence[TaskRequests],
     grid: RankGrid,
     *,
     batch_tokens: int,
     shall_stop: Callable[[], bool] | None = None,
-) -> np.ndarray:
+) -> list[np.ndarray]:
     """The log-probability of each request's continuation behind its context, in nats; a collective call.
+
+    The requests of all tasks share batches; equal ones are scored once.
 
     Args:
         stages: the chunks of this rank's stage, in megatron-core's data parallelism or without.
@@ -62,24 +64,11 @@ def log_probabilities(
         shall_stop: asked before each batch, on every rank equally often; its answer must be the same on all.
 
     Returns:
-        [n] float64, in the requests' order, the same on every rank.
+        For each task [n] float64, in its requests' order, the same on every rank.
 
     Raises:
         Stopped: on every rank, as `shall_stop` said.
     """
-    (found,) = log_probabilities_of_all(stages, [requests], grid, batch_tokens=batch_tokens, shall_stop=shall_stop)
-    return found
-
-
-def log_probabilities_of_all(
-    stages: list[Any],
-    tasks: Sequence[TaskRequests],
-    grid: RankGrid,
-    *,
-    batch_tokens: int,
-    shall_stop: Callable[[], bool] | None = None,
-) -> list[np.ndarray]:
-    """`log_probabilities` of several tasks, whose requests share batches; equal requests are scored once."""
     rows = _Rows()
     numbers = [np.array([rows.number(task, request) for request in range(len(task))], dtype=np.int64) for task in tasks]
     losses = losses_of_rows(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_fanformer.evaluation.rows import EMPTY, batches_of_rows, losses_of_rows
-from megatron_fanformer.evaluation.scoring import log_probabilities, log_probabilities_of_all
+from megatron_fanformer.evaluation.scoring import log_probabilities
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
@@ -53,7 +53,7 @@ def scores(layouts: Sequence[str]) -> list[list[np.ndarray]]:
     for layout in layouts:
         parallel, kernels = parse_layout(layout).parallel, parse_layout(layout).kernels
         with rank_grid(parallel, "cpu") as grid:
-            found.append(log_probabilities_of_all(build(parallel, grid, kernels), tasks(), grid, batch_tokens=256))
+            found.append(log_probabilities(build(parallel, grid, kernels), tasks(), grid, batch_tokens=256))
     return found
 
 
@@ -119,7 +119,7 @@ def by_transformers(model: Any, task: Any, request: int) -> float:
 def score_one_by_one() -> list[np.ndarray]:
     with rank_grid(ParallelConfig(), "cpu") as grid:
         stages = build(ParallelConfig(), grid)
-        return [log_probabilities(stages, task, grid, batch_tokens=1) for task in tasks()]
+        return [log_probabilities(stages, [task], grid, batch_tokens=1)[0] for task in tasks()]
 
 
 def test_batches_and_tasks_scored_together_change_nothing(run_on_ranks: RunOnRanks, alone: list[np.ndarray]) -> None:
