@@ -25,7 +25,7 @@ from megatron_fanformer.processes import STOP_SIGNALS
 from tests.checkpoint.stores import WEIGHTS, FailingFiles, Heard, save, step_names, there
 from tests.faults.mirror_kills import needs_server, s3_server, verified
 
-KILLS = 4
+KILLS = 6
 
 
 # -- copies
@@ -292,10 +292,15 @@ def test_a_copy_that_is_killed_at_any_moment_is_none(kind: str, tmp_path: Path) 
 
     chance, failed = random.Random(14), list[Any]()
     with s3_server(tmp_path) if kind == "s3" else nullcontext(f"file://{tmp_path}") as base:
-        remote, seconds, cut_off = RemoteRun(f"{base}/there"), copied(1, float("inf")), 0
-        for step in range(2, 2 + KILLS):
-            copied(step, chance.uniform(seconds / 2, seconds))
-            cut_off += remote.candidates()[0] != store.checkpoint_name(step)
+        remote, cut_off = RemoteRun(f"{base}/there"), 0
+        too_soon, too_late = 0.0, copied(1, float("inf"))
+        for step in range(2, 2 + KILLS):  # ever nearer to a copy's end, whatever the first one's start took
+            moment = (too_soon + too_late) / 2
+            copied(step, moment)
+            if remote.candidates()[0] == store.checkpoint_name(step):
+                too_late = moment
+            else:
+                too_soon, cut_off = moment, cut_off + 1
             assert verified(f"{base}/there", tmp_path / "fetched") in (1, 2)
         copied(99, float("inf"))
         assert remote.candidates()[0] == store.checkpoint_name(99)
