@@ -23,6 +23,7 @@ megatron_cpu.install()
 torch.set_num_threads(1)  # the models are tiny, and the cores busy with ranks and other test processes
 
 MANY_THREADS = 40
+MANY_MODULES = 50
 
 REFERENCE = Path(__file__).parent / "reference"
 SAMPLES = Path(__file__).parent / "samples"
@@ -31,9 +32,22 @@ SAMPLES = Path(__file__).parent / "samples"
 @pytest.fixture(autouse=True)
 def groups_let_go() -> Iterator[None]:
     """A run in this process leaves process groups in cycles, and a gloo group's thread wakes up every 10 ms."""
+    modules = len(sys.modules)
     yield
     if len(os.listdir("/proc/self/task")) > MANY_THREADS:
         gc.collect()
+    if len(sys.modules) > modules + MANY_MODULES:
+        keep_what_is_imported()
+
+
+def pytest_collection_finish() -> None:
+    keep_what_is_imported()
+
+
+def keep_what_is_imported() -> None:
+    """A collection looks through it no more: a run makes several, and torch and Megatron take half a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
