@@ -42,7 +42,7 @@ def adapt(*, with_engine: bool = False) -> None:
         raise RuntimeError("megatron.core was imported before runtime.megatron_cpu.install(); call install() first")
     _hide_cuda_extensions(("apex",) if with_engine else ("transformer_engine", "apex"))
     cuda_on_cpu.map_cuda()
-    _import_megatron_without_compiling()
+    _import_megatron()
     _adapt_random_state()
     _adapt_recomputation(with_engine)
     _adapt_inference()
@@ -61,14 +61,22 @@ def _hide_cuda_extensions(extensions: tuple[str, ...]) -> None:
         sys.modules[extension] = None  # type: ignore[assignment]  # the import system's own mark for "not found"
 
 
-def _import_megatron_without_compiling() -> None:
-    """megatron.core.jit binds torch.compile when imported; inductor would need a compiler at run time."""
+def _import_megatron() -> None:
+    """megatron.core.jit binds torch.compile when imported; inductor would need a compiler at run time.
+
+    Its dynamic inference, which is not used here, imports wandb where that is installed: a second, for nothing.
+    """
     compile_ = torch.compile
     torch.compile = lambda function=None, **_: function if function else (lambda f: f)  # type: ignore
+    hides_wandb = "wandb" not in sys.modules
+    if hides_wandb:
+        sys.modules["wandb"] = None  # type: ignore[assignment]
     try:
         importlib.import_module("megatron.core")
     finally:
         torch.compile = compile_
+        if hides_wandb:
+            del sys.modules["wandb"]
 
 
 def _adapt_random_state() -> None:
