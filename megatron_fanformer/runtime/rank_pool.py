@@ -2,6 +2,9 @@
 
 `RankPool().run(n, function, *arguments)` runs a module-level function on the first n ranks, in a process group of n
 that is made for the job, and returns what each rank returned.
+
+Ranks on a CPU are forks of one process, the nursery, which imports for all of them and does nothing else. On a GPU
+each imports for itself: a fork cannot use CUDA once it has been looked for.
 """
 
 import gc
@@ -15,14 +18,17 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.processes import end_with_owner
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME
 
+CONTEXT = multiprocessing.get_context("spawn")
 END_SECONDS = 5
 LAST_FRAMES = -4  # of a rank's traceback: what is above is the pool's own
 
@@ -62,8 +68,11 @@ class RankPool:
         prepare: Callable[[], None] | None = None,
     ) -> None:
         self._setting = _Setting(device, backend or DEFAULT_RUNTIME.backend(device), prepare or _adapt_to_cpu)
+        self._has_nursery = device == "cpu" or prepare is not None  # else on real GPUs
         self._job_seconds = job_seconds
-        self._ranks: list[tuple[Any, Any]] = []
+        self._processes: list[Any] = []  # the nursery, or the ranks
+        self._nursery: Any = None  # the connection to it
+        self._ranks: list[Any] = []  # the connections to them
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._jobs = 0
 
@@ -85,10 +94,10 @@ class RankPool:
             JobFailed: a rank raised, died, or the job took too long; has the first such rank's traceback.
         """
         while len(self._ranks) < world_size:
-            self._ranks.append(_start_rank(len(self._ranks), self._setting))
+            self._start_rank(function)
         self._jobs += 1
         store = str(Path(self._folder.name) / f"store-{self._jobs}")
-        connections = [connection for _, connection in self._ranks[:world_size]]
+        connections = self._ranks[:world_size]
         for connection in connections:
             connection.send((function, arguments, world_size, store, self._job_seconds))
         results: dict[int, Any] = {}
@@ -115,13 +124,36 @@ class RankPool:
 
     def close(self) -> None:
         """End all ranks."""
-        for _, connection in self._ranks:
+        for connection in (*self._ranks, *filter(None, [self._nursery])):
             connection.close()
-        for process, _ in self._ranks:
+        for process in self._processes:
             process.join(END_SECONDS)  # a rank that ends by itself ends its checkpoint writer's processes too
             process.kill()
             process.join()
-        self._ranks = []
+        self._processes, self._nursery, self._ranks = [], None, []
+
+    def _start_rank(self, function: Callable[..., Any]) -> None:
+        """Start one more; `function` is its first job's."""
+        rank = len(self._ranks)
+        ours, theirs = CONTEXT.Pipe()
+        with theirs:
+            if not self._has_nursery:
+                self._start_process(_serve_alone, theirs, rank)
+            else:
+                if self._nursery is None:
+                    self._nursery, nurses = CONTEXT.Pipe()
+                    with nurses:
+                        self._start_process(_bear_ranks, nurses)
+                    self._nursery.send(function)
+                with suppress(OSError):  # it has ended: the rank will not answer
+                    self._nursery.send(rank)
+                    reduction.send_handle(self._nursery, theirs.fileno(), self._processes[0].pid)
+        self._ranks.append(ours)
+
+    def _start_process(self, target: Callable[..., None], *arguments: Any) -> None:
+        process = CONTEXT.Process(target=target, args=(self._setting, *arguments), daemon=False)
+        process.start()
+        self._processes.append(process)
 
 
 def _adapt_to_cpu() -> None:
@@ -130,23 +162,54 @@ def _adapt_to_cpu() -> None:
     megatron_cpu.install()
 
 
-def _start_rank(rank: int, setting: _Setting) -> tuple[Any, Any]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, rank, setting), daemon=False)
-    process.start()
-    theirs.close()
-    return process, ours
+def _bear_ranks(setting: _Setting, connection: Any) -> None:
+    """The nursery's whole life: it forks a rank whenever it is sent one, and ends after the last of them."""
+    _begin(setting)
+    nursery = os.getpid()
+    with suppress(EOFError, OSError):  # the pool is gone
+        connection.recv()  # the first job's function, and so all that it imports
+        gc.collect()
+        gc.freeze()  # ranks share it, and do not look through it after every job
+        while True:
+            rank, descriptor = connection.recv(), reduction.recv_handle(connection)
+            if os.fork() == 0:
+                _live(setting, connection, Connection(descriptor), rank, nursery)
+            os.close(descriptor)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
 
 
-def _serve(connection: Any, rank: int, setting: _Setting) -> None:
-    """A rank's whole life: one job after the other, until the pool closes the connection or a job fails."""
+def _live(setting: _Setting, of_nursery: Any, connection: Any, rank: int, nursery: int) -> NoReturn:
+    """A forked rank, which is never to return into what its nursery does."""
+    try:
+        of_nursery.close()
+        end_with_owner(nursery)
+        _serve(setting, connection, rank)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _serve_alone(setting: _Setting, connection: Any, rank: int) -> None:
+    _begin(setting)
+    _serve(setting, connection, rank)
+
+
+def _begin(setting: _Setting) -> None:
+    """Ready a process, whose owner is the pool's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool's owner, which closes the connection
     end_with_owner()
     devices.quieten_libraries()
     devices.use_huge_pages()
     devices.keep_launch_order()
     setting.prepare()
+
+
+def _serve(setting: _Setting, connection: Any, rank: int) -> None:
+    """A rank's whole life: one job after the other, until the pool closes the connection or a job fails."""
     devices.configure_process(setting.device, rank, threads=1)
     with suppress(EOFError, OSError):  # the pool is gone
         while True:

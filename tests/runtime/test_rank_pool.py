@@ -40,6 +40,11 @@ def wait_for_ever() -> None:
     time.sleep(3600)
 
 
+def tell_and_wait_for_ever() -> None:
+    print(os.getpid(), flush=True)
+    wait_for_ever()
+
+
 def test_a_failed_job_names_its_rank_and_the_pool_goes_on() -> None:
     with RankPool() as pool:
         with pytest.raises(JobFailed, match=r"(?s)rank 1 of 2: .*planted") as failure:
@@ -61,16 +66,10 @@ def test_a_job_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 OWNER = """
-import os, threading, time
 from megatron_fanformer.runtime.rank_pool import RankPool
-from tests.runtime.test_rank_pool import wait_for_ever
+from tests.runtime.test_rank_pool import tell_and_wait_for_ever
 if __name__ == "__main__":
-    pool = RankPool()
-    threading.Thread(target=pool.run, args=(1, wait_for_ever), daemon=True).start()
-    while not pool._ranks:
-        time.sleep(0.1)
-    print(pool._ranks[0][0].pid, flush=True)
-    time.sleep(3600)
+    RankPool().run(1, tell_and_wait_for_ever)
 """
 
 
