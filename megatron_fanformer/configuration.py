@@ -42,6 +42,8 @@ IN_WORDS: dict[Any, tuple[str, str]] = {
 }
 MOST_SHOWN = 80  # characters of a wrong value
 LARGEST_INTEGER = 2**63 - 1
+NO_TEXT = frozenset(map(chr, (0, *range(0xD800, 0xE000))))  # characters that no path and no UTF-8 has
+NO_TEXT_IN_WORDS = "a zero character or half a surrogate pair"
 
 Advice = Callable[[str], str | None]
 """What to tell about a name that is no field's, as a clause; None: nothing special. A key comes as its dotted name, an
@@ -105,7 +107,7 @@ def _value_problems(values: Mapping[str, Any], owner: Any, prefix: str, advice: 
         elif present and not _fits(value, hint):
             yield f"{name} is {_shown(value)}; it must be {_demand(hint)}"
         elif present and _is_beyond(value):
-            yield f"{name} is {_shown(value)}; no value may hold a zero character, or exceed {LARGEST_INTEGER}"
+            yield f"{name} is {_shown(value)}; no value may hold {NO_TEXT_IN_WORDS}, or exceed {LARGEST_INTEGER}"
 
 
 def _unknown_keys(values: Mapping[str, Any], known: Mapping[str, Any], prefix: str, advice: Advice) -> Iterator[str]:
@@ -124,7 +126,7 @@ def _nearest(key: str, known: Mapping[str, Any], prefix: str) -> str:
 def _fits(value: Any, hint: Any) -> bool:
     try:
         converted = msgspec.convert(value, hint)  # to the field's type: an integer to a float, say
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter of half a surrogate pair
         return False
     if _holds_set(value):
         return False  # its order, which may be that of the data, would be another one in each process
@@ -143,7 +145,9 @@ def _is_beyond(value: Any) -> bool:
         return _is_beyond([*value, *value.values()])
     if isinstance(value, list):
         return any(map(_is_beyond, value))
-    return "\0" in value if isinstance(value, str) else isinstance(value, int) and abs(value) > LARGEST_INTEGER
+    if isinstance(value, str):
+        return not NO_TEXT.isdisjoint(value)
+    return isinstance(value, int) and abs(value) > LARGEST_INTEGER
 
 
 def _is_section(hint: Any) -> bool:

@@ -73,6 +73,11 @@ def test_values_become_the_dataclass() -> None:
         ({"count": 1, "inner": None}, "inner is null; it must be a section with keys such as rate"),
         ({"count": 1, "inner": {"rte": 1}}, "unknown configuration key inner.rte; did you mean inner.rate?"),
         ({"count": 1, 7: 8}, "unknown configuration key 7; the keys here are count, kind, names, inner"),
+        ({"count": "\ud800"}, 'count is "\ud800"; it must be an integer'),
+        (
+            {"count": 1, "names": ["\ud800"]},
+            'names is ["\ud800"]; no value may hold a zero character or half a surrogate pair, or exceed 9223372036854775807',
+        ),
         ({"count": "x" * 500}, f'count is "{"x" * 79}…; it must be an integer'),
     ],
 )
