@@ -10,6 +10,7 @@ import pytest
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.training_state import _is_same_layout
 from megatron_fanformer.configuration import (
+    LARGEST_INTEGER,
     build,
     described_fields,
     json_schema,
@@ -76,7 +77,8 @@ def test_values_become_the_dataclass() -> None:
         ({"count": "\ud800"}, 'count is "\ud800"; it must be an integer'),
         (
             {"count": 1, "names": ["\ud800"]},
-            'names is ["\ud800"]; no value may hold a zero character or half a surrogate pair, or exceed 9223372036854775807',
+            'names is ["\ud800"]; no value may hold a zero character or half a surrogate pair, or exceed '
+            f"{LARGEST_INTEGER}",
         ),
         ({"count": "x" * 500}, f'count is "{"x" * 79}…; it must be an integer'),
     ],
