@@ -50,7 +50,7 @@ VALIDATION_LOSS = "validation_loss"  # in the metrics, the first part of a valid
 TOKENIZERS = (TOKENIZER_MODEL, TOKENIZER_JSON)
 MEGATRON_METADATA = "metadata.json"  # written last by megatron-core
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,20})")
-REMOVE_ATTEMPTS, REMOVE_SECONDS = 20, 0.05  # of a folder that another thread removes at the same time
+REMOVE_ATTEMPTS, REMOVE_SECONDS = 20, 0.05  # of a folder that another removes at the same time, or that its store holds
 POINTER_BYTES = 100  # of `latest`, more than any name has
 _POINT = "write the name of a complete checkpoint into it"
 
@@ -136,11 +136,8 @@ def remove(folder: Path) -> None:
                 folder.unlink()
             else:
                 shutil.rmtree(folder)
-        except FileNotFoundError as error:
-            last = error  # the next save removes what an earlier one left, or is still removing
-        except OSError as error:
+        except OSError as error:  # another removes it, too, or the store is briefly unwell
             last = error
-            break
     if last is not None and os.path.lexists(folder):
         logger.warning("%s could not be removed (%s); remove it by hand", folder, last.strerror)
 
