@@ -36,11 +36,13 @@ class Outcome:
         steps = f"step {self.step:,} of {self.cell.config.training.train_iters:,}"
         match self.state:
             case "complete":
-                return "complete" if self.loss is None else f"complete, loss {self.loss:.4f}"
+                if self.loss is None:
+                    return "complete, but its last step has not the metric; remove its folder to train it again"
+                return f"complete, loss {self.loss:.4f}"
             case "failed":
                 return f"failed at {steps}: {self.failure}"
             case "begun":
-                return f"{steps}"
+                return steps
         return self.state
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.sweeps.cells import Outcome, outcomes
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep, read_sweep
-from megatron_fanformer.experiments.sweeps.groups import groups_of
+from megatron_fanformer.experiments.sweeps.groups import groups_of, parameters_of
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.planning.machines import Machine, load_machine
 
@@ -70,7 +70,7 @@ def _print_plan(found: Sweep, machine: Machine | None, gpus: int) -> None:
         table.add_row(
             *group.points.values(),
             str(found.config.seeds),
-            f"{cell.config.model.num_parameters:,}",
+            f"{parameters_of(cell):,}",
             f"{cell.tokens:,}",
             f"{_flops(cell):.2e}",
             _duration(seconds),

@@ -48,8 +48,8 @@ class ReportConfig:
     baseline: str
     """The point of it that the others are held against."""
     over: str | None = None
-    """`parameters` or `tokens`: a power law of the loss is fitted over them; a field, such as `model.fan.p_ratio`: the
-    loss is drawn over it; null: the points are listed."""
+    """`parameters` (outside the embedding and the head) or `tokens`: a power law is fitted over them; a field, such as
+    `model.fan.p_ratio`: the loss is drawn over it; null: the points are listed."""
     metric: str | None = None
     """The metric of the last step that is the cell's loss, such as `eval/stdlib/CrossEntropyLoss`; `loss`: the training
     loss; null: the validation loss, of the only set."""

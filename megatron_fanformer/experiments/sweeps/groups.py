@@ -33,10 +33,18 @@ def size_of(sweep: Sweep, cell: Cell) -> float:
     """Where a cell stands on the axis that the losses are drawn over."""
     match sweep.config.report.over:
         case "parameters":
-            return float(cell.config.model.num_parameters)
+            return float(parameters_of(cell))
         case "tokens":
             return float(cell.tokens)
         case None:
             return 0.0
         case name:
             return float(cell.field(name))
+
+
+def parameters_of(cell: Cell) -> int:
+    """A cell's parameters outside the embedding and the head, as the paper counts its Transformers' (268M at 300M)."""
+    model = cell.config.model
+    return model.num_parameters - model.padded_vocab_size * model.hidden_size * (
+        1 + model.untie_embeddings_and_output_weights
+    )

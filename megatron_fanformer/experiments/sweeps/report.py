@@ -21,7 +21,7 @@ from megatron_fanformer.experiments.result import Cell as TableCell
 from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine, write_result
 from megatron_fanformer.experiments.sweeps.cells import Outcome, outcomes
 from megatron_fanformer.experiments.sweeps.file import FITTED, Sweep
-from megatron_fanformer.experiments.sweeps.groups import Group, groups_of, size_of
+from megatron_fanformer.experiments.sweeps.groups import Group, groups_of, parameters_of, size_of
 from megatron_fanformer.experiments.sweeps.picture import law_picture, points_picture
 from megatron_fanformer.planning.flops import training_flops_per_token
 
@@ -213,7 +213,7 @@ def _table_of_groups(sweep: Sweep, groups: Sequence[Group], differences: dict[st
         loss = mean_of(list(group.losses.values())) if group.losses else Mean(math.nan, None)
         low, high = loss.interval or (None, None)
         mean = None if math.isnan(loss.value) else loss.value
-        sizes = [group.cell.config.model.num_parameters, group.cell.tokens]
+        sizes = [parameters_of(group.cell), group.cell.tokens]
         rows.append([*group.points.values(), *sizes, len(group.losses), mean, low, high])
     columns = [*sweep.config.axes, "parameters", "tokens", "seeds", "mean loss", "from", "to"]
     return Table(
@@ -235,11 +235,7 @@ def _table_of_fits(sweep: Sweep, fits: dict[str, Fit]) -> list[Table]:
 
 
 def _table_of_missing(found: Sequence[Outcome]) -> list[Table]:
-    missing: list[list[TableCell]] = [
-        [each.cell.name, str(each) if each.state != "complete" else "complete, but its last step has no such metric"]
-        for each in found
-        if each.loss is None
-    ]
+    missing: list[list[TableCell]] = [[each.cell.name, str(each)] for each in found if each.loss is None]
     return [Table(title="Cells without a loss", columns=["cell", "state"], rows=missing)] if missing else []
 
 
@@ -250,7 +246,7 @@ def _csv(sweep: Sweep, found: Sequence[Outcome]) -> str:
     for each in found:
         model = each.cell.config.model
         flops = training_flops_per_token(model) * each.cell.tokens
-        sizes = [model.num_parameters, each.cell.tokens, flops]
+        sizes = [parameters_of(each.cell), each.cell.tokens, flops]
         written = "" if each.loss is None else repr(each.loss)
         writer.writerow(
             [each.cell.name, *each.cell.points.values(), each.cell.seed, *sizes, each.state, each.step, written]

@@ -62,7 +62,9 @@ def run_sweep(sweep: Sweep, tell: Callable[[str], None], *, command: Sequence[st
                 started = time.monotonic()
                 code = _run_cell(cell, command, heard)
                 if code == Interrupted.exit_code or heard:
-                    raise Interrupted(f"stopped in {cell.name}, which has saved; run the same command to continue")
+                    raise Interrupted(
+                        f"stopped in {cell.name}, which goes on where it was; run the same command to continue"
+                    )
                 if code:
                     failed.append((cell, code))
                 found = outcome(cell, sweep.metric, average_steps=sweep.config.report.average_steps)
