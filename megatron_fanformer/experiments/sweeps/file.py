@@ -34,6 +34,7 @@ from megatron_fanformer.training.config import RunConfig, TrainingConfig, advice
 BETWEEN = ","  # the names of a cell's points
 _POINT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 LOSS = "loss"  # the training loss
+CROSS_ENTROPY = "CrossEntropyLoss"  # ends the name of a perplexity set's loss
 FITTED = ("parameters", "tokens")  # what a power law is fitted over
 OVERRIDDEN = ("training.run_dir", "training.seed")
 """Fields that each cell has its own of."""
@@ -301,9 +302,16 @@ def _change_problems(where: str, changes: Any) -> Iterator[str]:
 
 
 def _report_problems(sweep: Sweep) -> Iterator[str]:
-    report, valid = sweep.config.report, sweep.cells[0].config.data.valid_data
-    if report.metric is None and len(valid) != 1:
-        yield f"report.metric is not set, and data.valid_data has {len(valid)} sets; name the metric that is compared"
+    report, config = sweep.config.report, sweep.cells[0].config
+    sets = config.data.valid_data
+    if report.metric is None:
+        if len(sets) != 1:
+            yield f"report.metric is not set, and data.valid_data has {len(sets)} sets; name the metric that is compared"
+    elif not (config.evaluation.perplexity.groups and report.metric.endswith(f"/{CROSS_ENTROPY}")):
+        known = [LOSS, *(f"{VALIDATION_LOSS}/{name}" for name in sets)]
+        known += [f"eval/{name}/{CROSS_ENTROPY}" for name in config.evaluation.perplexity.sets]
+        if report.metric not in known:
+            yield f"report.metric is {report.metric}, no loss that the runs measure; they have {', '.join(known)}"
     if report.over not in (None, *FITTED):
         for cell in sweep.cells:
             try:
