@@ -138,21 +138,22 @@ def _best_curves(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
     """[k, 3]: E, A and α of the curve nearest to each row of `losses` [k, n], by least squares with E and A ≥ 0."""
     scale = math.exp(np.mean(np.log(x)))  # about 1, for the arithmetic
     powers = (x / scale) ** -EXPONENTS[:, None]  # [exponents, n]
-    best = np.full(len(losses), np.inf)
-    found = np.empty((len(losses), PARAMETERS))
-    mean = losses.mean(axis=1)
-    for alpha, power in zip(EXPONENTS, powers, strict=True):
-        centred = power - power.mean()
-        a = np.maximum(losses @ centred / (centred @ centred), 0.0)
-        e = mean - a * power.mean()
-        # Squares are convex in E and A: where the best E is negative, the best allowed one is 0.
-        a = np.where(e < 0, np.maximum(losses @ power / (power @ power), 0.0), a)
-        e = np.maximum(e, 0.0)
-        squares = ((losses - e[:, None] - a[:, None] * power) ** 2).sum(axis=1)
-        is_better = squares < best
-        best[is_better] = squares[is_better]
-        found[is_better] = np.stack([e, a * scale**alpha, np.full_like(e, alpha)], axis=1)[is_better]
-    return found
+    mean_power, mean_loss = powers.mean(axis=1), losses.mean(axis=1, keepdims=True)
+    centred, off = powers - mean_power[:, None], losses - mean_loss
+    norms = (centred**2).sum(axis=1)
+    # Of every row at every exponent, [k, exponents]: A, E, and the sum of squares that they leave.
+    a = np.maximum(off @ centred.T / norms, 0.0)
+    e = mean_loss - a * mean_power
+    squares = (off**2).sum(axis=1, keepdims=True) - a**2 * norms
+    # Squares are convex in E and A: where the best E is negative, the best allowed one is 0.
+    norms = (powers**2).sum(axis=1)
+    alone = losses @ powers.T / norms
+    a = np.where(e < 0, alone, a)
+    squares = np.where(e < 0, (losses**2).sum(axis=1, keepdims=True) - alone**2 * norms, squares)
+    best = squares.argmin(axis=1)
+    rows = np.arange(len(losses))
+    alpha = EXPONENTS[best]
+    return np.stack([np.maximum(e[rows, best], 0.0), a[rows, best] * scale**alpha, alpha], axis=1)
 
 
 def _reaching(curves: np.ndarray, losses: np.ndarray) -> np.ndarray:

@@ -32,7 +32,7 @@ def lengths(sweep: Sweep) -> list[int]:
 def test_the_papers_forms_have_the_papers_sizes_and_tokens() -> None:
     sizes = read_sweep(FOLDER / "scaling-paper.yaml", needs_data=False)
     transformers = [parameters_of(cell) for cell in sizes.cells if cell.points["architecture"] == "transformer"]
-    assert [round(each / 1e6, -1) for each in transformers] == [270, 600, 1070, 1890, 4830]
+    assert [round(each / 1e6) for each in transformers] == [268, 604, 1074, 2517, 6443]
     assert lengths(sizes)[0] == pytest.approx(200e9, rel=1e-3)
     assert lengths(read_sweep(FOLDER / "scaling-tokens-paper.yaml", needs_data=False))[-1] == pytest.approx(
         200e9, rel=1e-3

@@ -306,7 +306,7 @@ def _report_problems(sweep: Sweep) -> Iterator[str]:
     sets = config.data.valid_data
     if report.metric is None:
         if len(sets) != 1:
-            yield f"report.metric is not set, and data.valid_data has {len(sets)} sets; name the metric that is compared"
+            yield f"report.metric is not set, and data.valid_data has {len(sets)} sets; name the loss to compare"
     elif not (config.evaluation.perplexity.groups and report.metric.endswith(f"/{CROSS_ENTROPY}")):
         known = [LOSS, *(f"{VALIDATION_LOSS}/{name}" for name in sets)]
         known += [f"eval/{name}/{CROSS_ENTROPY}" for name in config.evaluation.perplexity.sets]
