@@ -68,9 +68,9 @@ class Fit:
     """Root mean square of what the points are off the curve, in nats per token."""
 
     @property
-    def intervals(self) -> Curve | None:
+    def intervals(self) -> list[Interval] | None:
         """Of E, A and α; None where there are too few points."""
-        return Curve(*(_interval(column) for column in self.draws.T)) if len(self.draws) else None  # type: ignore[arg-type]
+        return [_interval(column) for column in self.draws.T] if len(self.draws) else None
 
 
 @dataclass(frozen=True, kw_only=True)

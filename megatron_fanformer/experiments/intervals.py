@@ -45,10 +45,3 @@ def mean_of(values: Sequence[float]) -> Mean:
         return Mean(mean, None)
     half = t_quantile(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return Mean(mean, (mean - half, mean + half))
-
-
-def excludes(interval: tuple[float | None, float | None] | None, *, below: float) -> bool | None:
-    """Whether an interval lies wholly below a value; None where there is no interval, and it cannot be told."""
-    if interval is None:
-        return None
-    return interval[1] is not None and interval[1] < below

@@ -28,13 +28,13 @@ from megatron_fanformer.planning.flops import training_flops_per_token
 README = "README.md"
 CSV = "cells.csv"
 PICTURE = "losses.png"
+MISSING = "Cells without a loss"  # the title of their table
 FEWEST_SIZES = 4  # three parameters of a power law need one more, to be a fit
 
 
 class Difference(NamedTuple):
     """A point of the compared axis, less the baseline, over the seeds and other points that both have."""
 
-    point: str
     mean: Mean
     pairs: int
 
@@ -50,9 +50,8 @@ def write_report(sweep: Sweep) -> Result:
     if not any(group.losses for group in groups):
         raise InputError(f"no cell of {sweep.folder} has {sweep.metric} at its last step; use run, or status")
     fits = _fits(sweep, groups) if sweep.config.report.over in FITTED else {}
-    differences = _differences(sweep, groups)
-    findings = list(_savings(sweep, groups, fits)) if fits else list(_findings(sweep, differences))
-    tables = [_table_of_groups(sweep, groups, differences), *_table_of_fits(sweep, fits), *_table_of_missing(found)]
+    findings = list(_savings(sweep, groups, fits) if fits else _findings(sweep, _differences(sweep, groups)))
+    tables = [_table_of_groups(sweep, groups), *_table_of_fits(sweep, fits), *_table_of_missing(found)]
     picture = law_picture(sweep, groups, fits) if sweep.config.report.over in FITTED else points_picture(sweep, groups)
     write_atomically(sweep.folder / PICTURE, picture)
     write_atomically(sweep.folder / CSV, _csv(sweep, found))
@@ -99,13 +98,13 @@ def _differences(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Difference]
         if point != baseline and by_seed:
             # Differences of one seed at several sizes are not independent: their mean is one value.
             means = [math.fsum(by_seed[seed]) / len(by_seed[seed]) for seed in sorted(by_seed, key=str)]
-            found[point] = Difference(point, mean_of(means), sum(map(len, by_seed.values())))
+            found[point] = Difference(mean_of(means), sum(map(len, by_seed.values())))
     return found
 
 
 def _findings(sweep: Sweep, differences: dict[str, Difference]) -> Iterator[Finding]:
     report = sweep.config.report
-    for point, (_, (mean, interval), pairs) in differences.items():
+    for point, ((mean, interval), pairs) in differences.items():
         paper = None
         if point in report.paper and report.baseline in report.paper:
             paper = report.paper[point] - report.paper[report.baseline]
@@ -207,7 +206,7 @@ def _percent(interval: Interval | None) -> tuple[float | None, float | None] | N
 # -- tables
 
 
-def _table_of_groups(sweep: Sweep, groups: Sequence[Group], differences: dict[str, Difference]) -> Table:
+def _table_of_groups(sweep: Sweep, groups: Sequence[Group]) -> Table:
     rows: list[list[TableCell]] = []
     for group in groups:
         loss = mean_of(list(group.losses.values())) if group.losses else Mean(math.nan, None)
@@ -226,8 +225,8 @@ def _table_of_fits(sweep: Sweep, fits: dict[str, Fit]) -> list[Table]:
         return []
     rows: list[list[TableCell]] = []
     for point, fit in fits.items():
-        for name, value, interval in zip(["E", "A", "α"], fit.curve, fit.intervals or [None] * 3, strict=True):
-            low, high = interval or (None, None)  # type: ignore[misc]
+        bounds: Sequence[tuple[float | None, float | None]] = fit.intervals or [(None, None)] * len(fit.curve)
+        for name, value, (low, high) in zip(("E", "A", "α"), fit.curve, bounds, strict=True):
             rows.append([point, name, value, low, high])
         rows.append([point, "residual", fit.residual, None, None])
     title = f"E + A·x^(−α) over {sweep.config.report.over}: least squares, 95% interval by the bootstrap of residuals"
@@ -236,7 +235,7 @@ def _table_of_fits(sweep: Sweep, fits: dict[str, Fit]) -> list[Table]:
 
 def _table_of_missing(found: Sequence[Outcome]) -> list[Table]:
     missing: list[list[TableCell]] = [[each.cell.name, str(each)] for each in found if each.loss is None]
-    return [Table(title="Cells without a loss", columns=["cell", "state"], rows=missing)] if missing else []
+    return [Table(title=MISSING, columns=["cell", "state"], rows=missing)] if missing else []
 
 
 def _csv(sweep: Sweep, found: Sequence[Outcome]) -> str:
@@ -259,6 +258,6 @@ def summary(folder: Path, result: Result) -> Iterator[str]:
     for finding in result.findings:
         yield finding.sentence
     for table in result.tables:
-        if table.title == "Cells without a loss":
+        if table.title == MISSING:
             yield from (f"no loss: {name}: {state}" for name, state in table.rows)
     yield f"wrote {folder / README}"
