@@ -14,7 +14,7 @@ NOISE = 0.01  # nats per token, as losses of small runs differ by seed
 TRANSFORMER = Curve(2.0, 60.0, 0.25)
 SIMULATIONS = 200
 COVERAGE = (0.92, 0.98)  # 95% ± 3: two standard errors of 200 simulations
-GRID_ERROR = 0.02  # the grid's exponents are 2% apart
+EXPONENT_ERROR = 0.02  # how far apart the finer grid's exponents are
 
 
 def saving_curve(share: float) -> Curve:
@@ -51,8 +51,8 @@ def test_intervals_of_means_cover_as_often_as_they_say() -> None:
 @pytest.mark.parametrize("curve", [TRANSFORMER, Curve(0.0, 20.0, 0.1), Curve(1.7, 410.0, 0.34)])
 def test_a_curve_without_noise_is_found(curve: Curve) -> None:
     (fit,) = fit_together([SIZES.tolist()], [[curve.loss(x) for x in SIZES]], paired=False)
-    assert fit.curve.alpha == pytest.approx(curve.alpha, rel=GRID_ERROR)
-    assert fit.residual < 1e-3
+    assert fit.curve.alpha == pytest.approx(curve.alpha, rel=EXPONENT_ERROR)
+    assert fit.residual < 2e-3  # a fifth of the noise
     assert [fit.curve.loss(x) for x in SIZES] == pytest.approx([curve.loss(x) for x in SIZES], abs=2e-3)
 
 
@@ -75,7 +75,7 @@ def test_a_planted_tie_is_not_called_a_win() -> None:
 
 
 def test_a_curve_that_does_not_come_to_the_loss_saves_nothing_and_few_points_have_no_interval() -> None:
-    worse = Curve(3.0, 60.0, 0.25)
+    worse = Curve(4.5, 60.0, 0.25)
     sizes = SIZES[:4].tolist()
     fits = fit_together([sizes] * 2, [[curve.loss(x) for x in sizes] for curve in (TRANSFORMER, worse)], paired=True)
     found = saving(*fits, sizes[-1])

@@ -134,7 +134,7 @@ def summary_of(experiments: Experiments) -> Table:
 
 
 def shown(cell: Cell) -> str:
-    """A cell of a table in print: four significant digits, whole numbers whole."""
+    """A cell of a table in print: five significant digits, whole numbers whole."""
     match cell:
         case None:
             return "–"
@@ -143,7 +143,7 @@ def shown(cell: Cell) -> str:
         case int():
             return f"{cell:,}"
         case float():
-            return f"{cell:,.0f}" if abs(cell) >= 10_000 else f"{cell:.4g}"
+            return f"{cell:,.0f}" if abs(cell) >= 10_000 else f"{cell:.5g}"
     return cell
 
 
