@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,14 @@ def loss_at(values: dict[str, Any], step: int) -> float:
     return 2.0 + 3.0 * size**-0.5 + math.exp(-step) - better + noise
 
 
-def main() -> int:
-    values = yaml.safe_load(Path(sys.argv[-1]).read_text())
+def train(values: dict[str, Any], *, pause: float = 0.0, stop: Sequence[int] = ()) -> int:
+    """A run of a configuration, or the rest of it; returns the exit code.
+
+    Args:
+        pause: seconds of a step.
+        stop: is not empty once a signal came.
+    """
     run = Path(values["training"]["run_dir"])
-    if values["model"]["rotary_base"] == BASE_THAT_FAILS:
-        print("megatron-fanformer: step 3: the loss is nan; lower optimizer.lr")
-        return 4
-    stop: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _frame: stop.append(number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
     run.mkdir(parents=True, exist_ok=True)
     (run / CONFIG).write_text(yaml.safe_dump(values))
     first = newest(run)
@@ -56,7 +56,7 @@ def main() -> int:
     kept = metrics.read_text().splitlines()[:first] if metrics.exists() else []
     metrics.write_text("".join(f"{line}\n" for line in kept))
     for step in range(first + 1, values["training"]["train_iters"] + 1):
-        time.sleep(0.01)
+        time.sleep(pause)
         entry = {"step": step, "loss": loss_at(values, step), "step_seconds": 0.5, "tokens": 64 * step}
         entry["validation_loss/held-out"] = entry["loss"]
         with metrics.open("a") as stream:
@@ -66,6 +66,17 @@ def main() -> int:
         if stop:
             return 5
     return 0
+
+
+def main() -> int:
+    values = yaml.safe_load(Path(sys.argv[-1]).read_text())
+    if values["model"]["rotary_base"] == BASE_THAT_FAILS:
+        print("megatron-fanformer: step 3: the loss is nan; lower optimizer.lr")
+        return 4
+    stop: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: stop.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+    return train(values, pause=0.01, stop=stop)
 
 
 if __name__ == "__main__":
