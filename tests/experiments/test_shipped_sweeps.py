@@ -6,6 +6,9 @@ import pytest
 
 from megatron_fanformer.experiments.sweeps.file import Sweep, read_sweep
 from megatron_fanformer.experiments.sweeps.groups import parameters_of
+from megatron_fanformer.experiments.variants import VARIANTS, Equal, variants
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.training.config import load_config
 from tests.small_runs import ROOT
 
 FOLDER = ROOT / "examples" / "sweeps"
@@ -23,6 +26,21 @@ def test_every_cell_can_run_and_points_at_the_same_parameters_have_them(file: Pa
         for cell in sweep.cells:
             is_equal = abs(parameters_of(cell) / baseline - 1) < EQUAL
             assert is_equal == (not cell.points[report.compare].endswith(OWN_SIZE)), cell.name
+
+
+@pytest.mark.parametrize(("name", "multiple"), [("variants", 1), ("variants-paper", 4)])
+def test_the_variants_are_those_of_the_one_table(name: str, multiple: int) -> None:
+    sweep = read_sweep(FOLDER / f"{name}.yaml", needs_data=False)
+    models = {cell.points["variant"]: cell.config.model for cell in sweep.cells}
+    size = load_config(FOLDER / sweep.config.base).model
+    expected: dict[str, FANformerConfig] = {}
+    losses: dict[str, float] = {}
+    endings: dict[Equal, str] = {"dimension": OWN_SIZE, "parameters": ""}
+    for equal, ending in endings.items():
+        for variant, model in variants(size, equal, multiple=multiple).items():
+            point = {"transformer": variant, "ffn-fan": f"{variant}-our-reading"}.get(variant, f"{variant}{ending}")
+            expected[point], losses[point] = model, VARIANTS[variant].loss[equal]
+    assert models == expected and sweep.config.report.paper == losses
 
 
 def lengths(sweep: Sweep) -> list[int]:
