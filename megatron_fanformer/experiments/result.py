@@ -37,8 +37,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """The paper's own figure, or what it says; None where it says nothing."""
     ours: float | None
     """None where nothing could be measured."""
-    interval: tuple[float, float] | None = None
-    """95%, low to high; None where there is none, as of one seed."""
+    interval: tuple[float | None, float | None] | None = None
+    """95%, low to high, None where it has no bound on that side; None where there is none, as of one seed."""
     unit: str
     """Such as `ratio`, `nats per token`, `%`."""
     same_settings: bool = False
@@ -130,8 +130,9 @@ def _problems(folder: Path, result: Result) -> Sequence[str]:
     if result.version != VERSION:
         found.append(f"its version is {result.version}, and this program reads {VERSION}")
     for finding in result.findings:
-        if finding.interval is not None and not finding.interval[0] <= finding.interval[1]:
-            found.append(f"the interval of {finding.name!r} is {list(finding.interval)}, not from low to high")
+        low, high = finding.interval or (None, None)
+        if low is not None and high is not None and not low <= high:
+            found.append(f"the interval of {finding.name!r} is from {low} to {high}, not from low to high")
     for table in result.tables:
         if any(len(row) != len(table.columns) for row in table.rows):
             found.append(f"the table {table.title!r} has rows that are not as long as its headings")
