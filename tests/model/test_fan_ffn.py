@@ -30,7 +30,7 @@ MODEL = tiny_model(
 )
 STEPS = 4
 TP = {"tensor_model_parallel_size": 2}
-LAYOUTS = [{}, {**TP, "sequence_parallel": True}, TP]
+LAYOUTS = [{**TP, "sequence_parallel": True}, *(pytest.param(each, marks=pytest.mark.full) for each in ({}, TP))]
 
 
 def initial_weights() -> dict[str, torch.Tensor]:
@@ -51,7 +51,7 @@ def stream() -> torch.Tensor:
     return torch.randint(MODEL.vocab_size, (STEPS, 4, 65), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("degrees", [*LAYOUTS[:2], pytest.param(LAYOUTS[2], marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
 def test_training_is_the_plain_models(run_on_ranks: Any, stream: torch.Tensor, degrees: dict[str, Any]) -> None:
     """Losses, gradient norms and final weights, in float32 against float64."""
     parallel = ParallelConfig(**degrees)

@@ -104,6 +104,7 @@ def test_fan_recomputed_for_two_steps(rank_pool: RankPool, tmp_path: Path, place
     assert_close(compare(rank_pool, file, *FAN_RECOMPUTED, steps=2))
 
 
+@pytest.mark.full
 def test_fan_layers_for_the_mlp(rank_pool: RankPool, tmp_path: Path) -> None:
     """Sharded, summed before cos and sin along a sharded sequence, and recomputed; bytes as by formula."""
     file = write_config(tmp_path, model={"preset": "fanformer-1b", "fan": PLACEMENTS["ffn"]})
