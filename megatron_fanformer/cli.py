@@ -49,6 +49,8 @@ EXAMPLES: dict[str, tuple[str, str]] = {
         "evaluate runs/demo/run --perplexity held-out=tokens/web",
         "evaluate --prepare paper.requests --tasks paper\n--tokenizer tokenizer.json",
     ),
+    "sweep": ("sweep examples/sweeps/variants.yaml dry-run", "sweep examples/sweeps/variants.yaml run"),
+    "report": ("report runs/sweeps --output runs/report.html", "report compare runs/transformer runs/fanformer"),
     "inspect": ("inspect runs/demo/tokens/train --verify", "inspect runs/demo/run --step 200"),
     "convert": (
         "convert runs/demo/run exported-folder --to hf",

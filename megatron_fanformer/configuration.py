@@ -7,6 +7,7 @@ field, which is read from the source.
 """
 
 import ast
+import copy
 import dataclasses
 import difflib
 import functools
@@ -327,6 +328,14 @@ def overlaid(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
         is_section = isinstance(value, _Section) and isinstance(below, Mapping)
         merged[key] = overlaid(below, value) if is_section else value  # type: ignore[arg-type]
     return merged
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested values that dotted names stand for, to be laid over others by `overlaid`; of two the later counts."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        _set_nested(found, name.split("."), copy.deepcopy(value))  # which a later name may reach into
+    return found
 
 
 class _Section(dict[str, Any]):

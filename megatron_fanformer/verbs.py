@@ -13,12 +13,14 @@ from pathlib import Path
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.options import add_options as add_evaluate_options
+from megatron_fanformer.experiments.report.options import add_options as add_report_options
+from megatron_fanformer.experiments.sweeps.options import add_options as add_sweep_options
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.sizing.options import add_options
 
 PROGRAM = "megatron-fanformer"
 TAKES_OVERRIDES = ("train", "parity", "plan", "inspect", "config")  # --section.field VALUE
-TAKES_SIGNALS = ("train", "evaluate")  # over, by themselves, and keep them to the end
+TAKES_SIGNALS = ("train", "evaluate", "sweep")  # over, by themselves, and keep them to the end
 
 
 # -- demo
@@ -262,6 +264,26 @@ def _evaluate(options: argparse.Namespace, _rest: list[str], arguments: list[str
         evaluate(options, arguments, _on_this_machine)
 
 
+# -- sweep, report
+
+
+def _sweep(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.runtime.heartbeat import tell_stopped
+
+    with ended_by_stop_signals(tell_stopped):
+        _prepare_environment()
+        from megatron_fanformer.experiments.sweeps.command import sweep
+
+        sweep(options)
+
+
+def _report(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+    _prepare_environment()
+    from megatron_fanformer.experiments.report.command import report
+
+    report(options)
+
+
 # -- generate
 
 
@@ -457,6 +479,16 @@ VERBS: dict[str, tuple[_Describe, _Run, str]] = {
         add_evaluate_options,
         _evaluate,
         "Measure checkpoints on perplexity sets and tasks; compare two; write a request file.",
+    ),
+    "sweep": (
+        add_sweep_options,
+        _sweep,
+        "Train one configuration at many points and seeds, and report what they show.",
+    ),
+    "report": (
+        add_report_options,
+        _report,
+        "Write the page of the paper's experiments; compare two runs step by step.",
     ),
     "generate": (_generate_options, _generate, "Continue prompts."),
     "inspect": (

@@ -20,7 +20,7 @@ def plain_logits(
     for layer in range(1 + max(int(name.split(".")[2]) for name in weights if ".blocks." in name)):
         block = {name.split(".", 3)[3]: w for name, w in weights.items() if f".blocks.{layer}." in name}
         x = x + _attention(block, _norm(x, block["attn_norm.weight"], epsilon), heads, gelu)
-        x = x + _mlp(block, _norm(x, block["ff_norm.weight"], epsilon))
+        x = x + _mlp(block, _norm(x, block["ff_norm.weight"], epsilon), gelu)
     head = weights.get("transformer.ff_out.weight", weights["transformer.wte.weight"])
     return _norm(x, weights["transformer.ln_f.weight"], epsilon) @ head.T
 
@@ -36,9 +36,13 @@ def from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             "attn_norm.weight": theirs["input_layernorm.weight"],
             "attn_out.weight": theirs["self_attn.o_proj.weight"],
             "ff_norm.weight": theirs["post_attention_layernorm.weight"],
-            "ff_proj.weight": torch.cat([theirs["mlp.up_proj.weight"], theirs["mlp.gate_proj.weight"]]),
-            "ff_out.weight": theirs["mlp.down_proj.weight"],
         }
+        if "mlp.fan_1.weight" in theirs:
+            fans = {name: w for name, w in theirs.items() if name.startswith("mlp.fan_")}
+            block |= {f"ff_fan_{name[8]}.input_linear.{name[10:]}": w for name, w in fans.items()}
+        else:
+            block["ff_proj.weight"] = torch.cat([theirs["mlp.up_proj.weight"], theirs["mlp.gate_proj.weight"]])
+            block["ff_out.weight"] = theirs["mlp.down_proj.weight"]
         is_fan = "self_attn.fan.weight" in theirs
         projections = [theirs[name] for part in "qkv" if (name := f"self_attn.{part}_proj.weight") in theirs]
         block["att_proj.linear.weight" if is_fan else "att_proj.weight"] = torch.cat(projections)
@@ -92,13 +96,16 @@ def _rotate(x: Tensor) -> Tensor:
     return x * angles.cos().to(x.dtype) + torch.cat([-second, first], -1) * angles.sin().to(x.dtype)
 
 
-def _mlp(block: Mapping[str, Tensor], x: Tensor) -> Tensor:
+def _mlp(block: Mapping[str, Tensor], x: Tensor, gelu: bool) -> Tensor:
+    if "ff_fan_1.input_linear.weight" in block:  # two FAN layers, for which the authors have no names
+        inner = block["ff_fan_2.input_linear.weight"].shape[1]
+        return _fan(block, "ff_fan_2", _fan(block, "ff_fan_1", x, inner, gelu), x.shape[-1], gelu)
     up, gate = (x @ block["ff_proj.weight"].T).chunk(2, -1)
     return (F.silu(gate) * up) @ block["ff_out.weight"].T
 
 
 def train_plain(
-    weights: dict[str, Tensor], stream: Tensor, *, heads: int, lr: float, dtype: torch.dtype
+    weights: dict[str, Tensor], stream: Tensor, *, heads: int, lr: float, dtype: torch.dtype, gelu: bool = False
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses, gradient norms and final weights of training on `stream` [steps, b, s + 1] by the reference's recipe."""
     trained = {name: weight.to(dtype).clone().requires_grad_() for name, weight in weights.items()}
@@ -109,7 +116,7 @@ def train_plain(
     losses, norms = [], []
     for batch in stream:
         optimizer.zero_grad()
-        logits = plain_logits(trained, batch[:, :-1], heads=heads)
+        logits = plain_logits(trained, batch[:, :-1], heads=heads, gelu=gelu)
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)))

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -85,7 +87,25 @@ def load(
     if group is not None and group.size() > 1:
         strategy = FullyParallelLoadStrategyWrapper(strategy, group)
     with damage_told(folder, also=(CheckpointingException,)), _cause_told(folder), _reading_data_alone(table):
-        return dist_checkpointing.load(sharded_state, str(folder), sharded_strategy=strategy, strict="raise_unexpected")
+        wanted = _with_contiguous_data(sharded_state)
+        return dist_checkpointing.load(wanted, str(folder), sharded_strategy=strategy, strict="raise_unexpected")
+
+
+def _with_contiguous_data(sharded_state: dict[str, Any]) -> dict[str, Any]:
+    """The same, but what is a run of a weight's columns is read into a tensor of its own, not in place.
+
+    megatron-core broadcasts what one rank has read for others, and over gloo a strided tensor arrives scrambled.
+    """
+
+    def contiguous(leaf: Any) -> Any:
+        if isinstance(leaf, ShardedTensorFactory):
+            build = leaf.build_fn
+            return dataclasses.replace(leaf, build_fn=lambda *of: dict_list_map_outplace(contiguous, build(*of)))
+        if isinstance(leaf, ShardedTensor) and leaf.data is not None and not leaf.data.is_contiguous():
+            return dataclasses.replace(leaf, data=leaf.data.contiguous())
+        return leaf
+
+    return dict_list_map_outplace(contiguous, sharded_state)
 
 
 @contextmanager

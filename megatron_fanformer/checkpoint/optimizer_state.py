@@ -165,24 +165,33 @@ def _shards(optimizer: Any, weights: dict[str, Any]) -> Iterator[ShardedTensor]:
 
 
 def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) -> Iterator[ShardedTensor]:
-    """What a part has of a piece of its weight (one, unless several are stored of it), as pieces of the tensor `key`.
+    """What a part has of a piece of its weight, as pieces of the tensor `key`.
+
+    (A weight is one piece, unless several are stored of it: runs of its rows, or of its columns.)
 
     Args:
         flat: the part's tensor, without its shape.
     """
-    assert piece.data is not None and piece.data.is_contiguous() and not piece.prepend_axis_num
+    assert piece.data is not None and not piece.prepend_axis_num
+    weight = tuple(part.weight.shape)
     before = piece.data.storage_offset() - part.weight.storage_offset()  # elements of the weight
-    start = max(part.start - before, 0)
-    end = min(part.start + flat.numel() - before, piece.data.numel())
-    for first, offset, shape in rectangles(tuple(piece.data.shape), start, end):
-        data = flat.narrow(0, before + first - part.start, torch.Size(shape).numel()).view(shape)
+    corner = divmod(before, weight[1]) if len(weight) == 2 else (before,)
+    for first, offset, extent in rectangles(weight, part.start, part.start + flat.numel()):
+        held = flat.narrow(0, first - part.start, torch.Size(extent).numel()).view(extent)
+        low = tuple(map(max, offset, corner))
+        high = tuple(
+            min(at + size, c + s) for at, size, c, s in zip(offset, extent, corner, piece.data.shape, strict=True)
+        )
+        if any(end <= start for start, end in zip(low, high, strict=True)):
+            continue  # all of it is of other pieces
+        data = held[tuple(slice(start - at, end - at) for at, start, end in zip(offset, low, high, strict=True))]
         yield dataclasses.replace(
             piece,
             key=key,
             data=data,
             dtype=data.dtype,
-            local_shape=shape,
-            global_offset=tuple(map(sum, zip(piece.global_offset, offset, strict=True))),
+            local_shape=tuple(data.shape),
+            global_offset=tuple(g + start - c for g, start, c in zip(piece.global_offset, low, corner, strict=True)),
             axis_fragmentations=None,  # not a regular grid
             replica_id=_replica_id(piece, part),
         )

@@ -7,7 +7,7 @@ that `trust_remote_code=True` opens it where this package is not installed.
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,13 +22,13 @@ from megatron_fanformer.formats.tokenizer_files import write_tokenizer
 from megatron_fanformer.formats.weight_files import open_weights, write_shards
 from megatron_fanformer.hf import FANformerConfig as HuggingFaceConfig
 from megatron_fanformer.hf import configuration_fanformer, modeling_fanformer
-from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.config import FANConfig, FANformerConfig, Placement
 
-Placement: TypeAlias = Literal["qkv", "qk_and_v", "none"]
 MODEL_CARD = "README.md"
 MAX_SHARD_SIZE = "5GB"
 FAN_WEIGHT = "model.layers.0.self_attn.fan.weight"
 V_FAN_WEIGHT = "model.layers.0.self_attn.v_fan.weight"
+FFN_FAN_WEIGHT = "model.layers.0.mlp.fan_1.weight"
 AUTO_MAP = {
     "AutoConfig": "configuration_fanformer.FANformerConfig",
     "AutoModel": "modeling_fanformer.FANformerModel",
@@ -122,6 +122,8 @@ def _stated_config(folder: Path) -> HuggingFaceConfig:
 
 def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[str, Tensor]) -> FANformerConfig:
     known = meta_of(tensors)
+    if stated.fan_placement == "ffn" and FFN_FAN_WEIGHT in known:
+        inferred_p_ratio(known[FFN_FAN_WEIGHT].shape[0], stated.intermediate_size, stated.p_ratio)
     if stated.fan_placement != "none" and FAN_WEIGHT in known:
         inferred_p_ratio(known[FAN_WEIGHT].shape[0], stated.hidden_size, stated.p_ratio)
     if stated.fan_placement == "qk_and_v" and V_FAN_WEIGHT in known:

@@ -25,8 +25,9 @@ class Card(NamedTuple):
 
 def model_card(config: FANformerConfig, card: Card) -> str:
     """The card as Markdown; `receipt_section` follows it."""
-    fan = f"FAN with p_ratio {config.fan.p_ratio:g}, placement {config.fan.placement}" if config.has_fan else "no FAN"
-    kind = "FANformer" if config.has_fan else "Transformer"
+    is_fanformer = config.fan.placement != "none"
+    fan = f"FAN with p_ratio {config.fan.p_ratio:g}, placement {config.fan.placement}" if is_fanformer else "no FAN"
+    kind = "FANformer" if is_fanformer else "Transformer"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation

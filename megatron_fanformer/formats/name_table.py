@@ -31,6 +31,8 @@ SIZES: dict[str, Callable[[FANformerConfig], int]] = {
     "n d": lambda config: config.num_attention_heads * config.kv_channels,
     "f": lambda config: config.ffn_hidden_size,
     "2f": lambda config: 2 * config.ffn_hidden_size,
+    "P1 + G1": lambda config: config.ffn_maps[0][0],
+    "P2 + G2": lambda config: config.ffn_maps[1][0],
 }
 """The sizes in the table's shapes."""
 
@@ -40,7 +42,10 @@ CONDITIONS: dict[str, Callable[[FANformerConfig], bool]] = {
     "with FAN and its bias": lambda config: config.has_fan and config.fan.bias,
     "at placement qk_and_v": lambda config: config.fan.placement == "qk_and_v",
     "at placement qk_and_v, with bias": lambda config: config.fan.placement == "qk_and_v" and config.fan.bias,
-    "at placements qkv and none": lambda config: config.fan.placement != "qk_and_v",
+    "at placement ffn": lambda config: config.fan.in_ffn,
+    "at placement ffn, with bias": lambda config: config.fan.in_ffn and config.fan.bias,
+    "not at placement ffn": lambda config: not config.fan.in_ffn,
+    "not at placement qk_and_v": lambda config: config.fan.placement != "qk_and_v",
     "untied": lambda config: config.untie_embeddings_and_output_weights,
 }
 """When a model has a row's tensors."""
@@ -48,7 +53,10 @@ CONDITIONS: dict[str, Callable[[FANformerConfig], bool]] = {
 
 @dataclass(frozen=True)
 class Naming:
-    """A row of the table as one format has it; `{layer}` stands for the layer's number, from 0."""
+    """A row of the table as one format has it; `{layer}` stands for the layer's number, from 0.
+
+    A format that has no such tensor has no names for it; models that have it are not converted to that format.
+    """
 
     names: tuple[str, ...]
     transform: Transform = transforms.IDENTITY
@@ -85,8 +93,8 @@ _LAYER, _BLOCK, _HF = "decoder.layers.{layer}.", "transformer.blocks.{layer}.", 
 _ATTENTION, _FAN, _HF_ATTENTION = _LAYER + "self_attention.", _BLOCK + "att_proj.fanlayer.", _HF + "self_attn."
 
 
-def _same(megatron: str, shape: tuple[str, ...], reference: str, hf: str) -> Row:
-    return Row(Naming((megatron,)), shape, Naming((reference,)), Naming((hf,)))
+def _same(megatron: str, shape: tuple[str, ...], reference: str, hf: str, present: str = "always") -> Row:
+    return Row(Naming((megatron,)), shape, Naming((reference,)), Naming((hf,)), present)
 
 
 def _vocabulary(megatron: str, reference: str, hf: str, present: str = "always") -> Row:
@@ -108,6 +116,11 @@ def _fan(megatron: str, shape: tuple[str, ...], reference: str, hf: str, present
         Naming((_HF_ATTENTION + hf,), rows),
         present,
     )
+
+
+def _ffn_fan(megatron: str, shape: tuple[str, ...], hf: str, present: str) -> Row:
+    rows = transforms.FAN_ROWS
+    return Row(Naming((f"{_LAYER}mlp.{megatron}",)), shape, Naming(()), Naming((f"{_HF}mlp.{hf}",), rows), present)
 
 
 NAME_TABLE = (
@@ -134,7 +147,7 @@ NAME_TABLE = (
         ("(n + 2k) d", "h"),
         Naming((_BLOCK + "{att_proj}.weight",), transforms.QKV_STACKED),
         Naming(tuple(f"{_HF_ATTENTION}{part}_proj.weight" for part in "qkv"), transforms.QKV_SEPARATE),
-        "at placements qkv and none",
+        "not at placement qk_and_v",
     ),
     Row(
         Naming((_ATTENTION + "linear_qk.weight",)),
@@ -155,8 +168,19 @@ NAME_TABLE = (
         ("2f", "h"),
         Naming((_BLOCK + "ff_proj.weight",), transforms.GATE_UP_SWAPPED),
         Naming((_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"), transforms.GATE_UP_SEPARATE),
+        "not at placement ffn",
     ),
-    _same(_LAYER + "mlp.linear_fc2.weight", ("h", "f"), _BLOCK + "ff_out.weight", _HF + "mlp.down_proj.weight"),
+    _same(
+        _LAYER + "mlp.linear_fc2.weight",
+        ("h", "f"),
+        _BLOCK + "ff_out.weight",
+        _HF + "mlp.down_proj.weight",
+        "not at placement ffn",
+    ),
+    _ffn_fan("linear_fc1.weight", ("P1 + G1", "h"), "fan_1.weight", "at placement ffn"),
+    _ffn_fan("linear_fc1.bias", ("P1 + G1",), "fan_1.bias", "at placement ffn, with bias"),
+    _ffn_fan("linear_fc2.weight", ("P2 + G2", "f"), "fan_2.weight", "at placement ffn"),
+    _ffn_fan("linear_fc2.bias", ("P2 + G2",), "fan_2.bias", "at placement ffn, with bias"),
     _same("decoder.final_layernorm.weight", ("h",), "transformer.ln_f.weight", "model.norm.weight"),
     _vocabulary("output_layer.weight", "transformer.ff_out.weight", "lm_head.weight", "untied"),
 )

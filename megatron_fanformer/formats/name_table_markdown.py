@@ -22,6 +22,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _form(form: Naming) -> str:
+    if not form.names:
+        return "–"
     names = ", ".join(map(_name, form.names))
     moved = "" if form.transform.name == "as it is" else f": {form.transform.name.replace('|', chr(92) + '|')}"
     return names + moved

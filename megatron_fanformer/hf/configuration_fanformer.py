@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 FAN_ACTIVATIONS = ("none", "gelu")
-FAN_PLACEMENTS = ("qkv", "qk_and_v", "none")
+FAN_PLACEMENTS = ("qkv", "qk_and_v", "ffn", "none")
 # For attention and SwiGLU only: FAN's rows are [p | g], and a plain split would give one rank p and another g, so every
 # rank keeps the whole map.
 TP_PLAN = {
@@ -28,6 +28,8 @@ OWN_VALUES_TP_PLAN = {
     "layers.*.self_attn.k_proj": "colwise_gather_output",
     "layers.*.self_attn.o_proj": "rowwise_split_input",
 }
+# FAN layers in place of the MLP are whole on every rank, as all FAN maps are.
+FFN_TP_PLAN = {name: style for name, style in TP_PLAN.items() if ".mlp." not in name}
 
 
 class FANformerConfig(PreTrainedConfig):
@@ -54,7 +56,7 @@ class FANformerConfig(PreTrainedConfig):
     hidden_size: int = 2048
     """Width of the residual stream."""
     intermediate_size: int = 8192
-    """Inner width of SwiGLU."""
+    """Inner width of SwiGLU; at `fan_placement` ffn of the first FAN layer's output."""
     num_hidden_layers: int = 16
     """Decoder layers."""
     num_attention_heads: int = 16
@@ -68,14 +70,16 @@ class FANformerConfig(PreTrainedConfig):
     rope_theta: float = 10_000.0
     """Base of the rotary position embedding."""
     p_ratio: float = 0.25
-    """Share of the hidden size that is periodic, in [0, 0.5]; int(p_ratio * hidden_size) rows of W are p."""
+    """Share of the hidden size that is periodic, in [0, 0.5]; int(p_ratio * hidden_size) rows of W are p. (At
+    `fan_placement` ffn it is the share of each FAN layer's output.)"""
     fan_activation: str = "none"
     """Applied to g alone: `none` or `gelu`."""
     fan_bias: bool = True
     """Whether the FAN projection has a bias b, on all rows."""
     fan_placement: str = "qkv"
     """`qkv`: queries, keys and values are projected from FAN's output; `qk_and_v`: queries and keys are, and the values
-    are the output of a FAN projection of their own; `none`: an ordinary Transformer."""
+    are the output of a FAN projection of their own; `ffn`: two FAN projections in place of SwiGLU, and attention as a
+    Transformer's; `none`: an ordinary Transformer."""
     v_p_ratio: float | None = None
     """p_ratio of the values' own FAN projection (placement `qk_and_v`), a share of their width; None for p_ratio."""
     tie_word_embeddings: bool = True
@@ -91,6 +95,8 @@ class FANformerConfig(PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         if self.fan_placement == "qk_and_v":
             self.base_model_tp_plan = OWN_VALUES_TP_PLAN
+        if self.fan_placement == "ffn":
+            self.base_model_tp_plan = FFN_TP_PLAN
         super().__post_init__(**kwargs)
         problems = self._problems()
         if problems:

@@ -4,7 +4,7 @@ Source: "Reasoning is Periodicity?" (NeurIPS 2025). This file and `configuration
 verbatim into every exported folder, so they import torch and transformers alone.
 
 Shapes: b batch, s tokens, t tokens including those in the cache, h hidden size, n query heads, k key and value
-heads, d head size, v vocabulary.
+heads, d head size, f inner width of the MLP, v vocabulary.
 """
 
 from collections.abc import Callable
@@ -41,14 +41,27 @@ class FANformerRMSNorm(nn.Module):
 
 
 class FANProjection(nn.Module):
-    """x -> [cos p, sin p, g] with [p | g] = W x + b; `width` wide, of which p is the share `p_ratio`."""
+    """x -> [cos p, sin p, g] with [p | g] = W x + b; `width` wide, of which p is the share `p_ratio`.
 
-    def __init__(self, config: FANformerConfig, width: int, p_ratio: float) -> None:
+    Args:
+        in_features: width of x; None for the hidden size.
+        layer_idx: the layer's, where the projection writes into the residual stream (see `ResidualLinear`).
+    """
+
+    def __init__(
+        self,
+        config: FANformerConfig,
+        width: int,
+        p_ratio: float,
+        in_features: int | None = None,
+        layer_idx: int | None = None,
+    ) -> None:
         super().__init__()
+        self.layer_idx = layer_idx
         periodic_size = int(p_ratio * width)
         self.sizes = [periodic_size, width - 2 * periodic_size]
         self.gelu = config.fan_activation == "gelu"
-        self.weight = nn.Parameter(torch.empty(sum(self.sizes), config.hidden_size))
+        self.weight = nn.Parameter(torch.empty(sum(self.sizes), in_features or config.hidden_size))
         self.bias = nn.Parameter(torch.empty(sum(self.sizes))) if config.fan_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,7 +135,8 @@ class FANformerAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
         value_size = groups * self.head_dim
-        if config.fan_placement != "none":
+        self.has_fan = config.fan_placement in ("qkv", "qk_and_v")
+        if self.has_fan:
             self.fan = FANProjection(config, config.hidden_size, config.p_ratio)
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, value_size, bias=False)
@@ -142,9 +156,8 @@ class FANformerAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """[b, s, h] -> [b, s, h] and, if the implementation returns them, the weights [b, n, s, t]."""
         shape = hidden_states.shape[:-1]
-        placement = self.config.fan_placement
-        x = hidden_states if placement == "none" else self.fan(hidden_states)
-        values = self.v_fan(hidden_states) if placement == "qk_and_v" else self.v_proj(x)
+        x = self.fan(hidden_states) if self.has_fan else hidden_states
+        values = self.v_fan(hidden_states) if self.config.fan_placement == "qk_and_v" else self.v_proj(x)
         query, key, value = (
             heads.view(*shape, -1, self.head_dim).transpose(1, 2) for heads in (self.q_proj(x), self.k_proj(x), values)
         )
@@ -180,15 +193,30 @@ class FANformerMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class FANformerFANLayers(nn.Module):
+    """Two FAN projections in place of SwiGLU, at placement `ffn`."""
+
+    def __init__(self, config: FANformerConfig, layer_idx: int) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.fan_1 = FANProjection(config, inner, config.p_ratio)
+        self.fan_2 = FANProjection(config, hidden, config.p_ratio, in_features=inner, layer_idx=layer_idx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, h] -> [b, s, f] -> [b, s, h]."""
+        return self.fan_2(self.fan_1(x))
+
+
 class FANformerDecoderLayer(GradientCheckpointingLayer):
-    """Attention and SwiGLU, each after its norm and added to the residual stream."""
+    """Attention and SwiGLU (or two FAN layers), each after its norm and added to the residual stream."""
 
     def __init__(self, config: FANformerConfig, layer_idx: int) -> None:
         super().__init__()
         self.input_layernorm = FANformerRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = FANformerAttention(config, layer_idx)
         self.post_attention_layernorm = FANformerRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = FANformerMLP(config, layer_idx)
+        mlp = FANformerFANLayers if config.fan_placement == "ffn" else FANformerMLP
+        self.mlp = mlp(config, layer_idx)
 
     def forward(self, hidden_states: Tensor, **kwargs: Unpack[TransformersKwargs]) -> Tensor:
         """[b, s, h] -> [b, s, h]; the other arguments are the attention's."""
@@ -223,8 +251,8 @@ class FANformerPreTrainedModel(PreTrainedModel):
         if not isinstance(module, nn.Linear | nn.Embedding | FANProjection):
             return
         variance = 1.0 / module.weight.shape[1]
-        if isinstance(module, ResidualLinear):
-            variance /= 2 * (module.layer_idx + 1)
+        if (layer_idx := getattr(module, "layer_idx", None)) is not None:
+            variance /= 2 * (layer_idx + 1)
         std = variance**0.5
         init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
         bias = getattr(module, "bias", None)

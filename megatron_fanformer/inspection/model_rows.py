@@ -26,17 +26,19 @@ def model_facts(config: FANformerConfig) -> dict[str, Any]:
 
 
 def _name(config: FANformerConfig) -> str:
+    if config.fan.in_ffn:
+        return "Transformer with FAN layers for its MLP"
     return "FANformer" if config.has_fan else "Transformer"
 
 
 def _fan(config: FANformerConfig) -> str:
     fan = config.fan
-    if not config.has_fan:
+    if fan.placement == "none":
         return "none"
     values = f", of the values {fan.v_p_ratio:g}" if fan.v_p_ratio is not None else ""
     activation = f", activation {fan.activation}" if fan.activation != "none" else ""
     bias = "" if fan.bias else ", no bias"
-    return (
-        f"p_ratio {fan.p_ratio:g}{values}, placement {fan.placement}: {config.periodic_size} periodic and "
-        f"{config.linear_size} linear rows{activation}{bias}"
-    )
+    width = config.ffn_hidden_size if fan.in_ffn else config.hidden_size
+    periodic = int(fan.p_ratio * width)
+    rows = f"{periodic} periodic and {width - 2 * periodic} linear rows{' in the first layer' * fan.in_ffn}"
+    return f"p_ratio {fan.p_ratio:g}{values}, placement {fan.placement}: {rows}{activation}{bias}"

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
+from megatron_fanformer.model.fan_ffn import already_activated
 from megatron_fanformer.model.initialization import initialize
 from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
 from megatron_fanformer.model.layer_spec import block_spec, resolve_transformer_impl
@@ -44,12 +45,7 @@ def transformer_config(
         num_query_groups=model.query_groups,
         kv_channels=model.kv_channels,
         add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        # A GPU's SwiGLU is fused, by the Engine or torch's compiler; a CPU uses the local layers' own, for which
-        # `use_te_activation_func` is megatron-core's switch, despite its name.
-        bias_activation_fusion=grid.device != "cpu",
-        use_te_activation_func=grid.device == "cpu",
+        **_ffn_fields(model, grid),
         normalization="RMSNorm",
         layernorm_epsilon=model.layernorm_epsilon,
         hidden_dropout=0.0,
@@ -82,6 +78,19 @@ def transformer_config(
         embedding_init_method=_leave_as_it_is,
         use_cpu_initialization=grid.device == "cpu",
     )
+
+
+def _ffn_fields(model: FANformerConfig, grid: RankGrid) -> dict[str, Any]:
+    if model.fan.in_ffn:
+        return {"activation_func": already_activated}
+    return {
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        # A GPU's SwiGLU is fused, by the Engine or torch's compiler; a CPU uses the local layers' own, for which
+        # `use_te_activation_func` is megatron-core's switch, despite its name.
+        "bias_activation_fusion": grid.device != "cpu",
+        "use_te_activation_func": grid.device == "cpu",
+    }
 
 
 def _pipeline_fields(parallel: ParallelConfig, grid: RankGrid) -> dict[str, Any]:

@@ -17,6 +17,8 @@ PAPER_VOCAB_SIZE = 50_280  # allenai/gpt-neox-olmo-dolma-v1_5
 PAPER_P_RATIO = 0.25
 FFN_MULTIPLE = 64  # matched sizes are rounded to it, so that every usual tensor-parallel size divides them
 
+Placement = Literal["qkv", "qk_and_v", "ffn", "none"]
+
 LARGEST_SIZE = 1 << 30  # so that the bytes of a tensor of two such sizes fit into 64 bits
 
 SIZE_FIELDS = (
@@ -33,17 +35,19 @@ SIZE_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class FANConfig:
-    """The FAN projection in front of the attention's QKV: X_F = [cos p, sin p, g] with [p | g] = W X + b."""
+    """The FAN projection, usually in front of the attention's QKV: X_F = [cos p, sin p, g] with [p | g] = W X + b."""
 
     p_ratio: float = PAPER_P_RATIO
-    """Share of the hidden size that is periodic, in [0, 0.5]; int(p_ratio · hidden_size) rows are `p`."""
+    """Share of the hidden size that is periodic, in [0, 0.5]; int(p_ratio · hidden_size) rows are `p` (at placement
+    `ffn` of the width of each of the two layers)."""
     activation: Literal["none", "gelu"] = "none"
     """Applied to the linear rows `g` alone; `gelu` there is the original FAN."""
     bias: bool = True
     """Whether the map has a bias, on all of its rows."""
-    placement: Literal["qkv", "qk_and_v", "none"] = "qkv"
+    placement: Placement = "qkv"
     """`qkv`: Q, K and V are projected from X_F (the paper's); `qk_and_v`: Q and K are, and V is the output of a FAN
-    layer of its own, with no matrix after it; `none`: an ordinary Transformer."""
+    layer of its own, with no matrix after it; `ffn`: two FAN layers in place of the feed-forward network, and attention
+    as a Transformer's (docs/experiments.md#variants); `none`: an ordinary Transformer."""
     v_p_ratio: float | None = None
     """p_ratio of the values' own FAN layer (placement `qk_and_v`), a share of their width; null: `p_ratio`."""
 
@@ -52,9 +56,19 @@ class FANConfig:
         """`v_p_ratio` resolved."""
         return self.p_ratio if self.v_p_ratio is None else self.v_p_ratio
 
+    @property
+    def in_attention(self) -> bool:
+        """Whether there is a FAN map in front of attention."""
+        return self.placement in ("qkv", "qk_and_v")
+
+    @property
+    def in_ffn(self) -> bool:
+        """Whether two FAN layers take the place of the feed-forward network."""
+        return self.placement == "ffn"
+
     def outputs(self, hidden_size: int, value_size: int) -> list[tuple[int, float]]:
-        """Width and p_ratio of the FAN map's outputs: X_F, and the values where a FAN layer makes them."""
-        outputs = [] if self.placement == "none" else [(hidden_size, self.p_ratio)]
+        """Width and p_ratio of the outputs of attention's FAN map: X_F, and the values where a FAN layer makes them."""
+        outputs = [(hidden_size, self.p_ratio)] if self.in_attention else []
         return [*outputs, (value_size, self.value_p_ratio)] if self.placement == "qk_and_v" else outputs
 
     def problems(self) -> list[str]:
@@ -82,7 +96,7 @@ class FANformerConfig:
     hidden_size: int
     """Width of the residual stream (d in the paper)."""
     ffn_hidden_size: int
-    """Inner width of the SwiGLU, half of its first map's (d_ff)."""
+    """Inner width of the SwiGLU, half of its first map's (d_ff); at placement `ffn` of the first FAN layer's output."""
     num_attention_heads: int
     """Query heads; the head size is `hidden_size` / `num_attention_heads`, and must be even."""
     num_query_groups: int | None = None
@@ -138,8 +152,8 @@ class FANformerConfig:
 
     @property
     def has_fan(self) -> bool:
-        """Whether there is a FAN projection at all."""
-        return self.fan.placement != "none"
+        """Whether there is a FAN map in front of attention."""
+        return self.fan.in_attention
 
     @property
     def periodic_size(self) -> int:
@@ -148,7 +162,7 @@ class FANformerConfig:
 
     @property
     def periodic_units(self) -> int:
-        """Periodic rows of a layer's FAN map, the values' included; 0 without FAN."""
+        """Periodic rows of attention's FAN map in a layer, the values' included; 0 without one."""
         outputs = self.fan.outputs(self.hidden_size, self.value_size)
         return sum(int(p_ratio * width) for width, p_ratio in outputs)
 
@@ -164,7 +178,7 @@ class FANformerConfig:
 
     @property
     def fan_rows(self) -> int:
-        """Rows of a layer's FAN map, the values' included; 0 without FAN."""
+        """Rows of attention's FAN map in a layer, the values' included; 0 without one."""
         return sum(width for width, _ in self.fan.outputs(self.hidden_size, self.value_size)) - self.periodic_units
 
     @property
@@ -172,6 +186,23 @@ class FANformerConfig:
         """Rows of the matrix behind FAN: of Q, K and V, or of Q and K alone (placement qk_and_v)."""
         values = 0 if self.fan.placement == "qk_and_v" else self.value_size
         return self.num_attention_heads * self.kv_channels + self.value_size + values
+
+    @property
+    def sharded_fan_outputs(self) -> list[tuple[int, float]]:
+        """Width and p_ratio of the FAN outputs whose maps' rows tensor parallel ranks share (in the `column` form).
+
+        At placement `ffn` that is the first layer's; ranks share the columns of the second map, and so no row of it.
+        """
+        in_ffn = [(self.ffn_hidden_size, self.fan.p_ratio)] if self.fan.in_ffn else []
+        return in_ffn or self.fan.outputs(self.hidden_size, self.value_size)
+
+    @property
+    def ffn_maps(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Rows and columns of the feed-forward network's two matrices."""
+        h, f = self.hidden_size, self.ffn_hidden_size
+        if self.fan.in_ffn:
+            return (f - int(self.fan.p_ratio * f), h), (h - int(self.fan.p_ratio * h), f)
+        return (2 * f, h), (h, f)
 
     @property
     def num_parameters(self) -> int:
@@ -183,7 +214,9 @@ class FANformerConfig:
     def _layer_parameters(self) -> int:
         h = self.hidden_size
         attention = self.qkv_rows * h + h * self.num_attention_heads * self.kv_channels
-        return attention + self._fan_parameters + 3 * h * self.ffn_hidden_size + 2 * h
+        has_ffn_bias = self.fan.in_ffn and self.fan.bias
+        ffn = sum(rows * (columns + has_ffn_bias) for rows, columns in self.ffn_maps)
+        return attention + self._fan_parameters + ffn + 2 * h
 
     @property
     def _fan_parameters(self) -> int:
@@ -248,13 +281,20 @@ def as_transformer(config: FANformerConfig) -> FANformerConfig:
     return dataclasses.replace(config, fan=dataclasses.replace(config.fan, placement="none"))
 
 
-def with_same_parameters(config: FANformerConfig) -> FANformerConfig:
-    """The FANformer with as many parameters as its Transformer twin: what FAN adds is taken from d_ff.
+def with_same_parameters(config: FANformerConfig, multiple: int = FFN_MULTIPLE) -> FANformerConfig:
+    """The model with as many parameters as its Transformer twin: what FAN adds is taken from d_ff.
 
-    d_ff is rounded to a multiple of 64; at p_ratio 0.25 the 1B model goes from 8192 to the paper's 7680.
+    At p_ratio 0.25 the 1B model goes from 8192 to the paper's 7680. Two FAN layers in place of the SwiGLU have fewer
+    weights than it at the same d_ff: at that p_ratio they get twice as wide.
+
+    Args:
+        multiple: what d_ff is rounded to.
     """
-    exact = config.ffn_hidden_size - config._fan_parameters / (3 * config.hidden_size)
-    return dataclasses.replace(config, ffn_hidden_size=round(exact / FFN_MULTIPLE) * FFN_MULTIPLE)
+    h, fan = config.hidden_size, config.fan
+    missing = as_transformer(config)._layer_parameters - config._layer_parameters
+    of_one = (1 - fan.p_ratio) * (2 * h + fan.bias) if fan.in_ffn else 3 * h  # parameters of one more of d_ff
+    exact = config.ffn_hidden_size + missing / of_one
+    return dataclasses.replace(config, ffn_hidden_size=max(1, round(exact / multiple)) * multiple)
 
 
 def _paper_size(num_layers: int, hidden_size: int, heads: int, *, untied: bool) -> FANformerConfig:

@@ -19,17 +19,16 @@ periodic and G = w - 2P linear rows of an output, k the rows of one rank, of all
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_fanformer.model.canonical_shards import CanonicalRange, canonical_factory
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.model.fan_functions import Activation, FANActivation
 from megatron_fanformer.model.fan_rows import FANOutput, FANShard
@@ -117,8 +116,17 @@ class FANProjection(MegatronModule):
         for name in ("weight", "bias"):
             key = f"{prefix}linear.{name}"
             if key in state:
-                state[key] = _canonical_factory(state[key], self.shard, [f"{part}.{name}" for part in PARAMETERS])
+                ranges = canonical_rows(self.shard, [f"{part}.{name}" for part in PARAMETERS])
+                state[key] = canonical_factory(state[key], f"{PARAMETERS[0]}.{name}", ranges)
         return state
+
+
+def canonical_rows(shard: FANShard, names: Sequence[str]) -> list[CanonicalRange]:
+    """Where a rank's rows belong in the canonical [p | g] maps of its outputs, which have these names."""
+    return [
+        CanonicalRange(names[output], start, end, canonical_start, shard.whole(output).rows)
+        for output, start, end, canonical_start in shard.row_ranges()
+    ]
 
 
 def _shard(config: TransformerConfig, fan: FANConfig, form: FANForm, tp_group: dist.ProcessGroup) -> FANShard:
@@ -135,43 +143,3 @@ def _shard(config: TransformerConfig, fan: FANConfig, form: FANForm, tp_group: d
             )
         outputs.append(FANOutput(periodic // ranks, linear // ranks))
     return FANShard(ranks, rank, tuple(outputs))
-
-
-def _canonical_factory(sharded: ShardedTensor, shard: FANShard, names: list[str]) -> ShardedTensorFactory:
-    """Saves one rank's rows as ranges of the canonical maps, and puts them together when loaded.
-
-    Args:
-        names: how the keys of the outputs' maps end; `sharded` has the first one's.
-    """
-    axis = sharded.prepend_axis_num  # stock Megatron stacks the layers of a kind along an axis in front
-
-    @torch.no_grad()
-    def build(key: str, rows: Tensor, replica_id: Any, _flattened_range: Any) -> list[ShardedTensor]:
-        """One rank's rows, as the ranges of the canonical maps that they are."""
-        prefix = key.removesuffix(names[0])  # by now with the layer's global number, or an optimizer state's name
-        ranges = []
-        for output, start, end, canonical_start in shard.row_ranges():
-            offset, whole = list(sharded.global_offset), list(sharded.global_shape)
-            offset[axis], whole[axis] = canonical_start, shard.whole(output).rows
-            data = rows[start:end].view((1,) * axis + rows[start:end].shape)
-            ranges.append(
-                replace(
-                    sharded,
-                    key=prefix + names[output],
-                    data=data,
-                    dtype=rows.dtype,
-                    local_shape=tuple(data.shape),
-                    prepend_axis_num=0,
-                    global_shape=tuple(whole),
-                    global_offset=tuple(offset),
-                    axis_fragmentations=None,  # p and g ranges differ in size: no regular grid
-                    replica_id=replica_id,
-                )
-            )
-        return ranges
-
-    @torch.no_grad()
-    def merge(ranges: list[Tensor]) -> Tensor:
-        return torch.cat([range_.flatten(0, axis) for range_ in ranges])
-
-    return ShardedTensorFactory(sharded.key, sharded.data, build, merge, sharded.replica_id)

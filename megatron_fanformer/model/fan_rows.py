@@ -1,4 +1,4 @@
-"""Which rows of a FAN map one tensor parallel rank owns, and where they belong in the whole map.
+"""Which rows of a FAN map one tensor parallel rank owns, and where they and what they make belong in the whole.
 
 Shapes: P periodic and G linear rows of an output, T tensor parallel ranks.
 """
@@ -24,7 +24,10 @@ class FANOutput(NamedTuple):
 
 
 class RowRange(NamedTuple):
-    """A run of one rank's rows, and where it belongs in the canonical [p | g] map of its output."""
+    """A run of one rank's rows, and where it belongs in the canonical [p | g] map of its output.
+
+    Or a run of what they make, and where that belongs in the canonical [cos p, sin p, g].
+    """
 
     output: int
     start: int
@@ -58,4 +61,15 @@ class FANShard(NamedTuple):
             ranges.append(RowRange(number, start, middle, self.rank * periodic))
             ranges.append(RowRange(number, middle, end, linear_start))
             start = end
+        return [range_ for range_ in ranges if range_.end > range_.start]
+
+    def feature_ranges(self) -> list[RowRange]:
+        """Where what this rank's rows make by themselves belongs in the canonical outputs [cos p, sin p, g]."""
+        ranges, start = [], 0
+        for number, (periodic, linear) in enumerate(self.outputs):
+            whole = self.ranks * periodic
+            first, last = self.rank * periodic, 2 * whole + self.rank * linear
+            for size, canonical_start in ((periodic, first), (periodic, whole + first), (linear, last)):
+                ranges.append(RowRange(number, start, start + size, canonical_start))
+                start += size
         return [range_ for range_ in ranges if range_.end > range_.start]

@@ -2,7 +2,8 @@
 
 Normal, truncated at three standard deviations; std 1/sqrt(d) for the embedding, the FAN map, QKV, the MLP's first map
 and an untied head, 1/sqrt(2 d (layer + 1)) for the attention's output, 1/sqrt(2 d_ff (layer + 1)) for the MLP's;
-layers count from 0; biases are zero, norms one. Source: the authors' implementation.
+layers count from 0; biases are zero, norms one. Source: the authors' implementation. FAN layers in place of the MLP are
+drawn as the maps that they replace.
 """
 
 import re

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.attention import FANSelfAttention, FANSelfAttentionSubmodules, FANValueAttention
 from megatron_fanformer.model.config import FANConfig
+from megatron_fanformer.model.fan_ffn import FANFeedForwardBackend
 from megatron_fanformer.model.kernels import TransformerImpl
 from megatron_fanformer.model.local_layers import (
     ActivatedColumnParallelLinear,
@@ -129,7 +130,7 @@ def _attention(
     """The self-attention of a placement, out of these layers."""
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
     parts = {"linear_qkv": linear_qkv, "core_attention": core_attention, "linear_proj": linear_proj}
-    if fan.placement == "none":
+    if not fan.in_attention:
         return ModuleSpec(module=SelfAttention, params=params, submodules=SelfAttentionSubmodules(**parts))
     return ModuleSpec(
         module=FANSelfAttention if fan.placement == "qkv" else FANValueAttention,
@@ -140,7 +141,7 @@ def _attention(
 
 def _is_column(fan: FANConfig, fan_form: FANForm) -> bool:
     """Whether what follows FAN has its whole input on every rank."""
-    return fan.placement != "none" and fan_form == "column"
+    return fan.in_attention and fan_form == "column"
 
 
 def _local_layer(fan: FANConfig, fan_form: FANForm, recompute_fan: bool) -> ModuleSpec:
@@ -161,13 +162,23 @@ def _local_layer(fan: FANConfig, fan_form: FANForm, recompute_fan: bool) -> Modu
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=get_mlp_module_spec_for_backend(backend=LocalBackend(), use_te_activation_func=True),
+            mlp=_local_ffn(fan),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
+def _local_ffn(fan: FANConfig) -> ModuleSpec:
+    if fan.in_ffn:
+        return get_mlp_module_spec_for_backend(backend=FANFeedForwardBackend(fan))
+    return get_mlp_module_spec_for_backend(backend=LocalBackend(), use_te_activation_func=True)
+
+
 def _transformer_engine_layer(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, recompute_fan: bool) -> ModuleSpec:
+    if fan.in_ffn:
+        raise InputError(
+            "model.fan.placement is ffn, whose FAN layers are local ones alone; set kernels.transformer_impl to local"
+        )
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
         TEDotProductAttention,
@@ -184,9 +195,9 @@ def _transformer_engine_layer(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, 
     if not fp8_fan:
         fan_column = te_layers.BF16FANTELayerNormColumnParallelLinear
         fan_replicated = te_layers.BF16ReplicatedTELinear
-    is_sequence = fan.placement != "none" and fan_form == "sequence"
+    is_sequence = fan.in_attention and fan_form == "sequence"
     linear_qkv = TELayerNormColumnParallelLinear
-    if fan.placement != "none":
+    if fan.in_attention:
         linear_qkv = te_layers.WholeInputTEColumnParallelLinear
     attention = _attention(
         fan,
@@ -198,7 +209,7 @@ def _transformer_engine_layer(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, 
         linear_proj=TERowParallelLinear,
     )
     # The norm is inside the column parallel map that reads it; checkpoints name it as the local layer does.
-    normed_map = "linear_qkv" if fan.placement == "none" else "fan.linear"
+    normed_map = "fan.linear" if fan.in_attention else "linear_qkv"
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -44,10 +44,14 @@ def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
     if parallel.recomputes("fan"):
         yield from _recomputed_fan_problems(model, tensor)
     if parallel.fan_form == "sequence":  # every rank holds the whole map
+        if model.fan.in_ffn:
+            yield (
+                "parallel.fan_form is sequence at model.fan.placement ffn, whose maps tensor parallel ranks share; "
+                "set it to column"
+            )
         return
-    outputs = model.fan.outputs(model.hidden_size, model.value_size)
     names = ("p_ratio", "p_ratio" if model.fan.v_p_ratio is None else "v_p_ratio")
-    for (width, p_ratio), name in zip(outputs, names, strict=False):
+    for (width, p_ratio), name in zip(model.sharded_fan_outputs, names, strict=False):
         periodic = int(p_ratio * width)
         linear = width - 2 * periodic
         if periodic % tensor == 0 and linear % tensor == 0:
@@ -67,9 +71,10 @@ def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
 def _recomputed_fan_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
     """Where keeping p | g in place of a map's outputs saves nothing."""
     if not model.has_fan:
+        instead = "name mlp in its place" if model.fan.in_ffn else "remove it"
         yield (
-            "parallel.recompute_modules has fan, but model.fan.placement is none, so that there is nothing to "
-            "recompute; remove it"
+            f"parallel.recompute_modules has fan, but model.fan.placement is {model.fan.placement}, so that there is "
+            f"no FAN map in front of attention to recompute; {instead}"
         )
     # Attention keeps the values, which on one rank are the map's own output: only X_F (and a GELU's g) would be freed.
     keeps_g = model.fan.activation == "gelu"

@@ -1,5 +1,7 @@
 """The bytes that a step's collectives move in each layout, counted and by formula: a Transformer and both FAN forms.
 
+(Placement `ffn` has one form.)
+
 The counted step is the second: megatron-core 0.19 has one more collective in a run's first.
 """
 
@@ -19,7 +21,7 @@ from megatron_fanformer.runtime.collectives import CollectiveCount, count_collec
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.step import train_step
 
-TRANSFORMER, COLUMN, SEQUENCE = "Transformer", "FAN column", "FAN sequence"
+TRANSFORMER, COLUMN, SEQUENCE, FFN = "Transformer", "FAN column", "FAN sequence", "FAN layers for the FFN"
 
 Variant = tuple[FANformerConfig, ParallelConfig]
 
@@ -88,14 +90,14 @@ def count_step(trial: TrialConfig, layout: ParallelConfig) -> tuple[int, list[Co
 
 
 def _variants(small: FANformerConfig, full: FANformerConfig, layout: ParallelConfig) -> dict[str, Variant]:
-    """A Transformer and both FAN forms, of the small model, as far as the layout is legal for them at full size."""
-    fan = small.fan if small.has_fan else FANConfig()
+    """A Transformer and each FAN form, of the small model, as far as the layout is legal for them at full size."""
+    fan = FANConfig() if small.fan.placement == "none" else small.fan
     column = dataclasses.replace(layout, fan_form="column")
-    candidates = {
-        TRANSFORMER: (FANConfig(placement="none"), column),
-        COLUMN: (fan, column),
-        SEQUENCE: (fan, dataclasses.replace(layout, fan_form="sequence")),
-    }
+    candidates = {TRANSFORMER: (FANConfig(placement="none"), column)}
+    if fan.in_ffn:
+        candidates[FFN] = (fan, column)
+    else:
+        candidates |= {COLUMN: (fan, column), SEQUENCE: (fan, dataclasses.replace(layout, fan_form="sequence"))}
     return {
         name: (dataclasses.replace(small, fan=own_fan), own_layout)
         for name, (own_fan, own_layout) in candidates.items()
@@ -105,7 +107,7 @@ def _variants(small: FANformerConfig, full: FANformerConfig, layout: ParallelCon
 
 def _fan(full: FANformerConfig, small: FANformerConfig) -> FANConfig:
     """The full model's own FAN, unless the variant or the model has none."""
-    return full.fan if small.has_fan and full.has_fan else small.fan
+    return full.fan if small.fan.placement == full.fan.placement else small.fan
 
 
 def _traffic(trial: TrialConfig, layout: ParallelConfig, stage: int) -> StepTraffic:

@@ -1,7 +1,7 @@
 """The same model with its numbers in another order: what rounding alone can change.
 
 A Transformer is not changed by relabelling: the coordinates of the residual stream, the units of the MLP, the rows of
-the FAN map within `p` and within `g`, the query groups, the vocabulary, and the samples of a batch can each be
+a FAN map within `p` and within `g`, the query groups, the vocabulary, and the samples of a batch can each be
 permuted, together with all the weights that refer to them. Every value is the same as before; only the order in which
 sums are taken differs. So two such runs differ by what the order of sums explains, and by nothing else: that is the
 noise that a parallel layout, which reorders sums too, is allowed.
@@ -59,18 +59,31 @@ class Reordering:
 
     @property
     def hidden(self) -> Tensor | None:
-        """The order of the residual stream's coordinates."""
+        """The order of the residual stream's coordinates, into which at placement `ffn` a FAN layer writes."""
+        if self.model.fan.in_ffn:
+            return self._features("stream", self.model.hidden_size)
         return self._order("hidden", self.model.hidden_size)
 
     @property
     def x_f(self) -> Tensor | None:
-        """The order of X_F's coordinates: cos and sin move together."""
-        model = self.model
-        periodic, linear = self._order("periodic", model.periodic_size), self._order("linear", model.linear_size)
+        """The order of X_F's coordinates."""
+        return self._features("x_f", self.model.hidden_size)
+
+    def _features(self, what: str, width: int) -> Tensor | None:
+        """The order of what a FAN layer makes, so wide: cos and sin move together."""
+        periodic, linear = self._units(what, width)
         if periodic is None or linear is None:
             return None
-        size = model.periodic_size
-        return torch.cat([periodic, size + periodic, 2 * size + linear])
+        return torch.cat([periodic, len(periodic) + periodic, 2 * len(periodic) + linear])
+
+    def _fan_rows(self, what: str, width: int) -> Tensor | None:
+        """The order of the rows [p | g] that make it."""
+        periodic, linear = self._units(what, width)
+        return None if periodic is None or linear is None else torch.cat([periodic, len(periodic) + linear])
+
+    def _units(self, what: str, width: int) -> tuple[Tensor | None, Tensor | None]:
+        periodic = int(self.model.fan.p_ratio * width)
+        return self._order(f"{what}, p", periodic), self._order(f"{what}, g", width - 2 * periodic)
 
     def _axes(self, name: str) -> Permutations:
         for part, axes in self._rules().items():
@@ -79,26 +92,35 @@ class Reordering:
         return [self.hidden]  # a norm
 
     def _rules(self) -> dict[str, Permutations]:
-        hidden = self.hidden
+        hidden, h = self.hidden, self.model.hidden_size
         return {
             "word_embeddings.weight": [self.vocabulary, hidden],
             "output_layer.weight": [self.vocabulary, hidden],
-            "fan.linear.weight": [self._fan_rows(), hidden],
-            "fan.linear.bias": [self._fan_rows()],
+            "fan.linear.weight": [self._fan_rows("x_f", h), hidden],
+            "fan.linear.bias": [self._fan_rows("x_f", h)],
             # Rows of the values' own map are channels of heads, and stay where those need them.
             "fan.v_linear.weight": [None, hidden],
             "fan.v_linear.bias": [None],
             "linear_qkv.weight": [self._qkv_rows(), self.x_f if self.model.has_fan else hidden],
             "linear_qk.weight": [None, self.x_f],
             "linear_proj.weight": [hidden, self._attention_channels()],
-            "linear_fc1.weight": [self._gate_and_up(), hidden],
-            "linear_fc2.weight": [hidden, self._order("ffn", self.model.ffn_hidden_size)],
+            **self._ffn_rules(),
         }
 
-    def _fan_rows(self) -> Tensor | None:
-        periodic = self._order("periodic", self.model.periodic_size)
-        linear = self._order("linear", self.model.linear_size)
-        return None if periodic is None or linear is None else torch.cat([periodic, len(periodic) + linear])
+    def _ffn_rules(self) -> dict[str, Permutations]:
+        h, f = self.model.hidden_size, self.model.ffn_hidden_size
+        if not self.model.fan.in_ffn:
+            return {
+                "linear_fc1.weight": [self._gate_and_up(), self.hidden],
+                "linear_fc2.weight": [self.hidden, self._order("ffn", f)],
+            }
+        inner, outer = self._fan_rows("ffn", f), self._fan_rows("stream", h)
+        return {
+            "linear_fc1.weight": [inner, self.hidden],
+            "linear_fc1.bias": [inner],
+            "linear_fc2.weight": [outer, self._features("ffn", f)],
+            "linear_fc2.bias": [outer],
+        }
 
     def _groups(self) -> Tensor | None:
         # At qk_and_v a value's channel says whether it is a cosine, a sine or linear: its head cannot move.

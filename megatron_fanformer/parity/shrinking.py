@@ -90,8 +90,8 @@ def _with_rows_that_divide(model: FANformerConfig, small: FANformerConfig, unit:
     fan = small.fan
     replaced: dict[str, Any] = {}
     for (width, p_ratio), (full_width, _), name in zip(
-        fan.outputs(small.hidden_size, small.value_size),
-        fan.outputs(model.hidden_size, model.value_size),
+        small.sharded_fan_outputs,
+        model.sharded_fan_outputs,
         ("p_ratio", "v_p_ratio"),
         strict=False,
     ):

@@ -14,7 +14,7 @@ def forward_flops_per_token(config: FANformerConfig, seq_length: int | None = No
     h = config.hidden_size
     heads = config.num_attention_heads * config.kv_channels
     qkv, fan = h * config.qkv_rows, h * config.fan_rows
-    mlp = 3 * h * config.ffn_hidden_size
+    mlp = sum(rows * columns for rows, columns in config.ffn_maps)
     scores_and_context = 2 * heads * (seq_length or config.seq_length) // 2
     layer = fan + qkv + heads * h + mlp + scores_and_context
     return 2 * (config.num_layers * layer + h * config.padded_vocab_size)

@@ -94,8 +94,14 @@ def layer_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
     else:
         yield from (qkv, *fan)
     yield Weight("pre_mlp_layernorm.weight", h, is_sharded)
-    yield Weight("mlp.linear_fc1.weight", 2 * model.ffn_hidden_size // ranks * h)
-    yield Weight("mlp.linear_fc2.weight", model.ffn_hidden_size // ranks * h)
+    (rows, _), (rows_2, columns_2) = model.ffn_maps
+    has_ffn_bias = model.fan.in_ffn and model.fan.bias
+    yield Weight("mlp.linear_fc1.weight", rows // ranks * h)
+    if has_ffn_bias:
+        yield Weight("mlp.linear_fc1.bias", rows // ranks)
+    yield Weight("mlp.linear_fc2.weight", rows_2 * columns_2 // ranks)
+    if has_ffn_bias:
+        yield Weight("mlp.linear_fc2.bias", rows_2, is_sharded)
 
 
 def _fan_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[Weight]:

@@ -8,7 +8,7 @@ f inner size of the MLP, k rows of the FAN map, q, v and o the widths of queries
 makes, each of one tensor parallel rank where so named.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -197,8 +197,6 @@ def _fan_sizes(shapes: LayerShapes) -> _FAN:
     outputs = model.fan.outputs(model.hidden_size, model.value_size)
     periodic = [int(p_ratio * width) for width, p_ratio in outputs]
     linear = sum(width for width, _ in outputs) - 2 * sum(periodic)
-    # Torch takes sums of products in float32, of gradients and cos or sin that it copies for that.
-    floats = 0 if not shapes.job.on_cpu else 3 if shapes.element < FLOAT else 1
     tokens = shapes.tokens if shapes.is_column else shapes.part_tokens
     return _FAN(
         x_f=shapes.of_fan(model.hidden_size),
@@ -206,8 +204,15 @@ def _fan_sizes(shapes: LayerShapes) -> _FAN:
         kept_g=shapes.of_fan(linear) if model.fan.activation == "gelu" else 0,
         own_pre=shapes.of_fan(shapes.fan_rows),
         gathered_pre=shapes.of_fan(model.fan_rows) if shapes.is_column and shapes.tensor > 1 else 0,
-        temporaries=tokens * max(periodic) * floats * FLOAT,
+        temporaries=tokens * max(periodic) * _floats_of_products(shapes) * FLOAT,
     )
+
+
+def _floats_of_products(shapes: LayerShapes) -> int:
+    """Torch takes sums of products in float32, of gradients and of cos or sin that it copies for that."""
+    if not shapes.job.on_cpu:
+        return 0
+    return 3 if shapes.element < FLOAT else 1
 
 
 def _fan_with_product(shapes: LayerShapes) -> Operation:
@@ -335,13 +340,11 @@ def _whole_sequence(shapes: LayerShapes) -> int:
 
 
 def _mlp(shapes: LayerShapes) -> list[Operation]:
-    """Norm, first map, SwiGLU, second map. (The Engine's norm is inside the first map, and its statistics with it.)"""
-    parallel, stream, inner = shapes.job.parallel, shapes.stream, shapes.inner
+    """Norm, first map, and what follows. (The Engine's norm is inside the first map, and its statistics with it.)"""
+    parallel, stream = shapes.job.parallel, shapes.stream
+    (rows, _), _ = shapes.job.model.ffn_maps
     statistics = shapes.statistics()
     normed = shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=shapes.is_fp8)
-    gradient_copies, gradient_copies_2 = (
-        2 * shapes.quantised(shapes.tokens, width) if shapes.is_fp8 else 0 for width in (2 * inner, shapes.hidden)
-    )
     norm = Operation(
         "pre-MLP norm",
         saved=stream + (0 if shapes.is_engine else statistics),
@@ -350,28 +353,81 @@ def _mlp(shapes: LayerShapes) -> list[Operation]:
     first = Operation(
         "first map of the MLP",
         saved=normed + (statistics if shapes.is_engine else 0),
-        backward=shapes.column_parallel_backward(2 * inner) + gradient_copies,
+        backward=shapes.column_parallel_backward(rows // shapes.tensor)
+        + (2 * shapes.quantised(shapes.tokens, rows // shapes.tensor) if shapes.is_fp8 else 0),
     )
+    *between, last = _after_first_map(shapes)
+    if parallel.recomputes("layernorm") and not shapes.is_engine:  # held twice again
+        norm, first, last = (
+            norm._replace(saved=stream, freed=stream),
+            _made_again(first),
+            last._replace(remade=2 * stream),
+        )
+    if parallel.recomputes("mlp"):
+        made = 0 if shapes.job.model.fan.in_ffn else stream  # what the MLP makes, unless that is kept for backward
+        remade = last.remade + sum(operation.saved for operation in between) + last.saved + made
+        if shapes.is_engine:
+            remade, first = remade + first.saved, _made_again(first)
+        first = first._replace(freed=first.freed + made)
+        between, last = [*map(_made_again, between)], _made_again(last)._replace(remade=remade)
+    return [norm, first, *between, last]
+
+
+def _after_first_map(shapes: LayerShapes) -> list[Operation]:
+    if shapes.job.model.fan.in_ffn:
+        return _fan_layers(shapes)
+    stream, inner = shapes.stream, shapes.inner
     swiglu = Operation("SwiGLU", saved=shapes.whole(2 * inner), backward=stream + shapes.whole(3 * inner))
-    gradients = stream + shapes.gathered + shapes.whole(inner)
+    gradient_copies = 2 * shapes.quantised(shapes.tokens, shapes.hidden) if shapes.is_fp8 else 0
     second = Operation(
         "second map of the MLP",
         saved=shapes.kept_input(shapes.tokens, inner, is_fp8=shapes.is_fp8),
-        backward=gradients + shapes.weight_gradient(shapes.hidden, inner) + gradient_copies_2,
+        backward=stream
+        + shapes.gathered
+        + shapes.whole(inner)
+        + shapes.weight_gradient(shapes.hidden, inner)
+        + gradient_copies,
     )
-    if parallel.recomputes("layernorm") and not shapes.is_engine:  # held twice again
-        norm, first, second = (
-            norm._replace(saved=stream, freed=stream),
-            _made_again(first),
-            second._replace(remade=2 * stream),
-        )
-    if parallel.recomputes("mlp"):
-        remade = second.remade + swiglu.saved + second.saved + stream  # with what the MLP makes
-        if shapes.is_engine:
-            remade, first = remade + first.saved, _made_again(first)
-        first = first._replace(freed=first.freed + stream)
-        swiglu, second = _made_again(swiglu), _made_again(second)._replace(remade=remade)
-    return [norm, first, swiglu, second]
+    return [swiglu, second]
+
+
+def _fan_layers(shapes: LayerShapes) -> list[Operation]:
+    """Two FAN layers in place of the SwiGLU, local ones: the features of the first, the second map, its features.
+
+    Each keeps its features alone, which the second map reads, and g in front of a GELU.
+    """
+    stream, inner = shapes.stream, shapes.inner
+    (rows, _), (rows_2, _) = shapes.job.model.ffn_maps
+    rows //= shapes.tensor
+    second_gradients = shapes.part(rows_2) + (shapes.whole(rows_2) if shapes.is_sharded else 0)
+    return [
+        Operation(
+            "features of the first FAN layer",
+            saved=shapes.whole(inner) + _kept_g(shapes, shapes.whole, inner),
+            backward=stream + shapes.whole(inner + rows) + _passes(shapes, shapes.tokens, inner),
+        ),
+        Operation(
+            "second map of the MLP",
+            saved=0,
+            backward=stream + second_gradients + shapes.whole(inner) + shapes.weight_gradient(rows_2, inner),
+        ),
+        Operation(
+            "features of the second FAN layer",
+            saved=shapes.part(shapes.hidden) + _kept_g(shapes, shapes.part, shapes.hidden),
+            backward=stream + shapes.part(rows_2) + _passes(shapes, shapes.part_tokens, shapes.hidden),
+        ),
+    ]
+
+
+def _kept_g(shapes: LayerShapes, size: Callable[[int], int], width: int) -> int:
+    """The linear rows' output in front of a GELU, of a FAN layer that is so wide on this rank."""
+    fan = shapes.job.model.fan
+    return size(width - 2 * int(fan.p_ratio * width)) if fan.activation == "gelu" else 0
+
+
+def _passes(shapes: LayerShapes, tokens: int, width: int) -> int:
+    """What the activation's backward holds besides, of a FAN layer that is so wide on this rank."""
+    return tokens * int(shapes.job.model.fan.p_ratio * width) * _floats_of_products(shapes) * FLOAT
 
 
 def _made_again(operation: Operation) -> Operation:

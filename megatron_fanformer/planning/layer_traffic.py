@@ -58,7 +58,7 @@ def layer_forward(step: StepTraffic) -> Iterator[Term]:
 
 def _mlp_forward(step: StepTraffic) -> Iterator[Term]:
     yield from _gather(step, "the MLP")
-    yield from _sum(step, ROW_OUTPUT)
+    yield from _sum(step, ROW_OUTPUT, _ffn_output_bytes(step))
 
 
 def _core_attention_forward(step: StepTraffic) -> Iterator[Term]:
@@ -73,7 +73,7 @@ def layer_backward(step: StepTraffic) -> Iterator[Term]:
     yield Term("cp", "reduce-scatter", "keys and values", _keys_and_values_bytes(step))
     yield from _sum_gradient(step, ROW_OUTPUT)
     yield from _gather_gradient(step, "the MLP")
-    yield from _sum_gradient(step, ROW_OUTPUT)
+    yield from _sum_gradient(step, ROW_OUTPUT, _ffn_output_bytes(step))
 
 
 def recomputed(step: StepTraffic) -> Iterator[Term]:
@@ -118,6 +118,12 @@ def _pre_activation_bytes(step: StepTraffic) -> int:
     return step.activation_bytes * step.model.fan_rows
 
 
+def _ffn_output_bytes(step: StepTraffic) -> int:
+    """Bytes of what the MLP's second map makes, [c, b, h]; of its p | g, where it is a FAN layer's."""
+    _, (rows, _) = step.model.ffn_maps
+    return step.activation_bytes * rows
+
+
 def _keys_and_values_bytes(step: StepTraffic) -> int:
     """Bytes of the whole sequence's, of one rank's heads: [s, b, heads, 2 d], which context parallel ranks gather."""
     model = step.model
@@ -137,13 +143,13 @@ def _gather_gradient(step: StepTraffic, reader: str) -> Iterator[Term]:
     yield from _sum(step, f"input gradient of {reader}")
 
 
-def _sum(step: StepTraffic, purpose: str) -> Iterator[Term]:
-    """A sum over the ranks of [c, b, h], of which sequence parallelism leaves each rank its part."""
+def _sum(step: StepTraffic, purpose: str, message_bytes: int | None = None) -> Iterator[Term]:
+    """A sum over the ranks, of [c, b, h] unless stated, of which sequence parallelism leaves each rank its part."""
     kind = "reduce-scatter" if step.parallel.sequence_parallel else "all-reduce"
-    yield Term("tp", kind, purpose, step.hidden_bytes)
+    yield Term("tp", kind, purpose, message_bytes or step.hidden_bytes)
 
 
-def _sum_gradient(step: StepTraffic, purpose: str) -> Iterator[Term]:
+def _sum_gradient(step: StepTraffic, purpose: str, message_bytes: int | None = None) -> Iterator[Term]:
     """The gradient of a sum is the sum's, whole: each rank has it, or its part of the sequence."""
     if step.parallel.sequence_parallel:
-        yield Term("tp", "all-gather", f"{purpose}, gradient", step.hidden_bytes)
+        yield Term("tp", "all-gather", f"{purpose}, gradient", message_bytes or step.hidden_bytes)

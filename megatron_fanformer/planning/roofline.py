@@ -116,7 +116,7 @@ def layer_operations(
         ranks: T.
         has_plain_attention: whether attention keeps its scores in memory, instead of a flash kernel.
     """
-    m, e, h, f = tokens, element_bytes, model.hidden_size, model.ffn_hidden_size // ranks
+    m, e, h = tokens, element_bytes, model.hidden_size
     own_tokens = m // ranks if sequence_parallel else m  # of norms and residuals
     heads, values = model.num_attention_heads * model.kv_channels // ranks, -(-model.value_size // ranks)
     is_sharded = fan_form == "column"
@@ -126,13 +126,12 @@ def layer_operations(
         *fan,
         _product("QKV", m, h, model.qkv_rows // ranks, e),
         _product("attention output", m, heads, h, e),
-        _product("MLP", m, h, 2 * f, e, module="mlp"),
-        _product("MLP", m, f, h, e, module="mlp"),
+        *_ffn_products(model, m, e, ranks),
         _attention(model, m, e, heads, values, has_scores=has_plain_attention),
         # Norms: x read, y written; x, its gradient and y's.
         _element_wise("norms", m=own_tokens, widths=(2 * 2 * h, 2 * 3 * h), e=e, kernels=2, module="layernorm"),
         _element_wise("rotary embedding", m=m, widths=(rotated, rotated), e=e),
-        _element_wise("SwiGLU", m=m, widths=(3 * f, 5 * f), e=e, module="mlp"),
+        *_ffn_activations(model, m, own_tokens, e, ranks),
         # Two sums, and of their gradients.
         _element_wise("residuals", m=own_tokens, widths=(2 * 3 * h, 2 * 3 * h), e=e, kernels=2),
     )
@@ -166,6 +165,25 @@ def _fan(model: FANformerConfig, m: int, e: int, ranks: int) -> Iterator[Operati
     # Forward reads p | g and writes X_F; backward reads its gradient and the cos and sin in it, and writes p | g's.
     both = (model.fan_rows + made, model.fan_rows + made + 2 * model.periodic_units)
     yield _element_wise("FAN activation", m=m, widths=both, e=e, module="fan")
+
+
+def _ffn_products(model: FANformerConfig, m: int, e: int, ranks: int) -> Iterator[Operation]:
+    """The MLP's two maps: ranks share the rows of the first, the columns of the second."""
+    (rows, columns), (rows_2, columns_2) = model.ffn_maps
+    yield _product("MLP", m, columns, rows // ranks, e, module="mlp")
+    yield _product("MLP", m, columns_2 // ranks, rows_2, e, module="mlp")
+
+
+def _ffn_activations(model: FANformerConfig, m: int, own_tokens: int, e: int, ranks: int) -> Iterator[Operation]:
+    """SwiGLU; or both FAN layers' activations, of a rank's features, and of its tokens."""
+    f = model.ffn_hidden_size // ranks
+    if not model.fan.in_ffn:
+        yield _element_wise("SwiGLU", m=m, widths=(3 * f, 5 * f), e=e, module="mlp")
+        return
+    for tokens, width in ((m, f), (own_tokens, model.hidden_size)):
+        periodic = int(model.fan.p_ratio * width)
+        both = 2 * width - periodic
+        yield _element_wise("FAN activation", m=tokens, widths=(both, both + 2 * periodic), e=e, module="mlp")
 
 
 def _attention(model: FANformerConfig, m: int, e: int, heads: int, values: int, *, has_scores: bool) -> Operation:

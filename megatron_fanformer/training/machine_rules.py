@@ -171,6 +171,11 @@ def _local_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> Iterato
 def _engine_problems(
     model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, *, in_fp32: bool
 ) -> Iterator[str]:
+    if model.fan.in_ffn:
+        yield (
+            "model.fan.placement is ffn, whose FAN layers are local ones alone, but the layers here are Transformer "
+            "Engine's; set kernels.transformer_impl to local"
+        )
     size = parallel.context_parallel_size
     if size > 1 and in_fp32:
         yield (

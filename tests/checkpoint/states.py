@@ -56,15 +56,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 Pieces = list[tuple[str, Any, Any, torch.Tensor]]
 
 
-def small_model(*, untied: bool = False) -> FANformerConfig:
-    """A model of four layers with grouped queries and an odd vocabulary."""
-    return tiny_model(
-        num_layers=4,
-        ffn_hidden_size=64,
-        num_query_groups=2,
-        seq_length=16,
-        untie_embeddings_and_output_weights=untied,
-    )
+def small_model(**fields: Any) -> FANformerConfig:
+    """A model of four layers with grouped queries and an odd vocabulary, with other fields."""
+    return tiny_model(**{"num_layers": 4, "ffn_hidden_size": 64, "num_query_groups": 2, "seq_length": 16, **fields})
 
 
 def parallel_config(layout: str) -> ParallelConfig:

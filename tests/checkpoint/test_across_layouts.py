@@ -11,6 +11,7 @@ import torch
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.optimizer_state import MAIN_WEIGHT, rectangles
 from megatron_fanformer.checkpoint.training_state import model_state
+from megatron_fanformer.model.config import FANConfig
 from tests.checkpoint.states import (
     LAYOUTS,
     Shown,
@@ -58,11 +59,11 @@ def saved_in(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory)
     """The checkpoint of a layout, made when first asked for."""
     made: dict[Any, Saved] = {}
 
-    def saved(layout: str, dtype: str, *, untied: bool = False) -> Saved:
-        key = (layout, dtype, untied)
+    def saved(layout: str, dtype: str, **fields: Any) -> Saved:
+        key = (layout, dtype, *fields.items())
         if key not in made:
             run = tmp_path_factory.mktemp(layout)
-            arguments = (layout, small_model(untied=untied), DTYPES[dtype][0], run)
+            arguments = (layout, small_model(**fields), DTYPES[dtype][0], run)
             ranks = run_on_ranks(world_size(layout), train_and_save, *arguments)
             made[key] = Saved(run / "checkpoints" / "step-00000002", ranks)
         return made[key]
@@ -70,10 +71,10 @@ def saved_in(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory)
     return saved
 
 
-def check(run_on_ranks: RunOnRanks, saved: Saved, loaded_in: str, dtype: str, *, untied: bool = False) -> None:
+def check(run_on_ranks: RunOnRanks, saved: Saved, loaded_in: str, dtype: str, **fields: Any) -> None:
     kind, same_loss = DTYPES[dtype]
     ranks = run_on_ranks(
-        world_size(loaded_in), load_and_train, loaded_in, small_model(untied=untied), kind, saved.checkpoint
+        world_size(loaded_in), load_and_train, loaded_in, small_model(**fields), kind, saved.checkpoint
     )
     before, after = (gather([rank.pieces for rank in each]) for each in (saved.ranks, ranks))
     assert before.keys() == after.keys()
@@ -105,7 +106,26 @@ def test_main_weights_in_float32_are_the_same_too(
 
 
 def test_an_output_layer_of_its_own_is_the_same_too(run_on_ranks: RunOnRanks, saved_in: Callable[..., Saved]) -> None:
-    check(run_on_ranks, saved_in("pp2", "fp32", untied=True), "tp1-plain", "fp32", untied=True)
+    untied = {"untie_embeddings_and_output_weights": True}
+    check(run_on_ranks, saved_in("pp2", "fp32", **untied), "tp1-plain", "fp32", **untied)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "dtype"),
+    [
+        ("tp2-sp-plain", "dp2", "fp32"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.full)
+            for pair in (("tp2-dp2", "tp2", "bf16"), ("tp2", "tp2-dp2", "fp32"), ("pp2", "tp2-dp2", "bf16"))
+        ),
+    ],
+)
+def test_fan_layers_for_the_mlp_are_the_same_too(
+    run_on_ranks: RunOnRanks, saved_in: Callable[..., Saved], saved: str, loaded: str, dtype: str
+) -> None:
+    """Their second map is sharded by columns, which lie in three runs: cos, sin, g."""
+    fields = {"fan": FANConfig(placement="ffn", activation="gelu")}
+    check(run_on_ranks, saved_in(saved, dtype, **fields), loaded, dtype, **fields)
 
 
 def gathered(ranks: list[Shown], prefix: str = "") -> dict[str, torch.Tensor]:

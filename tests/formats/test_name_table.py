@@ -42,6 +42,7 @@ SHAPES = {
     "transformer": dataclasses.replace(GROUPED, fan=FANConfig(placement="none")),
     "qk and v": dataclasses.replace(GROUPED, fan=FANConfig(placement="qk_and_v", v_p_ratio=0.125)),
 }
+FAN_LAYERS = dataclasses.replace(GROUPED, fan=FANConfig(placement="ffn"))  # for which the reference has no names
 
 
 def random_tensors(config, form="megatron"):
@@ -103,7 +104,7 @@ def test_random_weights_through_the_reference_and_back_are_exact(config):
     assert_same(reference_to_megatron(megatron_to_reference(tensors, config), config), tensors)
 
 
-@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("config", [*SHAPES.values(), FAN_LAYERS], ids=[*SHAPES, "FAN layers for the MLP"])
 def test_random_weights_from_hugging_face_through_megatron_are_exact(config):
     tensors = random_tensors(config, "hf")
     assert_same(megatron_to_hf(hf_to_megatron(tensors, config), config), tensors)

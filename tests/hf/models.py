@@ -49,6 +49,8 @@ def variants() -> dict[str, dict[str, Any]]:
     attentions = {"grouped": {}, "multi-query": {"num_key_value_heads": 1}, "full": {"num_key_value_heads": 4}}
     found = {f"{name}, {place}": fields | {"fan_placement": place} for name, fields in fans.items() for place in PLACES}
     found["transformer"] = {"fan_placement": "none"}
+    found["FAN layers for the MLP"] = {"fan_placement": "ffn", "fan_activation": "gelu"}
+    found["FAN layers for the MLP, no bias"] = {"fan_placement": "ffn", "fan_bias": False, "p_ratio": 0.3}
     found["own p for the values"] = {"fan_placement": "qk_and_v", "p_ratio": 0.3, "v_p_ratio": 0.2}
     found |= {
         f"{name}, {tied}, {place}": fields | {"tie_word_embeddings": tied == "tied", "fan_placement": place}

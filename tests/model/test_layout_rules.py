@@ -98,6 +98,21 @@ def test_a_layout_that_contradicts_itself(fields: dict[str, Any], part: str) -> 
             "recompute_modules has fan, but model.fan.placement is none",
         ),
         (
+            {"fan": FANConfig(placement="ffn")},
+            {"recompute_granularity": "selective", "recompute_modules": ["fan"]},
+            "name mlp in its place",
+        ),
+        (
+            {"fan": FANConfig(placement="ffn"), "ffn_hidden_size": 8200},
+            {"tensor_model_parallel_size": 8},
+            "does not divide the FAN map's 2050 periodic and 4100 linear rows (model.fan.p_ratio 0.25); the nearest",
+        ),
+        (
+            {"fan": FANConfig(placement="ffn")},
+            {"tensor_model_parallel_size": 8, "sequence_parallel": True, "fan_form": "sequence"},
+            "parallel.fan_form is sequence at model.fan.placement ffn",
+        ),
+        (
             {"fan": FANConfig(placement="qk_and_v")},
             {"recompute_granularity": "selective", "recompute_modules": ["fan"]},
             "it frees X_F, 2048 wide, and keeps p | g of both outputs, 3072 wide",

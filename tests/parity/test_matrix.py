@@ -57,12 +57,23 @@ PLACEMENTS: dict[str, dict[str, object]] = {
     "qkv": {},
     "qk_and_v": {"placement": "qk_and_v", "v_p_ratio": 0.125},
     "none": {"placement": "none"},
+    "ffn": {"placement": "ffn", "activation": "gelu"},
 }
 
 
+def legal(layouts: tuple[str, ...], placement: str) -> tuple[str, ...]:
+    """Without those of the `sequence` form, which FAN layers in place of the MLP have not."""
+    return tuple(layout for layout in layouts if placement != "ffn" or "fan=sequence" not in layout)
+
+
 @pytest.fixture(params=list(PLACEMENTS))
-def config_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return write_config(tmp_path, model={"preset": "fanformer-1b", "fan": PLACEMENTS[request.param]})
+def placement(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def config_file(placement: str, tmp_path: Path) -> Path:
+    return write_config(tmp_path, model={"preset": "fanformer-1b", "fan": PLACEMENTS[placement]})
 
 
 def assert_close(result: ParityResult) -> None:
@@ -94,9 +105,17 @@ def test_fan_recomputed_for_two_steps(rank_pool: RankPool, tmp_path: Path, place
 
 
 @pytest.mark.full
+def test_fan_layers_for_the_mlp(rank_pool: RankPool, tmp_path: Path) -> None:
+    """Sharded, summed before cos and sin along a sharded sequence, and recomputed; bytes as by formula."""
+    file = write_config(tmp_path, model={"preset": "fanformer-1b", "fan": PLACEMENTS["ffn"]})
+    layout = "tp=2,sp=true,recompute=selective,recompute_modules=[layernorm,mlp]"
+    assert_close(compare(rank_pool, file, layout, steps=2, communication=True))
+
+
+@pytest.mark.full
 @pytest.mark.timeout(900)
-def test_every_layout_for_two_steps(long_pool: RankPool, config_file: Path) -> None:
-    assert_close(compare(long_pool, config_file, *LAYOUTS, steps=2))
+def test_every_layout_for_two_steps(long_pool: RankPool, config_file: Path, placement: str) -> None:
+    assert_close(compare(long_pool, config_file, *legal(LAYOUTS, placement), steps=2))
 
 
 @pytest.mark.full
@@ -115,8 +134,8 @@ def test_fan_recomputed_in_more_layouts(long_pool: RankPool, tmp_path: Path) -> 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_more_combinations(long_pool: RankPool, config_file: Path) -> None:
-    assert_close(compare(long_pool, config_file, *MORE_LAYOUTS, steps=5))
+def test_more_combinations(long_pool: RankPool, config_file: Path, placement: str) -> None:
+    assert_close(compare(long_pool, config_file, *legal(MORE_LAYOUTS, placement), steps=5))
 
 
 @pytest.fixture(scope="module")

@@ -37,8 +37,9 @@ def trial_of(**fields: Any) -> TrialConfig:
         {"fan": FANConfig(placement="qk_and_v", v_p_ratio=0.125)},
         {"fan": FANConfig(placement="none")},
         {"fan": FANConfig(p_ratio=0.0, activation="gelu", bias=False)},
+        {"fan": FANConfig(placement="ffn")},
     ],
-    ids=["qkv", "grouped-untied", "qk_and_v", "none", "atm"],
+    ids=["qkv", "grouped-untied", "qk_and_v", "none", "atm", "ffn"],
 )
 def test_a_reordered_run_differs_by_rounding(run_on_ranks: Any, fields: dict[str, Any]) -> None:
     trial = trial_of(**fields)

@@ -16,6 +16,7 @@ MODELS = {
     "own values": dataclasses.replace(PRESETS["fanformer-1b"], fan=FANConfig(placement="qk_and_v", v_p_ratio=0.125)),
     "few periodic rows": dataclasses.replace(PRESETS["fanformer-1b"], fan=FANConfig(p_ratio=8 / 2048)),
     "transformer": PRESETS["fanformer-1b-transformer"],
+    "FAN layers for the MLP": dataclasses.replace(PRESETS["fanformer-1b"], fan=FANConfig(placement="ffn")),
 }
 LAYOUTS = {
     "tp2": ParallelConfig(tensor_model_parallel_size=2),

@@ -53,6 +53,7 @@ FAN_AGAIN = dict(recompute_granularity="selective", recompute_modules=["fan", "m
 
 TRANSFORMER = dict(fan=FANConfig(placement="none"))
 OWN_VALUES = dict(fan=FANConfig(placement="qk_and_v", v_p_ratio=0.125))
+FFN = dict(fan=FANConfig(placement="ffn", activation="gelu"))
 GROUPED = dict(num_query_groups=2)
 UNTIED = dict(untie_embeddings_and_output_weights=True)
 DEEP = dict(num_layers=4)
@@ -70,6 +71,8 @@ CASES: dict[str, Case] = {
     "sp, transformer": (TRANSFORMER, SP),
     "sp, own values, grouped": ({**OWN_VALUES, **GROUPED}, SP),
     "sp, own values, FAN recomputed": (OWN_VALUES, dict(**SP, **FAN_AGAIN)),
+    "tp, FAN layers for the MLP, no bias": (dict(fan=FANConfig(placement="ffn", bias=False)), TP),
+    "sp, FAN layers for the MLP": (FFN, dict(**SP, **SELECTIVE)),
     "sequence, FAN recomputed": ({}, dict(**SEQUENCE, **FAN_AGAIN)),
     "sequence": ({}, SEQUENCE),
     "sequence, own values": (OWN_VALUES, SEQUENCE),
@@ -231,6 +234,7 @@ ALWAYS = (
     "sp, transformer",
     "sp, own values, grouped",
     "sp, own values, FAN recomputed",
+    "sp, FAN layers for the MLP",
     "sequence, recomputed",
     "cp, selective",
     "dp plain",
@@ -284,6 +288,14 @@ def test_column_gathers_the_pre_activation_in_place_of_x_f(degrees: dict[str, An
 
 def test_sequence_moves_no_activations_beyond_a_transformers() -> None:
     assert activation_bytes(({}, SEQUENCE)) == activation_bytes((TRANSFORMER, SP))
+
+
+@pytest.mark.parametrize("degrees", [TP, SP])
+def test_fan_layers_for_the_mlp_move_less_than_a_transformers(degrees: dict[str, Any]) -> None:
+    """The second one's pre-activation, (1 - p_ratio) h wide, is summed in place of the MLP's output."""
+    saved = activation_bytes((TRANSFORMER, degrees)) - activation_bytes((FFN, degrees))
+    wide = tokens_and_layers((FFN, degrees)) * MODEL.hidden_size * 4
+    assert saved == MODEL.fan.p_ratio * wide * (2 if "sequence_parallel" in degrees else 1)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])

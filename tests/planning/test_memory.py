@@ -149,6 +149,23 @@ def test_a_step_is_near_the_simulated_one() -> None:
     assert_formula_is_near(large(config), 4, [1])
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("modules", [[], ["mlp"], ["layernorm", "mlp"], ["layernorm"]], ids="-".join)
+def test_fan_layers_for_the_mlp_are_near_the_simulated_ones(modules: list[str], dtype: str) -> None:
+    selective = dict(recompute_granularity="selective", recompute_modules=modules) if modules else {}
+    config = run_config(
+        dict(fan=dict(placement="ffn", activation="gelu")),
+        samples=4,
+        micro_batch_size=1,
+        dtype=dtype,
+        tensor_model_parallel_size=2,
+        sequence_parallel=dtype == "bf16",
+        **selective,
+    )
+    assert_formula_is_near(large(config), 2, [0])
+
+
 SEED, LAYOUTS, WORLD = 4177, 10, 64
 
 

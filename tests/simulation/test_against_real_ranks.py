@@ -40,6 +40,9 @@ CONFIGS: dict[str, RunConfig] = {
         DEEP, **PP, virtual_pipeline_model_parallel_size=2, **OVERLAP, **FULL, samples=16
     ),
     "tp 4, own values": run_config(dict(fan=dict(placement="qk_and_v")), tensor_model_parallel_size=4),
+    "sp, dp, FAN layers for the MLP": run_config(
+        dict(fan=dict(placement="ffn", activation="gelu")), **SP, **selective("layernorm", "mlp")
+    ),
     "sequence, pp, FAN recomputed": run_config(**SP, **PP, fan_form="sequence", **selective("fan", "mlp")),
     "cp, dp, grouped, selective": run_config(dict(num_query_groups=2), **CP, **selective("core_attn", "layernorm")),
     "pp, cp, untied, uneven": run_config(

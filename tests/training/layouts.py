@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_fanformer.model.build import build_stages, sharded_state
+from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
@@ -91,6 +92,13 @@ def train_reference(
     """Train a reference case by its recipe on its stream of batches, or so many of them, in a layout, on this rank."""
     config, tensors = reference_tensors(case)
     stream = load_file(REFERENCE / case / "stream.safetensors")["stream"][:steps]
+    return train_stream(config, tensors, stream, parallel, lr)
+
+
+def train_stream(
+    config: FANformerConfig, tensors: dict[str, torch.Tensor], stream: torch.Tensor, parallel: ParallelConfig, lr: float
+) -> TrainedCase:
+    """Train whole tensors by the reference's recipe on batches [steps, 4, 65] in a layout, on this rank."""
     with rank_grid(parallel, "cpu") as grid:
         seed_everything(0)
         stages = build_stages(config, parallel, grid, dtype=torch.float32, seed=None)

@@ -65,6 +65,17 @@ def test_what_the_layers_at_hand_cannot_compute(
     assert [part in problem for problem in found] == ([] if part is None else [True])
 
 
+@pytest.mark.parametrize(("transformer_impl", "count"), [("auto", 1), ("local", 0)])
+def test_fan_layers_for_the_mlp_are_local_ones(
+    transformer_impl: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "has_transformer_engine", lambda: True)
+    model = tiny_model(fan=FANConfig(placement="ffn"))
+    kernels = KernelsConfig(transformer_impl=transformer_impl)
+    found = engine_problems(model, ParallelConfig(), kernels, DTYPES["bf16"])
+    assert ["model.fan.placement is ffn" in problem for problem in found] == [True] * count
+
+
 def test_nccl_is_for_gpus() -> None:
     (problem,) = backend_problems(ParallelConfig(), KernelsConfig(), "nccl", "cpu")
     assert "distributed_backend is nccl, but this run is on the CPU" in problem

@@ -30,9 +30,13 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "tp2": {"parallel": {"tensor_model_parallel_size": 2}},
     "dp2": {"parallel": {"data_parallel_size": 2}},
     "tp2-bf16": {"parallel": {"tensor_model_parallel_size": 2}, "precision": {"dtype": "bf16"}},
+    "tp2-sp-dp2, FAN layers for the MLP": {
+        "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "data_parallel_size": 2},
+        "model": {"fan": {"placement": "ffn", "activation": "gelu"}},
+    },
 }
-
-SOME_LAYOUTS = [pytest.param(name, marks=pytest.mark.full if name == "tp1-plain" else ()) for name in LAYOUTS]
+FULL = ("tp1-plain", "tp2-sp-dp2, FAN layers for the MLP")
+SOME_LAYOUTS = [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
 
 RunOnRanks = Callable[..., list[Any]]
 

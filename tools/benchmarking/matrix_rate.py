@@ -34,8 +34,7 @@ def weights_of(model: FANformerConfig) -> list[Weight]:
         *fan,
         Weight(model.qkv_rows, h),
         Weight(h, heads),  # the attention's output
-        Weight(2 * model.ffn_hidden_size, h),
-        Weight(h, model.ffn_hidden_size),
+        *(Weight(rows, columns) for rows, columns in model.ffn_maps),
         Weight(model.padded_vocab_size, h),
     ]
 

@@ -1,0 +1,187 @@
+"""Power laws of the loss, L(x) = E + A·x^(−α), with x the parameters or the tokens, and what one curve saves another.
+
+For a given α the curve is linear in E and A, which least squares gives at once: what is left is one dimension, and a
+grid over all sensible α, then a finer one about its best, finds the best one wherever it lies (variable projection:
+Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973). No start is guessed and no local minimum is taken for the best.
+(Hoffmann et al., "Training Compute-Optimal Large Language Models", 2022, fit logarithms from a grid of starts with a
+Huber loss: theirs are fits of five parameters.)
+
+**Intervals** are by the bootstrap of residuals: what the points are off the curve is drawn anew, with replacement, laid
+on the fitted curve, and fitted again. The residuals of n points around a curve with three parameters are too small by
+√((n − 3)/n), and the spread of few of them is itself uncertain, which Student's t answers for: they are scaled by both.
+Of two curves whose points are of the same runs' sizes and seeds, the residuals are drawn together, since runs of one
+seed see the same samples.
+
+**The saving at equal loss** is the share of x with which one curve comes to the loss that the baseline has at its
+largest x: 0.69 is "the Transformer's loss with 69% of its parameters".
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_fanformer.experiments.intervals import t_quantile
+
+EXPONENTS = np.geomspace(0.02, 3.0, 61)  # 9% apart; published ones lie between 0.05 and 0.8
+FINER = np.geomspace(0.93, 1.07, 9)  # times the best of these: 2% apart
+PARAMETERS = 3
+LEAST_FREEDOM = 2  # points beyond the parameters, below which no interval is given
+DRAWS = 1000
+NORMAL = 1.959964  # 97.5% quantile of a normal distribution
+
+
+class Curve(NamedTuple):
+    """L(x) = E + A·x^(−α), in nats per token."""
+
+    e: float
+    """What is left at any size."""
+    a: float
+    """Not negative."""
+    alpha: float
+
+    def loss(self, x: float) -> float:
+        """At a number of parameters, or of tokens."""
+        return self.e + self.a * x**-self.alpha
+
+    def reaches(self, loss: float) -> float:
+        """The x that has a loss; infinite where none has."""
+        return float(_reaching(np.array([self]), np.array([loss]))[0])
+
+
+class Interval(NamedTuple):
+    """Of 95%; None: not bounded on that side."""
+
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A curve through points."""
+
+    curve: Curve
+    draws: np.ndarray
+    """[draws, 3]: E, A and α of the bootstrap's curves; no rows where there are too few points for an interval."""
+    residual: float
+    """Root mean square of what the points are off the curve, in nats per token."""
+
+    @property
+    def intervals(self) -> list[Interval] | None:
+        """Of E, A and α; None where there are too few points."""
+        return [_interval(column) for column in self.draws.T] if len(self.draws) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """What a curve needs for the loss that the baseline has at its largest x."""
+
+    at: float
+    """That x."""
+    loss: float
+    """The baseline's there, by its curve."""
+    share: float
+    """Of that x; infinite where the curve does not come to that loss."""
+    interval: Interval | None
+    """None where there are too few points."""
+
+
+def fit_together(
+    xs: Sequence[Sequence[float]],
+    losses: Sequence[Sequence[float]],
+    *,
+    paired: bool,
+    seed: int = 0,
+    draws: int = DRAWS,
+) -> list[Fit]:
+    """A curve through each set of points.
+
+    Args:
+        xs: parameters or tokens of each set's points, three different ones at least.
+        losses: of the same points.
+        paired: whether the sets' points are of the same seeds, in the same order: their residuals are drawn together.
+    """
+    generator = np.random.default_rng(seed)
+    together = generator.integers(len(xs[0]), size=(draws, len(xs[0]))) if paired else None
+    fits = []
+    for x_values, loss_values in zip(xs, losses, strict=True):
+        x, loss = np.asarray(x_values, dtype=float), np.asarray(loss_values, dtype=float)
+        curve = Curve(*_best_curves(x, loss[None])[0].tolist())
+        fitted = curve.e + curve.a * x**-curve.alpha
+        off = loss - fitted
+        freedom = len(x) - PARAMETERS
+        found = np.empty((0, PARAMETERS))
+        if freedom >= LEAST_FREEDOM:
+            scale = math.sqrt(len(x) / freedom) * t_quantile(freedom) / NORMAL
+            drawn = generator.integers(len(x), size=(draws, len(x))) if together is None else together
+            found = _best_curves(x, fitted + scale * (off - off.mean())[drawn])
+        fits.append(Fit(curve=curve, draws=found, residual=float(np.sqrt(np.mean(off**2)))))
+    return fits
+
+
+def saving(baseline: Fit, other: Fit, largest: float) -> Saving:
+    """What `other` needs of x for the loss that `baseline` has at its largest x.
+
+    Args:
+        baseline, other: of one `fit_together`.
+    """
+    loss = baseline.curve.loss(largest)
+    interval = None
+    if len(baseline.draws) and len(other.draws):
+        e, a, alpha = baseline.draws.T
+        interval = _interval(_reaching(other.draws, e + a * largest**-alpha) / largest)
+    return Saving(at=largest, loss=loss, share=other.curve.reaches(loss) / largest, interval=interval)
+
+
+def _best_curves(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
+    """[k, 3]: E, A and α of the curve nearest to each row of `losses` [k, n], by least squares with E and A ≥ 0."""
+    scale = math.exp(np.mean(np.log(x)))  # about 1, for the arithmetic
+    coarse = _linear_fits((x / scale) ** -EXPONENTS[:, None], losses).squares.argmin(axis=1)
+    exponents = EXPONENTS[coarse, None] * FINER  # of each row, about its best
+    fits = _linear_fits((x / scale) ** -exponents[..., None], losses[:, None])
+    best = fits.squares[:, 0].argmin(axis=1)
+    rows = np.arange(len(losses))
+    alpha = exponents[rows, best]
+    return np.stack([fits.e[rows, 0, best], fits.a[rows, 0, best] * scale**alpha, alpha], axis=1)
+
+
+class _LinearFits(NamedTuple):
+    """Of every row at every exponent, [k, exponents]."""
+
+    e: np.ndarray
+    a: np.ndarray
+    squares: np.ndarray
+    """The sum of squares that they leave."""
+
+
+def _linear_fits(powers: np.ndarray, losses: np.ndarray) -> _LinearFits:
+    """The best E and A ≥ 0 for the losses [..., k, n] of each row, at the powers x^(−α) [..., exponents, n]."""
+    mean_power, mean_loss = powers.mean(axis=-1)[..., None, :], losses.mean(axis=-1, keepdims=True)
+    centred, off = powers - powers.mean(axis=-1, keepdims=True), losses - mean_loss
+    norms = (centred**2).sum(axis=-1)[..., None, :]
+    a = np.maximum(off @ centred.swapaxes(-1, -2) / norms, 0.0)
+    e = mean_loss - a * mean_power
+    squares = (off**2).sum(axis=-1, keepdims=True) - a**2 * norms
+    # Squares are convex in E and A: where the best E is negative, the best allowed one is 0.
+    norms = (powers**2).sum(axis=-1)[..., None, :]
+    alone = losses @ powers.swapaxes(-1, -2) / norms
+    without_e = (losses**2).sum(axis=-1, keepdims=True) - alone**2 * norms
+    return _LinearFits(np.maximum(e, 0.0), np.where(e < 0, alone, a), np.where(e < 0, without_e, squares))
+
+
+def _reaching(curves: np.ndarray, losses: np.ndarray) -> np.ndarray:
+    """The x at which each curve [k, 3] has its loss [k]; infinite where it never has."""
+    e, a, alpha = curves.T
+    above = losses - e
+    is_reached = (above > 0) & (a > 0)
+    safe = np.where(is_reached, above, 1.0)
+    with np.errstate(over="ignore", divide="ignore"):
+        x = (a / safe) ** (1 / alpha)
+    return np.where(is_reached, x, np.where(above > 0, 0.0, np.inf))
+
+
+def _interval(values: np.ndarray) -> Interval:
+    low, high = np.quantile(values, (0.025, 0.975), method="nearest")
+    return Interval(*(float(each) if math.isfinite(each) else None for each in (low, high)))

@@ -1,0 +1,68 @@
+"""What `megatron-fanformer report` does with its options: a page of experiments, or two runs compared."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.experiments.report.options import COMPARE, COMPARISON, FOLDER, PAGE
+from megatron_fanformer.experiments.report.page import as_html, as_markdown
+from megatron_fanformer.experiments.result import RESULT, read_result
+
+PAGE_SUFFIXES = (".html", ".md")
+MOST_DEPTH = 3  # of folders below a named one
+
+
+def report(options: argparse.Namespace) -> None:
+    """Write the page, or the comparison.
+
+    Raises:
+        InputError: there is no experiment, or the runs cannot be compared.
+        CorruptError: a result is not whole.
+    """
+    if options.paths[:1] == [COMPARE]:
+        _compare([Path(path) for path in options.paths[1:]], options.output or COMPARISON)
+        return
+    page = options.output or PAGE
+    if page.suffix not in PAGE_SUFFIXES:
+        raise InputError(
+            f"--output {page} is no page; name it {' or '.join(f'NAME{suffix}' for suffix in PAGE_SUFFIXES)}"
+        )
+    experiments = [
+        (folder, read_result(folder)) for folder in _folders([Path(path) for path in options.paths or [FOLDER]])
+    ]
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(page.with_suffix(".md"), as_markdown(experiments, at=page.parent))
+    write_atomically(page.with_suffix(".html"), as_html(experiments))
+    for _, result in experiments:
+        for finding in result.findings:
+            print(finding.sentence)
+    print(f"wrote {page.with_suffix('.html')} and {page.with_suffix('.md').name}, of {len(experiments)} experiments")
+
+
+def _folders(named: Sequence[Path]) -> list[Path]:
+    found: dict[Path, None] = {}
+    for folder in named:
+        below = list(_results_below(folder))
+        if not below:
+            raise InputError(
+                f"{folder} has no {RESULT}, nor have folders in it; name a sweep with a report, or a probe"
+            )
+        found |= dict.fromkeys(below)
+    return list(found)
+
+
+def _results_below(folder: Path) -> Iterator[Path]:
+    for depth in range(MOST_DEPTH + 1):
+        yield from (file.parent for file in sorted(folder.glob("*/" * depth + RESULT)))
+
+
+def _compare(runs: Sequence[Path], output: Path) -> None:
+    if len(runs) < 2:
+        raise InputError(f"{COMPARE} needs two runs at least; name their folders")
+    from megatron_fanformer.experiments.report.dynamics import README, compare_runs
+
+    for finding in compare_runs(runs, output).findings:
+        print(finding.sentence)
+    print(f"wrote {output / README}")

@@ -1,0 +1,253 @@
+"""Two runs, or two of several seeds each, held against each other step by step: whose loss falls faster, and when.
+
+The paper says of FANformer that its loss falls more slowly than a Transformer's at first, and faster later on.
+"""
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.experiments.intervals import Mean, mean_of, t_quantile
+from megatron_fanformer.experiments.report.page import as_markdown
+from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine, write_result
+from megatron_fanformer.training.metrics import read_metrics
+
+SMOOTHED_SHARE = 0.05  # of the steps, over which a difference is averaged
+PART = 0.2  # of the steps: the first are "early", the last "late"
+PICTURE, CSV, README = "dynamics.png", "difference.csv", "README.md"
+OF_A_SEED = ("training.run_dir", "training.seed")
+NOT_LEARNT = ("checkpoint", "logging", "runtime")  # sections that do not decide what is learnt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dynamics:
+    """The losses of B less those of A, of runs with the same seed."""
+
+    names: tuple[str, str]
+    """What tells A and B apart, such as `model.fan.placement none`."""
+    seeds: list[int]
+    steps: np.ndarray
+    """[n], those that all runs have."""
+    differences: np.ndarray
+    """[seeds, n], smoothed: nats per token."""
+    raw: np.ndarray
+    """[seeds, n]"""
+    window: int
+    """Steps that are averaged."""
+
+    @property
+    def crossings(self) -> list[int | None]:
+        """For each seed the step from which on B stays below A; None where it is not below at the end or always was."""
+        found: list[int | None] = []
+        for row in self.differences:
+            above = np.flatnonzero(row >= 0)
+            is_crossing = len(above) and above[-1] + 1 < len(row)
+            found.append(int(self.steps[above[-1] + 1]) if is_crossing else None)
+        return found
+
+    def part(self, *, late: bool) -> Mean:
+        """The mean difference over the first, or the last, fifth of the steps, with its interval over the seeds."""
+        count = max(1, round(PART * len(self.steps)))
+        chosen = self.raw[:, -count:] if late else self.raw[:, :count]
+        return mean_of(chosen.mean(axis=1).tolist())
+
+
+def compare_runs(runs: Sequence[Path], output: Path) -> Result:
+    """Compare runs, and write result.json, a picture, difference.csv and README.md into a folder.
+
+    Args:
+        runs: those that differ in seed alone are one side; the first is of A.
+
+    Raises:
+        InputError: they are not two sides with seeds in common, of batches with as many tokens.
+    """
+    found = read_dynamics(runs)
+    output.mkdir(parents=True, exist_ok=True)
+    write_atomically(output / PICTURE, _picture(found))
+    write_atomically(output / CSV, _csv(found))
+    crossings = [[seed, crossing] for seed, crossing in zip(found.seeds, found.crossings, strict=True)]
+    result = Result(
+        experiment="training dynamics",
+        settings={
+            "runs": [str(run) for run in runs],
+            "A": found.names[0],
+            "B": found.names[1],
+            "smoothed over steps": found.window,
+            "early and late, share of the steps": PART,
+        },
+        machine=this_machine(),
+        seconds=sum(entry.get("step_seconds", 0.0) for run in runs for entry in read_metrics(run)),
+        findings=list(_findings(found)),
+        tables=[
+            Table(
+                title="The step from which on B's smoothed loss stays below A's",
+                columns=["seed", "step"],
+                rows=[list(row) for row in crossings],
+            )
+        ],
+        pictures=[PICTURE],
+    )
+    write_atomically(output / README, as_markdown([(output, result)], at=output))
+    write_result(output, result)
+    return result
+
+
+def read_dynamics(runs: Sequence[Path]) -> Dynamics:
+    """The two sides' losses, seed by seed. Raises like `compare_runs`."""
+    sides: list[dict[int, Path]] = []
+    identities: list[dict[str, Any]] = []
+    for run in runs:
+        fields = _fields(run)
+        seed = fields.pop("training.seed")
+        if fields not in identities:
+            identities.append(fields)
+            sides.append({})
+        side = sides[identities.index(fields)]
+        if seed in side:
+            raise InputError(f"{run} and {side[seed]} are of the same configuration and seed; name one of them")
+        side[seed] = run
+    if len(sides) != 2:
+        raise InputError(f"the {len(runs)} runs are of {len(sides)} configurations; name runs of two, of any seeds")
+    seeds = sorted(sides[0].keys() & sides[1].keys())
+    if not seeds:
+        raise InputError("the two configurations have no seed in common; name runs of the same seeds")
+    losses = [[_losses(side[seed]) for seed in seeds] for side in sides]
+    steps = sorted(set.intersection(*(set(each) for of_side in losses for each in of_side)))
+    if not steps:
+        raise InputError("the runs have no step in common; name runs that have begun")
+    tokens = {each[steps[0]][1] for of_side in losses for each in of_side}
+    if len(tokens) > 1:
+        raise InputError(
+            f"step {steps[0]} ends after {sorted(tokens)} tokens in these runs; name runs of equal batches"
+        )
+    a, b = (np.array([[each[step][0] for step in steps] for each in of_side]) for of_side in losses)
+    window = max(1, round(SMOOTHED_SHARE * len(steps)))
+    return Dynamics(
+        names=_names(*identities),
+        seeds=seeds,
+        steps=np.array(steps),
+        differences=_smoothed(b - a, window),
+        raw=b - a,
+        window=window,
+    )
+
+
+def _fields(run: Path) -> dict[str, Any]:
+    """What decides what a run learns, its seed included, by dotted names."""
+    if not (run / store.CONFIG).is_file():
+        raise InputError(f"{run} is no run's folder: it has no {store.CONFIG}; name runs")
+    flat: dict[str, Any] = {}
+
+    def flatten(prefix: str, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                flatten(f"{prefix}{name}.", value)
+            else:
+                flat[prefix + name] = value
+
+    flatten("", store.read_mapping(run / store.CONFIG))
+    return {
+        name: value
+        for name, value in flat.items()
+        if name == "training.seed" or (name not in OF_A_SEED and name.partition(".")[0] not in NOT_LEARNT)
+    }
+
+
+def _names(a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:
+    differing = [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
+    of_a, of_b = (", ".join(f"{name} {side.get(name)}" for name in differing) for side in (a, b))
+    return of_a, of_b
+
+
+def _losses(run: Path) -> dict[int, tuple[float, int]]:
+    """Loss and tokens so far, by step; skipped steps have none."""
+    try:
+        metrics = read_metrics(run)
+    except FileNotFoundError:
+        raise InputError(f"{run} has no {store.METRICS}; name runs that have begun") from None
+    return {entry["step"]: (entry["loss"], entry["tokens"]) for entry in metrics if "loss" in entry}
+
+
+def _smoothed(rows: np.ndarray, window: int) -> np.ndarray:
+    """The mean over a window around each step, which is shorter at both ends."""
+    sums = np.concatenate([np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)], axis=1)
+    places = np.arange(rows.shape[1])
+    first = np.maximum(0, places - (window - 1) // 2)
+    end = np.minimum(rows.shape[1], places + window // 2 + 1)
+    return np.asarray((sums[:, end] - sums[:, first]) / (end - first))
+
+
+def _findings(found: Dynamics) -> Iterator[Finding]:
+    for late, name, sign, claim in ((False, "early", 1, "higher at first"), (True, "late", -1, "lower at the end")):
+        value, interval = found.part(late=late)
+        shows = None if interval is None else (interval[0] > 0 if sign > 0 else interval[1] < 0)
+        if interval is None:
+            outcome = "one seed has no interval, so that it cannot be told"
+        else:
+            outcome = f"the 95% interval over {len(found.seeds)} seeds is {interval[0]:+.4f} to {interval[1]:+.4f}"
+        yield Finding(
+            name=f"training dynamics: B's loss, less A's, {name}",
+            paper="above 0" if sign > 0 else "below 0",
+            ours=value,
+            interval=interval,
+            unit="nats per token",
+            shows=shows,
+            sentence=(
+                f"Over the {'last' if late else 'first'} {PART:.0%} of the steps the loss of B ({found.names[1]}) is "
+                f"{value:+.4f} nats per token off that of A ({found.names[0]}); {outcome}. The paper has FANformer's "
+                f"loss {claim}: it is said to show if the interval lies {'above' if sign > 0 else 'below'} 0."
+            ),
+        )
+
+
+def _band(found: Dynamics) -> tuple[np.ndarray, np.ndarray]:
+    """The 95% interval of the mean over seeds, at each step."""
+    seeds = len(found.seeds)
+    half = t_quantile(seeds - 1) * found.differences.std(axis=0, ddof=1) / np.sqrt(seeds)
+    mean = found.differences.mean(axis=0)
+    return mean - half, mean + half
+
+
+def _csv(found: Dynamics) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["step", *(f"seed {seed}" for seed in found.seeds)])
+    for step, row in zip(found.steps.tolist(), found.differences.T.tolist(), strict=True):
+        writer.writerow([step, *row])
+    return text.getvalue()
+
+
+def _picture(found: Dynamics) -> bytes:
+    import matplotlib
+
+    matplotlib.use("Agg")  # needs no display
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), dpi=110)
+    for seed, row in zip(found.seeds, found.differences, strict=True):
+        axes.plot(found.steps, row, linewidth=0.7, alpha=0.6, label=f"seed {seed}")
+    if len(found.seeds) > 1:
+        axes.plot(found.steps, found.differences.mean(axis=0), color="black", label="mean")
+        axes.fill_between(found.steps, *_band(found), color="black", alpha=0.12, label="95% interval")
+    axes.axhline(0, color="gray", linestyle="--", linewidth=1)
+    axes.set(
+        xlabel="step",
+        ylabel=f"loss of B − A, nats per token, mean of {found.window} steps",
+        title=f"A: {found.names[0]}\nB: {found.names[1]}",
+    )
+    axes.title.set_fontsize("small")
+    axes.legend(fontsize="x-small")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    pyplot.close(figure)
+    return picture.getvalue()

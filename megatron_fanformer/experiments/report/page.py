@@ -1,0 +1,165 @@
+"""One page for one or many experiments, as Markdown and as HTML that needs no other file.
+
+It says of each finding what the paper says, what came out here with its interval, whether the settings were the
+paper's, and what that means in a sentence. It reads results alone.
+"""
+
+import base64
+import html
+import os
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import quote
+
+from megatron_fanformer.experiments.result import Cell, Finding, Result, Table
+
+Experiments = Sequence[tuple[Path, Result]]
+"""Folders and what they have."""
+
+FINDING_COLUMNS = ("finding", "paper", "ours", "95% interval", "settings", "the paper's effect")
+CAVEATS = (
+    "An interval is over the seeds or the samples of this experiment, not over data sets, sizes or recipes.",
+    "Of twenty effects that are not there, one shows at 95%: a page of many findings is to be read with that in mind.",
+    "A model of a laptop's size says little about one of a billion parameters: an effect that does not show here is "
+    "not refuted, and one that does is not confirmed at the paper's size.",
+    "The paper's 11-task mean has a binomial standard error of 0.89 points, so that 53.10 to 55.19 is 1.7 standard "
+    "errors of their difference, unpaired.",
+    "In the paper's table of tasks mrpc is F1, where always answering yes gives 81.22, its figure for three models; "
+    "the majority class gives 52.7 on rte and 50.9 on sst2.",
+    "The paper's mean perplexity is the mean of the sets' perplexities (30.20), not the exponential of their mean loss "
+    "(27.84).",
+)
+"""What a report must not leave out."""
+_STYLE = (
+    "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse;font-size:85%;display:block;overflow-x:auto}"
+    "td,th{border:1px solid #ccc;padding:.2em .5em;text-align:left}img{max-width:100%}"
+)
+
+
+# -- Markdown
+
+
+def as_markdown(experiments: Experiments, *, at: Path) -> str:
+    """The page as Markdown.
+
+    Args:
+        at: the folder that it is written to; pictures are named from there.
+    """
+    return "\n".join(_markdown(experiments, at)) + "\n"
+
+
+def _markdown(experiments: Experiments, at: Path) -> Iterator[str]:
+    yield from ["# The paper's experiments", "", *_markdown_table(summary_of(experiments)), ""]
+    for folder, result in experiments:
+        yield from [f"## {_escaped(result.experiment)}", ""]
+        for finding in result.findings:
+            yield f"- {_escaped(finding.sentence)}"
+        yield from ["", _provenance(folder, result), ""]
+        for picture in result.pictures:
+            target = quote(os.path.relpath(folder / picture, at))
+            yield from [f"![{_escaped(result.experiment)}: {_escaped(picture)}]({target})", ""]
+        for table in result.tables:
+            yield from [f"**{_escaped(table.title)}**", "", *_markdown_table(table), ""]
+    yield from ["## What to keep in mind", "", *(f"- {caveat}" for caveat in CAVEATS)]
+
+
+def _markdown_table(table: Table) -> Iterator[str]:
+    for row in (table.columns, ["---"] * len(table.columns), *([shown(cell) for cell in row] for row in table.rows)):
+        yield f"| {' | '.join(cell if cell == '---' else _escaped(cell) for cell in row)} |"
+
+
+def _escaped(text: str) -> str:
+    """Text that stays text in Markdown, on one line: an experiment's names come from its file."""
+    plain = " ".join(text.split())
+    for special in "\\`*[]<>|_":
+        plain = plain.replace(special, f"\\{special}")
+    return plain
+
+
+# -- HTML
+
+
+def as_html(experiments: Experiments) -> str:
+    """The page as HTML, its pictures in it."""
+    return "\n".join(_html(experiments)) + "\n"
+
+
+def _html(experiments: Experiments) -> Iterator[str]:
+    yield '<!doctype html><html lang="en"><meta charset="utf-8"><title>The paper\'s experiments</title>'
+    yield f"<style>{_STYLE}</style>"
+    yield "<h1>The paper's experiments</h1>"
+    yield from _html_table(summary_of(experiments))
+    for folder, result in experiments:
+        yield f"<h2>{html.escape(result.experiment)}</h2><ul>"
+        yield from (f"<li>{html.escape(finding.sentence)}</li>" for finding in result.findings)
+        yield f"</ul><p>{html.escape(_provenance(folder, result))}</p>"
+        for picture in result.pictures:
+            content = base64.b64encode((folder / picture).read_bytes()).decode()
+            yield f'<p><img alt="{html.escape(picture)}" src="data:image/png;base64,{content}"></p>'
+        for table in result.tables:
+            yield f"<h3>{html.escape(table.title)}</h3>"
+            yield from _html_table(table)
+    yield "<h2>What to keep in mind</h2><ul>"
+    yield from (f"<li>{html.escape(caveat)}</li>" for caveat in CAVEATS)
+    yield "</ul></html>"
+
+
+def _html_table(table: Table) -> Iterator[str]:
+    yield "<table><tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in table.columns) + "</tr>"
+    for row in table.rows:
+        yield "<tr>" + "".join(f"<td>{html.escape(shown(cell))}</td>" for cell in row) + "</tr>"
+    yield "</table>"
+
+
+# -- both
+
+
+def summary_of(experiments: Experiments) -> Table:
+    """All findings, a row each."""
+    rows: list[list[Cell]] = [
+        [
+            finding.name,
+            finding.paper or "–",
+            "–" if finding.ours is None else f"{shown(finding.ours)} {finding.unit}",
+            _interval(finding),
+            "the paper's" if finding.same_settings else "our own",
+            {True: "shows", False: "does not show", None: "cannot be told"}[finding.shows],
+        ]
+        for _, result in experiments
+        for finding in result.findings
+    ]
+    return Table(title="Findings", columns=list(FINDING_COLUMNS), rows=rows)
+
+
+def shown(cell: Cell) -> str:
+    """A cell of a table in print: five significant digits, whole numbers whole."""
+    match cell:
+        case None:
+            return "–"
+        case bool():
+            return "yes" if cell else "no"
+        case int():
+            return f"{cell:,}"
+        case float():
+            return f"{cell:,.0f}" if abs(cell) >= 10_000 else f"{cell:.5g}"
+    return cell
+
+
+def _interval(finding: Finding) -> str:
+    if finding.interval is None:
+        return "–"
+    low, high = finding.interval
+    return f"{'−∞' if low is None else shown(low)} to {'∞' if high is None else shown(high)}"
+
+
+def _provenance(folder: Path, result: Result) -> str:
+    machine = result.machine
+    parts = [
+        f"{machine.get('cores', '?')} cores ({machine.get('processor', '?')})",
+        machine.get("gpu") or "no GPU",
+        f"{timedelta(seconds=round(result.seconds))} of computing",
+        f"all settings and numbers in {folder.name}/result.json",
+    ]
+    return f"Measured on {', '.join(parts)}."

@@ -1,0 +1,142 @@
+"""The result of an experiment: what its folder's result.json holds, written and read again.
+
+    {"experiment": "mod", "version": 1,
+     "settings": all that determines it, "machine": {…}, "seconds": 81.2,
+     "findings": [{"name", "paper", "ours", "interval", "unit", "same_settings", "shows", "sentence"}],
+     "tables": [{"title", "columns", "rows"}],
+     "pictures": names of PNG files in the folder}
+
+It is written last, so that a folder that has it is whole, and it is all that `report` reads.
+"""
+
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_fanformer.durable_files import regular_file, write_atomically
+from megatron_fanformer.errors import CorruptError, InputError
+
+RESULT = "result.json"
+VERSION = 1
+MOST_BYTES = 1 << 26
+
+Cell = str | int | float | bool | None
+"""Of a table."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that the paper says, and what came out here."""
+
+    name: str
+    """What is measured, such as `error outside the range, FAN over MLP`."""
+    paper: str | None = None
+    """The paper's own figure, or what it says; None where it says nothing."""
+    ours: float | None
+    """None where nothing could be measured."""
+    interval: tuple[float | None, float | None] | None = None
+    """95%, low to high, None where it has no bound on that side; None where there is none, as of one seed."""
+    unit: str
+    """Such as `ratio`, `nats per token`, `%`."""
+    same_settings: bool = False
+    """Whether it was measured as the paper did: model, data and length."""
+    shows: bool | None
+    """Whether the paper's effect shows, by a rule that was fixed beforehand; None: it cannot be told."""
+    sentence: str
+    """In plain words, the rule and its outcome."""
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows under headings."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[Cell]]
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What an experiment came to."""
+
+    experiment: str
+    version: int = VERSION
+    settings: dict[str, Any]
+    """All that determines it."""
+    machine: dict[str, Any]
+    """What it was measured on, as `this_machine` says."""
+    seconds: float
+    """Of the measurement, on that machine."""
+    findings: list[Finding]
+    tables: list[Table] = []
+    pictures: list[str] = []
+    """File names in the result's folder."""
+
+
+def this_machine() -> dict[str, Any]:
+    """What a measurement depends on here: cores, processor, GPU, versions."""
+    import torch
+
+    from megatron_fanformer.formats.versions import versions
+
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "versions": versions(),
+    }
+
+
+def write_result(folder: Path, result: Result) -> None:
+    """Write `result.json` into an experiment's folder, atomically; its pictures are there already.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    problems = _problems(folder, result)
+    assert not problems, problems
+    content = msgspec.json.format(msgspec.json.encode(result), indent=1)
+    write_atomically(folder / RESULT, content + b"\n")
+
+
+def read_result(path: Path) -> Result:
+    """The result in an experiment's folder.
+
+    Args:
+        path: the folder, or its result.json.
+
+    Raises:
+        InputError: there is none, or it is none of this version's.
+        CorruptError: it is not whole.
+    """
+    file = path / RESULT if path.is_dir() else path
+    try:
+        result = msgspec.json.decode(regular_file(file, most_bytes=MOST_BYTES).read_bytes(), type=Result)
+    except OSError as error:
+        raise InputError(f"{file} cannot be read ({error.strerror}); name the folder of an experiment") from None
+    except msgspec.ValidationError as error:
+        raise InputError(f"{file} is not the result of an experiment ({error}); name another") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptError(f"{file} is not valid JSON ({error}); run the experiment again") from None
+    if problems := _problems(file.parent, result):
+        raise CorruptError(f"{file}: {problems[0]}; run the experiment again")
+    return result
+
+
+def _problems(folder: Path, result: Result) -> Sequence[str]:
+    """What is not as a result must be, one line each."""
+    found = []
+    if result.version != VERSION:
+        found.append(f"its version is {result.version}, and this program reads {VERSION}")
+    for finding in result.findings:
+        low, high = finding.interval or (None, None)
+        if low is not None and high is not None and not low <= high:
+            found.append(f"the interval of {finding.name!r} is from {low} to {high}, not from low to high")
+    for table in result.tables:
+        if any(len(row) != len(table.columns) for row in table.rows):
+            found.append(f"the table {table.title!r} has rows that are not as long as its headings")
+    for picture in result.pictures:
+        if Path(picture).name != picture or not (folder / picture).is_file():
+            found.append(f"the picture {picture!r} is not in its folder")
+    return found

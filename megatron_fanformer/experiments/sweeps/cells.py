@@ -1,0 +1,127 @@
+"""What a sweep's cells have come to: read from their runs' folders, of runs that go on, too."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.experiments.sweeps.file import LOSS, Cell, Sweep
+from megatron_fanformer.training.metrics import read_metrics
+
+State = Literal["complete", "failed", "begun", "to come"]
+DETERMINING = ("model", "data", "optimizer", "schedule", "training")
+"""The sections of a configuration that decide what a run learns, up to rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A cell as its folder shows it."""
+
+    cell: Cell
+    state: State
+    step: int
+    """The last that is in its metrics; 0 before the first."""
+    failure: str | None
+    """The error that its last run ended with."""
+    loss: float | None
+    """By the sweep's metric; None unless it is complete."""
+    seconds: float
+    """Of its training steps."""
+    flops_per_second: float | None
+    """The median of its steps."""
+
+    def __str__(self) -> str:
+        steps = f"step {self.step:,} of {self.cell.config.training.train_iters:,}"
+        match self.state:
+            case "complete":
+                if self.loss is None:
+                    return "complete, but its last step has not the metric; remove its folder to train it again"
+                return f"complete, loss {self.loss:.4f}"
+            case "failed":
+                return f"failed at {steps}: {self.failure}"
+            case "begun":
+                return steps
+        return self.state
+
+
+def is_complete(cell: Cell) -> bool:
+    """Whether the checkpoint of a cell's last step is there: its metrics, which come before it, are then whole."""
+    saved = store.complete_checkpoints(cell.run)
+    return bool(saved) and (store.step_of(saved[-1]) or 0) >= cell.config.training.train_iters
+
+
+def outcome(cell: Cell, metric: str, *, average_steps: int = 1) -> Outcome:
+    """What a cell has come to.
+
+    Args:
+        metric: the name of its loss in its metrics.
+        average_steps: how many of the last steps the loss is the mean of, where it is the training loss.
+    """
+    metrics = _metrics(cell)
+    failure = cell.failure.read_text().strip() if cell.failure.is_file() else None
+    state: State = "begun" if metrics else "to come"
+    if is_complete(cell):
+        state = "complete"
+    elif failure is not None:
+        state = "failed"
+    speeds = [entry["model_flops_per_second"] for entry in metrics if "model_flops_per_second" in entry]
+    return Outcome(
+        cell=cell,
+        state=state,
+        step=metrics[-1]["step"] if metrics else 0,
+        failure=failure if state == "failed" else None,
+        loss=_loss(metrics, metric, average_steps) if state == "complete" else None,
+        seconds=sum(entry.get("step_seconds", 0.0) for entry in metrics),
+        flops_per_second=float(np.median(speeds)) if speeds else None,
+    )
+
+
+def outcomes(sweep: Sweep) -> list[Outcome]:
+    """What each cell has come to.
+
+    Raises:
+        InputError: runs in the folder are of other configurations than the file's.
+    """
+    refuse_other_runs(sweep)
+    steps = sweep.config.report.average_steps
+    return [outcome(cell, sweep.metric, average_steps=steps) for cell in sweep.cells]
+
+
+def refuse_other_runs(sweep: Sweep) -> None:
+    """Raise InputError for cells whose folders have runs of other configurations; one line each."""
+    if found := [problem for cell in sweep.cells if (problem := _difference(cell)) is not None]:
+        raise InputError("\n".join(found))
+
+
+def _metrics(cell: Cell) -> list[dict[str, Any]]:
+    try:
+        return read_metrics(cell.run)
+    except FileNotFoundError:
+        return []
+
+
+def _loss(metrics: list[dict[str, Any]], metric: str, average_steps: int) -> float | None:
+    if metric == LOSS:
+        losses = [entry[LOSS] for entry in metrics[-average_steps:] if LOSS in entry]
+        return float(np.mean(losses)) if losses else None
+    value = metrics[-1].get(metric) if metrics else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _difference(cell: Cell) -> str | None:
+    """How the run in a cell's folder differs from the cell, if there is one and it does."""
+    file = cell.run / store.CONFIG
+    if not file.is_file():
+        return None
+    there, here = store.read_mapping(file), cell.config.as_dict()
+    for section in DETERMINING:
+        for name, value in here[section].items():
+            before = (there.get(section) or {}).get(name)
+            if name != "run_dir" and before != value:
+                return (
+                    f"{cell.run} has a run with {section}.{name} {before}, and the sweep's file makes it {value}; name "
+                    "another folder, or remove that one"
+                )
+    return None

@@ -1,0 +1,121 @@
+"""What `megatron-fanformer sweep` does with its options: what it would run, running it, its state, its report."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.experiments.sweeps.cells import Outcome, outcomes
+from megatron_fanformer.experiments.sweeps.file import Cell, Sweep, read_sweep
+from megatron_fanformer.experiments.sweeps.groups import groups_of, parameters_of
+from megatron_fanformer.planning.flops import training_flops_per_token
+from megatron_fanformer.planning.machines import Machine, load_machine
+
+WIDTH_OF_A_FILE = 160  # columns where there is no terminal
+
+
+def sweep(options: argparse.Namespace) -> None:
+    """Do what is asked.
+
+    Raises:
+        InputError: the sweep's file or a cell is wrong; every problem, one line each.
+        Interrupted: a signal stopped it.
+        CellsFailed: cells failed.
+    """
+    if options.slurm is not None and options.action != "run":
+        raise InputError(f"--slurm has no effect with {options.action}; use it with run")
+    if options.gpu is not None and options.action != "dry-run":
+        raise InputError(f"--gpu has no effect with {options.action}; use it with dry-run")
+    machine = None if options.gpu is None else load_machine(options.gpu)
+    found = read_sweep(options.file, needs_data=options.action == "run")
+    match options.action:
+        case "dry-run":
+            _print_plan(found, machine, options.gpus)
+        case "run" if options.slurm is not None:
+            from megatron_fanformer.experiments.sweeps.slurm import write_array
+
+            print(f"sbatch {write_array(found, options.slurm)}")
+        case "run":
+            from megatron_fanformer.experiments.sweeps.run import run_sweep
+
+            run_sweep(found, lambda line: print(line, flush=True))
+            print(f"all cells are complete; sweep {options.file} report")
+        case "status":
+            for each in outcomes(found):
+                print(f"{each.cell.name}: {each}")
+        case "report":
+            from megatron_fanformer.experiments.sweeps.report import summary, write_report
+
+            print("\n".join(summary(found.folder, write_report(found))))
+
+
+def _print_plan(found: Sweep, machine: Machine | None, gpus: int) -> None:
+    """A row for each point: what one cell of it has and takes, and what all of them take together."""
+    done = outcomes(found)
+    rate = _measured_rate(done)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in (*found.config.axes, "seeds", "parameters", "tokens", "FLOPs", "time"):
+        table.add_column(heading, justify="left" if heading in found.config.axes else "right")
+    whole: list[float | None] = []
+    flops = 0
+    for group in groups_of(done):
+        cell = group.cell
+        seconds = _seconds(cell, machine, gpus, rate)
+        whole += [seconds] * found.config.seeds
+        flops += _flops(cell) * found.config.seeds
+        table.add_row(
+            *group.points.values(),
+            str(found.config.seeds),
+            f"{parameters_of(cell):,}",
+            f"{cell.tokens:,}",
+            f"{_flops(cell):.2e}",
+            _duration(seconds),
+        )
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE, markup=False, highlight=False)
+    console.print(table)
+    complete = sum(each.state == "complete" for each in done)
+    time = _duration(None if None in whole else sum(filter(None, whole)))
+    console.print(f"{len(done)} cells, {complete} of them complete; {flops:.2e} FLOPs, {time} one after the other")
+    if machine is not None:
+        console.print(f"time: by formula, on {gpus} x {machine.name}")
+    elif rate is not None:
+        console.print(f"time: by the {rate:.2e} FLOP/s of the steps in {found.folder}, without starts and evaluations")
+    else:
+        console.print("time: not known before a cell has begun; --gpu estimates it for a machine")
+
+
+def _flops(cell: Cell) -> int:
+    return training_flops_per_token(cell.config.model) * cell.tokens
+
+
+def _measured_rate(done: Sequence[Outcome]) -> float | None:
+    rates = [each.flops_per_second for each in done if each.flops_per_second is not None]
+    return float(np.median(rates)) if rates else None
+
+
+def _seconds(cell: Cell, machine: Machine | None, gpus: int, rate: float | None) -> float | None:
+    if machine is None:
+        return None if rate is None else _flops(cell) / rate
+    from megatron_fanformer.planning.machines import known_machines
+    from megatron_fanformer.planning.step_time import step_time
+    from megatron_fanformer.sizing.estimate import for_machine, job_of, problems
+
+    # As `plan`: a known machine is a GPU; a file may also describe the CPUs that a configuration asks for.
+    on_cpu = cell.config.runtime.device == "cpu" and machine not in known_machines().values()
+    config = for_machine(cell.config, machine, on_cpu=on_cpu)
+    if found := problems(config, gpus):
+        raise InputError("\n".join(f"cell {cell.name}: {problem}" for problem in found))
+    return step_time(job_of(config, gpus), machine).seconds * config.training.train_iters
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes = seconds / 60
+    if minutes < 120:
+        return f"{minutes:.1f} min"
+    return f"{minutes / 60:.1f} h" if minutes < 48 * 60 else f"{minutes / 1440:.1f} days"

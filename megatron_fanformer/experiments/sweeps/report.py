@@ -1,0 +1,263 @@
+"""What a sweep came to: means with intervals over seeds, differences to the baseline, power laws, the missing cells.
+
+Every number is of the runs' folders alone, so that a sweep that was stopped and resumed has the report of one that was
+not, but for the seconds.
+"""
+
+import csv
+import dataclasses
+import io
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.experiments.fits import Fit, Interval, Saving, fit_together, saving
+from megatron_fanformer.experiments.intervals import Mean, mean_of
+from megatron_fanformer.experiments.report.page import as_markdown
+from megatron_fanformer.experiments.result import Cell as TableCell
+from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine, write_result
+from megatron_fanformer.experiments.sweeps.cells import Outcome, outcomes
+from megatron_fanformer.experiments.sweeps.file import FITTED, Sweep
+from megatron_fanformer.experiments.sweeps.groups import Group, groups_of, parameters_of, size_of
+from megatron_fanformer.experiments.sweeps.picture import law_picture, points_picture
+from megatron_fanformer.planning.flops import training_flops_per_token
+
+README = "README.md"
+CSV = "cells.csv"
+PICTURE = "losses.png"
+MISSING = "Cells without a loss"  # the title of their table
+FEWEST_SIZES = 4  # three parameters of a power law need one more, to be a fit
+
+
+class Difference(NamedTuple):
+    """A point of the compared axis, less the baseline, over the seeds and other points that both have."""
+
+    mean: Mean
+    pairs: int
+
+
+def write_report(sweep: Sweep) -> Result:
+    """Write result.json, pictures, cells.csv and README.md into the sweep's folder.
+
+    Raises:
+        InputError: no cell is complete.
+    """
+    found = outcomes(sweep)
+    groups = groups_of(found)
+    if not any(group.losses for group in groups):
+        raise InputError(f"no cell of {sweep.folder} has {sweep.metric} at its last step; use run, or status")
+    fits = _fits(sweep, groups) if sweep.config.report.over in FITTED else {}
+    findings = list(_savings(sweep, groups, fits) if fits else _findings(sweep, _differences(sweep, groups)))
+    tables = [_table_of_groups(sweep, groups), *_table_of_fits(sweep, fits), *_table_of_missing(found)]
+    picture = law_picture(sweep, groups, fits) if sweep.config.report.over in FITTED else points_picture(sweep, groups)
+    write_atomically(sweep.folder / PICTURE, picture)
+    write_atomically(sweep.folder / CSV, _csv(sweep, found))
+    result = Result(
+        experiment=sweep.config.experiment,
+        settings={
+            "sweep": dataclasses.asdict(sweep.config),
+            "metric": sweep.metric,
+            "first cell": sweep.cells[0].config.as_dict(),
+        },
+        machine=this_machine(),
+        seconds=sum(each.seconds for each in found),
+        findings=findings,
+        tables=tables,
+        pictures=[PICTURE],
+    )
+    write_atomically(sweep.folder / README, as_markdown([(sweep.folder, result)], at=sweep.folder))
+    write_result(sweep.folder, result)
+    return result
+
+
+# -- differences
+
+
+def _differences(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Difference]:
+    """By point of the compared axis, of those that have a seed in common with the baseline."""
+    compare, baseline = sweep.config.report.compare, sweep.config.report.baseline
+
+    def losses_of(point: str) -> dict[tuple[object, ...], float]:
+        return {
+            (seed, *(value for axis, value in group.points.items() if axis != compare)): loss
+            for group in groups
+            if group.points[compare] == point
+            for seed, loss in group.losses.items()
+        }
+
+    of_baseline = losses_of(baseline)
+    found = {}
+    for point in dict.fromkeys(group.points[compare] for group in groups):
+        own = losses_of(point)
+        by_seed: dict[object, list[float]] = {}
+        for key in own.keys() & of_baseline.keys():
+            by_seed.setdefault(key[0], []).append(own[key] - of_baseline[key])
+        if point != baseline and by_seed:
+            # Differences of one seed at several sizes are not independent: their mean is one value.
+            means = [math.fsum(by_seed[seed]) / len(by_seed[seed]) for seed in sorted(by_seed, key=str)]
+            found[point] = Difference(mean_of(means), sum(map(len, by_seed.values())))
+    return found
+
+
+def _findings(sweep: Sweep, differences: dict[str, Difference]) -> Iterator[Finding]:
+    report = sweep.config.report
+    for point, ((mean, interval), pairs) in differences.items():
+        paper = None
+        if point in report.paper and report.baseline in report.paper:
+            paper = report.paper[point] - report.paper[report.baseline]
+        expects_lower = paper is None or paper < 0
+        shows = None if interval is None else (interval[1] < 0 if expects_lower else interval[0] > 0)
+        direction = "lower" if mean < 0 else "higher"
+        if interval is None:
+            outcome = "one seed has no interval, so that it cannot be told"
+        elif interval[0] <= 0 <= interval[1]:
+            outcome = "the interval has 0 in it: no difference is shown"
+        else:
+            outcome = f"the interval leaves 0 out: {point} is {direction}"
+        yield Finding(
+            name=f"{sweep.config.experiment}: loss of {point}, less {report.baseline}'s",
+            paper=None if paper is None else f"{paper:+.3f}",
+            ours=mean,
+            interval=interval,
+            unit="nats per token",
+            same_settings=report.same_settings,
+            shows=shows,
+            sentence=(
+                f"{point} ends {abs(mean):.4f} nats per token {direction} than {report.baseline} over {pairs} pairs of "
+                f"runs with the same seed; {outcome}. The effect is said to show if the 95% interval over seeds lies "
+                f"{'below' if expects_lower else 'above'} 0."
+            ),
+        )
+
+
+# -- power laws
+
+
+def _fits(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Fit]:
+    """By point of the compared axis; none of those with too few sizes."""
+    points: dict[str, list[tuple[object, float, float]]] = {}
+    for group in groups:
+        key = tuple(value for axis, value in group.points.items() if axis != sweep.config.report.compare)
+        for seed, loss in group.losses.items():
+            point = group.points[sweep.config.report.compare]
+            points.setdefault(point, []).append(((key, seed), size_of(sweep, group.cell), loss))
+    fitted = {
+        point: sorted(each, key=lambda entry: str(entry[0]))  # in one order, so that residuals are drawn together
+        for point, each in points.items()
+        if len({x for _, x, _ in each}) >= FEWEST_SIZES
+    }
+    xs = [[x for _, x, _ in each] for each in fitted.values()]
+    losses = [[loss for _, _, loss in each] for each in fitted.values()]
+    paired = len({tuple(key for key, _, _ in each) for each in fitted.values()}) == 1
+    return dict(zip(fitted, fit_together(xs, losses, paired=paired), strict=True)) if fitted else {}
+
+
+def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit]) -> Iterator[Finding]:
+    report = sweep.config.report
+    if report.baseline not in fits:
+        return
+    largest = max(size_of(sweep, group.cell) for group in groups if group.points[report.compare] == report.baseline)
+    for point, fit in fits.items():
+        if point == report.baseline:
+            continue
+        found = saving(fits[report.baseline], fit, largest)
+        is_finite = math.isfinite(found.share)
+        yield Finding(
+            name=f"{sweep.config.experiment}: {report.over} that {point} needs for {report.baseline}'s loss",
+            paper=None if report.paper_saving is None else f"{report.paper_saving:.1%}",
+            ours=100 * found.share if is_finite else None,
+            interval=_percent(found.interval),
+            unit=f"% of {report.baseline}'s {report.over}",
+            same_settings=report.same_settings,
+            shows=None if found.interval is None else found.interval.high is not None and found.interval.high < 1,
+            sentence=_saving_sentence(sweep, point, found),
+        )
+
+
+def _saving_sentence(sweep: Sweep, point: str, found: Saving) -> str:
+    report = sweep.config.report
+    needs = (
+        f"needs {found.share:.1%} of them" if math.isfinite(found.share) else "does not come to that loss by its curve"
+    )
+    if found.interval is None:
+        outcome = "there are too few runs for an interval, so that it cannot be told"
+    elif found.interval.high is not None and found.interval.high < 1:
+        outcome = "the interval lies below 100%: a saving is shown"
+    elif found.interval.low is not None and found.interval.low > 1:
+        outcome = "the interval lies above 100%: it needs more"
+    else:
+        outcome = "the interval has 100% in it: no saving is shown"
+    return (
+        f"For the loss of {found.loss:.4f} nats per token that {report.baseline}'s fitted curve has at {found.at:.3g} "
+        f"{report.over}, {point} {needs}; {outcome}. The effect is said to show if the 95% interval lies below 100%."
+    )
+
+
+def _percent(interval: Interval | None) -> tuple[float | None, float | None] | None:
+    if interval is None:
+        return None
+    low, high = (None if each is None else 100 * each for each in interval)
+    return low, high
+
+
+# -- tables
+
+
+def _table_of_groups(sweep: Sweep, groups: Sequence[Group]) -> Table:
+    rows: list[list[TableCell]] = []
+    for group in groups:
+        loss = mean_of(list(group.losses.values())) if group.losses else Mean(math.nan, None)
+        low, high = loss.interval or (None, None)
+        mean = None if math.isnan(loss.value) else loss.value
+        sizes = [parameters_of(group.cell), group.cell.tokens]
+        rows.append([*group.points.values(), *sizes, len(group.losses), mean, low, high])
+    columns = [*sweep.config.axes, "parameters", "tokens", "seeds", "mean loss", "from", "to"]
+    return Table(
+        title=f"{sweep.metric} by point: mean and 95% interval over seeds (Student's t)", columns=columns, rows=rows
+    )
+
+
+def _table_of_fits(sweep: Sweep, fits: dict[str, Fit]) -> list[Table]:
+    if not fits:
+        return []
+    rows: list[list[TableCell]] = []
+    for point, fit in fits.items():
+        bounds: Sequence[tuple[float | None, float | None]] = fit.intervals or [(None, None)] * len(fit.curve)
+        for name, value, (low, high) in zip(("E", "A", "α"), fit.curve, bounds, strict=True):
+            rows.append([point, name, value, low, high])
+        rows.append([point, "residual", fit.residual, None, None])
+    title = f"E + A·x^(−α) over {sweep.config.report.over}: least squares, 95% interval by the bootstrap of residuals"
+    return [Table(title=title, columns=[sweep.config.report.compare, "of the curve", "value", "from", "to"], rows=rows)]
+
+
+def _table_of_missing(found: Sequence[Outcome]) -> list[Table]:
+    missing: list[list[TableCell]] = [[each.cell.name, str(each)] for each in found if each.loss is None]
+    return [Table(title=MISSING, columns=["cell", "state"], rows=missing)] if missing else []
+
+
+def _csv(sweep: Sweep, found: Sequence[Outcome]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["cell", *sweep.config.axes, "seed", "parameters", "tokens", "flops", "state", "step", "loss"])
+    for each in found:
+        model = each.cell.config.model
+        flops = training_flops_per_token(model) * each.cell.tokens
+        sizes = [parameters_of(each.cell), each.cell.tokens, flops]
+        written = "" if each.loss is None else repr(each.loss)
+        writer.writerow(
+            [each.cell.name, *each.cell.points.values(), each.cell.seed, *sizes, each.state, each.step, written]
+        )
+    return text.getvalue()
+
+
+def summary(folder: Path, result: Result) -> Iterator[str]:
+    """Lines for the terminal."""
+    for finding in result.findings:
+        yield finding.sentence
+    for table in result.tables:
+        if table.title == MISSING:
+            yield from (f"no loss: {name}: {state}" for name, state in table.rows)
+    yield f"wrote {folder / README}"

@@ -1,0 +1,121 @@
+"""Runs a sweep's cells one after the other, each as a process `megatron-fanformer train`.
+
+What a cell has come to is in its run's folder alone, so that a sweep that is killed at any moment goes on where it was:
+complete cells are left out, one that had begun resumes from its checkpoint. A cell's process ends with the sweep's,
+however that ends.
+"""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import yaml
+
+from megatron_fanformer.checkpoint.run_lock import run_lock
+from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.errors import FanformerError, Interrupted
+from megatron_fanformer.experiments.sweeps.cells import is_complete, outcome, refuse_other_runs
+from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
+from megatron_fanformer.processes import SAVE_SIGNAL, end_with_owner, signals_held, signals_to
+
+TRAIN = (sys.executable, "-m", "megatron_fanformer", "train")
+POLL_SECONDS = 0.1
+LOG_TAIL_BYTES = 1 << 16  # of a cell's log, in which its error is looked for
+ERROR_MARK = "megatron-fanformer: "  # what the command's errors begin with
+
+
+class CellsFailed(FanformerError):
+    """Cells of a sweep ended with an error, each told by its own line; the exit code is the first one's."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def run_sweep(sweep: Sweep, tell: Callable[[str], None], *, command: Sequence[str] = TRAIN) -> None:
+    """Run the cells that are not complete; those that fail are passed over, and named at the end.
+
+    Args:
+        tell: is called with a line about each cell.
+        command: what trains a cell, before `--config FILE`.
+
+    Raises:
+        InputError: another `sweep` runs in the folder, or it has runs of other configurations.
+        Interrupted: a signal stopped it, and the cell that was running has saved.
+        CellsFailed: cells failed.
+    """
+    with run_lock(sweep.folder):
+        refuse_other_runs(sweep)
+        failed: list[tuple[Cell, int]] = []
+        heard: deque[signal.Signals] = deque()
+        with signals_to(heard.append):
+            for number, cell in enumerate(sweep.cells, 1):
+                if is_complete(cell):
+                    continue
+                tell(f"[{number}/{len(sweep.cells)}] {cell.name}")
+                started = time.monotonic()
+                code = _run_cell(cell, command, heard)
+                if code == Interrupted.exit_code or heard:
+                    raise Interrupted(
+                        f"stopped in {cell.name}, which goes on where it was; run the same command to continue"
+                    )
+                if code:
+                    failed.append((cell, code))
+                found = outcome(cell, sweep.metric, average_steps=sweep.config.report.average_steps)
+                tell(f"    {found} ({time.monotonic() - started:.0f} s)")
+    if failed:
+        names = ", ".join(cell.name for cell, _ in failed)
+        raise CellsFailed(f"{len(failed)} of {len(sweep.cells)} cells failed: {names}; see their .log", failed[0][1])
+
+
+def write_configuration(cell: Cell) -> None:
+    """Write a cell's configuration, complete, beside its run's folder."""
+    write_atomically(cell.file, yaml.safe_dump(cell.config.as_dict(), sort_keys=False))
+
+
+def _run_cell(cell: Cell, command: Sequence[str], heard: "deque[signal.Signals]") -> int:
+    """Train one cell to its end, or until a signal comes; its exit code, 1 where it was killed."""
+    write_configuration(cell)
+    cell.failure.unlink(missing_ok=True)
+    with cell.log.open("ab") as log, signals_held():  # by the child, until it listens
+        process = subprocess.Popen(
+            [*command, "--config", str(cell.file)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's signals are for this process, which passes them on
+            preexec_fn=functools.partial(end_with_owner, os.getpid()),
+        )
+    passed_on = 0
+    try:
+        while process.poll() is None:
+            for number in list(heard)[passed_on:]:
+                process.send_signal(number if number == SAVE_SIGNAL else signal.SIGTERM)
+                passed_on += 1
+            time.sleep(POLL_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+    while SAVE_SIGNAL in heard:
+        heard.remove(SAVE_SIGNAL)
+    code = 1 if process.returncode < 0 else process.returncode
+    if code not in (0, Interrupted.exit_code) and not heard:
+        write_atomically(cell.failure, f"{_error_in(cell.log, process.returncode)}\n")
+    return code
+
+
+def _error_in(log: Path, code: int) -> str:
+    """The last error in a cell's log; how its process ended where there is none."""
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
+        lines = stream.read().decode(errors="replace").splitlines()
+    told = [line.removeprefix(ERROR_MARK) for line in lines if line.startswith(ERROR_MARK)]
+    if told:
+        return told[-1]
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}; see {log}"

@@ -1,0 +1,139 @@
+"""The paper's six variants (its table 2): the fields of a model that make each, at one size.
+
+| name | is |
+|---|---|
+| `transformer` | no FAN |
+| `ffn-fan` | FFN <- FAN: two FAN layers in place of the feed-forward network; our reading of the name |
+| `atm` | attention reads gelu(W x + b): the FAN map's place without periodic rows |
+| `atl` | attention reads W x + b |
+| `original-fan` | attention reads [cos p, sin p, gelu g] |
+| `fanformer` | attention reads [cos p, sin p, g] |
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.formats.fan_of_tensors import Shape, fan_of_tensors
+from megatron_fanformer.formats.name_table import Format
+from megatron_fanformer.model.config import FANConfig, FANformerConfig, as_transformer, with_same_parameters
+
+Equal = Literal["parameters", "dimension"]
+
+FFN_MULTIPLE = 4
+"""What d_ff is rounded to. It gives the d_ff of the authors' configurations at 1B: 7508 of ATM and ATL, 7680 of
+FANformer; and is fine enough for models of a laptop's size. For two FAN layers it is four times that, so that tensor
+parallel ranks which divide the others' d_ff divide their periodic rows at p_ratio 0.25, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A row of table 2."""
+
+    title: str
+    """What the paper calls it."""
+    fan: FANConfig
+    """Its fields of `model.fan`; the p_ratio of periodic ones is the size's own."""
+    loss: Mapping[Equal, float]
+    """The paper's training loss after 10B tokens, at 1B parameters."""
+
+    @property
+    def is_periodic(self) -> bool:
+        """Whether it has cos and sin."""
+        return self.fan.placement != "none" and self.fan.p_ratio > 0
+
+
+VARIANTS: dict[str, Variant] = {
+    "transformer": Variant(
+        title="Transformer", fan=FANConfig(placement="none"), loss={"parameters": 2.889, "dimension": 2.889}
+    ),
+    "ffn-fan": Variant(
+        title="FFN ← FAN (our reading)",
+        fan=FANConfig(placement="ffn", activation="gelu"),
+        loss={"parameters": 2.880},
+    ),
+    "atm": Variant(
+        title="ATM", fan=FANConfig(p_ratio=0.0, activation="gelu"), loss={"parameters": 2.890, "dimension": 2.886}
+    ),
+    "atl": Variant(title="ATL", fan=FANConfig(p_ratio=0.0), loss={"parameters": 2.882, "dimension": 2.879}),
+    "original-fan": Variant(
+        title="original FAN", fan=FANConfig(activation="gelu"), loss={"parameters": 2.893, "dimension": 2.887}
+    ),
+    "fanformer": Variant(title="FANformer", fan=FANConfig(), loss={"parameters": 2.863, "dimension": 2.856}),
+}
+"""By name, in the table's order."""
+
+
+def variants(
+    size: FANformerConfig, equal: Equal = "parameters", *, multiple: int = FFN_MULTIPLE
+) -> dict[str, FANformerConfig]:
+    """The variants of a size, by name: those that the paper has at the same parameters, or at the same dimension.
+
+    Width, layers and heads are the size's own. At the same dimension d_ff is, too; at the same parameters it is such
+    that each variant has as many as the Transformer of the size.
+
+    Args:
+        size: a model of any placement; p_ratio is that of the periodic variants.
+        multiple: what d_ff is rounded to, at the same parameters; that of `ffn-fan` to four times it.
+
+    Raises:
+        InputError: the size's p_ratio is 0, or a variant cannot be built.
+    """
+    if int(size.fan.p_ratio * size.hidden_size) == 0:
+        raise InputError(
+            f"model.fan.p_ratio is {size.fan.p_ratio}, without a periodic row of {size.hidden_size}: original FAN "
+            "would be ATM, and FANformer ATL; set the p_ratio of the periodic variants, such as 0.25"
+        )
+    models = {name: _variant(size, each, equal, multiple) for name, each in VARIANTS.items() if equal in each.loss}
+    found = [f"variant {name}: {problem}" for name, model in models.items() for problem in model.problems()]
+    if found:
+        raise InputError("\n".join(found))
+    return models
+
+
+def _variant(size: FANformerConfig, variant: Variant, equal: Equal, multiple: int) -> FANformerConfig:
+    fan = dataclasses.replace(variant.fan, bias=size.fan.bias)
+    if variant.is_periodic:
+        fan = dataclasses.replace(fan, p_ratio=size.fan.p_ratio)
+    model = dataclasses.replace(as_transformer(size), fan=fan)
+    if equal == "dimension" or fan.placement == "none":
+        return model
+    return with_same_parameters(model, 4 * multiple if fan.in_ffn else multiple)
+
+
+def variant_fields(model: FANformerConfig) -> dict[str, Any]:
+    """What a configuration's section `model` says of a variant, beside the size: dotted names and values."""
+    fan = {f"fan.{name}": value for name, value in dataclasses.asdict(model.fan).items()}
+    return {"ffn_hidden_size": model.ffn_hidden_size, **fan}
+
+
+def variant_of(model: FANformerConfig) -> str | None:
+    """The variant that a model is, by its fields of `model.fan`; None if the paper's table has no such."""
+    fan = model.fan
+    if fan.placement == "none":
+        return "transformer"
+    kind = (fan.placement, fan.activation, int(fan.p_ratio * model.hidden_size) > 0)
+    kinds = {(each.fan.placement, each.fan.activation, each.is_periodic): name for name, each in VARIANTS.items()}
+    return kinds.get(kind)
+
+
+def recognised(shapes: Mapping[str, Shape], format: Format = "megatron") -> list[str]:
+    """The variants that a model with these tensors can be, by their names and shapes alone.
+
+    Transformer and FFN <- FAN are recognised for certain. ATM and ATL have the same tensors, as have original FAN and
+    FANformer: a GELU on g has no weights, and only a checkpoint's configuration tells of it (`variant_of`).
+
+    Args:
+        shapes: of all tensors, by their names in that format.
+
+    Raises:
+        CorruptError: they are not a model's.
+    """
+    seen = fan_of_tensors(shapes, format)
+    return [
+        name
+        for name, variant in VARIANTS.items()
+        if variant.fan.placement == seen.placement and variant.is_periodic == bool(seen.p_ratio)
+    ]

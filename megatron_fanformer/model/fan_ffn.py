@@ -1,0 +1,145 @@
+"""Two FAN layers in place of the feed-forward network (placement `ffn`), as the two linear maps of megatron-core's MLP.
+
+Source: the encoder layers of the FAN authors' repository (YihongDong/FAN, time series), where two FAN layers replace
+the two linear maps, d wide to f and back, with nothing between or after them; "Reasoning is Periodicity?" does not say
+how its variant FFN <- FAN is made, and this is a reading of it (docs/experiments.md#variants).
+
+    [p1 | g1] = W1 x + b1      x1 = [cos p1, sin p1, g1]       W1 has (1 - p_ratio) f rows
+    [p2 | g2] = W2 x1 + b2     y = [cos p2, sin p2, g2]        W2 has (1 - p_ratio) h rows
+
+with GELU on g1 and g2 in the original FAN (`activation: gelu`).
+
+cos, sin and GELU act on single features, so a tensor parallel rank that owns P1/T periodic and G1/T linear rows of W1
+makes by itself the features of x1 that they stand for, and owns W2's columns of these: nothing moves between the two.
+W2's products are sums over the ranks, which must be complete before cos and sin. So what is summed is the
+pre-activation p2 | g2, (1 - p_ratio) h wide, in place of a Transformer's h: all-reduced, or under sequence parallelism
+reduce-scattered, and then activated on each rank's part of the sequence.
+
+Shapes: s sequence, b micro batch, T tensor parallel ranks, h hidden size, f width of x1.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from megatron_fanformer.model.canonical_shards import CanonicalRange, canonical_factory
+from megatron_fanformer.model.config import FANConfig
+from megatron_fanformer.model.fan_functions import Activation, FANActivation
+from megatron_fanformer.model.fan_layer import canonical_rows
+from megatron_fanformer.model.fan_rows import FANOutput, FANShard
+
+ShardedOffsets = Sequence[tuple[int, int, int]]
+
+
+class FANFeedForwardBackend(LocalSpecProvider):
+    """megatron-core's provider of local layers, whose MLP has FAN layers for linear maps."""
+
+    def __init__(self, fan: FANConfig) -> None:
+        self._fan = fan
+
+    def column_parallel_linear(self) -> Any:
+        """The first layer, with this model's FAN."""
+        return ModuleSpec(module=FANColumnParallelLinear, params={"fan": self._fan})
+
+    def row_parallel_linear(self) -> Any:
+        """The second layer."""
+        return ModuleSpec(module=FANRowParallelLinear, params={"fan": self._fan})
+
+
+def already_activated(x: Tensor) -> Tensor:
+    """What megatron-core's MLP applies between its maps: nothing, since the first one is a whole FAN layer."""
+    return x
+
+
+class _FANLayer:
+    """Makes a FAN layer of the linear map of megatron-core's that comes after it among the bases."""
+
+    activation: Activation
+    """How features are made of this rank's p | g."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, fan: FANConfig, bias: bool, skip_bias_add: bool, **kwargs: Any
+    ) -> None:
+        if kwargs["config"].activation_func is not already_activated:
+            raise ValueError(
+                "the configuration has an activation between the MLP's maps, which two FAN layers have not; build the "
+                "model by megatron_fanformer.model.build (stock Megatron-LM cannot build placement ffn)"
+            )
+        rows = whole_output(output_size, fan).rows
+        super().__init__(input_size, rows, bias=fan.bias, skip_bias_add=False, **kwargs)  # type: ignore[call-arg]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """The features of the linear map's output, and no bias left to add."""
+        pre_sbk, _ = super().forward(x)  # type: ignore[misc]
+        (made,) = FANActivation.apply(pre_sbk, self.activation)
+        return made, None
+
+
+class FANColumnParallelLinear(_FANLayer, ColumnParallelLinear):
+    """x [s, b, h] (of all ranks, if the sequence is sharded) -> this rank's features of x1 [s, b, f / T]."""
+
+    def __init__(self, input_size: int, output_size: int, *, fan: FANConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, fan=fan, **kwargs)
+        self.shard = _shard(whole_output(output_size, fan), self.tp_group)
+        self.activation = _activation(self.shard.outputs[0], fan)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The rows under their places in the canonical [p | g] map, whatever the layout."""
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for name in ("weight", "bias"):
+            key = prefix + name
+            if key in state:
+                state[key] = canonical_factory(state[key], name, canonical_rows(self.shard, [name]))
+        return state
+
+
+class FANRowParallelLinear(_FANLayer, RowParallelLinear):
+    """This rank's features of x1 [s, b, f / T] -> y [s, b, h], or under sequence parallelism its part [s / T, b, h]."""
+
+    def __init__(self, input_size: int, output_size: int, *, fan: FANConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, fan=fan, **kwargs)
+        self.shard = _shard(whole_output(input_size, fan), self.tp_group)  # of the rows that make the input
+        self.activation = _activation(whole_output(output_size, fan), fan)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The columns under those of the canonical [cos p1, sin p1, g1], whatever the layout; the bias is whole."""
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.shard.ranks > 1:
+            columns = [
+                CanonicalRange("weight", start, end, canonical_start, self.shard.whole(output).width)
+                for output, start, end, canonical_start in self.shard.feature_ranges()
+            ]
+            key = f"{prefix}weight"
+            state[key] = canonical_factory(state[key], "weight", columns, dim=1)
+        return state
+
+
+def whole_output(width: int, fan: FANConfig) -> FANOutput:
+    """The rows that make an output of that width."""
+    periodic = int(fan.p_ratio * width)
+    return FANOutput(periodic, width - 2 * periodic)
+
+
+def _shard(whole: FANOutput, tp_group: dist.ProcessGroup) -> FANShard:
+    """One rank's part of the rows, and so of the features that they make."""
+    ranks = tp_group.size()
+    if any(rows % ranks for rows in whole):
+        raise ValueError(
+            f"the FAN layer's {whole.periodic} periodic and {whole.linear} linear rows do not divide over tensor "
+            f"parallel size {ranks}; choose a p_ratio for which both do"
+        )
+    return FANShard(ranks, tp_group.rank(), (FANOutput(*(rows // ranks for rows in whole)),))
+
+
+def _activation(own: FANOutput, fan: FANConfig) -> Activation:
+    """Of rows whose features nobody else has."""
+    return Activation(FANShard(1, 0, (own,)), None, fan.activation == "gelu")

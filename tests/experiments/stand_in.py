@@ -1,0 +1,83 @@
+"""Stands in for `train --config FILE` in the tests of sweeps: a run's folder as the trainer leaves it, in milliseconds.
+
+Its losses are those of a known power law, by the seed; it resumes from its checkpoint, and saves on a signal.
+"""
+
+import json
+import math
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_fanformer.checkpoint.store import CHECKPOINTS, CONFIG, MEGATRON_METADATA, METRICS, checkpoint_name
+
+BASE_THAT_FAILS = 13  # the model.rotary_base of a run that diverges
+
+
+def save(run: Path, step: int) -> None:
+    folder = run / CHECKPOINTS / checkpoint_name(step)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    partial.mkdir(parents=True)
+    for name in (CONFIG, MEGATRON_METADATA):
+        (partial / name).write_text("{}")
+    os.rename(partial, folder)
+
+
+def newest(run: Path) -> int:
+    return max((int(folder.name[5:]) for folder in (run / CHECKPOINTS).glob("step-*")), default=0)
+
+
+def loss_at(values: dict[str, Any], step: int) -> float:
+    size = values["model"]["hidden_size"]
+    better = 0.05 if values["model"]["fan"]["placement"] != "none" else 0.0
+    noise = random.Random(f"{values['training']['seed']} {size} {better} {step}").gauss(0, 1e-3)
+    return 2.0 + 3.0 * size**-0.5 + math.exp(-step) - better + noise
+
+
+def train(values: dict[str, Any], *, pause: float = 0.0, stop: Sequence[int] = ()) -> int:
+    """A run of a configuration, or the rest of it; returns the exit code.
+
+    Args:
+        pause: seconds of a step.
+        stop: is not empty once a signal came.
+    """
+    run = Path(values["training"]["run_dir"])
+    run.mkdir(parents=True, exist_ok=True)
+    (run / CONFIG).write_text(yaml.safe_dump(values))
+    first = newest(run)
+    metrics = run / METRICS
+    kept = metrics.read_text().splitlines()[:first] if metrics.exists() else []
+    metrics.write_text("".join(f"{line}\n" for line in kept))
+    for step in range(first + 1, values["training"]["train_iters"] + 1):
+        time.sleep(pause)
+        entry = {"step": step, "loss": loss_at(values, step), "step_seconds": 0.5, "tokens": 64 * step}
+        entry["validation_loss/held-out"] = entry["loss"]
+        with metrics.open("a") as stream:
+            stream.write(json.dumps(entry) + "\n")
+        if stop or step % 4 == 0 or step == values["training"]["train_iters"]:
+            save(run, step)
+        if stop:
+            return 5
+    return 0
+
+
+def main() -> int:
+    values = yaml.safe_load(Path(sys.argv[-1]).read_text())
+    if values["model"]["rotary_base"] == BASE_THAT_FAILS:
+        print("megatron-fanformer: step 3: the loss is nan; lower optimizer.lr")
+        return 4
+    stop: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: stop.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+    return train(values, pause=0.01, stop=stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

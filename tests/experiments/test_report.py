@@ -1,0 +1,129 @@
+"""The page of experiments, and two runs compared step by step."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_fanformer import cli
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.experiments.report.dynamics import compare_runs, read_dynamics
+from megatron_fanformer.experiments.result import RESULT, Finding, Result, Table, read_result, write_result
+from tests.small_runs import small_run, write_config
+
+PIXEL = bytes.fromhex(  # a PNG of one pixel
+    "89504e470d0a1a0a0000000d4948445200000001000000010806000000"
+    "1f15c4890000000d4944415478da63f8ffff3f0005fe02fea7350be90000000049454e44ae426082"
+)
+FINDING = Finding(
+    name="error, FAN | MLP",
+    paper="<b>less</b>",
+    ours=0.45,
+    interval=(0.31, None),
+    unit="ratio",
+    shows=None,
+    sentence="FAN's error is *0.45* of the MLP's; it cannot be told.",
+)
+
+
+def result_in(folder: Path) -> Result:
+    folder.mkdir(parents=True)
+    (folder / "fit.png").write_bytes(PIXEL)
+    table = Table(title="Errors", columns=["network", "error"], rows=[["FAN", 1.25], ["MLP", None]])
+    result = Result(
+        experiment="mod",
+        settings={"seeds": 3},
+        machine={"cores": 2},
+        seconds=81.2,
+        findings=[FINDING],
+        tables=[table],
+        pictures=["fit.png"],
+    )
+    write_result(folder, result)
+    return result
+
+
+def test_a_result_is_read_as_it_was_written_and_nothing_less(tmp_path: Path) -> None:
+    result = result_in(tmp_path / "mod")
+    assert read_result(tmp_path / "mod") == result
+    file = tmp_path / "mod" / RESULT
+    whole = file.read_bytes()
+    for damaged, kind in (
+        (whole[:-20], CorruptError),
+        (whole.replace(b'"version": 1', b'"version": 2'), CorruptError),
+        (whole.replace(b"fit.png", b"../x.png"), CorruptError),
+        (whole.replace(b"0.45,", b'"much",'), InputError),
+    ):
+        assert damaged != whole
+        file.write_bytes(damaged)
+        with pytest.raises(kind):
+            read_result(tmp_path / "mod")
+
+
+def test_a_page_has_every_finding_its_picture_and_what_must_not_be_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result_in(tmp_path / "runs" / "probes" / "mod")
+    page = tmp_path / "page.html"
+    assert cli.main(["report", str(tmp_path / "runs"), "--output", str(page)]) == 0
+    assert FINDING.sentence in capsys.readouterr().out
+    text, markdown = page.read_text(), page.with_suffix(".md").read_text()
+    assert "&lt;b&gt;less" in text and "<b>less" not in text and 'src="data:image/png;base64,' in text
+    row = r"| error, FAN \| MLP | \<b\>less\</b\> | 0.45 ratio | 0.31 to ∞ | our own | cannot be told |"
+    assert row in markdown and "](runs/probes/mod/fit.png)" in markdown
+    assert "0.89 points" in text and "0.89 points" in markdown
+    assert cli.main(["report", str(tmp_path / "nothing")]) == 2
+    assert "has no result.json" in capsys.readouterr().err
+
+
+def write_run(folder: Path, *, placement: str, seed: int, losses: list[float], tokens: int = 64) -> Path:
+    folder.mkdir()
+    training = {"seed": seed}
+    values = small_run("tokens", folder, model={"fan": {"placement": placement}}, training=training)
+    write_config(folder / "config.yaml", values)
+    lines = [json.dumps({"step": n, "loss": loss, "tokens": tokens * n}) for n, loss in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_a_planted_crossing_is_found_where_it_is_and_runs_are_paired_by_seed(tmp_path: Path) -> None:
+    """B is above A by a straight line that passes 0 at step 121; noise is common to both runs of a seed."""
+    runs = []
+    for seed in (3, 1, 2):
+        noise = [0.5 * ((seed * 7919 * n) % 101) / 101 for n in range(200)]
+        runs.append(write_run(tmp_path / f"a{seed}", placement="none", seed=seed, losses=noise))
+        offset = [0.001 * (120.5 - n) + 1e-4 * seed for n in range(1, 201)]
+        both = [x + y for x, y in zip(noise, offset, strict=True)]
+        runs.append(write_run(tmp_path / f"b{seed}", placement="qkv", seed=seed, losses=both))
+    found = read_dynamics(runs)
+    assert found.seeds == [1, 2, 3] and found.names == ("model.fan.placement none", "model.fan.placement qkv")
+    assert found.crossings == [121, 121, 121]
+    result = compare_runs(runs, tmp_path / "out")
+    assert [finding.shows for finding in result.findings] == [True, True]
+    early, late = (finding.ours for finding in result.findings)
+    assert early == pytest.approx(0.001 * (120.5 - 20.5) + 2e-4) and late == pytest.approx(
+        0.001 * (120.5 - 180.5) + 2e-4
+    )
+    assert read_result(tmp_path / "out") == result
+    of_one_seed = compare_runs(runs[:2], tmp_path / "one")
+    assert [finding.shows for finding in of_one_seed.findings] == [None, None]
+
+
+def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", placement="none", seed=1, losses=[1.0])
+    same = write_run(tmp_path / "same", placement="none", seed=1, losses=[1.0])
+    other = write_run(tmp_path / "other", placement="qkv", seed=2, losses=[1.0])
+    larger = write_run(tmp_path / "larger", placement="qkv", seed=1, losses=[1.0], tokens=128)
+    for runs, reason in (
+        ([a, same], "of the same configuration and seed"),
+        ([a, other], "no seed in common"),
+        ([a, larger], "tokens in these runs"),
+        ([a, tmp_path], "is no run's folder"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            read_dynamics(runs)
+
+
+def test_decoding_keeps_a_bound_that_is_missing() -> None:
+    assert msgspec.json.decode(msgspec.json.encode(FINDING), type=Finding) == FINDING

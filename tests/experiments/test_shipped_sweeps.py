@@ -1,0 +1,67 @@
+"""The sweeps in examples/sweeps: they read, and their points are what they are called."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_fanformer.experiments.sweeps.file import Sweep, read_sweep
+from megatron_fanformer.experiments.sweeps.groups import parameters_of
+from megatron_fanformer.experiments.variants import VARIANTS, Equal, variants
+from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.training.config import load_config
+from tests.small_runs import ROOT
+
+FOLDER = ROOT / "examples" / "sweeps"
+SWEEPS = sorted(set(FOLDER.glob("*.yaml")) - {FOLDER / "laptop.yaml"})
+OWN_SIZE = "-dim"  # ends the name of a point at the Transformer's dimension
+EQUAL = 1.5e-3  # of parameters: one of d_ff is 0.2% at a width of 128
+
+
+@pytest.mark.parametrize("file", SWEEPS, ids=lambda file: file.stem)
+def test_every_cell_can_run_and_points_at_the_same_parameters_have_them(file: Path) -> None:
+    sweep = read_sweep(file, needs_data=False)
+    report = sweep.config.report
+    if "variants" in file.stem or file.stem.startswith("p"):
+        (baseline,) = {parameters_of(cell) for cell in sweep.cells if cell.points[report.compare] == report.baseline}
+        for cell in sweep.cells:
+            is_equal = abs(parameters_of(cell) / baseline - 1) < EQUAL
+            assert is_equal == (not cell.points[report.compare].endswith(OWN_SIZE)), cell.name
+
+
+@pytest.mark.parametrize(("name", "multiple"), [("variants", 1), ("variants-paper", 4)])
+def test_the_variants_are_those_of_the_one_table(name: str, multiple: int) -> None:
+    sweep = read_sweep(FOLDER / f"{name}.yaml", needs_data=False)
+    models = {cell.points["variant"]: cell.config.model for cell in sweep.cells}
+    size = load_config(FOLDER / sweep.config.base).model
+    expected: dict[str, FANformerConfig] = {}
+    losses: dict[str, float] = {}
+    endings: dict[Equal, str] = {"dimension": OWN_SIZE, "parameters": ""}
+    for equal, ending in endings.items():
+        for variant, model in variants(size, equal, multiple=multiple).items():
+            point = {"transformer": variant, "ffn-fan": f"{variant}-our-reading"}.get(variant, f"{variant}{ending}")
+            expected[point], losses[point] = model, VARIANTS[variant].loss[equal]
+    assert models == expected and sweep.config.report.paper == losses
+
+
+def lengths(sweep: Sweep) -> list[int]:
+    return sorted({cell.tokens for cell in sweep.cells})
+
+
+def test_the_papers_forms_have_the_papers_sizes_and_tokens() -> None:
+    sizes = read_sweep(FOLDER / "scaling-paper.yaml", needs_data=False)
+    transformers = [parameters_of(cell) for cell in sizes.cells if cell.points["architecture"] == "transformer"]
+    assert [round(each / 1e6) for each in transformers] == [268, 604, 1074, 2517, 6443]
+    assert lengths(sizes)[0] == pytest.approx(200e9, rel=1e-3)
+    assert lengths(read_sweep(FOLDER / "scaling-tokens-paper.yaml", needs_data=False))[-1] == pytest.approx(
+        200e9, rel=1e-3
+    )
+    assert lengths(read_sweep(FOLDER / "variants-paper.yaml", needs_data=False)) == [pytest.approx(10e9, rel=1e-3)]
+
+
+def test_a_laptops_form_and_the_papers_have_the_same_points() -> None:
+    for name in ("variants", "p"):
+        here, there = (read_sweep(FOLDER / f"{each}.yaml", needs_data=False) for each in (name, f"{name}-paper"))
+        assert here.config.axes.keys() == there.config.axes.keys()
+        for axis, points in here.config.axes.items():
+            assert points.keys() == there.config.axes[axis].keys()
+        assert here.config.report.paper == there.config.report.paper

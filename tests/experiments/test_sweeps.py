@@ -1,0 +1,272 @@
+"""Sweeps: their files, their cells, runs that are killed, and reports."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from megatron_fanformer import cli
+from megatron_fanformer.errors import InputError, Interrupted
+from megatron_fanformer.experiments.result import read_result
+from megatron_fanformer.experiments.sweeps.cells import outcomes
+from megatron_fanformer.experiments.sweeps.file import read_sweep
+from megatron_fanformer.experiments.sweeps.report import CSV, PICTURE, write_report
+from megatron_fanformer.experiments.sweeps.run import TRAIN, CellsFailed, run_sweep
+from megatron_fanformer.experiments.sweeps.slurm import write_array
+from tests.experiments.making import STAND_IN, changed, write_sweep
+from tests.experiments.stand_in import BASE_THAT_FAILS, train
+from tests.small_runs import write_tokens
+
+Command = tuple[str, ...]
+NOT_FOR_EVER_SECONDS = 120.0
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("tokens") / "tokens")
+
+
+def silent(_line: str) -> None:
+    """For what is told of cells."""
+
+
+def in_child(function: Callable[[], None]) -> int:
+    """A child that calls a function, and ends with 0, or with 5 where it was stopped."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        function()
+        code = 0
+    except Interrupted:
+        code = Interrupted.exit_code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def end_of(child: int, *, after: float, number: signal.Signals) -> int:
+    """Send a child a signal after some seconds, unless it has ended by then; its exit code, negative for a signal."""
+    deadline = time.monotonic() + after
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, number)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def reported(file: Path) -> tuple[Any, ...]:
+    """All of a report, but the machine."""
+    sweep = read_sweep(file, needs_data=True)
+    result = msgspec.structs.replace(write_report(sweep), machine={})
+    return result, (sweep.folder / CSV).read_text(), (sweep.folder / PICTURE).read_bytes()
+
+
+def killed_and_run_again(file: Path, command: Command, *, kills: int, longest: float, seed: int) -> int:
+    """Run a sweep, killed at random moments; how many times it was."""
+    generator, killed = random.Random(seed), 0
+    sweep = read_sweep(file, needs_data=True)
+
+    def run() -> None:
+        run_sweep(sweep, silent, command=command)
+
+    for _ in range(kills):
+        killed += end_of(in_child(run), after=generator.uniform(0, longest), number=signal.SIGKILL) < 0
+    assert end_of(in_child(run), after=NOT_FOR_EVER_SECONDS, number=signal.SIGKILL) == 0
+    return killed
+
+
+def test_a_sweep_that_is_killed_and_run_again_has_the_same_report(tmp_path: Path, tokens: str) -> None:
+    axes = {"architecture": {"transformer": {"model.fan.placement": "none"}, "fanformer": {}}}
+    changes = {"training.train_iters": 40}
+    report = {"compare": "architecture", "baseline": "transformer"}
+    reports = []
+    for kills in (0, 3):
+        (tmp_path / str(kills)).mkdir()
+        fields = {"axes": axes, "changes": changes, "seeds": 1, "report": report, "folder": str(tmp_path / "same")}
+        file = write_sweep(tmp_path / str(kills), tokens, **fields)
+        killed = killed_and_run_again(file, STAND_IN, kills=kills, longest=1.5, seed=kills)
+        assert (killed > 0) == (kills > 0)
+        reports.append(reported(file))
+        os.rename(tmp_path / "same", tmp_path / f"done {kills}")
+    assert reports[0] == reports[1]
+
+
+def test_a_signal_stops_a_sweep_once_its_cell_has_saved_and_a_second_run_goes_on(tmp_path: Path, tokens: str) -> None:
+    sweep = read_sweep(write_sweep(tmp_path, tokens, changes={"training.train_iters": 300}), needs_data=True)
+
+    def run() -> None:
+        run_sweep(sweep, silent, command=STAND_IN)
+
+    child = in_child(run)
+    metrics = sweep.cells[0].run / "metrics.jsonl"
+    deadline = time.monotonic() + NOT_FOR_EVER_SECONDS
+    while not metrics.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert end_of(child, after=0.3, number=signal.SIGINT) == Interrupted.exit_code
+    first, *rest = outcomes(sweep)
+    assert first.state == "begun" and 0 < first.step < 300
+    assert {each.state for each in rest} == {"to come"}
+    assert not list(sweep.folder.glob("*.failed"))
+
+
+def test_a_cell_that_fails_is_passed_over_and_named_with_its_error(
+    tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    axes = {
+        "base": {"usual": {}, "broken": {"model.rotary_base": BASE_THAT_FAILS}, "other": {"model.rotary_base": 500}}
+    }
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report={"compare": "base", "baseline": "usual"})
+    sweep = read_sweep(file, needs_data=True)
+    with pytest.raises(CellsFailed, match=r"1 of 3 cells failed: broken,seed=1234;") as failed:
+        run_sweep(sweep, silent, command=STAND_IN)
+    assert failed.value.exit_code == 4
+    assert cli.main(["sweep", str(file), "status"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "broken,seed=1234: failed at step 0 of 10: step 3: the loss is nan; lower optimizer.lr" in shown
+    assert cli.main(["sweep", str(file), "report"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line for line in shown if line.startswith("no loss: broken,seed=1234: failed")]
+    result = read_result(sweep.folder)
+    assert [finding.name for finding in result.findings] == ["scaling in parameters: loss of other, less usual's"]
+    (finding,) = result.findings
+    assert finding.ours == 0 and finding.interval is None and finding.shows is None
+
+
+def test_a_report_holds_the_planted_difference_and_saving(tmp_path: Path, tokens: str) -> None:
+    """The stand-in's FANformer is 0.05 nats better at every size, with noise of 0.001 by seed."""
+    file = write_sweep(tmp_path, tokens, seeds=3)
+    for cell in read_sweep(file, needs_data=True).cells:
+        train(cell.config.as_dict())
+    result, cells, _ = reported(file)
+    assert len(cells.splitlines()) == 1 + 2 * 4 * 3
+    (saved,) = result.findings
+    assert saved.paper == "69.2%" and saved.shows is True and saved.interval[1] < 100
+    by_point = {tuple(row[:2]): row for row in result.tables[0].rows}
+    for size in ("d16", "d24", "d32", "d48"):
+        of_fan, of_transformer = (by_point[name, size][5] for name in ("fanformer", "transformer"))
+        assert of_fan - of_transformer == pytest.approx(-0.05, abs=4e-3)
+    changed(file, report={"compare": "architecture", "baseline": "transformer", "paper": {}})
+    (differing,) = reported(file)[0].findings
+    assert differing.interval[0] <= differing.ours <= differing.interval[1] < 0 and differing.shows is True
+    assert differing.ours == pytest.approx(-0.05, abs=2e-3)
+
+
+def test_all_that_is_wrong_with_a_file_is_told_before_any_cell_starts(tmp_path: Path, tokens: str) -> None:
+    report = {"compare": "depth", "baseline": "x", "average_steps": 5}
+    file = write_sweep(
+        tmp_path, tokens, seeds=0, axes={"size": {"a b": {"model.hidden_size": 8}, "c": 3}}, report=report
+    )
+    with pytest.raises(InputError) as wrong:
+        read_sweep(file, needs_data=False)
+    lines = str(wrong.value).splitlines()
+    for part in ("seeds is 0", "'a b'", "axes.size.c", "report.compare is depth", "average_steps"):
+        assert [line for line in lines if part in line], part
+    axes = {"size": {"ok": {}, "odd": {"model.hidden_size": 30}, "typo": {"model.hiden_size": 32}}}
+    report = {"compare": "size", "baseline": "ok"}
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=2, report=report)
+    with pytest.raises(InputError) as wrong:
+        read_sweep(file, needs_data=False)
+    lines = str(wrong.value).splitlines()
+    assert [line for line in lines if line.startswith("cell odd,seed=1234 and 1 more: model.hidden_size 30")]
+    assert [line for line in lines if "unknown configuration key model.hiden_size; did you mean" in line]
+    changed(file, axes={"size": {"ok": {}}}, limit=1)
+    with pytest.raises(InputError, match="make 2 cells, more than limit 1"):
+        read_sweep(file, needs_data=False)
+    changed(file, limit=9, changes={"data.train_data": ["nowhere"]})
+    assert len(read_sweep(file, needs_data=False).cells) == 2
+    with pytest.raises(InputError, match=r"in every cell: .*nowhere"):
+        read_sweep(file, needs_data=True)
+
+
+def test_a_run_of_another_configuration_is_not_taken_for_a_cell(tmp_path: Path, tokens: str) -> None:
+    axes = {"size": {"d16": {"model.hidden_size": 16}}}
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report={"compare": "size", "baseline": "d16"})
+    run_sweep(read_sweep(file, needs_data=True), silent, command=STAND_IN)
+    changed(file, changes={"training.train_iters": 10, "schedule.lr_warmup_iters": 2, "optimizer.lr": 0.5})
+    with pytest.raises(InputError, match=r"has a run with optimizer.lr 0.01, and the sweep's file makes it 0.5"):
+        run_sweep(read_sweep(file, needs_data=True), silent, command=STAND_IN)
+
+
+def test_an_arrays_task_starts_its_cell_by_the_users_script(tmp_path: Path, tokens: str) -> None:
+    sweep = read_sweep(write_sweep(tmp_path, tokens), needs_data=True)
+    script = tmp_path / "one run.sh"
+    script.write_text('#!/usr/bin/env bash\n#SBATCH --nodes=2\n# a comment\n#SBATCH --time=1:00\nset -eu\necho "$@"\n')
+    array = write_array(sweep, script)
+    lines = array.read_text().splitlines()
+    assert "#SBATCH --array=0-15" in lines[: lines.index("#SBATCH --nodes=2")]
+    environment = {**os.environ, "SLURM_ARRAY_TASK_ID": "5"}
+    shown = subprocess.run(
+        ["bash", array, "--logging.csv", "true"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.split() == ["--config", str(sweep.cells[5].file), "--logging.csv", "true"]
+    assert yaml.safe_load(sweep.cells[5].file.read_text()) == sweep.cells[5].config.as_dict()
+
+
+def test_what_would_run_is_listed_with_its_parameters_and_time(
+    tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_sweep(tmp_path, tokens)
+    assert cli.main(["sweep", str(file), "dry-run", "--gpu", "h100"]) == 0
+    shown = capsys.readouterr().out
+    sweep = read_sweep(file, needs_data=False)
+    model = next(
+        cell.config.model for cell in sweep.cells if cell.points == {"architecture": "transformer", "size": "d16"}
+    )
+    outside = model.num_parameters - model.padded_vocab_size * model.hidden_size
+    (row,) = [line.split() for line in shown.splitlines() if line.startswith("transformer") and "d16" in line]
+    assert row[2:5] == ["2", f"{outside:,}", "640"]
+    assert "16 cells, 0 of them complete" in shown and "time: by formula, on 1 x NVIDIA H100" in shown
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+def test_a_real_sweep_killed_twenty_times_has_the_report_of_one_that_was_not_and_evaluate_agrees(
+    tmp_path: Path, tokens: str
+) -> None:
+    """Real runs, on two sizes of two architectures: each point again from its checkpoint, to 1e-6."""
+    axes = {
+        "architecture": {"transformer": {"model.fan.placement": "none"}, "fanformer": {}},
+        "size": {"d16": {"model.hidden_size": 16}, "d32": {"model.hidden_size": 32}},
+    }
+    metric = "eval/random/CrossEntropyLoss"
+    changes = {
+        "training.train_iters": 60,
+        "checkpoint.save_interval": 5,
+        "evaluation.perplexity": {"sets": {"random": [tokens]}},
+    }
+    report = {"compare": "architecture", "baseline": "transformer", "metric": metric}
+    reports = []
+    for kills in (0, 20):
+        (tmp_path / str(kills)).mkdir()
+        fields = {"axes": axes, "changes": changes, "seeds": 1, "report": report, "folder": str(tmp_path / "same")}
+        file = write_sweep(tmp_path / str(kills), tokens, **fields)
+        killed = killed_and_run_again(file, TRAIN, kills=kills, longest=25, seed=kills)
+        assert killed >= kills / 2
+        result, *rest = reported(file)
+        reports.append((msgspec.structs.replace(result, seconds=0.0), *rest))
+        os.rename(tmp_path / "same", tmp_path / f"done {kills}")
+    assert reports[0] == reports[1]
+    os.rename(tmp_path / "done 20", tmp_path / "same")
+    for found in outcomes(read_sweep(file, needs_data=True)):
+        output = tmp_path / "evaluated.json"
+        command = ["evaluate", str(found.cell.run), "--perplexity", f"random={tokens}", "--output", str(output)]
+        subprocess.run([sys.executable, "-m", "megatron_fanformer", *command], check=True)
+        again = msgspec.json.decode(output.read_bytes())["perplexity"]["random"]["loss"]
+        assert found.loss == pytest.approx(again, abs=1e-6)
