@@ -37,7 +37,7 @@ CONTENTS = [
         "日本語テキスト 한국어",
         "👨\u200d👩\u200d👧 👍🏽",
         "\u2581 mark\u2581",
-        "\u0338 overlay",
+        "=\u0338 overlay",
     ),
     *("a\u0301\u0323\u0345", "\ufeff\u200b\u2028", "שלום العربية ไทย", "{{ messages }} {% generation %}", "<|user|>\n"),
     *("    def f(x):\n        return [x]\n", "1234567890 3.14159", "word " * 60, "\U0010ffff\x00\x7f"),
