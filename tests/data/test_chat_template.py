@@ -44,15 +44,22 @@ def tokenizer_file(request: pytest.FixtureRequest, olmo_tokenizer_file: Path, sm
 
 
 @pytest.mark.parametrize(
-    ("source", "parts"),
-    [(OLMO_TEMPLATE, parts_in_olmo_form), (CHATML, parts_in_chatml), (CHATML_MARKED, parts_in_chatml)],
-    ids=["olmo", "by prefixes", "by generation blocks"],
+    ("source", "parts", "count"),
+    [
+        pytest.param(OLMO_TEMPLATE, parts_in_olmo_form, 1000, id="olmo"),
+        pytest.param(CHATML, parts_in_chatml, 150, id="by prefixes"),
+        pytest.param(CHATML_MARKED, parts_in_chatml, 150, id="by generation blocks"),
+        pytest.param(CHATML, parts_in_chatml, 1000, id="by prefixes, all", marks=pytest.mark.full),
+        pytest.param(CHATML_MARKED, parts_in_chatml, 1000, id="by generation blocks, all", marks=pytest.mark.full),
+    ],
 )
-def test_what_is_learned_equals_a_count_by_the_bytes_of_tokens(tokenizer_file: Path, source: str, parts: Parts) -> None:
+def test_what_is_learned_equals_a_count_by_the_bytes_of_tokens(
+    tokenizer_file: Path, source: str, parts: Parts, count: int
+) -> None:
     tokenizer = load_tokenizer(tokenizer_file)
     template = ChatTemplate(source, {"eos_token": "<|endoftext|>"})
     pieces = bytes_by_id(tokenizer_file)
-    for messages in CHATS:
+    for messages in CHATS[:count]:
         ids, learned = encode_chat(tokenizer, template.render(messages))
         expected = learned_bytes(parts(messages), is_normalised=tokenizer_file.suffix == ".json")
         assert learned.tolist() == counted_mask(ids.tolist(), pieces, *expected), messages
@@ -61,18 +68,17 @@ def test_what_is_learned_equals_a_count_by_the_bytes_of_tokens(tokenizer_file: P
 def test_offsets_of_the_whole_text_give_the_same_mask(olmo_tokenizer_file: Path) -> None:
     """By the library's own offsets, wherever the cuts change no id: of all conversations but a few."""
     tokenizer, library = load_tokenizer(olmo_tokenizer_file), Library.from_file(str(olmo_tokenizer_file))
+    template = ChatTemplate(OLMO_TEMPLATE, {"eos_token": "<|endoftext|>"})
     compared = 0
-    for messages in CHATS:
+    for messages in CHATS[:300]:
         parts = parts_in_olmo_form(messages)
         learned_characters = [flag for text, flag in parts for _ in text]
         whole = library.encode("".join(text for text, _ in parts), add_special_tokens=False)
-        ids, learned = encode_chat(
-            tokenizer, ChatTemplate(OLMO_TEMPLATE, {"eos_token": "<|endoftext|>"}).render(messages)
-        )
+        ids, learned = encode_chat(tokenizer, template.render(messages))
         if ids.tolist() == whole.ids:
             assert learned.tolist() == [learned_characters[begin] for begin, _ in whole.offsets]
             compared += 1
-    assert compared > 0.95 * len(CHATS)
+    assert compared > 0.95 * 300
 
 
 def test_a_prompt_has_the_ids_that_come_before_the_answer_in_training(tokenizer_file: Path) -> None:
