@@ -215,6 +215,17 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(
     assert first == second and len(first) == (5 if form == "megatron" else 4)
 
 
+@pytest.mark.full
+def test_gigatoken_gives_the_same_bytes(tmp_path: Path, write_lines: WriteLines, olmo_tokenizer_file: Path) -> None:
+    pytest.importorskip("gigatoken")
+    file = write_lines("chats.jsonl", as_lines(made_up_chats(1000)))
+    for backend in ("tokenizers", "gigatoken"):
+        report = prepare_files(str(tmp_path / backend), [file], olmo_tokenizer_file, chat=OLMO, backend=backend)
+        assert report.manifest.encoding.backend == backend
+    for suffix in (".bin", ".idx", ".mask.bin", ".ledger.parquet"):
+        assert (tmp_path / f"tokenizers{suffix}").read_bytes() == (tmp_path / f"gigatoken{suffix}").read_bytes()
+
+
 # -- refused
 
 
