@@ -13,7 +13,7 @@ from pyarrow import parquet
 from tokenizers import Tokenizer as Library
 
 from megatron_fanformer.data.chat_files import open_chats
-from megatron_fanformer.data.chat_template import OLMO_TEMPLATE
+from megatron_fanformer.data.chat_template import OLMO_TEMPLATE, ChatTemplate, encode_chat
 from megatron_fanformer.data.manifest import ChatSettings
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
@@ -156,38 +156,33 @@ def test_the_npy_form_is_what_olmos_script_writes(
     assert [len(read), int(read.lengths.max())] == [len(kept), 64]
 
 
-def test_the_ledger_accounts_for_every_line(tmp_path: Path, write_lines: WriteLines, olmo_tokenizer_file: Path) -> None:
-    """The sum has 20 tokens, the question of ten words with its answer 26."""
+def test_the_ledger_accounts_for_every_line(
+    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
+) -> None:
+    """No conversation may be longer than a sum with its answer, as a question of ten words is."""
+    template = ChatTemplate(OLMO_TEMPLATE, {"eos_token": "<|endoftext|>"})
+    ids, learned = encode_chat(load_tokenizer(small_tokenizer_file), template.render([USER, ANSWER]))
+    whole = len(ids)
     ten = {"role": "user", "content": "one two three four five six seven eight nine ten"}
     conversations: list[Messages] = [[USER, ANSWER], [USER], [ten, ANSWER], [USER, ANSWER, ten, ANSWER], [USER, ANSWER]]
     lines = [*(json.dumps({"messages": chat}).encode() for chat in conversations), b"{"]
     file = write_lines("chats.jsonl", lines)
-    whole, reason = 20, "longer than max_tokens"
-    for too_long, outcomes in (
-        ("drop", ["whole", chats.NO_ASSISTANT_TURN, reason, reason, "whole", documents.NOT_JSON]),
-        (
-            "cut",
-            [
-                "whole",
-                chats.NO_ASSISTANT_TURN,
-                "nothing to learn within max_tokens",
-                "cut",
-                "whole",
-                documents.NOT_JSON,
-            ],
-        ),
+    for too_long, of_longer in (
+        ("drop", ["longer than max_tokens"] * 2),
+        ("cut", ["nothing to learn within max_tokens", "cut"]),
     ):
+        outcomes = ["whole", chats.NO_ASSISTANT_TURN, *of_longer, "whole", documents.NOT_JSON]
         config = ChatConfig(template="olmo", max_tokens=whole, too_long=too_long)  # type: ignore[arg-type]
-        report = prepare_files(str(tmp_path / too_long), [file], olmo_tokenizer_file, chat=config)
+        report = prepare_files(str(tmp_path / too_long), [file], small_tokenizer_file, chat=config)
         rows = parquet.read_table(tmp_path / f"{too_long}.ledger.parquet").to_pylist()
         assert [row["outcome"] for row in rows] == outcomes
         assert [row["line"] for row in rows] == [1, 2, 3, 4, 5, 6]
-        kept = [20 if outcome in ("whole", "cut") else 0 for outcome in outcomes]
+        kept = [whole if outcome in ("whole", "cut") else 0 for outcome in outcomes]
         assert [row["length"] for row in rows] == kept
         assert [row["first_token"] for row in rows] == [sum(kept[:n]) for n in range(6)]
-        assert [row["learned"] for row in rows] == [2 if length else 0 for length in kept]
+        assert [row["learned"] for row in rows] == [learned.sum() if length else 0 for length in kept]
         assert report.manifest.outputs[0].cut == outcomes.count("cut")
-        assert f"6 lines read: {kept.count(20)} conversations, {sum(kept)} tokens" in report.lines()[0]
+        assert f"6 lines read: {kept.count(whole)} conversations, {sum(kept)} tokens" in report.lines()[0]
 
 
 def test_the_last_turn_alone_may_be_learned(small_tokenizer_file: Path) -> None:
