@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
+from megatron_fanformer.data.chat_dataset import ChatDataset, training_conversations, validation_conversations
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.index_cache import indices_in
 from megatron_fanformer.data.npy_dataset import NpyDataset
@@ -58,6 +59,8 @@ def build_datasets(
             leaves a part without documents, an index cache that cannot be written or is not shared by all nodes.
         CorruptError: token files that disagree with their index or their manifest.
     """
+    if config.is_chats:
+        return _of_chats(config, seq_length, train_samples, valid_samples, seed)
     if survey is None:
         survey = on_main(functools.partial(survey_data, config))
     sets = _DatasetBuilder(
@@ -73,6 +76,19 @@ def build_datasets(
         return Datasets(parts[TRAIN], {SPLIT_VALIDATION: parts[VALIDATION]})
     valid = {name: sets.of_blend(blend, VALIDATION, valid_samples) for name, blend in survey.valid.items()}
     return Datasets(sets.of_blend(survey.train, TRAIN, train_samples), valid)
+
+
+def _of_chats(
+    config: DataConfig, seq_length: int, train_samples: int, valid_samples: int | None, seed: int
+) -> Datasets:
+    train, valid = training_conversations(config), validation_conversations(config, SPLIT_VALIDATION)
+    return Datasets(
+        ChatDataset(train, seq_length=seq_length, seed=seed, samples=train_samples),
+        {
+            name: ChatDataset(conversations, seq_length=seq_length, seed=seed, samples=valid_samples)
+            for name, conversations in valid.items()
+        },
+    )
 
 
 @dataclass(frozen=True)

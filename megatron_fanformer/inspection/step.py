@@ -146,7 +146,7 @@ def _check(config: RunConfig, step: int, data_parallel_size: int) -> None:
         found = batch_problems(
             config.parallel, data_parallel_size, training.global_batch_size, training.micro_batch_size
         )
-    if not 1 <= step <= training.train_iters:
+    if training.train_iters is not None and not 1 <= step <= training.train_iters:
         found.append(f"--step is {step}; the run has steps 1 to {training.train_iters} (training.train_iters)")
     if found:
         raise InputError("\n".join(found))

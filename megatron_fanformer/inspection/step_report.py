@@ -39,7 +39,7 @@ def _heading(samples: StepSamples) -> Iterator[str]:
     config = samples.config
     batches = config.num_micro_batches(samples.data_parallel_size)
     yield (
-        f"step {samples.step} of {config.training.train_iters}: samples {samples.first} to {samples.end - 1}, "
+        f"step {samples.step} of {config.training.steps}: samples {samples.first} to {samples.end - 1}, "
         f"of {config.model.seq_length} tokens"
     )
     yield (

@@ -1,5 +1,6 @@
 """The loop of a run: steps, metrics, evaluation, checkpoints, and an orderly end."""
 
+import dataclasses
 import functools
 import gc
 import logging
@@ -71,8 +72,10 @@ class Trainer:
     def __init__(
         self, config: RunConfig, grid: RankGrid, start: RunStart | None = None, console: Console | None = None
     ) -> None:
-        self.config, self._choices = choose_for_machine(config, grid)
         self._start = start or on_main(functools.partial(find_start, config))
+        training = dataclasses.replace(config.training, train_iters=self._start.train_iters, epochs=None)
+        config = dataclasses.replace(config, training=training)
+        self.config, self._choices = choose_for_machine(config, grid)
         self.grid = grid
         self.run = Path(config.training.run_dir)
         self.step = 0
@@ -311,7 +314,7 @@ class Trainer:
 
     @property
     def _is_over(self) -> bool:
-        return self.step >= self.config.training.train_iters
+        return self.step >= self.config.training.steps
 
     def _shall_stop(self) -> Stopping | None:
         """Why to end after this step, the same on all ranks; None to continue."""
@@ -393,7 +396,7 @@ class Trainer:
             self._optimizer,
             lr=config.optimizer.lr,
             weight_decay=config.optimizer.weight_decay,
-            train_iters=config.training.train_iters,
+            train_iters=config.training.steps,
         )
 
     def _start_or_resume(self) -> None:
