@@ -73,9 +73,7 @@ class ChatDataset:
     memory, which forked loader processes share.
     """
 
-    def __init__(
-        self, conversations: Conversations, *, seq_length: int, seed: int, samples: int | None = None
-    ) -> None:
+    def __init__(self, conversations: Conversations, *, seq_length: int, seed: int, samples: int | None = None) -> None:
         """`samples` is the length, over as many epochs as it takes; None: one epoch."""
         self.conversations = conversations
         self.seq_length = seq_length

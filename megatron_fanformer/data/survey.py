@@ -13,8 +13,10 @@ from pathlib import Path
 from megatron_fanformer.data.blends import Blend, Source, split_bounds
 from megatron_fanformer.data.chat_files import open_chats
 from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.manifest import read_any_manifest
 from megatron_fanformer.data.npy_files import NpyFile, check_npy_ids, open_npy_files
 from megatron_fanformer.data.token_files import check_index_ids, read_index
+from megatron_fanformer.errors import InputError
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,8 @@ class DataSurvey:
     """By path."""
     chats: dict[str, ChatFacts] = field(default_factory=dict)
     """By prefix, for fine-tuning, which reads no other files."""
+    chat_template: str | None = None
+    """What rendered the conversations, in Jinja, where their manifests say it."""
 
     def pair(self, source: Source) -> PairFacts:
         """The facts about a source that is a pair."""
@@ -81,7 +85,7 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
     train = config.blend(config.train_data)
     valid = {name: config.blend(items) for name, items in config.valid_data.items()}
     cache = config.index_cache()
-    survey = DataSurvey(cache, train, valid, {}, {})
+    survey = DataSurvey(cache, train, valid, {}, {}, chat_template=_chat_template(train) if config.is_chats else None)
     parts = [] if config.applied_split is None else split_bounds(config.applied_split)
     bounds = {number: part for number, part in enumerate(parts) if part is not None}
     for source in dict.fromkeys(source for blend in (train, *valid.values()) for source in blend.sources):
@@ -102,6 +106,19 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
             check_index_ids(prefix, index, vocab_size, cache=cache)
     _tell(survey, time.monotonic() - started)
     return survey
+
+
+def _chat_template(train: Blend) -> str | None:
+    """The one template of all chats to train on that have a manifest."""
+    found: dict[str, str] = {}
+    for (prefix,) in (source.paths for source in train.sources):
+        manifest = read_any_manifest(prefix)
+        if manifest is not None and manifest.settings.chat is not None:
+            found.setdefault(manifest.settings.chat.template, prefix)
+    if len(found) > 1:
+        first, second, *_ = found.values()
+        raise InputError(f"{first} and {second} were prepared with different chat templates; prepare both with one")
+    return next(iter(found), None)
 
 
 def _chat_facts(prefix: str, vocab_size: int | None, cache: Path) -> ChatFacts:

@@ -21,8 +21,8 @@ from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.evaluation.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.formats.recognition import find_checkpoint, refuse_other_kinds
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.training.chats import with_steps
 from megatron_fanformer.training.config import RunConfig
-from megatron_fanformer.training.epochs import with_steps
 from megatron_fanformer.training.machine_rules import machine_problems
 from megatron_fanformer.training.recovery import read_events
 from megatron_fanformer.training.recovery_config import RecoveryConfig

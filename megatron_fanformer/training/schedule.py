@@ -38,7 +38,9 @@ class ScheduleConfig:
             found.append(f"schedule.lr_warmup_iters is {self.lr_warmup_iters}; it must not be negative")
         if self.lr_warmup_fraction is not None:
             if not 0 <= self.lr_warmup_fraction < 1:
-                found.append(f"schedule.lr_warmup_fraction is {self.lr_warmup_fraction}; it must lie in [0, 1), or null")
+                found.append(
+                    f"schedule.lr_warmup_fraction is {self.lr_warmup_fraction}; it must lie in [0, 1), or null"
+                )
             if self.lr_warmup_iters:
                 found.append(
                     f"schedule.lr_warmup_fraction is {self.lr_warmup_fraction} and lr_warmup_iters "

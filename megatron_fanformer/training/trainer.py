@@ -1,6 +1,5 @@
 """The loop of a run: steps, metrics, evaluation, checkpoints, and an orderly end."""
 
-import dataclasses
 import functools
 import gc
 import logging
@@ -27,6 +26,7 @@ from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.pipeline import Batches
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.attempts import Attempts, StepBatches
+from megatron_fanformer.training.chats import template_file, with_train_iters, write_template
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.evaluation import Evaluation
 from megatron_fanformer.training.loggers import Loggers
@@ -73,8 +73,7 @@ class Trainer:
         self, config: RunConfig, grid: RankGrid, start: RunStart | None = None, console: Console | None = None
     ) -> None:
         self._start = start or on_main(functools.partial(find_start, config))
-        training = dataclasses.replace(config.training, train_iters=self._start.train_iters, epochs=None)
-        config = dataclasses.replace(config, training=training)
+        config = with_train_iters(config, self._start.train_iters)
         self.config, self._choices = choose_for_machine(config, grid)
         self.grid = grid
         self.run = Path(config.training.run_dir)
@@ -472,6 +471,8 @@ class Trainer:
 
     def _open_logs(self) -> None:
         self._logs.open(self._resolved_config(), step=self.step, tokens=self.consumed_tokens)
+        if self.grid.is_main:
+            write_template(self.run, self._start.data.chat_template)
 
     def _resolved_config(self) -> dict[str, Any]:
         values = self.config.as_dict()
@@ -482,7 +483,8 @@ class Trainer:
 
     def _attachments(self) -> list[Path]:
         tokenizer = self.config.data.tokenizer
-        return [tokenizer_file(Path(tokenizer))] if tokenizer else []
+        template = [template_file(self.run)] if self._start.data.chat_template else []
+        return [*([tokenizer_file(Path(tokenizer))] if tokenizer else []), *template]
 
 
 @contextmanager
