@@ -178,7 +178,7 @@ def blend_problems(name: str, items: Sequence[str]) -> list[str]:
 
 
 def chat_problems(name: str, items: Sequence[str]) -> list[str]:
-    """What is wrong with a list of chats; `name` is the setting that holds it. No file is opened except a blend file."""
+    """What is wrong with a list of chats; `name` is the setting that holds it. None of them is opened."""
     try:
         blend = parse_chats(items)
     except InputError as error:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fanformer.data.chat_dataset import ChatDataset
+from megatron_fanformer.data.document_masks import DocumentSamples
 from megatron_fanformer.data.npy_dataset import NpyDataset
 from megatron_fanformer.data.npy_files import npy_prefix
 
@@ -25,6 +26,7 @@ def sample_spans(dataset: Any, index: int) -> list[Span]:
     Together they are seq_length tokens for a .npy source; for .bin and .idx pairs one more, the last label; for chats
     a run for each conversation, and less than seq_length where there is padding.
     """
+    dataset = dataset.samples if isinstance(dataset, DocumentSamples) else dataset
     # A blend keeps what it draws from in `datasets`, a source of a mixed one in `samples`.
     while hasattr(dataset, "datasets"):
         number, index = int(dataset.dataset_index[index]), int(dataset.dataset_sample_index[index])

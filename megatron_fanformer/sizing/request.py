@@ -102,8 +102,8 @@ def _of_known_length(config: RunConfig, tokens: int | None) -> RunConfig:
         return with_train_iters(config, math.ceil(tokens / (training.global_batch_size * config.model.seq_length)))
     if not config.data.is_chats:
         raise InputError(
-            f"training.epochs is {training.epochs}, and only conversations (data.format sft) are counted in epochs; "
-            "state training.train_iters"
+            f"training.epochs is {training.epochs}, which counts conversations (data.format sft) alone; state "
+            "training.train_iters"
         )
     try:
         return with_steps(config)

@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Any
 from megatron_fanformer.checkpoint.config import CheckpointConfig
 from megatron_fanformer.configuration import build, described_fields, moved_names, overlaid, read_overrides, read_values
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.config import EvaluationConfig
 from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
-from megatron_fanformer.model.layout_rules import batch_problems, graph_problems, layout_problems
+from megatron_fanformer.model.layout_rules import (
+    batch_problems,
+    document_problems,
+    graph_problems,
+    layout_problems,
+)
 from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.device import has_bf16_matrix_units
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
@@ -172,6 +176,8 @@ class RunConfig:
     def problems_of_layout(self) -> list[str]:
         """The rules between sections that it breaks and that hold for any batch, one line each."""
         found = [*layout_problems(self.model, self.parallel), *graph_problems(self.parallel, self.kernels)]
+        if self.data.reset_attention_mask:
+            found += document_problems(self.parallel, self.kernels)
         if self.kernels.cuda_graph_impl == "local" and not self.evaluation.is_empty:
             found.append(
                 "kernels.cuda_graph_impl is local, whose graphs take micro batches of one shape, and the tasks and "
@@ -185,8 +191,8 @@ class RunConfig:
         no_epochs = []
         if training.epochs is not None and not self.data.is_chats:
             no_epochs = [
-                f"training.epochs is {training.epochs}, and only conversations (data.format sft) are counted in epochs; "
-                "state training.train_iters"
+                f"training.epochs is {training.epochs}, which counts conversations (data.format sft) alone; state "
+                "training.train_iters"
             ]
         return [
             *no_epochs,
@@ -242,7 +248,7 @@ def _built(values: dict[str, Any]) -> RunConfig:
 
 
 def _with_documents_apart(values: dict[str, Any]) -> dict[str, Any]:
-    """For fine-tuning the fields of `data` that keep conversations apart are on; one that is stated stays, to be told."""
+    """For fine-tuning the fields of `data` that keep conversations apart are on, unless they are stated."""
     data = values.get("data")
     if not isinstance(data, dict) or data.get("format") != "sft":
         return values
