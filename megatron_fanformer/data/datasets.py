@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
-from megatron_fanformer.data.chat_dataset import ChatDataset, training_conversations, validation_conversations
+from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.conversations import training_conversations, validation_conversations
 from megatron_fanformer.data.document_masks import DocumentSamples
 from megatron_fanformer.data.index_cache import indices_in
 from megatron_fanformer.data.npy_dataset import NpyDataset

@@ -47,6 +47,12 @@ class Packing:
     """[conversations] int64: their numbers, sample after sample."""
     starts: np.ndarray
     """[samples + 1] int64: where each sample's begin in `members`, and their number."""
+    capacity: int
+    """Tokens of a sample."""
+    tokens: int
+    """Of all conversations, without what is cut off."""
+    cut: int
+    """Conversations that are longer than a sample, and end with it."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -54,6 +60,14 @@ class Packing:
     def of(self, sample: int) -> np.ndarray:
         """The numbers of a sample's conversations, in the order in which they stand in it."""
         return self.members[self.starts[sample] : self.starts[sample + 1]]
+
+    def in_words(self) -> str:
+        """What was packed, and how well."""
+        longer = f"; {self.cut:,} of them longer, and cut there" if self.cut else ""
+        return (
+            f"{len(self.members):,} conversations of {self.tokens:,} tokens in {len(self):,} samples of"
+            f" {self.capacity:,}, {self.tokens / (len(self) * self.capacity):.1%} filled{longer}"
+        )
 
 
 def pack(lengths: np.ndarray, capacity: int, *, seed: int) -> Packing:
@@ -64,7 +78,8 @@ def pack(lengths: np.ndarray, capacity: int, *, seed: int) -> Packing:
         capacity: tokens of a sample.
     """
     order = np.random.Generator(np.random.PCG64(seed)).permutation(np.flatnonzero(lengths))
-    bins = first_fit(np.minimum(lengths[order], capacity), capacity)
+    fitted = np.minimum(lengths[order], capacity)
+    bins = first_fit(fitted, capacity)
     by_bin = np.argsort(bins, kind="stable")
     starts = np.searchsorted(bins[by_bin], np.arange(int(bins.max(initial=-1)) + 2))
-    return Packing(order[by_bin], starts)
+    return Packing(order[by_bin], starts, capacity, int(fitted.sum()), int((lengths > capacity).sum()))

@@ -5,8 +5,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_fanformer.data.chat_dataset import ChatDataset, training_conversations
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA
+from megatron_fanformer.data.conversations import training_conversations
+from megatron_fanformer.data.packing import pack
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.training.config import RunConfig
@@ -25,11 +26,11 @@ def with_steps(config: RunConfig, *, tell: Callable[[str], None] = lambda _: Non
     if not config.data.is_chats:
         return config
     training = config.training
-    samples = ChatDataset(training_conversations(config.data), seq_length=config.model.seq_length, seed=training.seed)
-    tell(samples.in_words())
+    packing = pack(training_conversations(config.data).lengths, config.model.seq_length, seed=training.seed)
+    tell(packing.in_words())
     if training.epochs is None:
         return config
-    steps = math.ceil(training.epochs * samples.epoch_samples / training.global_batch_size)
+    steps = math.ceil(training.epochs * len(packing) / training.global_batch_size)
     tell(f"{training.epochs:g} epochs are {steps:,} steps of {training.global_batch_size:,} samples")
     return with_train_iters(config, steps)
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_fanformer.data.blends import parse_chats
-from megatron_fanformer.data.chat_dataset import ChatDataset, Conversations
+from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.conversations import Conversations
 from megatron_fanformer.data.datasets import build_datasets
 from megatron_fanformer.data.packing import first_fit, pack
 from megatron_fanformer.errors import InputError
@@ -62,8 +63,8 @@ def test_a_sample_is_its_conversations_and_predicts_nothing_across_them(tmp_path
     ]
     packed = dataset(chats, tmp_path)
     assert len(packed) == 2
-    assert packed.in_words() == (
-        "3 conversations of 26 tokens in 2 samples of 16, 81.2% filled; 1 of them are longer, and cut there"
+    assert pack(packed.conversations.lengths, SEQ_LENGTH, seed=1).in_words() == (
+        "3 conversations of 26 tokens in 2 samples of 16, 81.2% filled; 1 of them longer, and cut there"
     )
     samples = [{name: tensor.tolist() for name, tensor in packed[number].items()} for number in range(2)]
     long, short = sorted(samples, key=lambda sample: sample["tokens"][0] == end)
