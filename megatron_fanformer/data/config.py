@@ -16,6 +16,7 @@ from megatron_fanformer.data.blends import (
 )
 from megatron_fanformer.data.npy_files import NpyType
 
+SPLIT_VALIDATION = "validation"  # the name of the validation set that a split cuts off
 TRAINING, TOKENIZER = "train", "tokenizer"  # in `allow_change`, beside the names of validation sets
 
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from megatron_fanformer.data.blends import PART_NAMES, Blend, parse_chats, split_bounds
 from megatron_fanformer.data.chat_files import ChatFiles, open_chats
-from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
 from megatron_fanformer.data.sample_counts import TRAIN, VALIDATION
 from megatron_fanformer.errors import InputError
 
@@ -45,9 +45,9 @@ def training_conversations(config: DataConfig) -> Conversations:
     return Conversations(parse_chats(config.train_data), split=config.applied_split)
 
 
-def validation_conversations(config: DataConfig, name_of_split: str) -> dict[str, Conversations]:
+def validation_conversations(config: DataConfig) -> dict[str, Conversations]:
     """The validation sets by name; raises as `Conversations`."""
     if config.applied_split is not None:
         blend = parse_chats(config.train_data)
-        return {name_of_split: Conversations(blend, split=config.applied_split, part=VALIDATION)}
+        return {SPLIT_VALIDATION: Conversations(blend, split=config.applied_split, part=VALIDATION)}
     return {name: Conversations(parse_chats(items)) for name, items in config.valid_data.items()}

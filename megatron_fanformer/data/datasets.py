@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
 from megatron_fanformer.data.chat_dataset import ChatDataset
-from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
 from megatron_fanformer.data.conversations import training_conversations, validation_conversations
 from megatron_fanformer.data.document_masks import DocumentSamples
 from megatron_fanformer.data.index_cache import indices_in
@@ -25,8 +25,6 @@ from megatron_fanformer.data.pair_reader import PairReader
 from megatron_fanformer.data.sample_counts import TRAIN, VALIDATION, SampleCounts, Sizes, refuse_npy
 from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.runtime.agreement import on_main
-
-SPLIT_VALIDATION = "validation"  # the name of the validation set that a split cuts off
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datas
 def _of_chats(
     config: DataConfig, seq_length: int, train_samples: int, valid_samples: int | None, seed: int
 ) -> Datasets:
-    train, valid = training_conversations(config), validation_conversations(config, SPLIT_VALIDATION)
+    train, valid = training_conversations(config), validation_conversations(config)
     return Datasets(
         ChatDataset(train, seq_length=seq_length, seed=seed, samples=train_samples),
         {

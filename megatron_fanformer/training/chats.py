@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA
-from megatron_fanformer.data.conversations import training_conversations
+from megatron_fanformer.data.conversations import training_conversations, validation_conversations
 from megatron_fanformer.data.packing import pack
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
@@ -20,12 +20,13 @@ def with_steps(config: RunConfig, *, tell: Callable[[str], None] = lambda _: Non
         tell: is called with a line about the samples that the conversations make, and one about the steps.
 
     Raises:
-        InputError: there are no such files, or no conversations to train on.
+        InputError: there are no such files, or no conversations to train or to validate on.
         CorruptError: files disagree with one another.
     """
     if not config.data.is_chats:
         return config
     training = config.training
+    validation_conversations(config.data)  # refused now, where there are none
     packing = pack(training_conversations(config.data).lengths, config.model.seq_length, seed=training.seed)
     tell(packing.in_words())
     if training.epochs is None:
