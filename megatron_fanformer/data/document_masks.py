@@ -1,10 +1,11 @@
 """Where documents end within samples: attention stays within them, positions begin anew, an end of text has no loss.
 
-A document ends with its end-of-text id, in .bin and .npy files alike. (The sequences of a .bin file, which its index
-bounds, need not be documents.) megatron-core's GPTDataset would look for the same id, in a loop over the documents of a
-sample; it is left as it is, so that its order of samples and its cached indices are.
+A document ends with its end-of-text id, in .bin and .npy files alike, and in any case where another sequence of a .bin
+file begins: megatron-core shuffles those, also where a document has several. Its GPTDataset would look for the id
+alone; it is left as it is, and with it the order of samples and the cached indices.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_fanformer.data.batches import DOCUMENT_IDS
+from megatron_fanformer.data.origins import sequence_spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +36,21 @@ class DocumentSamples:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """The sample's own tensors, [seq_length] each, and, under `reset_attention_mask`, `document_ids` (int32)."""
         item: dict[str, Tensor] = {**self.samples[index]}
-        is_end = (item["tokens"] == self.eod_id).long()
-        document_ids = is_end.cumsum(0) - is_end
+        is_end = item["tokens"] == self.eod_id
+        begins = is_end.roll(1).long()
+        begins[[0, *self._sequence_starts(index, len(begins))]] = 1
+        document_ids = begins.cumsum(0) - 1
         if self.reset_attention_mask:
             item[DOCUMENT_IDS] = document_ids.int()
         if self.reset_position_ids:
             first = torch.searchsorted(document_ids, document_ids)  # each document's first position
             item["position_ids"] = torch.arange(len(first)) - first
         if self.eod_mask_loss:
-            item["loss_mask"] = item["loss_mask"] * (1 - is_end)
+            item["loss_mask"] = item["loss_mask"] * ~is_end
         return item
+
+    def _sequence_starts(self, index: int, length: int) -> list[int]:
+        """The positions at which another sequence of its token files begins, but for the first."""
+        spans = sequence_spans(self.samples, index)
+        starts = itertools.accumulate(span.length for span in spans)
+        return [start for start in starts if start < length]

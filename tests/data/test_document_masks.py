@@ -49,23 +49,27 @@ def test_documents_are_those_of_the_token_files_and_nothing_else_changes(tmp_pat
     marked = datasets.train
     assert sorted(tmp_path.rglob("*")) == indices  # the cached order of samples is the same, and was used
     assert "document_ids" in datasets.valid["v"][0]
-    bounds = np.cumsum(LENGTHS)
+    ends = np.cumsum(LENGTHS)
+    sequences = np.cumsum([len(sequence) for document in documents() for sequence in document])
     several = 0
     for number in range(SAMPLES):
         ours, theirs = marked[number], plain[number]
         assert all(torch.equal(ours[name], theirs[name]) for name in ("tokens", "labels"))
         spans = sample_spans(marked, number)
         assert spans == sample_spans(plain, number)
-        places = np.concatenate([np.arange(span.first_token, span.first_token + span.length) for span in spans])
-        places = places[:SEQ_LENGTH]
-        numbers = np.searchsorted(bounds, places, side="right")
-        changes = np.append(0, (np.diff(numbers) != 0) | (np.diff(places) != 1))  # an epoch may repeat a document
+        places, numbers = [], []
+        for span in spans:
+            own = np.arange(span.first_token, span.first_token + span.length)
+            places.append(own)
+            numbers.append(np.searchsorted(sequences if span.prefix.endswith("pair") else ends, own, side="right"))
+        place, document = np.concatenate(places)[:SEQ_LENGTH], np.concatenate(numbers)[:SEQ_LENGTH]
+        changes = np.append(0, (np.diff(document) != 0) | (np.diff(place) != 1))  # an epoch may repeat a document
         assert ours["document_ids"].tolist() == np.cumsum(changes).tolist()
         first = [int(np.flatnonzero(ours["document_ids"] == each)[0]) for each in ours["document_ids"]]
         assert ours["position_ids"].tolist() == (np.arange(SEQ_LENGTH) - first).tolist()
-        at_end = np.isin(places + 1, bounds)
+        at_end = np.isin(place + 1, ends)
         assert ours["loss_mask"].tolist() == (theirs["loss_mask"].numpy() * ~at_end).tolist()
-        several += len(set(numbers))
+        several += len(set(document))
     assert several > 2 * SAMPLES
 
 
