@@ -23,6 +23,7 @@ def write_saved_model(run: Path, model: FANformerConfig, step: int = 7) -> Path:
     checkpoint = run / store.CHECKPOINTS / store.checkpoint_name(step)
     checkpoint.mkdir(parents=True)
     (checkpoint / store.MEGATRON_METADATA).touch()
+    (checkpoint.parent / store.LATEST).write_text(f"{checkpoint.name}\n")
     for folder in (run, checkpoint):
         (folder / store.CONFIG).write_text(yaml.safe_dump({"model": dataclasses.asdict(model)}))
     return checkpoint
