@@ -167,6 +167,11 @@ class TorchCoreAttention(MegatronModule):
             raise ValueError(f"the local core attention has only causal masks, not {mask_type}")
         if self.cp_group is not None and self.cp_group.size() > 1:
             return self._attend_to_whole_sequence(query, key, value)
+        if mask_type == AttnMaskType.no_mask and len(query) > 1:
+            # megatron-core's word for a filled cache, as if one query stood behind it. Each of several sees the keys
+            # up to its own.
+            seen = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
+            return self._attend(query, key, value, attn_mask=seen.tril(diagonal=len(key) - len(query)))
         return self._attend(query, key, value, is_causal=mask_type == AttnMaskType.causal)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, **masking: Any) -> Tensor:
