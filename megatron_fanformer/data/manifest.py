@@ -13,6 +13,8 @@ from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 
 Format = Literal["megatron", "npy"]
+Learn = Literal["all", "last"]
+TooLong = Literal["cut", "drop"]
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,10 +44,27 @@ class TokenizerRecord(_Part, frozen=True, kw_only=True):
     eod_id: int
 
 
+class ChatSettings(_Part, frozen=True, kw_only=True):
+    """What else determines the bytes of chats."""
+
+    template: str
+    """The template itself, in Jinja."""
+    template_variables: dict[str, str]
+    """The special tokens that it may use: bos_token, eos_token, pad_token, unk_token."""
+    learn: Learn
+    max_tokens: int | None
+    """The most tokens of a conversation; with the format npy, those of each row."""
+    too_long: TooLong
+    """What is done with a conversation of more tokens."""
+    pad_id: int | None
+    """What fills the rows of the format npy; None: the files are not padded."""
+
+
 class Settings(_Part, frozen=True, kw_only=True):
     """What, besides inputs and tokenizer, determines the token files' bytes."""
 
     text_field: str
+    """The field of a document that is its text; empty where conversations were read."""
     dtype: str
     format: Format = "megatron"
     part_bytes: int | None = None
@@ -60,6 +79,8 @@ class Settings(_Part, frozen=True, kw_only=True):
     """Whether there is a ledger of the documents."""
     npy_dtype: str | None = None
     """The type of the tokens read, where the inputs were headerless .npy files and not documents."""
+    chat: ChatSettings | None = None
+    """Where the inputs were conversations and not documents."""
 
 
 class RefusedLine(_Part, frozen=True, kw_only=True):
@@ -91,7 +112,12 @@ class TokenFiles(_Part, frozen=True, kw_only=True):
     tokens: int
     max_token_id: int
     files: dict[str, FileRecord]
-    """By suffix: .bin and .idx, or .npy; .ledger.parquet where there is a ledger."""
+    """By suffix: .bin and .idx, or .npy; .ledger.parquet where there is a ledger. Of chats .mask.bin beside .bin and
+    .idx, or /input_ids.npy and /label_mask.npy."""
+    learned_tokens: int | None = None
+    """Of chats: tokens that are learned."""
+    cut: int | None = None
+    """Of chats: conversations that lost their end."""
 
 
 class PartManifest(_Part, frozen=True, kw_only=True, tag_field="kind", tag="part"):

@@ -1,6 +1,7 @@
 """Tokenizers behind one small interface: sentencepiece models and Hugging Face `tokenizer.json` files."""
 
 import queue
+import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -49,6 +50,12 @@ class Tokenizer(Protocol):
     @property
     def special_pieces(self) -> list[str]:
         """Special pieces; some tokenizers recognise them where a text contains them literally."""
+
+    def piece(self, id: int) -> str:
+        """The piece of an id, as it is written in the vocabulary."""
+
+    def cut_at_special(self, text: str) -> list[str | int]:
+        """`text` in parts: what `encode` takes, and the ids of special pieces that it would take for plain text."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without special tokens added."""
@@ -122,6 +129,7 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.vocab_size()
         self._mark_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         self._has_byte_fallback = all(map(self._processor.is_byte, self._mark_ids))
+        self._control_pieces: dict[str, int] | None = None
         found = self._find_end_of_text()
         self.eod_id = _end_of_text_id(path, eod_id, self.vocab_size, found, is_needed=needs_eod)
 
@@ -131,6 +139,21 @@ class SentencePieceTokenizer:
         model = self._processor
         kinds = (model.is_control, model.is_unknown, model.is_byte)
         return [model.id_to_piece(id) for id in range(self.vocab_size) if any(is_kind(id) for is_kind in kinds)]
+
+    def piece(self, id: int) -> str:
+        """The piece of an id."""
+        return str(self._processor.id_to_piece(id))
+
+    def cut_at_special(self, text: str) -> list[str | int]:
+        """`text` cut at its control pieces, which sentencepiece never finds in a text."""
+        if self._control_pieces is None:
+            model = self._processor
+            self._control_pieces = {model.id_to_piece(id): id for id in range(self.vocab_size) if model.is_control(id)}
+        if not self._control_pieces:
+            return [text] if text else []
+        longest_first = sorted(map(re.escape, self._control_pieces), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(longest_first)})", text)
+        return [self._control_pieces.get(part, part) for part in parts if part]
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`; a literal U+2581 is encoded as its bytes, since the model's piece means a space."""
@@ -181,6 +204,14 @@ class HuggingFaceTokenizer:
     def special_pieces(self) -> list[str]:
         """The file's added tokens."""
         return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
+
+    def piece(self, id: int) -> str:
+        """The piece of an id."""
+        return str(self._tokenizer.id_to_token(id))
+
+    def cut_at_special(self, text: str) -> list[str | int]:
+        """`text` alone: the library finds special pieces itself."""
+        return [text] if text else []
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without special tokens added; raises like `encode_batch`."""

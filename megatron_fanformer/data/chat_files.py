@@ -1,0 +1,147 @@
+"""Files of chats: the token ids of conversations, and which of them are learned.
+
+`prepare --chat` writes them in two forms:
+
+    PREFIX.bin, PREFIX.idx, PREFIX.mask.bin         Megatron's pair, each conversation a document; a byte for each token
+    PREFIX/input_ids.npy, PREFIX/label_mask.npy     rows of a fixed length, padded, as OLMo's fine-tuning reads them
+
+A mask has 1 where a token is learned: where it is a label with a loss, whatever comes before it. Neither `.npy` file
+has NumPy's header. Files are read, not mapped: one that is cut off during a run is an error with a name.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_fanformer.data.id_bounds import refuse_ids_outside
+from megatron_fanformer.data.manifest import manifest_path, read_any_manifest, token_files_record
+from megatron_fanformer.data.token_files import bin_path, idx_path, read_index
+from megatron_fanformer.errors import CorruptError, InputError
+
+MASK_SUFFIX = ".mask.bin"
+IDS_NPY, MASK_NPY = "/input_ids.npy", "/label_mask.npy"
+NPY_DTYPE, NPY_ROW_TOKENS = "uint16", 2048  # of files without a manifest: those of OLMo's script
+READ_BYTES = 1 << 24
+
+
+class ChatFiles:
+    """The conversations of one prefix, or of one folder of rows."""
+
+    def __init__(self, prefix: str, ids: Path, dtype: np.dtype[Any], mask: Path, spans: "_Spans") -> None:
+        self.prefix = prefix
+        self.ids_path, self.mask_path = ids, mask
+        self.dtype = dtype
+        self.lengths = spans.lengths
+        """[n] int64: tokens of each conversation, without padding."""
+        self._starts = spans.starts
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """A conversation's ids, [t] int64, and which of them are learned, [t] bool.
+
+        Raises:
+            IndexError: there is no such conversation.
+            CorruptError: a file has become shorter since it was opened, or the mask holds something else than 0 and 1.
+        """
+        start, count = self.first_token(number), int(self.lengths[number])
+        ids = _read(self.ids_path, self.dtype, start, count)
+        mask = _read(self.mask_path, np.dtype(np.uint8), start, count)
+        if count and mask.max() > 1:
+            raise CorruptError(
+                f"{self.mask_path} holds {mask.max()}, not 0 or 1, in conversation {number}; prepare it again"
+            )
+        return ids.astype(np.int64), mask.astype(bool)
+
+    def first_token(self, number: int) -> int:
+        """Where a conversation begins in its files, in tokens."""
+        return int(self._starts[number])
+
+    def check_ids(self, vocab_size: int, *, cache: Path | None = None) -> None:
+        """Raise InputError if an id is outside [0, vocab_size); `cache`: see `data/id_bounds.py`."""
+        record = token_files_record(self.prefix)
+        largest = None if record is None else record.max_token_id
+        refuse_ids_outside(vocab_size, self.prefix, self.ids_path, self.dtype, largest=largest, cache=cache)
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """Where conversations are: [n] int64 each, in tokens."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+
+
+def open_chats(prefix: str) -> ChatFiles:
+    """Open a prefix of `prepare --chat`, or a folder in the form of OLMo's script.
+
+    Raises:
+        InputError: no such files, or token files without a mask.
+        CorruptError: files that disagree with one another, or with their manifest.
+    """
+    if is_row_folder(prefix):
+        return _open_rows(prefix.rstrip("/"))
+    mask = Path(prefix + MASK_SUFFIX)
+    if not mask.is_file():
+        what = "these are token files of documents" if bin_path(prefix).is_file() else "there are no chats"
+        raise InputError(f"{mask} does not exist, {what}; name what prepare --chat has written")
+    index = read_index(prefix)
+    lengths = index.lengths.astype(np.int64)
+    if len(index.bounds) != len(lengths) + 1:
+        raise InputError(
+            f"{idx_path(prefix)} has several sequences in a document, chats have one; prepare them with --chat"
+        )
+    found = mask.stat().st_size
+    if found != index.tokens:
+        raise CorruptError(f"{mask} holds {found} bytes for {index.tokens} tokens; copy the files of {prefix} again")
+    spans = _Spans(np.cumsum(lengths) - lengths, lengths)
+    return ChatFiles(prefix, bin_path(prefix), index.dtype, mask, spans)
+
+
+def is_row_folder(path: str | Path) -> bool:
+    """Whether a path is a folder in the form of OLMo's script."""
+    return all(Path(f"{path}{name}").is_file() for name in (IDS_NPY, MASK_NPY))
+
+
+def _open_rows(prefix: str) -> ChatFiles:
+    """Rows of a fixed length.
+
+    A row's conversation ends with its last learned token: nothing after that has a loss, or is seen by what has one.
+    """
+    ids, mask = Path(prefix + IDS_NPY), Path(prefix + MASK_NPY)
+    manifest = read_any_manifest(prefix)
+    dtype, row = np.dtype(NPY_DTYPE), NPY_ROW_TOKENS
+    if manifest is not None and manifest.settings.chat is not None and manifest.settings.chat.max_tokens is not None:
+        dtype, row = np.dtype(manifest.settings.dtype), manifest.settings.chat.max_tokens
+    tokens = mask.stat().st_size
+    if not tokens or tokens % row or ids.stat().st_size != tokens * dtype.itemsize:
+        stated = "" if manifest is None else f", which {manifest_path(prefix)} states"
+        raise CorruptError(
+            f"{ids} and {mask} hold {ids.stat().st_size} and {tokens} bytes, not rows of {row} {dtype} ids and as many"
+            f" bytes of mask{stated}; copy them again"
+        )
+    lengths = np.concatenate(list(_row_lengths(mask, row)))
+    if not lengths.all():
+        raise CorruptError(
+            f"row {int(np.argmin(lengths))} (from 0) of {mask} has no learned token; leave it out of both files"
+        )
+    return ChatFiles(prefix, ids, dtype, mask, _Spans(np.arange(len(lengths), dtype=np.int64) * row, lengths))
+
+
+def _row_lengths(mask: Path, row: int) -> Iterator[np.ndarray]:
+    """For each row the number of tokens up to the last learned one, block by block."""
+    with mask.open("rb") as stream:
+        while len(block := np.fromfile(stream, np.uint8, max(1, READ_BYTES // row) * row)):
+            learned = block.reshape(-1, row) != 0
+            yield np.where(learned.any(axis=1), row - learned[:, ::-1].argmax(axis=1), 0).astype(np.int64)
+
+
+def _read(path: Path, dtype: np.dtype[Any], first: int, count: int) -> np.ndarray:
+    values = np.fromfile(path, dtype, count, offset=first * dtype.itemsize)
+    if len(values) < count:
+        raise CorruptError(f"{path} has become shorter since it was opened; copy it again")
+    return values

@@ -1,0 +1,300 @@
+"""Chat templates: from the messages of a conversation to a text, of which spans are learned, and to token ids.
+
+Templates are Jinja, as tokenizers on Hugging Face carry them; OLMo's form, in which the paper's data are prepared, is
+built in as one. They run in Jinja's sandbox. What is learned is each assistant turn: its content and its end of text. A
+template says so by `{% generation %}` blocks; without them, a turn is what it adds to the rendering of the messages
+before it.
+
+The text is cut at the edges of these spans before it is encoded: no token is partly learned, and a prompt, which ends
+where an answer begins, has the ids that it has in training.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_fanformer.durable_files import regular_file
+from megatron_fanformer.errors import InputError
+
+if TYPE_CHECKING:
+    import jinja2
+
+OLMO = "olmo"
+CHAT_TEMPLATE_JINJA, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"  # their usual names in a folder
+LARGEST_BYTES = 1 << 24  # of either; the largest template known to us has 20 kB
+ASSISTANT = "assistant"
+# Unpaired surrogates: no text that can be written as UTF-8, and so no message, contains one.
+BEGIN, END = "\ud800", "\udfff"
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+# The form of OLMo's script that prepares Tulu's conversations (allenai/OLMo, scripts/prepare_tulu_data.py).
+OLMO_TEMPLATE = """\
+{{ eos_token -}}
+{% for message in messages -%}
+{{ '<|' + message['role'] + '|>\\n' -}}
+{% if message['role'] == 'assistant' -%}
+{% generation %}{{ message['content'] | trim + eos_token }}{% endgeneration -%}
+{{ '\\n' -}}
+{% else -%}
+{{ message['content'] | trim + '\\n' -}}
+{% endif -%}
+{% endfor -%}
+{% if add_generation_prompt -%}
+{{ '<|assistant|>\\n' -}}
+{% endif -%}
+"""
+
+Message = Mapping[str, str]
+"""`role` and `content`."""
+
+
+class RenderedChat(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    learned: list[tuple[int, int]]
+    """Spans [begin, end) of its characters, in order: one for each assistant turn."""
+
+
+class TemplateRefusal(InputError):
+    """A template cannot render a conversation, or not so that what is learned can be told."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        """The same for all conversations that fail this way."""
+
+
+REFUSED = "refused by the template"
+BEGINS_OTHERWISE = "the template renders its beginning otherwise"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template and the special tokens that it may use.
+
+    Raises InputError if it is not valid Jinja.
+    """
+
+    source: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """bos_token, eos_token, pad_token, unk_token: as far as the tokenizer has them."""
+
+    def __post_init__(self) -> None:
+        _compiled(self.source)
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> RenderedChat:
+        """The text of a conversation, with what opens the assistant's next turn where `add_generation_prompt`.
+
+        Raises TemplateRefusal.
+        """
+        marked = self._text(messages, add_generation_prompt)
+        if GENERATION.search(self.source):
+            return _without_marks(marked)
+        return RenderedChat(marked, [self._turn(messages, k, marked) for k in _assistant_turns(messages)])
+
+    def _text(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        try:
+            return _compiled(self.source).render(
+                messages=list(messages), add_generation_prompt=add_generation_prompt, **self.variables
+            )
+        except Exception as error:  # a template is a program: it may fail in any way
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise TemplateRefusal(
+                f"the chat template cannot render the conversation ({reason}); change it, or use another template",
+                REFUSED,
+            ) from error
+
+    def _turn(self, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int]:
+        """The span of an assistant turn: what it adds to the messages before it and the opening of an answer.
+
+        White space after the mark that ends the turn is left out of it.
+        """
+        before = self._text(messages[:turn], True)
+        after = self._text(messages[: turn + 1], False)
+        if not (text.startswith(after) and after.startswith(before)):
+            raise TemplateRefusal(
+                f"the chat template renders the messages before message {turn} (from 0) otherwise once others follow,"
+                " so that what is learned cannot be told; mark it in the template by {% generation %} blocks",
+                BEGINS_OTHERWISE,
+            )
+        span, content = after[len(before) :], messages[turn]["content"].strip()
+        closing = span.rpartition(content)[2] if content else span
+        return len(before), len(before) + len(span.rstrip() if closing.strip() else span)
+
+
+def _assistant_turns(messages: Sequence[Message]) -> list[int]:
+    return [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+
+
+def _without_marks(marked: str) -> RenderedChat:
+    """The text and the spans between marks."""
+    parts = re.split(f"({BEGIN}|{END})", marked)
+    position, begin = 0, None
+    spans: list[tuple[int, int]] = []
+    for part in parts:
+        if part == BEGIN:
+            begin = position
+        elif part == END and begin is not None:
+            spans.append((begin, position))
+            begin = None
+        elif part not in (BEGIN, END):
+            position += len(part)
+    return RenderedChat("".join(part for part in parts if part not in (BEGIN, END)), spans)
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: str) -> "jinja2.Template":
+    """A template in the environment that transformers gives them, except for the time of day.
+
+    Without `strftime_now` the same conversations give the same text on every day.
+    """
+    # Imported here: whoever has no chats need not wait for it.
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.nodes import CallBlock, Node
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}…{% endgeneration %}`: its text between the marks."""
+
+        tags = frozenset({"generation"})  # type: ignore[assignment]
+
+        def parse(self, parser: Parser) -> Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
+
+        def marked(self, caller: Any) -> str:
+            return f"{BEGIN}{caller()}{END}"
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = tojson
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise InputError(
+            f"the chat template is not valid Jinja, line {error.lineno}: {error.message}; fix it"
+        ) from error
+    except RecursionError as error:
+        raise InputError("the chat template is nested too deeply for Jinja; use another one") from error
+
+
+# -- found
+
+
+def find_template(
+    tokenizer_path: str | Path, named: str | Path | None = None, *, eod_id: int | None = None
+) -> ChatTemplate:
+    """The template of a tokenizer: a Jinja file or `olmo` where named, else what lies beside the tokenizer.
+
+    That is `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`, in the tokenizer's folder. Special
+    tokens are those of `tokenizer_config.json`; where it states no `eos_token`, and wherever `eod_id` is given, the end
+    of text is the tokenizer's own piece.
+
+    Raises:
+        InputError: there is none, or it cannot be read, or is not valid Jinja.
+    """
+    path = Path(tokenizer_path)
+    folder = path if path.is_dir() else path.parent
+    config = _tokenizer_config(folder / TOKENIZER_CONFIG)
+    if named is None:
+        source = _own_template(folder, config)
+        if source is None:
+            raise InputError(
+                f"tokenizer {path} has no chat template ({CHAT_TEMPLATE_JINJA}, or one in {TOKENIZER_CONFIG}); name a"
+                f" Jinja file as the chat template, or {OLMO} for the paper's form"
+            )
+    else:
+        source = OLMO_TEMPLATE if str(named) == OLMO else _read(Path(named), "a Jinja file")
+    variables = {name: text for name in VARIABLES if (text := _token_text(config.get(name))) is not None}
+    if eod_id is not None or "eos_token" not in variables:
+        tokenizer = load_tokenizer(path, eod_id=eod_id, needs_eod=False)
+        if tokenizer.eod_id >= 0:
+            variables["eos_token"] = tokenizer.piece(tokenizer.eod_id)
+    return ChatTemplate(source, variables)
+
+
+def _own_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    if (folder / CHAT_TEMPLATE_JINJA).is_file():
+        return _read(folder / CHAT_TEMPLATE_JINJA, "a Jinja file")
+    stated = config.get("chat_template")
+    if isinstance(stated, list):  # several by name
+        named = {one.get("name"): one.get("template") for one in stated if isinstance(one, dict)}
+        stated = named.get("default")
+    return stated if isinstance(stated, str) else None
+
+
+def _tokenizer_config(file: Path) -> dict[str, Any]:
+    """Its content; empty where there is none."""
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(_read(file, "a tokenizer's configuration"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not valid JSON ({error}); fix it, or name the chat template") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _token_text(stated: Any) -> str | None:
+    """A special token as `tokenizer_config.json` states it: its text, or an object with it."""
+    text = stated.get("content") if isinstance(stated, dict) else stated
+    return text if isinstance(text, str) else None
+
+
+def _read(file: Path, what: str) -> str:
+    try:
+        return regular_file(file, most_bytes=LARGEST_BYTES).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"chat template: {file} cannot be read ({error}); name {what}") from error
+
+
+# -- encoded
+
+
+def chat_pieces(tokenizer: Tokenizer, chat: RenderedChat) -> Iterator[tuple[str | int, bool]]:
+    """A conversation cut where what is learned begins and ends: texts to encode, ids; whether each is learned."""
+    position = 0
+    for begin, end in chat.learned:
+        for start, stop, learned in ((position, begin, False), (begin, end, True)):
+            yield from ((piece, learned) for piece in tokenizer.cut_at_special(chat.text[start:stop]))
+        position = end
+    yield from ((piece, False) for piece in tokenizer.cut_at_special(chat.text[position:]))
+
+
+def encode_chat(tokenizer: Tokenizer, chat: RenderedChat) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a rendered conversation, [t] int64, and which of them are learned, [t] bool."""
+    ids: list[int] = []
+    learned: list[bool] = []
+    for piece, is_learned in chat_pieces(tokenizer, chat):
+        new = [piece] if isinstance(piece, int) else tokenizer.encode(piece)
+        ids += new
+        learned += [is_learned] * len(new)
+    return np.array(ids, np.int64), np.array(learned, bool)
+
+
+def refuse_spaces_between(tokenizer: Tokenizer) -> None:
+    """Raise InputError for a tokenizer that puts a space before every text: a conversation cannot be cut then."""
+    if tokenizer.decode([*tokenizer.encode("a"), *tokenizer.encode("b")]) != "ab":
+        raise InputError(
+            f"tokenizer {tokenizer.path} puts a space before every text, so that conversations, which are encoded in"
+            " parts, would get spaces that they do not have; use one without (add_dummy_prefix or add_prefix_space off)"
+        )
