@@ -67,6 +67,20 @@ def _prepare_options(parser: argparse.ArgumentParser) -> None:
     add("--from-npy", action="store_true", help="the inputs are headerless .npy token files")
     add("--npy-dtype", default="uint16", help="with --from-npy: the type of the tokens in them (uint16)")
     add("--strict", action="store_true", help="stop at the first line that is not a document")
+    add(
+        "--chat",
+        action="store_true",
+        help="the inputs are conversations; writes PREFIX.mask.bin too (docs/fine-tuning.md)",
+    )
+    add("--chat-template", metavar="FILE|olmo", help="with --chat: a Jinja file, or olmo (the tokenizer's own)")
+    add("--learn", help="with --chat: the assistant's turns that are learned: all, last (all)")
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="with --chat: the most tokens of a conversation (any; 2048 with npy)",
+    )
+    add("--too-long", help="with --chat: cut or drop a conversation of more tokens (cut)")
 
 
 def _size(text: str) -> int:
@@ -79,11 +93,17 @@ def _size(text: str) -> int:
 
 
 def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
-    from megatron_fanformer.preparation.prepare import PrepareConfig, available_cores, prepare
+    from megatron_fanformer.preparation.prepare import ChatConfig, PrepareConfig, available_cores, prepare
     from megatron_fanformer.preparation.progress import progress_line
     from megatron_fanformer.runtime.device import quieten_libraries
 
     quieten_libraries()
+    names = {"template": "chat_template", "learn": "learn", "max_tokens": "max_tokens", "too_long": "too_long"}
+    of_chats = {name: value for name, option in names.items() if (value := getattr(options, option)) is not None}
+    if of_chats and not options.chat:
+        raise InputError(
+            f"{names[next(iter(of_chats))]} is set, which is for conversations; add --chat, or leave it out"
+        )
     config = PrepareConfig(
         inputs=tuple(options.inputs),
         output=options.output,
@@ -100,6 +120,7 @@ def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str
         backend=options.backend,
         workers=available_cores() if options.workers is None else options.workers,
         strict=options.strict,
+        chat=ChatConfig(**of_chats) if options.chat else None,
     )
     with progress_line("preparing") as show:
         report = prepare(config, show)

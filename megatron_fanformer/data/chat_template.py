@@ -97,6 +97,12 @@ class ChatTemplate:
         Raises TemplateRefusal.
         """
         marked = self._text(messages, add_generation_prompt)
+        try:
+            marked.replace(BEGIN, "").replace(END, "").encode()
+        except UnicodeEncodeError as error:
+            raise TemplateRefusal(
+                "the chat template writes an unpaired surrogate, which no text can hold; fix it", REFUSED
+            ) from error
         if GENERATION.search(self.source):
             return _without_marks(marked)
         return RenderedChat(marked, [self._turn(messages, k, marked) for k in _assistant_turns(messages)])

@@ -3,6 +3,9 @@
 One row per document, in the token file's order, in row groups whose statistics say which tokens they cover: a
 document is found by its tokens without reading more than a row group.
 
+A ledger of chats says of every line what became of it: a refused one has a row too, of length 0, at the token where it
+would stand.
+
 pyarrow is imported where it is used: it takes a fifth of a second, which not every command needs to spend.
 """
 
@@ -21,6 +24,9 @@ from megatron_fanformer.errors import CorruptError
 
 LEDGER_SUFFIX = ".ledger.parquet"
 COLUMNS = ("id", "source", "shard", "line", "first_token", "length")
+CHAT_COLUMNS = ("learned", "outcome")
+# Outcomes of a conversation that was kept; of another, the reason.
+WHOLE, CUT = "whole", "cut"
 GROUP_ROWS = 100_000
 CACHED_GROUPS = 8  # a group of 100,000 rows takes about 10 MB
 
@@ -38,7 +44,11 @@ class LedgerRow:
     first_token: int
     """Its position in the token file, in tokens."""
     length: int
-    """Tokens, including the end of text."""
+    """Tokens, including the end of text; of chats in rows, including the padding."""
+    learned: int | None = None
+    """Of a conversation: the tokens that are learned."""
+    outcome: str | None = None
+    """Of a conversation: WHOLE or CUT; of one that was refused, the reason."""
 
 
 def ledger_path(prefix: str) -> Path:
@@ -46,26 +56,27 @@ def ledger_path(prefix: str) -> Path:
     return Path(prefix + LEDGER_SUFFIX)
 
 
-def schema() -> Any:
+def schema(*, is_chats: bool) -> Any:
     """The columns with their types."""
     import pyarrow
 
-    text, number = pyarrow.string(), pyarrow.int64()
-    types = (text, text, text, number, number, pyarrow.int32())
-    return pyarrow.schema(list(zip(COLUMNS, types, strict=True)))
+    text, number, length = pyarrow.string(), pyarrow.int64(), pyarrow.int32()
+    fields = list(zip(COLUMNS, (text, text, text, number, number, length), strict=True))
+    return pyarrow.schema(fields + (list(zip(CHAT_COLUMNS, (length, text), strict=True)) if is_chats else []))
 
 
 class LedgerWriter:
     """Writes one row per document, in groups of a fixed size, so that the file's bytes are fixed too."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, *, is_chats: bool) -> None:
         """Writes into an open binary `file`, which the caller closes."""
         from pyarrow import parquet
 
         self.file = file
-        self._schema = schema()
+        self._schema = schema(is_chats=is_chats)
+        repeated = ["source", "shard", *(["outcome"] if is_chats else [])]
         self._writer = parquet.ParquetWriter(
-            file, self._schema, compression="zstd", use_dictionary=["source", "shard"], write_statistics=True
+            file, self._schema, compression="zstd", use_dictionary=repeated, write_statistics=True
         )
         self._pending: list[Any] = []
         self._pending_rows = 0
@@ -74,7 +85,7 @@ class LedgerWriter:
         """Add documents.
 
         Args:
-            rows: an Arrow record batch with columns id, source, line and length.
+            rows: an Arrow record batch with columns id, source, line and length; of chats also learned and outcome.
             shard: the input file that they come from.
             first_token: where the first of them begins in the token file, in tokens.
         """
@@ -82,8 +93,8 @@ class LedgerWriter:
 
         lengths = rows.column("length").to_numpy()
         starts = first_token + np.cumsum(lengths, dtype=np.int64) - lengths
-        columns = {name: rows.column(name) for name in ("id", "source", "line", "length")}
-        columns |= {"shard": pyarrow.repeat(shard, len(lengths)), "first_token": pyarrow.array(starts)}
+        columns = {"shard": pyarrow.repeat(shard, len(lengths)), "first_token": pyarrow.array(starts)}
+        columns |= {name: rows.column(name) for name in self._schema.names if name not in columns}
         batch = [columns[name] for name in self._schema.names]
         self._pending.append(pyarrow.record_batch(batch, schema=self._schema))
         self._pending_rows += len(lengths)
@@ -123,13 +134,14 @@ class Ledger:
             if missing:
                 raise CorruptError(f"{path} has no column {', '.join(missing)}, it is not a ledger; prepare again")
             self.rows: int = self._file.metadata.num_rows
+            self._columns = [name for name in (*COLUMNS, *CHAT_COLUMNS) if name in self._file.schema_arrow.names]
             metadata = self._file.metadata
             self._groups = [group for group in range(metadata.num_row_groups) if metadata.row_group(group).num_rows]
             self._starts = [self._first_token_of(group) for group in self._groups]
         self._group = lru_cache(CACHED_GROUPS)(self._read_group)
 
     def documents(self, first_token: int, length: int) -> list[LedgerRow]:
-        """The documents that contain any of these tokens, in order.
+        """The documents that contain any of these tokens, in order; refused conversations are left out.
 
         Raises:
             CorruptError: the ledger does not cover all of them.
@@ -149,7 +161,7 @@ class Ledger:
         return found
 
     def spans(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """`first_token` and `length` of all rows, block by block."""
+        """`first_token` and `length` of all rows, block by block; of refused conversations the length is 0."""
         with _damage_told(self.path):
             for block in self._file.iter_batches(columns=["first_token", "length"]):
                 yield tuple(block.column(name).to_numpy(zero_copy_only=False) for name in ("first_token", "length"))
@@ -163,14 +175,15 @@ class Ledger:
 
     def _read_group(self, group: int) -> tuple[np.ndarray, np.ndarray, Any]:
         with _damage_told(self.path):
-            table = self._file.read_row_group(group, columns=list(COLUMNS))
+            table = self._file.read_row_group(group, columns=self._columns)
             first = table["first_token"].to_numpy()
             return first, first + table["length"].to_numpy(), table
 
     def _in_group(self, group: int, begin: int, end: int) -> Iterator[LedgerRow]:
         first, last, table = self._group(group)
         low, high = int(np.searchsorted(last, begin, "right")), int(np.searchsorted(first, end, "left"))
-        return (LedgerRow(**row) for row in table.slice(low, max(0, high - low)).to_pylist())
+        rows = (LedgerRow(**row) for row in table.slice(low, max(0, high - low)).to_pylist())
+        return (row for row in rows if row.length)
 
 
 @contextmanager

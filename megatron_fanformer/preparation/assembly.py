@@ -22,7 +22,7 @@ from megatron_fanformer.data.manifest import (
 )
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.preparation.shards import ShardRecord
+from megatron_fanformer.preparation.shards import ShardFiles, ShardRecord
 from megatron_fanformer.preparation.token_writer import TokenWriter
 from megatron_fanformer.preparation.work_folder import WorkFolder
 
@@ -86,12 +86,15 @@ class Assembler:
         """Append the shard of the next input."""
         shard = self._work.shard(self.next_input)
         document = 0
-        with shard.path("tokens").open("rb") as tokens:
-            for rows in shard.batches() if record.documents else ():
-                skipped = min(max(self._documents_to_skip - document, 0), rows.num_rows)
-                tokens.seek(self._bytes_of(rows.slice(0, skipped)), os.SEEK_CUR)
-                self._append_rows(tokens, rows.slice(skipped), record.input.path, document + skipped)
-                document += rows.num_rows
+        if self._settings.chat is not None:
+            self._append_chats(shard, record)
+        else:
+            with shard.path("tokens").open("rb") as tokens:
+                for rows in shard.batches() if record.documents else ():
+                    skipped = min(max(self._documents_to_skip - document, 0), rows.num_rows)
+                    tokens.seek(self._bytes_of(rows.slice(0, skipped)), os.SEEK_CUR)
+                    self._append_rows(tokens, rows.slice(skipped), record.input.path, document + skipped)
+                    document += rows.num_rows
         self._documents_to_skip = 0
         self.next_input += 1
 
@@ -101,6 +104,15 @@ class Assembler:
             self._publish(self.next_input, 0)
         return self.published
 
+    def _append_chats(self, shard: ShardFiles, record: ShardRecord) -> None:
+        """Append a shard of conversations, with the rows of those that are refused; chats are not cut into parts."""
+        self._writer = self._writer or self._open_writer()
+        with shard.path("tokens").open("rb") as tokens, shard.path("mask").open("rb") as masks:
+            for rows in shard.batches():
+                size = self._bytes_of(rows)
+                data, mask = _read(tokens, size), _read(masks, size // self._itemsize)
+                self._writer.add(data, rows, record.input.path, mask)
+
     def _append_rows(self, tokens: IO[bytes], rows: Any, shard: str, document: int) -> None:
         """Append documents of one shard; `document` is the number of the first one in it."""
         while rows.num_rows:
@@ -108,11 +120,7 @@ class Assembler:
                 self._writer = self._open_writer()
             number, fills = self._fitting(rows, self._writer)
             piece, rows = rows.slice(0, number), rows.slice(number)
-            size = self._bytes_of(piece)
-            data = tokens.read(size)
-            if len(data) != size:
-                raise FanformerError(f"{tokens.name} is truncated, another program wrote to it; start again")
-            self._writer.add(data, piece, shard)
+            self._writer.add(_read(tokens, self._bytes_of(piece)), piece, shard)
             document += number
             if fills:
                 self._publish(self.next_input, document)
@@ -129,10 +137,7 @@ class Assembler:
         return int(rows.column("length").to_numpy().sum(dtype=np.int64)) * self._itemsize
 
     def _open_writer(self) -> TokenWriter:
-        settings = self._settings
-        return TokenWriter(
-            self._work.path, Path(self._next_prefix).name, settings.format, settings.dtype, ledger=settings.ledger
-        )
+        return TokenWriter(self._work.path, Path(self._next_prefix).name, self._settings)
 
     @property
     def _next_prefix(self) -> str:
@@ -161,3 +166,10 @@ class Assembler:
         # A single part has only the final manifest, not yet written: if interrupted here, it is assembled again.
         self.published.append(output)
         self._part_begins_in = end_input
+
+
+def _read(file: IO[bytes], size: int) -> bytes:
+    data = file.read(size)
+    if len(data) != size:
+        raise FanformerError(f"{file.name} is truncated, another program wrote to it; start again")
+    return data

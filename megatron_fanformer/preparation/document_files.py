@@ -7,7 +7,7 @@ line that is accepted, whatever the file contains and however well it is compres
 import hashlib
 import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,6 @@ from megatron_fanformer.preparation.documents import (
     INVALID_UTF8,
     TEXT_NOT_A_STRING,
     TOO_LONG_A_LINE,
-    Document,
     DocumentParser,
     DocumentRules,
     Refusal,
@@ -51,13 +50,14 @@ class Parsed:
     """What became of the lines of one block."""
 
     lines: int
-    documents: list[Document] = field(default_factory=list)
+    documents: list[Any] = field(default_factory=list)
+    """What the parser found on them: Document, or Chat."""
     numbers: list[int] = field(default_factory=list)
     """Each document's line in the block, from 0."""
     refusals: list[tuple[int, str]] = field(default_factory=list)
     """Line in the block, from 0, and reason."""
 
-    def note(self, number: int, outcome: Document | Refusal) -> None:
+    def note(self, number: int, outcome: Any) -> None:
         """Record the outcome of one line."""
         if isinstance(outcome, Refusal):
             self.refusals.append((number, outcome.reason))
@@ -66,11 +66,18 @@ class Parsed:
             self.numbers.append(number)
 
 
+class LineParser(Protocol):
+    """What becomes of a line: DocumentParser, or ChatParser."""
+
+    def parse(self, line: bytes) -> Any:
+        """What is on the line, or a Refusal."""
+
+
 class Block(Protocol):
     """Some consecutive lines of a file."""
 
-    def parse(self, parser: DocumentParser) -> Parsed:
-        """Parse its lines."""
+    def parse(self, parser: Any) -> Parsed:
+        """Parse its lines, by the parser of what the file holds."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class LineBlock:
 
     data: bytes
 
-    def parse(self, parser: DocumentParser) -> Parsed:
+    def parse(self, parser: LineParser) -> Parsed:
         """Parse each line; a newline at the end does not start another line."""
         lines = self.data.split(b"\n")
         if not lines[-1]:
@@ -94,7 +101,7 @@ class LineBlock:
 class OverlongLine:
     """A line that was skipped for its length."""
 
-    def parse(self, parser: DocumentParser) -> Parsed:
+    def parse(self, parser: LineParser) -> Parsed:
         """Refuse it."""
         return Parsed(1, refusals=[(0, TOO_LONG_A_LINE)])
 
@@ -138,13 +145,39 @@ def _not_text(value: Any) -> Refusal:
     return Refusal(INVALID_UTF8 if value == b"" else TEXT_NOT_A_STRING)
 
 
+class Rows(Protocol):
+    """What is read of a Parquet file: TextRows, or ChatRows."""
+
+    def columns(self, path: Path, schema: Any) -> list[str]:
+        """The names of the columns. Raises InputError if those that are needed are not there."""
+
+    def block(self, columns: Mapping[str, Any]) -> Block:
+        """The block of some rows, by columns."""
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Documents: a column of texts, and those of ids and sources."""
+
+    text_field: str = "text"
+
+    def columns(self, path: Path, schema: Any) -> list[str]:
+        """See Rows."""
+        return _columns(path, schema, self.text_field)
+
+    def block(self, columns: Mapping[str, Any]) -> RowBlock:
+        """See Rows."""
+        return RowBlock(dict(columns))
+
+
 class DocumentFile:
     """One input file, read once from start to end; counts and hashes its bytes as they are on disk."""
 
-    def __init__(self, path: Path, text_field: str = "text") -> None:
+    def __init__(self, path: Path, rows: Rows | None = None) -> None:
+        """Args: rows: what is read of a Parquet file; None: the columns text, id and source."""
         self.path = path
         self.bytes_read = 0
-        self._text_field = text_field
+        self._rows = rows or TextRows()
         self._digest = hashlib.sha256()
 
     @property
@@ -195,11 +228,11 @@ class DocumentFile:
 
         with self._open() as raw, _naming_parquet(self.path, pyarrow.ArrowException):
             file = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BLOCK_BYTES)
-            names = _columns(self.path, file.schema_arrow, self._text_field)
+            names = self._rows.columns(self.path, file.schema_arrow)
             rows = _rows_a_block(file.metadata, names, _largest_dictionary(self.path, raw, file.metadata, names))
             for batch in file.iter_batches(rows, columns=names, use_threads=False):
                 self.bytes_read = max(self.bytes_read, raw.tell())
-                yield RowBlock(dict(zip(batch.schema.names, batch.columns, strict=True)))
+                yield self._rows.block(dict(zip(batch.schema.names, batch.columns, strict=True)))
             self._hash_all(raw)
 
     def _hash_all(self, raw: IO[bytes]) -> None:
@@ -290,7 +323,7 @@ def _largest_dictionary(path: Path, raw: io.FileIO, metadata: Any, names: Sequen
     largest = 0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         for column in map(group.column, range(group.num_columns)):
-            if column.path_in_schema in names:
+            if _is_of(column, names):
                 starts = (column.dictionary_page_offset, column.data_page_offset)
                 raw.seek(min(start for start in starts if start is not None))
                 kind, size = _page_header(raw.read(PAGE_HEADER_BYTES))
@@ -301,6 +334,11 @@ def _largest_dictionary(path: Path, raw: io.FileIO, metadata: Any, names: Sequen
             " can repeat any value any number of times; write it again without dictionaries (use_dictionary=False)"
         )
     return largest
+
+
+def _is_of(column: Any, names: Sequence[str]) -> bool:
+    """Whether a column of values belongs to one of these columns of the schema, which may be nested."""
+    return any(column.path_in_schema == name or column.path_in_schema.startswith(f"{name}.") for name in names)
 
 
 def _page_header(data: bytes) -> tuple[int, int]:
@@ -327,7 +365,7 @@ def _rows_a_block(metadata: Any, names: Sequence[str], dictionary_bytes: int) ->
     longest = 1.0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         columns = [group.column(number) for number in range(group.num_columns)]
-        size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema in names)
+        size = sum(column.total_uncompressed_size for column in columns if _is_of(column, names))
         longest = max(longest, size / max(1, group.num_rows))
     repeated = REPEATED_BYTES_A_BLOCK // max(1, dictionary_bytes)
     return max(1, min(ROWS_A_BLOCK, int(BLOCK_BYTES / longest), repeated))
@@ -339,7 +377,7 @@ def read_documents(path: Path, text_field: str = "text") -> Iterator[str | Refus
     Raises what `DocumentFile.blocks` raises.
     """
     parser = DocumentParser(DocumentRules(text_field=text_field))
-    for block in DocumentFile(path, text_field).blocks():
+    for block in DocumentFile(path, TextRows(text_field)).blocks():
         parsed = block.parse(parser)
         outcomes: dict[int, str | Refusal] = {number: Refusal(reason) for number, reason in parsed.refusals}
         outcomes.update(zip(parsed.numbers, (document.text for document in parsed.documents), strict=True))

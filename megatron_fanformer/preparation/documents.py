@@ -104,7 +104,7 @@ class DocumentParser:
         """The document of these values, or why it is refused."""
         if not text:
             return Refusal(EMPTY_TEXT)
-        document = Document(text, _as_text(id), _as_text(source))
+        document = Document(text, as_text(id), as_text(source))
         return self._left_out(document) or document if self._choose else document
 
     def _left_out(self, document: Document) -> Refusal | None:
@@ -118,20 +118,9 @@ class DocumentParser:
         return None
 
     def _look_again(self, line: bytes) -> Document | Refusal:
-        """Name the reason; the standard library also accepts what Python's own writer emits (NaN, Infinity)."""
-        if not line.strip():
-            return Refusal(EMPTY_LINE)
-        if len(line) > LOOK_AGAIN_BYTES:
-            return Refusal(TOO_LONG_TO_LOOK_AGAIN)
-        try:
-            fields = json.loads(line.decode("utf-8-sig"), parse_int=_integer)
-        except UnicodeDecodeError:
-            return Refusal(INVALID_UTF8)
-        except (ValueError, RecursionError):
-            return Refusal(NOT_JSON)
-        return self._document_of(fields)
-
-    def _document_of(self, fields: Any) -> Document | Refusal:
+        fields = decoded_again(line)
+        if isinstance(fields, Refusal):
+            return fields
         if not isinstance(fields, dict):
             return Refusal(NOT_AN_OBJECT)
         if self.text_field not in fields:
@@ -139,9 +128,31 @@ class DocumentParser:
         text = fields[self.text_field]
         if not isinstance(text, str):
             return Refusal(TEXT_NOT_A_STRING)
-        if any("\ud800" <= character <= "\udfff" for character in text):
+        if has_surrogate(text):
             return Refusal(UNPAIRED_SURROGATE)
         return self.judge(text, fields.get("id"), fields.get("source"))
+
+
+def decoded_again(line: bytes) -> Any:
+    """The value of a line that is irregular, or the Refusal that names the reason.
+
+    The standard library also accepts what Python's own writer emits (NaN, Infinity).
+    """
+    if not line.strip():
+        return Refusal(EMPTY_LINE)
+    if len(line) > LOOK_AGAIN_BYTES:
+        return Refusal(TOO_LONG_TO_LOOK_AGAIN)
+    try:
+        return json.loads(line.decode("utf-8-sig"), parse_int=_integer)
+    except UnicodeDecodeError:
+        return Refusal(INVALID_UTF8)
+    except (ValueError, RecursionError):
+        return Refusal(NOT_JSON)
+
+
+def has_surrogate(text: str) -> bool:
+    """Whether a text contains an unpaired surrogate, which UTF-8 cannot write."""
+    return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _integer(digits: str) -> int | float:
@@ -149,7 +160,7 @@ def _integer(digits: str) -> int | float:
     return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
-def _as_text(value: Any) -> str | None:
+def as_text(value: Any) -> str | None:
     """An id or a source as text: other types as JSON, an unpaired surrogate replaced."""
     if value is None or value == b"":
         return None

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_fanformer import __version__
-from megatron_fanformer.data.ledger import LEDGER_SUFFIX
 from megatron_fanformer.data.manifest import (
     Manifest,
     Settings,
@@ -25,7 +24,7 @@ from megatron_fanformer.preparation.documents import DocumentRules
 from megatron_fanformer.preparation.encoding import TokenizersDisagree
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
 from megatron_fanformer.preparation.shards import REFUSED_EXAMPLES, ShardRecord, is_unchanged
-from megatron_fanformer.preparation.token_writer import TOKEN_SUFFIXES, writing_to
+from megatron_fanformer.preparation.token_writer import SUFFIXES, writing_to
 from megatron_fanformer.preparation.work_folder import Assignment, WorkFolder, work_folder
 from megatron_fanformer.preparation.workers import Done, Failed, Refused, Task, WorkDone, WorkerPool, WorkerSetup
 
@@ -108,7 +107,7 @@ def _refuse_standing_files(job: Job) -> None:
 
 def standing_files(prefix: str) -> list[Path]:
     """The existing files under the output names of a prefix, including parts."""
-    suffixes = (*TOKEN_SUFFIXES.values(), ".idx", LEDGER_SUFFIX, ".blend", ".manifest.json")
+    suffixes = (*SUFFIXES, ".blend", ".manifest.json")
     whole = [path for suffix in suffixes if (path := Path(prefix + suffix)).exists()]
     first = part_prefix(prefix, 0)
     return whole + [path for suffix in suffixes if (path := Path(first + suffix)).exists()]
@@ -214,6 +213,7 @@ class _Run:
             vocab_size=job.tokenizer.vocab_size,
             folder=self._work.path,
             strict=job.strict,
+            chat=settings.chat,
         )
 
     def _all_failures(self) -> FanformerError:
@@ -232,7 +232,7 @@ class _Run:
         records = [self._records[number] for number in range(len(job.files))]
         if not any(record.documents for record in records):
             self._work.clear()
-            raise InputError(_nothing_found(records))
+            raise InputError(_nothing_found(records, job.settings))
         manifest = _manifest(job, records, self._assembler.finish())
         if job.settings.part_bytes is not None:
             self._work.publish(_blend(job, manifest.outputs), Path(job.output + ".blend"))
@@ -241,12 +241,13 @@ class _Run:
         return manifest
 
 
-def _nothing_found(records: list[ShardRecord]) -> str:
+def _nothing_found(records: list[ShardRecord], settings: Settings) -> str:
     refused = sum((Counter(record.refused) for record in records), Counter[str]())
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(refused.items()))
+    what, remedy = ("document", "text_field") if settings.chat is None else ("conversation", "the template")
     return (
-        f"the {len(records)} input files hold no document: {sum(record.lines for record in records)} lines read,"
-        f" refused: {reasons or 'none'}; check the files and text_field"
+        f"the {len(records)} input files hold no {what}: {sum(record.lines for record in records)} lines read,"
+        f" refused: {reasons or 'none'}; check the files and {remedy}"
     )
 
 

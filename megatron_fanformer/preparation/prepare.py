@@ -1,4 +1,4 @@
-"""Turns documents, in Dolma's format or similar, into token files.
+"""Turns documents, in Dolma's format or similar, or conversations into token files.
 
 This module decides what is to be done, whether it can be done, and whether it is already done; `pipeline` does it.
 """
@@ -7,13 +7,18 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_fanformer.data.chat_files import NPY_ROW_TOKENS
+from megatron_fanformer.data.chat_template import RenderedChat, encode_chat, find_template, refuse_spaces_between
 from megatron_fanformer.data.manifest import (
+    ChatSettings,
     Encoding,
     Format,
     InputRecord,
+    Learn,
     Manifest,
     Settings,
     TokenizerRecord,
+    TooLong,
     read_any_manifest,
 )
 from megatron_fanformer.data.token_files import token_dtype
@@ -34,11 +39,29 @@ from megatron_fanformer.preparation.work_folder import (
 
 FORMATS: tuple[Format, ...] = ("megatron", "npy")
 NPY_DTYPES = ("uint16", "uint32")
+LEARN: tuple[Learn, ...] = ("all", "last")
+TOO_LONG: tuple[TooLong, ...] = ("cut", "drop")
+# What pads the rows of chats, the most likely first; without one, the end of text does.
+PADDING_NAMES = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
 
 
 def available_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """What makes token files of conversations."""
+
+    template: str | None = None
+    """A Jinja file, or `olmo`, the form of the paper's data; None: the tokenizer's own."""
+    learn: Learn = "all"
+    """Which assistant turns are learned: all, or the last."""
+    max_tokens: int | None = None
+    """The most tokens of a conversation, and of the format npy those of each row (2,048); None: any number."""
+    too_long: TooLong = "cut"
+    """What is done with a conversation of more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +98,8 @@ class PrepareConfig:
     """Worker processes, at least 1. They do not change the output."""
     strict: bool = False
     """Stop at the first line that is not a document, instead of counting it."""
+    chat: ChatConfig | None = None
+    """Where the inputs are conversations and not documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +118,14 @@ class PrepareReport:
         if self.already_there:
             lines.append(f"{self.prefix} already exists, made from the same input with the same settings")
         counts = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens"
+        if (chat := manifest.settings.chat) is not None:
+            (output,) = manifest.outputs
+            padded = "" if chat.pad_id is None else " with padding"
+            counts = f"{manifest.documents:,} conversations, {manifest.tokens:,} tokens{padded}"
+            counts += f", {output.learned_tokens:,} of them learned"
         lines.append(f"{manifest.lines_read:,} lines read: {counts}")
+        if chat is not None and output.cut:
+            lines.append(f"{output.cut:,} conversations cut to {chat.max_tokens:,} tokens")
         lines += [f"{number:,} lines refused: {reason}" for reason, number in manifest.refused.items()]
         lines += [f"  {example}" for example in manifest.refused_examples]
         if len(manifest.outputs) > 1:
@@ -104,7 +136,7 @@ class PrepareReport:
 
 
 def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> PrepareReport:
-    """Tokenize all documents of the inputs into token files, their ledger and their manifest.
+    """Tokenize all documents or conversations of the inputs into token files, their ledger and their manifest.
 
     Each document becomes one sequence, ended by the end-of-text id, in the order of the inputs (sorted) and of
     their lines. Lines that are not documents are counted by reason. If the same preparation is already
@@ -143,6 +175,8 @@ def _check(config: PrepareConfig) -> None:
         raise InputError(f"workers is {config.workers}; it must be at least 1")
     if config.part_bytes is not None and config.part_bytes < 1:
         raise InputError(f"part_bytes is {config.part_bytes}; it must be at least 1")
+    if config.chat is not None:
+        _check_chat(config, config.chat)
     if config.min_length < 0 or (config.max_length is not None and config.max_length < max(1, config.min_length)):
         raise InputError(
             f"lengths from {config.min_length} to {config.max_length}; min_length must be at least 0,"
@@ -156,6 +190,22 @@ def _check(config: PrepareConfig) -> None:
         if value not in known:
             raise InputError(f"{name} is {value!r}; it must be one of {', '.join(filter(None, known))}")
     DocumentParser(DocumentRules(text_field=config.text_field))  # refuses an impossible name before any worker does
+
+
+def _check_chat(config: PrepareConfig, chat: ChatConfig) -> None:
+    """Refuse wrong options of conversations, and those of documents."""
+    default = PrepareConfig(inputs=(), output="", tokenizer="")
+    for name in ("text_field", "min_length", "max_length", "sources", "part_bytes", "npy_dtype"):
+        if getattr(config, name) != getattr(default, name):
+            raise InputError(f"{name} is set, which applies to documents and not to chats; leave one of them out")
+    if chat.max_tokens is not None and chat.max_tokens < 2:
+        raise InputError(f"max_tokens is {chat.max_tokens}; it must be at least 2, a token and what it predicts")
+    if chat.too_long != "cut" and chat.max_tokens is None and config.format != "npy":
+        raise InputError(f"too_long is {chat.too_long!r}, but no conversation is too long without max_tokens; set it")
+    known = (("learn", chat.learn, LEARN), ("too_long", chat.too_long, TOO_LONG))
+    for name, value, values in known:
+        if value not in values:
+            raise InputError(f"{name} is {value!r}; it must be one of {', '.join(values)}")
 
 
 def _tokenizer_record(tokenizer: Tokenizer) -> TokenizerRecord:
@@ -172,7 +222,7 @@ def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> Settings:
     if config.format == "npy":
         dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     return Settings(
-        text_field=config.text_field,
+        text_field=config.text_field if config.chat is None else "",
         dtype=dtype,
         format=config.format,
         part_bytes=config.part_bytes,
@@ -181,7 +231,28 @@ def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> Settings:
         sources=None if config.sources is None else sorted(set(config.sources)),
         ledger=config.ledger,
         npy_dtype=config.npy_dtype,
+        chat=None if config.chat is None else _chat_settings(config, config.chat, tokenizer),
     )
+
+
+def _chat_settings(config: PrepareConfig, chat: ChatConfig, tokenizer: Tokenizer) -> ChatSettings:
+    refuse_spaces_between(tokenizer)
+    template = find_template(config.tokenizer, chat.template, eod_id=config.eod_id)
+    is_npy = config.format == "npy"
+    return ChatSettings(
+        template=template.source,
+        template_variables=dict(template.variables),
+        learn=chat.learn,
+        max_tokens=NPY_ROW_TOKENS if is_npy and chat.max_tokens is None else chat.max_tokens,
+        too_long=chat.too_long,
+        pad_id=_pad_id(tokenizer) if is_npy else None,
+    )
+
+
+def _pad_id(tokenizer: Tokenizer) -> int:
+    special = set(tokenizer.special_pieces)
+    name = next((name for name in PADDING_NAMES if name in special), None)
+    return tokenizer.eod_id if name is None else int(encode_chat(tokenizer, RenderedChat(name, []))[0][0])
 
 
 def _encoder(config: PrepareConfig, files: list[Path], tokenizer: Tokenizer) -> EncoderChoice:

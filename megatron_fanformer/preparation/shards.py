@@ -3,6 +3,8 @@
 A shard is three files in the work folder: `NNNNNN.tokens`, `NNNNNN.documents` (an Arrow stream with one row per
 document) and, written last, `NNNNNN.json`, the record that completes it. So an interrupted preparation continues
 with the shards that it has.
+
+A shard of conversations has `NNNNNN.mask` as well, a byte for each token, and a row also for each line that is refused.
 """
 
 import io
@@ -11,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,10 @@ import msgspec
 import numpy as np
 from isal import isal_zlib
 
+from megatron_fanformer.data.ledger import CUT, WHOLE
 from megatron_fanformer.data.manifest import InputRecord, RefusedLine
 from megatron_fanformer.durable_files import sha256_of, write_atomically
-from megatron_fanformer.preparation.encoding import EncodedBlock
+from megatron_fanformer.preparation.encoding import EncodedBlock, Learned
 
 REFUSED_EXAMPLES = 10
 READ_BYTES = 1 << 22
@@ -40,6 +44,11 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     refused_examples: list[RefusedLine]
     tokens_crc32: int
     documents_crc32: int
+    mask_crc32: int | None = None
+    """None where the documents are no conversations."""
+    learned_tokens: int = 0
+    cut: int = 0
+    """Conversations that lost their end."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,7 @@ class ShardFiles:
     number: int
 
     def path(self, suffix: str) -> Path:
-        """The file of one suffix: tokens, documents or json."""
+        """The file of one suffix: tokens, documents, mask or json."""
         return self.folder / f"{self.number:06d}.{suffix}"
 
     def read_record(self) -> ShardRecord | None:
@@ -61,20 +70,23 @@ class ShardFiles:
             return None
 
     def is_whole(self, record: ShardRecord) -> bool:
-        """Whether tokens and documents are those that the record was written for; reads both."""
-        sums = {"tokens": record.tokens_crc32, "documents": record.documents_crc32}
+        """Whether tokens, documents and mask are those that the record was written for; reads them."""
+        sums = {"tokens": record.tokens_crc32, "documents": record.documents_crc32, "mask": record.mask_crc32}
         try:
-            return all(_crc32(self.path(suffix)) == stated for suffix, stated in sums.items())
+            return all(_crc32(self.path(name)) == stated for name, stated in sums.items() if stated is not None)
         except FileNotFoundError:
             return False
 
     def remove_data(self) -> None:
         """Remove what has gone into the output; the record stays, for the totals."""
-        for suffix in ("tokens", "documents"):
+        for suffix in ("tokens", "documents", "mask"):
             self.path(suffix).unlink(missing_ok=True)
 
     def batches(self) -> Iterator[Any]:
-        """The rows of its documents, as Arrow record batches with columns id, source, line and length."""
+        """The rows of its documents, as Arrow record batches with columns id, source, line and length.
+
+        Of conversations there are the columns learned and outcome too, and rows of length 0 of what is refused.
+        """
         import pyarrow
 
         with self.path("documents").open("rb") as file, pyarrow.ipc.open_stream(file) as reader:
@@ -93,17 +105,20 @@ def is_unchanged(record: InputRecord) -> bool:
 class ShardWriter:
     """Writes one shard; only `finish` completes it."""
 
-    def __init__(self, files: ShardFiles, input_path: Path) -> None:
+    def __init__(self, files: ShardFiles, input_path: Path, *, is_chats: bool = False) -> None:
         import pyarrow
 
         self._files = files
         self._input_path = input_path
         self._modified_ns = input_path.stat().st_mtime_ns
         text = pyarrow.string()
-        fields = [("id", text), ("source", text), ("line", pyarrow.int64()), ("length", pyarrow.int32())]
+        number = pyarrow.int32()
+        fields = [("id", text), ("source", text), ("line", pyarrow.int64()), ("length", number)]
+        fields += [("learned", number), ("outcome", text)] if is_chats else []
         self._schema = pyarrow.schema(fields)
         self._tokens = _SummedFile(files.path("tokens"))
         self._documents = _SummedFile(files.path("documents"))
+        self._mask = _SummedFile(files.path("mask")) if is_chats else None
         self._rows = pyarrow.ipc.new_stream(self._documents, self._schema)
         self._counts: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
@@ -117,16 +132,14 @@ class ShardWriter:
 
     def add(self, block: EncodedBlock) -> None:
         """Add the documents of the file's next block, and count its refused lines."""
-        import pyarrow
-
         lines_before = self._counts["lines"]
         if len(block.lengths):
             self._tokens.write(block.tokens)
-            lines = np.array(block.numbers, np.int64) + (lines_before + 1)
-            columns = [block.ids, block.sources, lines, block.lengths]
-            arrays = [pyarrow.array(column, kind) for column, kind in zip(columns, self._schema.types, strict=True)]
-            self._rows.write_batch(pyarrow.record_batch(arrays, schema=self._schema))
             self._max_token_id = max(self._max_token_id, int(block.tokens.max()))
+        if block.learned is not None:
+            self._add_chats(block, block.learned, lines_before + 1)
+        elif len(block.lengths):
+            self._write_rows(block.ids, block.sources, np.array(block.numbers) + (lines_before + 1), block.lengths)
         self._refused.update(reason for _, reason in block.refusals)
         for number, reason in block.refusals[: REFUSED_EXAMPLES - len(self._examples)]:
             line = lines_before + number + 1
@@ -135,11 +148,32 @@ class ShardWriter:
             lines=block.lines, documents=len(block.lengths), tokens=len(block.tokens), text_bytes=block.text_bytes
         )
 
+    def _add_chats(self, block: EncodedBlock, learned: Learned, first_line: int) -> None:
+        """Write the masks, and a row for every line: what became of it."""
+        assert self._mask is not None
+        self._mask.write(learned.mask)
+        self._counts.update(learned_tokens=int(learned.counts.sum()), cut=int(learned.is_cut.sum()))
+        kept = zip(block.numbers, block.ids, block.sources, block.lengths, learned.counts, learned.is_cut, strict=True)
+        rows = [(*values, CUT if is_cut else WHOLE) for *values, is_cut in kept]
+        rows += [(number, None, None, 0, 0, reason) for number, reason in block.refusals]
+        if rows:
+            numbers, ids, sources, *others = zip(*sorted(rows, key=itemgetter(0)), strict=True)
+            self._write_rows(ids, sources, np.array(numbers) + first_line, *others)
+
+    def _write_rows(self, *columns: Any) -> None:
+        """Write rows, given by the columns of the schema."""
+        import pyarrow
+
+        arrays = [pyarrow.array(column, kind) for column, kind in zip(columns, self._schema.types, strict=True)]
+        self._rows.write_batch(pyarrow.record_batch(arrays, schema=self._schema))
+
     def finish(self, input_bytes: int, sha256: str) -> ShardRecord:
         """Write the record, last; until then there is no shard."""
         self._rows.close()
         self._tokens.close()
         self._documents.close()
+        if self._mask is not None:
+            self._mask.close()
         record = ShardRecord(
             input=InputRecord(
                 path=os.path.abspath(self._input_path), bytes=input_bytes, sha256=sha256, modified_ns=self._modified_ns
@@ -153,6 +187,9 @@ class ShardWriter:
             refused_examples=self._examples,
             tokens_crc32=self._tokens.crc32,
             documents_crc32=self._documents.crc32,
+            mask_crc32=None if self._mask is None else self._mask.crc32,
+            learned_tokens=self._counts["learned_tokens"],
+            cut=self._counts["cut"],
         )
         write_atomically(self._files.path("json"), msgspec.json.encode(record))
         return record

@@ -1,4 +1,6 @@
-"""Writes the files of one prefix: tokens, their index, the ledger. They get their names when they are complete.
+"""Writes the files of one prefix: tokens, their index, the mask of chats, the ledger.
+
+They get their names when they are complete.
 
 Everything is streamed: the index of a billion documents is written from a file of their lengths.
 """
@@ -13,27 +15,41 @@ from typing import IO, Any
 
 import numpy as np
 
-from megatron_fanformer.data.ledger import LEDGER_SUFFIX, LedgerWriter
-from megatron_fanformer.data.manifest import FileRecord, Format, TokenFiles
+from megatron_fanformer.data.chat_files import IDS_NPY, MASK_NPY, MASK_SUFFIX
+from megatron_fanformer.data.ledger import CUT, LEDGER_SUFFIX, LedgerWriter
+from megatron_fanformer.data.manifest import FileRecord, Format, Settings, TokenFiles
 from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
+from megatron_fanformer.durable_files import sync
 from megatron_fanformer.errors import FanformerError, InputError
 
 TOKEN_SUFFIXES: dict[Format, str] = {"megatron": ".bin", "npy": ".npy"}
+# Of chats: tokens and mask.
+CHAT_SUFFIXES: dict[Format, tuple[str, str]] = {"megatron": (".bin", MASK_SUFFIX), "npy": (IDS_NPY, MASK_NPY)}
+SUFFIXES = (*TOKEN_SUFFIXES.values(), ".idx", MASK_SUFFIX, IDS_NPY, MASK_NPY, LEDGER_SUFFIX)
 INDEX_CHUNK = 1 << 20
 
 
 class TokenWriter:
     """The files of one prefix, written in a work folder on the same disk."""
 
-    def __init__(self, folder: Path, prefix: str, format: Format, dtype: str, *, ledger: bool) -> None:
+    def __init__(self, folder: Path, prefix: str, settings: Settings) -> None:
         self._prefix = prefix
         self._folder = folder
-        self._format = format
-        self._dtype = np.dtype(dtype)
-        self._tokens = _HashedFile(self._partial(TOKEN_SUFFIXES[format]))
+        self._format = settings.format
+        self._dtype = np.dtype(settings.dtype)
+        is_chats = settings.chat is not None
+        self._suffix, mask_suffix = (
+            CHAT_SUFFIXES[self._format] if is_chats else (TOKEN_SUFFIXES[self._format], MASK_SUFFIX)
+        )
+        self._tokens = _HashedFile(self._partial(self._suffix))
+        self._mask = _HashedFile(self._partial(mask_suffix)) if is_chats else None
+        self._mask_suffix = mask_suffix
         self._lengths = self._partial(".lengths").open("wb")
-        self._ledger = LedgerWriter(_HashedFile(self._partial(LEDGER_SUFFIX))) if ledger else None
+        ledger = _HashedFile(self._partial(LEDGER_SUFFIX)) if settings.ledger else None
+        self._ledger = None if ledger is None else LedgerWriter(ledger, is_chats=is_chats)
         self._documents = 0
+        self._learned_tokens = 0
+        self._cut = 0
         self._max_token_id = -1
 
     @property
@@ -41,20 +57,31 @@ class TokenWriter:
         """Bytes of tokens so far."""
         return self._tokens.bytes
 
-    def add(self, tokens: bytes, rows: Any, shard: str) -> None:
-        """Add documents: their tokens, and their rows of `ShardFiles.batches`; `shard` is the input's path."""
+    def add(self, tokens: bytes, rows: Any, shard: str, mask: bytes = b"") -> None:
+        """Add documents: their tokens, and their rows of `ShardFiles.batches`; `shard` is the input's path.
+
+        Of conversations `mask` has a byte for each token, and a row of length 0 tells of one that is refused.
+        """
         lengths = rows.column("length").to_numpy()
         if self._ledger is not None:
             self._ledger.add(rows, shard, first_token=self.token_bytes // self._dtype.itemsize)
+        if self._mask is not None:
+            self._mask.write(mask)
+            self._learned_tokens += int(rows.column("learned").to_numpy().sum(dtype=np.int64))
+            self._cut += rows.column("outcome").to_pylist().count(CUT)
+            lengths = lengths[lengths > 0]
         self._tokens.write(tokens)
-        self._lengths.write(lengths.data)
+        self._lengths.write(lengths.tobytes())
         self._documents += len(lengths)
-        self._max_token_id = max(self._max_token_id, int(np.frombuffer(tokens, self._dtype).max()))
+        if tokens:
+            self._max_token_id = max(self._max_token_id, int(np.frombuffer(tokens, self._dtype).max()))
 
     def finish(self) -> TokenFiles:
         """Write what remains to the disk; returns the record of the files."""
         self._lengths.close()
-        digests = {TOKEN_SUFFIXES[self._format]: self._tokens.finish()}
+        digests = {self._suffix: self._tokens.finish()}
+        if self._mask is not None:
+            digests[self._mask_suffix] = self._mask.finish()
         if self._format == "megatron":
             index = _HashedFile(self._partial(".idx"))
             for data in _index(self._partial(".lengths"), self._documents, self._dtype):
@@ -69,15 +96,20 @@ class TokenWriter:
             tokens=self.token_bytes // self._dtype.itemsize,
             max_token_id=self._max_token_id,
             files={suffix: self._record(suffix, digest) for suffix, digest in digests.items()},
+            learned_tokens=None if self._mask is None else self._learned_tokens,
+            cut=None if self._mask is None else self._cut,
         )
 
     def publish(self, files: TokenFiles, folder: Path) -> None:
         """Give the finished files their names in `folder`."""
         for suffix, record in files.files.items():
-            self._partial(suffix).replace(folder / record.path)
+            path = folder / record.path
+            path.parent.mkdir(exist_ok=True)
+            self._partial(suffix).replace(path)
+            sync(path.parent)
 
     def _partial(self, suffix: str) -> Path:
-        return self._folder / (self._prefix + suffix)
+        return self._folder / (self._prefix + suffix.replace("/", "."))  # files alone are in that folder
 
     def _record(self, suffix: str, digest: str) -> FileRecord:
         return FileRecord(path=self._prefix + suffix, bytes=self._partial(suffix).stat().st_size, sha256=digest)

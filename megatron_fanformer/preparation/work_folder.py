@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_fanformer.data.manifest import Encoding, Settings, TokenizerRecord
+from megatron_fanformer.data.manifest import ChatSettings, Encoding, Settings, TokenizerRecord
 from megatron_fanformer.durable_files import take_lock, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.shards import ShardFiles
@@ -39,10 +39,19 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
 def settings_difference(ours: Settings, theirs: Settings) -> str | None:
     """The first setting that differs, in words; None if none does."""
-    for name in ours.__struct_fields__:
-        if getattr(ours, name) != getattr(theirs, name):
-            return f"{name} {getattr(theirs, name)!r} and not {getattr(ours, name)!r}"
-    return None
+    if ours.chat is None or theirs.chat is None:
+        if ours.chat is not theirs.chat:
+            return "conversations and not documents" if ours.chat is None else "documents and not conversations"
+    elif ours.chat != theirs.chat:
+        return _first_difference(ours.chat, theirs.chat)
+    return None if ours == theirs else _first_difference(ours, theirs)
+
+
+def _first_difference(ours: Settings | ChatSettings, theirs: Settings | ChatSettings) -> str:
+    name = next(name for name in ours.__struct_fields__ if getattr(ours, name) != getattr(theirs, name))
+    if name == "template":  # too long to be shown
+        return "another chat template"
+    return f"{name} {getattr(theirs, name)!r} and not {getattr(ours, name)!r}"
 
 
 def tokenizer_difference(ours: TokenizerRecord, theirs: TokenizerRecord) -> str | None:

@@ -9,7 +9,7 @@ import signal
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -17,11 +17,19 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from megatron_fanformer.data.manifest import ChatSettings
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.preparation.document_files import DocumentFile
+from megatron_fanformer.preparation.chat_encoding import ChatEncoder
+from megatron_fanformer.preparation.chats import ChatRows
+from megatron_fanformer.preparation.document_files import DocumentFile, TextRows
 from megatron_fanformer.preparation.documents import DocumentRules
-from megatron_fanformer.preparation.encoding import BlockEncoder, EncodingThreads, TokenizersDisagree
+from megatron_fanformer.preparation.encoding import (
+    BlockEncoder,
+    EncodingThreads,
+    FileBlockEncoder,
+    TokenizersDisagree,
+)
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
 from megatron_fanformer.preparation.npy_documents import NpyDocuments
 from megatron_fanformer.preparation.shards import ShardFiles, ShardRecord, ShardWriter
@@ -46,6 +54,8 @@ class WorkerSetup:
     folder: Path
     """Where shards are written."""
     strict: bool
+    chat: ChatSettings | None = None
+    """Where the inputs are conversations."""
 
 
 @dataclass(frozen=True)
@@ -112,20 +122,26 @@ class _FileEncoder:
         self._told = time.monotonic()
         self._threads: EncodingThreads | None = None
         if setup.npy_dtype is None:
-            self._threads = EncodingThreads(partial(BlockEncoder, setup.encoder, setup.rules, setup.dtype), threads)
+            make: Callable[[], FileBlockEncoder] = partial(BlockEncoder, setup.encoder, setup.rules, setup.dtype)
+            if setup.chat is not None:
+                make = partial(ChatEncoder, setup.encoder, setup.chat, setup.dtype)
+            self._threads = EncodingThreads(make, threads)
 
     def encode(self, task: Task) -> ShardRecord:
         """Make the shard of one file."""
-        writer = ShardWriter(ShardFiles(self._setup.folder, task.number), task.path)
+        files = ShardFiles(self._setup.folder, task.number)
+        writer = ShardWriter(files, task.path, is_chats=self._setup.chat is not None)
         return self._encode_npy(task, writer) if self._threads is None else self._encode_documents(task, writer)
 
     def _encode_documents(self, task: Task, writer: ShardWriter) -> ShardRecord:
         assert self._threads is not None
-        file = DocumentFile(task.path, self._setup.rules.text_field)
+        setup = self._setup
+        rows = TextRows(setup.rules.text_field) if setup.chat is None else ChatRows()
+        file = DocumentFile(task.path, rows)
         told = Counter[str]()
         for block in self._threads.encode(file.blocks()):
             writer.add(block)
-            if self._setup.strict and writer.first_refused is not None:
+            if setup.strict and writer.first_refused is not None:
                 raise Refused(f"{writer.first_refused}; fix the line, or prepare without strict to leave it out")
             told.update(documents=len(block.lengths), text_bytes=block.text_bytes)
             self._tell(told, file.bytes_read)
