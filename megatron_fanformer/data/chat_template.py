@@ -107,6 +107,13 @@ class ChatTemplate:
             return _without_marks(marked)
         return RenderedChat(marked, [self._turn(messages, k, marked) for k in _assistant_turns(messages)])
 
+    def with_variables(self) -> str:
+        """Its source with the special tokens set in it: the same text, whichever tokens another program gives it."""
+        # the line end that follows is no text: blocks are trimmed
+        return (
+            "".join(f"{{% set {name} = {json.dumps(text)} %}}\n" for name, text in self.variables.items()) + self.source
+        )
+
     def _text(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         try:
             return _compiled(self.source).render(

@@ -145,7 +145,7 @@ def test_a_pipe_is_told_once_that_turns_are_left_out(exported_chat, piped):
 @pytest.mark.parametrize(
     ("sent", "arguments", "said"),
     [
-        (b"a\n\xff\n", [], "line 2 of the messages is not valid UTF-8; write them in that"),
+        (b"a\n\xff\n", ["--max-new-tokens", "2"], "line 2 of the messages is not valid UTF-8; write them in that"),
         (b"x" * 200, [], "line 1 of the messages: the message makes"),
         (b"", ["--max-new-tokens", "128"], "max_new_tokens is 128, which leaves no room for a message in the 128"),
         (b"", ["--temperature", "-1"], "temperature is -1.0; it must be finite"),
