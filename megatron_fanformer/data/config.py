@@ -27,6 +27,14 @@ class DataConfig:
     tokenizer: str | None = None
     """The tokenizer that made the tokens (a `.model`, a `tokenizer.json`, or a folder that holds one); copied into
     every checkpoint."""
+    reset_attention_mask: bool = False
+    """Attention stays within documents: a token sees those of its own document alone, and no work is done for others
+    (docs/fine-tuning.md#attention-within-documents). False, as the paper trains: a sample is read as one text."""
+    reset_position_ids: bool = False
+    """`position_ids` begin at 0 in every document, which needs `reset_attention_mask`. It changes no result: rotary
+    positions count within a document wherever attention stays within it."""
+    eod_mask_loss: bool = False
+    """No loss where an end of text is read: what it would predict is the first token of another document."""
     cache_path: str | None = None
     """Folder for the sample indices, shared by all nodes; null: `.index_cache` beside the first of
     `train_data`."""
@@ -52,6 +60,11 @@ class DataConfig:
             problems += split_problems(self.split)
         if self.tokenizer is not None and not Path(self.tokenizer).exists():
             problems.append(f"data.tokenizer: {self.tokenizer} does not exist; name a .model or tokenizer.json")
+        if self.reset_position_ids and not self.reset_attention_mask:
+            problems.append(
+                "data.reset_position_ids: true without data.reset_attention_mask, where one text's positions run on; "
+                "set data.reset_attention_mask, too"
+            )
         if self.num_workers < 0:
             problems.append(f"data.num_workers: {self.num_workers} is negative; 0 loads in the rank's own process")
         names = (TRAINING, TOKENIZER, *self.valid_data)
@@ -66,6 +79,11 @@ class DataConfig:
     def applied_split(self) -> str | None:
         """`split`, where it applies: validation sets of their own take precedence."""
         return None if self.valid_data else self.split
+
+    @property
+    def marks_documents(self) -> bool:
+        """Whether anything is asked for that needs the ends of documents."""
+        return self.reset_attention_mask or self.eod_mask_loss
 
     def sources(self) -> Iterator[Source]:
         """Every source named, training first. Raises InputError for a blend that cannot be read."""

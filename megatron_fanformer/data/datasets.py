@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
 from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.document_masks import DocumentSamples
 from megatron_fanformer.data.index_cache import indices_in
 from megatron_fanformer.data.npy_dataset import NpyDataset
 from megatron_fanformer.data.pair_reader import PairReader
@@ -70,9 +71,26 @@ def build_datasets(
     if config.applied_split is not None:
         refuse_npy(survey.train)
         parts = sets.of_split(survey.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.applied_split)
-        return Datasets(parts[TRAIN], {SPLIT_VALIDATION: parts[VALIDATION]})
+        return _marked(Datasets(parts[TRAIN], {SPLIT_VALIDATION: parts[VALIDATION]}), config, survey)
     valid = {name: sets.of_blend(blend, VALIDATION, valid_samples) for name, blend in survey.valid.items()}
-    return Datasets(sets.of_blend(survey.train, TRAIN, train_samples), valid)
+    return _marked(Datasets(sets.of_blend(survey.train, TRAIN, train_samples), valid), config, survey)
+
+
+def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datasets:
+    """The datasets with the documents in their samples marked, where that is asked for."""
+    if not config.marks_documents:
+        return datasets
+    assert survey.eod_id is not None, "a survey of this configuration has found it"
+    mark = functools.partial(
+        DocumentSamples,
+        eod_id=survey.eod_id,
+        reset_attention_mask=config.reset_attention_mask,
+        reset_position_ids=config.reset_position_ids,
+        eod_mask_loss=config.eod_mask_loss,
+    )
+    return Datasets(
+        mark(samples=datasets.train), {name: mark(samples=dataset) for name, dataset in datasets.valid.items()}
+    )
 
 
 @dataclass(frozen=True)

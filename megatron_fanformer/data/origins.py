@@ -23,7 +23,13 @@ def sample_spans(dataset: Any, index: int) -> list[Span]:
 
     Together they are seq_length tokens for a .npy source; for .bin and .idx pairs one more, the last label.
     """
-    # A blend keeps what it draws from in `datasets`, a source of a mixed one in `samples`.
+    return list(_merged(sequence_spans(dataset, index)))
+
+
+def sequence_spans(dataset: Any, index: int) -> list[Span]:
+    """`sample_spans` with the sequences of a pair one by one: where two meet, they need not be of one document."""
+    # A blend keeps what it draws from in `datasets`, a source of a mixed one and marked documents in `samples`.
+    dataset = getattr(dataset, "samples", dataset)
     while hasattr(dataset, "datasets"):
         number, index = int(dataset.dataset_index[index]), int(dataset.dataset_sample_index[index])
         dataset = dataset.datasets[number]
@@ -31,7 +37,7 @@ def sample_spans(dataset: Any, index: int) -> list[Span]:
     if isinstance(dataset, NpyDataset):
         file, first = dataset.place(index)
         return [Span(npy_prefix(file.path), first, dataset.seq_length)]
-    return list(_merged(_runs(dataset, index)))
+    return [span for span in _runs(dataset, index) if span.length]
 
 
 def _runs(dataset: Any, index: int) -> Iterator[Span]:
@@ -47,11 +53,9 @@ def _runs(dataset: Any, index: int) -> Iterator[Span]:
 
 
 def _merged(spans: Iterable[Span]) -> Iterator[Span]:
-    """The same tokens, with adjacent runs of a file merged and empty ones left out."""
+    """The same tokens, with adjacent runs of a file merged."""
     last: Span | None = None
     for span in spans:
-        if not span.length:
-            continue
         if last is not None and (last.prefix, last.first_token + last.length) == (span.prefix, span.first_token):
             last = Span(last.prefix, last.first_token, last.length + span.length)
             continue

@@ -11,8 +11,11 @@ from pathlib import Path
 
 from megatron_fanformer.data.blends import Blend, Source, parse_blend, split_bounds
 from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.manifest import manifest_path, read_any_manifest
 from megatron_fanformer.data.npy_files import NpyFile, check_npy_ids, open_npy_files
 from megatron_fanformer.data.token_files import check_index_ids, read_index
+from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.errors import InputError
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ class DataSurvey:
     """By prefix."""
     npy_files: dict[str, NpyFile]
     """By path."""
+    eod_id: int | None = None
+    """The id that ends a document, where the run looks for it."""
 
     def pair(self, source: Source) -> PairFacts:
         """The facts about a source that is a pair."""
@@ -59,14 +64,15 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
 
     Raises:
         InputError: a blend that cannot be read, missing files, a .npy file with NumPy's own header, or an id outside
-            [0, vocab_size).
+            [0, vocab_size); an id that ends documents is needed and not known.
         CorruptError: token files that disagree with their index or their manifest.
     """
     started = time.monotonic()
     train = parse_blend(config.train_data)
     valid = {name: parse_blend(items) for name, items in config.valid_data.items()}
     cache = config.index_cache()
-    survey = DataSurvey(cache, train, valid, {}, {})
+    eod_id = _end_of_text_id(config) if config.marks_documents else None
+    survey = DataSurvey(cache, train, valid, {}, {}, eod_id)
     parts = [] if config.applied_split is None else split_bounds(config.applied_split)
     bounds = {number: part for number, part in enumerate(parts) if part is not None}
     for source in dict.fromkeys(source for blend in (train, *valid.values()) for source in blend.sources):
@@ -84,6 +90,26 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
             check_index_ids(prefix, index, vocab_size, cache=cache)
     _tell(survey, time.monotonic() - started)
     return survey
+
+
+def _end_of_text_id(config: DataConfig) -> int:
+    """The id that ends the documents of all token files of a run: by their manifests, else by the tokenizer."""
+    told: dict[int, str] = {}
+    for prefix in config.prefixes():
+        if manifest := read_any_manifest(prefix):
+            told.setdefault(manifest.tokenizer.eod_id, str(manifest_path(prefix)))
+        elif config.tokenizer:
+            told.setdefault(load_tokenizer(config.tokenizer).eod_id, config.tokenizer)
+        else:
+            raise InputError(
+                f"{prefix} has no manifest that says which id ends a document, as data.reset_attention_mask and "
+                "data.eod_mask_loss need; set data.tokenizer to the one that made it"
+            )
+        if len(told) > 1:
+            ends = " and ".join(f"{eod_id} ({source})" for eod_id, source in told.items())
+            raise InputError(f"documents end with ids {ends}, which must be one; prepare them with one tokenizer")
+    (eod_id,) = told
+    return eod_id
 
 
 def _tell(survey: DataSurvey, seconds: float) -> None:

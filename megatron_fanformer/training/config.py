@@ -17,7 +17,12 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.config import EvaluationConfig
 from megatron_fanformer.model.config import PRESETS, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
-from megatron_fanformer.model.layout_rules import batch_problems, graph_problems, layout_problems
+from megatron_fanformer.model.layout_rules import (
+    batch_problems,
+    document_problems,
+    graph_problems,
+    layout_problems,
+)
 from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.device import has_bf16_matrix_units
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
@@ -159,6 +164,8 @@ class RunConfig:
     def problems_of_layout(self) -> list[str]:
         """The rules between sections that it breaks and that hold for any batch, one line each."""
         found = [*layout_problems(self.model, self.parallel), *graph_problems(self.parallel, self.kernels)]
+        if self.data.reset_attention_mask:
+            found += document_problems(self.parallel, self.kernels)
         if self.kernels.cuda_graph_impl == "local" and not self.evaluation.is_empty:
             found.append(
                 "kernels.cuda_graph_impl is local, whose graphs take micro batches of one shape, and the tasks and "

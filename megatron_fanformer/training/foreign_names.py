@@ -272,10 +272,12 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
         ForeignName("--num-workers", "data.num_workers", "0 by default, not 2"),
         ForeignName("--dataloader-type", None, "samples come in one order, which a resumed run continues"),
         ForeignName(
-            "--reset-position-ids --reset-attention-mask --eod-mask-loss --dataloader-inter-document-masking",
-            None,
-            "samples are read as one text: attention crosses the ends of documents, whose tokens count in the loss",
+            "--reset-attention-mask --dataloader-inter-document-masking",
+            "data.reset_attention_mask",
+            "by the end-of-text id; no work is done across documents",
         ),
+        ForeignName("--reset-position-ids", "data.reset_position_ids", "with data.reset_attention_mask alone"),
+        ForeignName("--eod-mask-loss", "data.eod_mask_loss"),
         ForeignName(
             "--no-create-attention-mask-in-dataloader", None, "no mask is ever made: attention is causal by itself"
         ),
