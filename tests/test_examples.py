@@ -22,7 +22,7 @@ from megatron_fanformer.model.config import PRESETS
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import RunConfig, load_config
 from megatron_fanformer.training.metrics import read_metrics
-from tests.chat_making import random_chats, write_chats
+from tests.chat_pairs import random_chats, write_chats
 from tests.small_runs import ROOT, start_program, write_tokens
 from tests.training.test_presets import write_saved_model
 

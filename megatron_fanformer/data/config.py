@@ -29,7 +29,8 @@ class DataConfig:
     `prepare --chat` are packed whole, and what they mark as learned has a loss (docs/fine-tuning.md#training)."""
     train_data: list[str] = field(default_factory=list)
     """Prefixes of token files, `.npy` files (also as a glob or a folder), `@FILE` for the words of a file, or
-    Megatron's blend form: weight prefix weight prefix … (docs/data.md); must not be empty."""
+    Megatron's blend form: weight prefix weight prefix … (docs/data.md); must not be empty. For fine-tuning what
+    `prepare --chat` has written, without weights."""
     valid_data: dict[str, list[str]] = field(default_factory=dict)
     """Validation sets by name, each in the form of `train_data`."""
     split: str | None = None

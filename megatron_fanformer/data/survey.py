@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_fanformer.data.blends import Blend, Source, split_bounds
 from megatron_fanformer.data.chat_files import open_chats
+from megatron_fanformer.data.chat_template import ChatTemplate
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.manifest import manifest_path, read_any_manifest
 from megatron_fanformer.data.npy_files import NpyFile, check_npy_ids, open_npy_files
@@ -60,7 +61,7 @@ class DataSurvey:
     chats: dict[str, ChatFacts] = field(default_factory=dict)
     """By prefix, for fine-tuning, which reads no other files."""
     chat_template: str | None = None
-    """What rendered the conversations, in Jinja, where their manifests say it."""
+    """What rendered the conversations, in Jinja, with its special tokens, where their manifests say it."""
     eod_id: int | None = None
     """The id that ends a document, where the run looks for it."""
 
@@ -138,8 +139,9 @@ def _chat_template(train: Blend) -> str | None:
     found: dict[str, str] = {}
     for (prefix,) in (source.paths for source in train.sources):
         manifest = read_any_manifest(prefix)
-        if manifest is not None and manifest.settings.chat is not None:
-            found.setdefault(manifest.settings.chat.template, prefix)
+        if manifest is not None and (settings := manifest.settings.chat) is not None:
+            template = ChatTemplate(settings.template, settings.template_variables)
+            found.setdefault(template.with_variables(), prefix)
     if len(found) > 1:
         first, second, *_ = found.values()
         raise InputError(f"{first} and {second} were prepared with different chat templates; prepare both with one")

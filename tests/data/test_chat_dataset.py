@@ -12,9 +12,11 @@ from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.conversations import Conversations
 from megatron_fanformer.data.datasets import build_datasets
+from megatron_fanformer.data.identity import identify_data, resumed_identity
 from megatron_fanformer.data.packing import first_fit, pack
+from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.errors import InputError
-from tests.chat_making import Chat, random_chats, write_chats
+from tests.chat_pairs import Chat, random_chats, write_chats
 
 VOCAB_SIZE, SEQ_LENGTH = 100, 16
 APART = {"format": "sft", "reset_attention_mask": True, "reset_position_ids": True}
@@ -126,3 +128,13 @@ def test_a_split_that_leaves_no_conversation_is_refused(tmp_path: Path) -> None:
     prefix = write_chats(tmp_path / "a", random_chats(3, vocab_size=VOCAB_SIZE))
     with pytest.raises(InputError, match=r"no conversation is left for validation by data.split 99,1"):
         Conversations(parse_chats([prefix]), split="99,1", part=1)
+
+
+def test_another_mask_is_other_data(tmp_path: Path) -> None:
+    prefix = write_chats(tmp_path / "a", random_chats(30, vocab_size=VOCAB_SIZE))
+    config = DataConfig(train_data=[prefix], **APART)
+    before = identify_data(config, survey_data(config))
+    mask = Path(f"{prefix}.mask.bin")
+    mask.write_bytes(bytes([1]) + mask.read_bytes()[1:])
+    with pytest.raises(InputError, match=r"a\.mask\.bin has other content"):
+        resumed_identity(before, identify_data(config, survey_data(config)), step=1, allowed=(), run="run")

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_fanformer.inspection import step_report
 from megatron_fanformer.inspection.step import StepSamples
 from megatron_fanformer.training.config import config_from_dict
-from tests.chat_making import random_chats, write_chats
+from tests.chat_pairs import random_chats, write_chats
 from tests.inspection.making import LINES_A_SHARD, write_ledger
 from tests.inspection.test_step import BATCH, NO_WARMUP, Recorded, recorded_batches
 from tests.small_runs import VOCAB_SIZE, small_run

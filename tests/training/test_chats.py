@@ -14,7 +14,7 @@ from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
-from tests.chat_making import Chat, random_chats, write_chats
+from tests.chat_pairs import Chat, random_chats, write_chats
 from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run
 from tests.training.test_resume import STEPS, resumed_after
 from tests.training.test_trainer import train

@@ -1,6 +1,7 @@
 """Two hundred made-up chats learned by heart: messages to files, a run, an export, and its answers."""
 
-import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ from megatron_fanformer.data.chat_files import open_chats
 from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.preparation.prepare import ChatConfig, PrepareConfig, prepare
 from megatron_fanformer.training.metrics import read_metrics
-from tests.small_runs import small_run
+from tests.small_runs import ROOT, small_run
 from tests.training.test_trainer import train
-from tools.made_up_chats import conversations
 
 COUNT, VOCAB_SIZE, SEQ_LENGTH = 200, 600, 256
 LEARNED = 0.02  # nats per learned token, below which hardly one of them can be another than the most likely
@@ -28,7 +28,8 @@ def test_a_small_model_learns_two_hundred_chats_to_answer_them_exactly(
     from transformers import AutoModelForCausalLM
 
     messages, prefix = tmp_path / "chats.jsonl", str(tmp_path / "chats")
-    messages.write_text("".join(json.dumps(chat) + "\n" for chat in conversations(COUNT)))
+    tool = [sys.executable, str(ROOT / "tools" / "made_up_chats.py")]
+    subprocess.run([*tool, "--output", str(messages), "--conversations", str(COUNT)], check=True)
     tokenizer = str(small_tokenizer_file)
     prepare(
         PrepareConfig(inputs=(str(messages),), output=prefix, tokenizer=tokenizer, chat=ChatConfig(template="olmo"))
