@@ -21,7 +21,7 @@ from megatron_fanformer.data.packing import pack
 class ChatDataset:
     """Samples of packed conversations, epoch after epoch: a map-style dataset for a DataLoader.
 
-    Sample n depends on the files, their order, seq_length and the seed alone. Some 30 bytes a conversation are held in
+    Sample n depends on the files, their order, seq_length and the seed alone. Some 35 bytes a conversation are held in
     memory, which forked loader processes share.
     """
 

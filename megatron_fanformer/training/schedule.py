@@ -63,9 +63,10 @@ class ScheduleConfig:
         """Rules between this configuration, the peak rate and the length of the run (None: open) that are broken."""
         found = []
         decay = self.lr_decay_iters or train_iters
-        if decay is not None and self.lr_warmup_iters >= decay:
+        if decay is not None and (warmup := self.warmup_steps(decay)) >= decay:
+            stated = f"iters {warmup}" if self.lr_warmup_fraction is None else f"fraction {self.lr_warmup_fraction}"
             found.append(
-                f"schedule.lr_warmup_iters {self.lr_warmup_iters} is not below the end of the decay, step {decay}; "
+                f"schedule.lr_warmup_{stated} is not below the end of the decay, step {decay}; "
                 "shorten the warm-up or raise training.train_iters"
             )
         if self.min_lr is not None and self.min_lr > lr:

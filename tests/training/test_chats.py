@@ -88,7 +88,13 @@ def test_the_loss_is_the_mean_over_learned_tokens_in_every_layout(tmp_path: Path
 
 def test_a_step_without_a_learned_token_changes_nothing(tmp_path: Path, run_on_ranks: RunOnRanks) -> None:
     silent: list[Chat] = [(ids, [False] * len(ids)) for ids, _ in random_chats(20, vocab_size=VOCAB_SIZE)]
-    values = chats_run(tmp_path, silent, optimizer={"weight_decay": 0.0}, training={"train_iters": 2})
+    values = chats_run(
+        tmp_path,
+        silent,
+        optimizer={"weight_decay": 0.0},
+        schedule={"lr_warmup_iters": 0},
+        training={"train_iters": 2},
+    )
     ((before, after),) = run_on_ranks(1, train, values)
     assert [entry["loss"] for entry in read_metrics(tmp_path / "run")] == [0.0, 0.0]
     for old, new in zip(before, after, strict=True):
@@ -149,6 +155,10 @@ def test_a_stop_and_loader_processes_leave_no_trace(tmp_path: Path, run_on_ranks
         (
             {"schedule": {"lr_warmup_fraction": 1.0, "lr_warmup_iters": 0}},
             "schedule.lr_warmup_fraction is 1.0; it must lie in [0, 1), or null",
+        ),
+        (
+            {"schedule": {"lr_warmup_fraction": 0.99, "lr_warmup_iters": 0}},
+            "schedule.lr_warmup_fraction 0.99 is not below the end of the decay, step 20",
         ),
         ({"data": {"reset_attention_mask": False, "reset_position_ids": False}}, "data.reset_attention_mask: false"),
         ({"model": {"vocab_size": 64}}, "64"),  # an id is outside
