@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
-from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.chat_dataset import ChatDataset
+from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
+from megatron_fanformer.data.conversations import training_conversations, validation_conversations
 from megatron_fanformer.data.document_masks import DocumentSamples
 from megatron_fanformer.data.index_cache import indices_in
 from megatron_fanformer.data.npy_dataset import NpyDataset
@@ -23,8 +25,6 @@ from megatron_fanformer.data.pair_reader import PairReader
 from megatron_fanformer.data.sample_counts import TRAIN, VALIDATION, SampleCounts, Sizes, refuse_npy
 from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.runtime.agreement import on_main
-
-SPLIT_VALIDATION = "validation"  # the name of the validation set that a split cuts off
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ def build_datasets(
             leaves a part without documents, an index cache that cannot be written or is not shared by all nodes.
         CorruptError: token files that disagree with their index or their manifest.
     """
+    if config.is_chats:
+        return _of_chats(config, seq_length, train_samples, valid_samples, seed)
     if survey is None:
         survey = on_main(functools.partial(survey_data, config))
     sets = _DatasetBuilder(
@@ -90,6 +92,19 @@ def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datas
     )
     return Datasets(
         mark(samples=datasets.train), {name: mark(samples=dataset) for name, dataset in datasets.valid.items()}
+    )
+
+
+def _of_chats(
+    config: DataConfig, seq_length: int, train_samples: int, valid_samples: int | None, seed: int
+) -> Datasets:
+    train, valid = training_conversations(config), validation_conversations(config)
+    return Datasets(
+        ChatDataset(train, seq_length=seq_length, seed=seed, samples=train_samples),
+        {
+            name: ChatDataset(conversations, seq_length=seq_length, seed=seed, samples=valid_samples)
+            for name, conversations in valid.items()
+        },
     )
 
 

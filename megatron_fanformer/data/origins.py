@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.npy_dataset import NpyDataset
 from megatron_fanformer.data.npy_files import npy_prefix
 
@@ -21,8 +22,11 @@ class Span:
 def sample_spans(dataset: Any, index: int) -> list[Span]:
     """The runs that sample `index` of a training or validation set is made from, in order.
 
-    Together they are seq_length tokens for a .npy source; for .bin and .idx pairs one more, the last label.
+    Together they are seq_length tokens for a .npy source; for .bin and .idx pairs one more, the last label; for chats
+    a run for each conversation, and less than seq_length where there is padding.
     """
+    if isinstance(dataset, ChatDataset):
+        return list(_conversations(dataset, index))
     return list(_merged(sequence_spans(dataset, index)))
 
 
@@ -38,6 +42,12 @@ def sequence_spans(dataset: Any, index: int) -> list[Span]:
         file, first = dataset.place(index)
         return [Span(npy_prefix(file.path), first, dataset.seq_length)]
     return [span for span in _runs(dataset, index) if span.length]
+
+
+def _conversations(dataset: ChatDataset, index: int) -> Iterator[Span]:
+    for number in dataset.members(index):
+        chats, own = dataset.conversations.place(number)
+        yield Span(chats.prefix, chats.first_token(own), min(int(chats.lengths[own]), dataset.seq_length))
 
 
 def _runs(dataset: Any, index: int) -> Iterator[Span]:

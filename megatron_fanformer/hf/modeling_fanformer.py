@@ -40,33 +40,22 @@ class FANformerRMSNorm(nn.Module):
         return self.weight * normed.to(x.dtype)
 
 
-class FANProjection(nn.Module):
-    """x -> [cos p, sin p, g] with [p | g] = W x + b; `width` wide, of which p is the share `p_ratio`.
+class FANActivation(nn.Module):
+    """[p | g] -> [cos p, sin p, g]; `width` wide, of which p is the share `p_ratio`.
 
-    Args:
-        in_features: width of x; None for the hidden size.
-        layer_idx: the layer's, where the projection writes into the residual stream (see `ResidualLinear`).
+    The map that makes p | g is an `nn.Linear` of whoever owns this, as quantisers and adapters (peft) look for: what
+    they put in its place gives p | g, too.
     """
 
-    def __init__(
-        self,
-        config: FANformerConfig,
-        width: int,
-        p_ratio: float,
-        in_features: int | None = None,
-        layer_idx: int | None = None,
-    ) -> None:
+    def __init__(self, config: FANformerConfig, width: int, p_ratio: float) -> None:
         super().__init__()
-        self.layer_idx = layer_idx
         periodic_size = int(p_ratio * width)
         self.sizes = [periodic_size, width - 2 * periodic_size]
         self.gelu = config.fan_activation == "gelu"
-        self.weight = nn.Parameter(torch.empty(sum(self.sizes), in_features or config.hidden_size))
-        self.bias = nn.Parameter(torch.empty(sum(self.sizes))) if config.fan_bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, width]; cos and sin are taken in float32, whatever the dtype of `x`."""
-        p, g = F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+    def forward(self, pre_activation: Tensor) -> Tensor:
+        """[b, s, P + G] -> [b, s, width]; cos and sin are taken in float32, whatever the dtype."""
+        p, g = pre_activation.split(self.sizes, dim=-1)
         phase = p.float()
         activated = F.gelu(g) if self.gelu else g
         return torch.cat([phase.cos().to(g.dtype), phase.sin().to(g.dtype), activated], dim=-1)
@@ -120,9 +109,9 @@ def eager_attention_forward(
 
 
 class FANformerAttention(nn.Module):
-    """Self-attention whose queries, keys and values are projected from the FAN projection's output.
+    """Self-attention whose queries, keys and values are projected from FAN's output.
 
-    At placement `qk_and_v` the values are the output of a FAN projection of their own instead.
+    At placement `qk_and_v` the values are the output of a FAN of their own instead.
     """
 
     def __init__(self, config: FANformerConfig, layer_idx: int) -> None:
@@ -137,11 +126,13 @@ class FANformerAttention(nn.Module):
         value_size = groups * self.head_dim
         self.has_fan = config.fan_placement in ("qkv", "qk_and_v")
         if self.has_fan:
-            self.fan = FANProjection(config, config.hidden_size, config.p_ratio)
+            self.fan_activation = FANActivation(config, config.hidden_size, config.p_ratio)
+            self.fan = nn.Linear(config.hidden_size, sum(self.fan_activation.sizes), bias=config.fan_bias)
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, value_size, bias=False)
         if config.fan_placement == "qk_and_v":
-            self.v_fan = FANProjection(config, value_size, config.value_p_ratio)
+            self.v_fan_activation = FANActivation(config, value_size, config.value_p_ratio)
+            self.v_fan = nn.Linear(config.hidden_size, sum(self.v_fan_activation.sizes), bias=config.fan_bias)
         else:
             self.v_proj = nn.Linear(config.hidden_size, value_size, bias=False)
         self.o_proj = ResidualLinear(heads * self.head_dim, config.hidden_size, layer_idx)
@@ -156,8 +147,9 @@ class FANformerAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """[b, s, h] -> [b, s, h] and, if the implementation returns them, the weights [b, n, s, t]."""
         shape = hidden_states.shape[:-1]
-        x = self.fan(hidden_states) if self.has_fan else hidden_states
-        values = self.v_fan(hidden_states) if self.config.fan_placement == "qk_and_v" else self.v_proj(x)
+        x = self.fan_activation(self.fan(hidden_states)) if self.has_fan else hidden_states
+        own_values = self.config.fan_placement == "qk_and_v"
+        values = self.v_fan_activation(self.v_fan(hidden_states)) if own_values else self.v_proj(x)
         query, key, value = (
             heads.view(*shape, -1, self.head_dim).transpose(1, 2) for heads in (self.q_proj(x), self.k_proj(x), values)
         )
@@ -174,8 +166,8 @@ class FANformerAttention(nn.Module):
 class ResidualLinear(nn.Linear):
     """A linear map that writes into the residual stream; its initial weights shrink with depth."""
 
-    def __init__(self, in_features: int, out_features: int, layer_idx: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, layer_idx: int, *, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
         self.layer_idx = layer_idx
 
 
@@ -194,17 +186,20 @@ class FANformerMLP(nn.Module):
 
 
 class FANformerFANLayers(nn.Module):
-    """Two FAN projections in place of SwiGLU, at placement `ffn`."""
+    """Two FAN layers in place of SwiGLU, at placement `ffn`."""
 
     def __init__(self, config: FANformerConfig, layer_idx: int) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.fan_1 = FANProjection(config, inner, config.p_ratio)
-        self.fan_2 = FANProjection(config, hidden, config.p_ratio, in_features=inner, layer_idx=layer_idx)
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.fan_bias
+        self.activation_1 = FANActivation(config, inner, config.p_ratio)
+        self.activation_2 = FANActivation(config, hidden, config.p_ratio)
+        self.fan_1 = nn.Linear(hidden, sum(self.activation_1.sizes), bias=bias)
+        self.fan_2 = ResidualLinear(inner, sum(self.activation_2.sizes), layer_idx, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, f] -> [b, s, h]."""
-        return self.fan_2(self.fan_1(x))
+        x = self.activation_1(self.fan_1(x))
+        return self.activation_2(self.fan_2(x))
 
 
 class FANformerDecoderLayer(GradientCheckpointingLayer):
@@ -248,7 +243,7 @@ class FANformerPreTrainedModel(PreTrainedModel):
         """
         if isinstance(module, FANformerRMSNorm):
             init.ones_(module.weight)
-        if not isinstance(module, nn.Linear | nn.Embedding | FANProjection):
+        if not isinstance(module, nn.Linear | nn.Embedding):
             return
         variance = 1.0 / module.weight.shape[1]
         if (layer_idx := getattr(module, "layer_idx", None)) is not None:

@@ -176,6 +176,11 @@ class TorchCoreAttention(MegatronModule):
             return self._attend_within(packed_seq_params.cu_seqlens_q, query, key, value, is_causal=is_causal)
         if is_spread:
             return self._attend_to_whole_sequence(query, key, value)
+        if not is_causal and len(query) > 1:
+            # megatron-core's word for a filled cache, as if one query stood behind it. Each of several sees the keys
+            # up to its own.
+            seen = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
+            return self._attend(query, key, value, attn_mask=seen.tril(diagonal=len(key) - len(query)))
         return self._attend(query, key, value, is_causal=is_causal)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, **masking: Any) -> Tensor:
