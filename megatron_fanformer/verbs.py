@@ -460,7 +460,7 @@ _Run = Callable[[argparse.Namespace, list[str], list[str]], None]
 
 VERBS: dict[str, tuple[_Describe, _Run, str]] = {
     "demo": (_demo_options, _demo, "From text to a trained FANformer, on this machine, in minutes."),
-    "prepare": (_prepare_options, _prepare, "Turn documents into token files."),
+    "prepare": (_prepare_options, _prepare, "Turn documents or conversations into token files."),
     "train": (_train_options, _train, "Train, or continue a run."),
     "check-node": (_check_node_options, _check_node, "Check the nodes that a run is about to start on."),
     "config": (

@@ -102,6 +102,20 @@ def open_chats(prefix: str) -> ChatFiles:
     return ChatFiles(prefix, bin_path(prefix), index.dtype, mask, spans)
 
 
+def count_learned(mask: Path) -> int:
+    """The learned tokens of a file of masks, which is read from end to end.
+
+    Raises CorruptError for a byte that is neither 0 nor 1.
+    """
+    total = 0
+    with mask.open("rb") as stream:
+        while len(block := np.fromfile(stream, np.uint8, READ_BYTES)):
+            if block.max() > 1:
+                raise CorruptError(f"{mask} holds {block.max()}, a mask holds 0 and 1 alone; copy or prepare it again")
+            total += int(block.sum(dtype=np.int64))
+    return total
+
+
 def is_row_folder(path: str | Path) -> bool:
     """Whether a path is a folder in the form of OLMo's script."""
     return all(Path(f"{path}{name}").is_file() for name in (IDS_NPY, MASK_NPY))

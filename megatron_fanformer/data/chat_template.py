@@ -140,7 +140,7 @@ class ChatTemplate:
                 BEGINS_OTHERWISE,
             )
         span, content = after[len(before) :], messages[turn]["content"].strip()
-        closing = span.rpartition(content)[2] if content else span
+        closing = span.partition(content)[2] if content else span
         return len(before), len(before) + len(span.rstrip() if closing.strip() else span)
 
 

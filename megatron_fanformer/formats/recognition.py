@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.blends import LARGEST_BLEND_BYTES, parse_blend
+from megatron_fanformer.data.chat_files import MASK_SUFFIX, is_row_folder
 from megatron_fanformer.errors import CorruptError, InputError
 
 Kind = Literal["token files", "blend", "folder of token files", "run", "checkpoint", "hf", "reference"]
@@ -35,7 +36,7 @@ DESCRIPTIONS: dict[Kind, str] = {
 }
 
 # What may follow a prefix; the longer endings first, since .json ends one of them.
-ENDINGS = (".manifest.json", ".ledger.parquet", ".bin", ".idx", ".npy")
+ENDINGS = (".manifest.json", ".ledger.parquet", MASK_SUFFIX, ".bin", ".idx", ".npy")
 CONFIG_JSON = "config.json"  # a Hugging Face folder's
 MODEL_TYPE = "fanformer"  # what it calls a FANformer
 REFERENCE_FIELD = "d_model"  # which the authors' configurations have, and no other
@@ -180,6 +181,8 @@ def _recognise_folder(folder: Path) -> Target:
         return Target("run", folder.absolute().parent if folder.parent == folder else folder.parent)
     if kind := _kind_of_model(folder, damage):
         return Target(kind, folder)
+    if is_row_folder(folder):
+        return Target("token files", folder, (str(folder),))
     prefixes = tuple(sorted({prefix_of(str(path)) for end in (".idx", ".npy") for path in folder.glob(f"*{end}")}))
     if prefixes:
         return Target("folder of token files", folder, prefixes)

@@ -1,11 +1,13 @@
 """Describes token files: from their manifest if there is one, and from the files themselves; torch is not imported."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from megatron_fanformer.data.blends import parse_blend
+from megatron_fanformer.data.chat_files import MASK_SUFFIX, count_learned, is_row_folder, open_chats
 from megatron_fanformer.data.ledger import Ledger, ledger_path
 from megatron_fanformer.data.manifest import (
     FileRecord,
@@ -28,6 +30,8 @@ NPY_DTYPE: NpyType = "uint16"  # of the paper's files, which do not state it
 TITLES = {
     "megatron": "Megatron token files",
     "npy": "token file without a header",
+    "chats": "chats as Megatron token files",
+    "chat rows": "chats in rows without a header",
     "parts": "token files in parts",
 }
 SHOWN_HASH_DIGITS = 12
@@ -115,6 +119,8 @@ def _of_files(prefix: str) -> tuple[str, dict[str, Any], Rows]:
     """One prefix with token files."""
     stated = token_files_record(prefix)
     largest = f"; largest id {stated.max_token_id}" if stated else ""
+    if is_row_folder(prefix) or Path(prefix + MASK_SUFFIX).exists():
+        return _of_chats(prefix, largest)
     if bin_path(prefix).exists() or idx_path(prefix).exists():
         form, facts, lengths = "megatron", *_of_megatron(prefix)
     elif Path(prefix + SUFFIX).exists():
@@ -129,6 +135,37 @@ def _of_files(prefix: str) -> tuple[str, dict[str, Any], Rows]:
     rows.append(("tokens", f"{facts['tokens']:,} of {facts['dtype']}, {size(facts['bytes'])}{largest}"))
     ledger_facts, ledger_rows = _of_ledger(prefix)
     return form, {**facts, **ledger_facts}, rows + ledger_rows
+
+
+def _of_chats(prefix: str, largest: str) -> tuple[str, dict[str, Any], Rows]:
+    """A prefix of conversations; what is learned is counted where no manifest says it."""
+    chats, stated = open_chats(prefix), token_files_record(prefix)
+    told = None if stated is None else stated.learned_tokens
+    learned = count_learned(chats.mask_path) if told is None else told
+    stored = chats.mask_path.stat().st_size  # with padding
+    tokens = int(chats.lengths.sum())
+    facts = {
+        "documents": len(chats),
+        "tokens": stored,
+        "padding": stored - tokens,
+        "learned_tokens": learned,
+        "cut": None if stated is None else stated.cut,
+        "dtype": chats.dtype.name,
+        "bytes": stored * chats.dtype.itemsize,
+    }
+    lengths = ""
+    if len(chats):
+        facts |= {"shortest": int(chats.lengths.min()), "longest": int(chats.lengths.max())}
+        lengths = f", of {facts['shortest']:,} to {facts['longest']:,} tokens, {tokens / len(chats):,.0f} on average"
+    cut = f"; {facts['cut']:,} of them cut" if facts["cut"] else ""
+    padding = f", {facts['padding']:,} of them after a row's last learned one" if facts["padding"] else ""
+    rows = [
+        ("conversations", f"{len(chats):,}{lengths}{cut}"),
+        ("tokens", f"{stored:,} of {chats.dtype.name}{padding}, {size(facts['bytes'])}{largest}"),
+        ("learned", f"{plural(learned, 'token')}, {learned / max(1, tokens):.1%} without padding"),
+    ]
+    ledger_facts, ledger_rows = _of_ledger(prefix)
+    return "chat rows" if is_row_folder(prefix) else "chats", {**facts, **ledger_facts}, rows + ledger_rows
 
 
 def _of_megatron(prefix: str) -> tuple[dict[str, Any], str]:
@@ -199,11 +236,17 @@ def _inputs(inputs: list[InputRecord]) -> str:
 
 
 def _settings(settings: Settings) -> str:
-    """The text field, and what differs from the defaults."""
-    default = Settings(text_field=settings.text_field, dtype=settings.dtype)
+    """The text field, or those of conversations, and what differs from the defaults."""
+    default = Settings(text_field=settings.text_field, dtype=settings.dtype, chat=settings.chat)
     changed = [
         f"{name.replace('_', ' ')} {getattr(settings, name)}"
         for name in settings.__struct_fields__
         if getattr(settings, name) != getattr(default, name)
     ]
-    return ", ".join([f"text field {settings.text_field}", *changed])
+    if (chat := settings.chat) is None:
+        return ", ".join([f"text field {settings.text_field}", *changed])
+    longest = "any length" if chat.max_tokens is None else f"{chat.too_long} at {plural(chat.max_tokens, 'token')}"
+    padding = "" if chat.pad_id is None else f", padded with {chat.pad_id}"
+    template = hashlib.sha256(chat.template.encode()).hexdigest()[:SHOWN_HASH_DIGITS]
+    turns = {"all": "all assistant turns learned", "last": "the last assistant turn learned"}[chat.learn]
+    return ", ".join([turns, longest + padding, f"template with SHA-256 {template}…", *changed])

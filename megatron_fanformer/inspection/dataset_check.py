@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_fanformer.data.chat_files import IDS_NPY, MASK_NPY, MASK_SUFFIX, count_learned
 from megatron_fanformer.data.ledger import Ledger, ledger_path
 from megatron_fanformer.data.manifest import (
     FileRecord,
@@ -22,7 +23,8 @@ from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.recognition import Target
 from megatron_fanformer.inspection.report import Advance, plural, size
 
-TOKEN_ENDINGS = (".bin", ".npy")
+TOKEN_ENDINGS = (".bin", ".npy", IDS_NPY)
+MASK_ENDINGS = (MASK_SUFFIX, MASK_NPY)
 BLOCK_BYTES = 1 << 22
 THREADS = 8  # more only make the disk seek
 
@@ -52,7 +54,7 @@ def check_data(target: Target, advance: Advance) -> str:
     largest = _check_files(files, advance)
     for prefix, manifest in manifests.items():
         for output in _outputs(manifest):
-            _check_output(Path(prefix).parent, output, manifest.settings.dtype, largest)
+            _check_output(Path(prefix).parent, output, manifest, largest)
     outputs = [output for manifest in manifests.values() for output in _outputs(manifest)]
     return (
         f"SHA-256 of {plural(len(files), 'file')}, {size(sum(file.record.bytes for file in files))}; index, ledger and"
@@ -144,36 +146,51 @@ def _read_through(path: Path, dtype: str | None, advance: Advance) -> tuple[str,
     return digest.hexdigest(), largest
 
 
-def _check_output(folder: Path, output: TokenFiles, dtype: str, largest: dict[Path, int]) -> None:
-    """Check what a manifest says about one prefix against its index, its ledger and its largest id."""
+def _check_output(
+    folder: Path, output: TokenFiles, manifest: Manifest | PartManifest, largest: dict[Path, int]
+) -> None:
+    """Check what a manifest says about one prefix against its index, its mask, its ledger and its largest id."""
     prefix = str(folder / output.prefix)
     path, lengths = manifest_path(prefix), None
+    ending, tokens_file = next((end, record) for end, record in output.files.items() if end in TOKEN_ENDINGS)
     if ".idx" in output.files:
         index = read_index(prefix)
         lengths = index.lengths
         _compare(path, f"documents and those of {prefix}.idx", output.documents, len(lengths))
         _compare(path, f"tokens and those of {prefix}.idx", output.tokens, index.tokens)
     else:
-        tokens = output.files[".npy"].bytes // np.dtype(dtype).itemsize
-        _compare(path, f"tokens and those of {prefix}.npy", output.tokens, tokens)
+        tokens = tokens_file.bytes // np.dtype(manifest.settings.dtype).itemsize
+        _compare(path, f"tokens and those of {prefix}{ending}", output.tokens, tokens)
     if output.tokens:
-        found = next(largest[folder / record.path] for end, record in output.files.items() if end in TOKEN_ENDINGS)
+        found = largest[folder / tokens_file.path]
         _compare(path, "max_token_id and the largest in the token file", output.max_token_id, found)
+    for end in MASK_ENDINGS:
+        if end in output.files:
+            _compare(path, f"tokens and bytes of {prefix}{end}", output.tokens, output.files[end].bytes)
+            learned = count_learned(folder / output.files[end].path)
+            _compare(path, f"learned_tokens and those of {prefix}{end}", output.learned_tokens, learned)
     if ".ledger.parquet" in output.files:
-        check_ledger(prefix, output, lengths)
+        # a ledger of chats, which are never in parts, tells of refused lines too
+        refused = manifest.refused if isinstance(manifest, Manifest) and manifest.settings.chat is not None else {}
+        check_ledger(prefix, output, lengths, refused=sum(refused.values()))
 
 
-def check_ledger(prefix: str, output: TokenFiles, lengths: np.ndarray | None) -> None:
+def check_ledger(prefix: str, output: TokenFiles, lengths: np.ndarray | None, *, refused: int = 0) -> None:
     """Check a ledger against the lengths in the index or, for a .npy file, against its number of tokens.
+
+    Args:
+        refused: the rows without tokens that it must have, each of a refused conversation.
 
     Raises:
         CorruptError: a row differs.
     """
     path = ledger_path(prefix)
     ledger = Ledger(path)
-    _compare(path, f"rows and the documents of {manifest_path(prefix)}", ledger.rows, output.documents)
+    _compare(path, f"rows and the documents of {manifest_path(prefix)}", ledger.rows - refused, output.documents)
     row, token = 0, 0
     for first_tokens, own_lengths in ledger.spans():
+        if refused:
+            first_tokens, own_lengths = first_tokens[own_lengths > 0], own_lengths[own_lengths > 0]
         expected = own_lengths if lengths is None else np.asarray(lengths[row : row + len(own_lengths)])
         _compare_rows(path, row, "length", own_lengths, expected)
         ends = token + np.cumsum(expected, dtype=np.int64)

@@ -1,6 +1,7 @@
 """However often a preparation is cut short, the same command again ends with the very bytes of an undisturbed one."""
 
 import hashlib
+import json
 import os
 import random
 import resource
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.chat_making import made_up_chats
 from tests.preparation import commands, fuzzing
 from tests.preparation.making import as_line
 
@@ -26,6 +28,10 @@ VARIANTS: dict[str, list[str]] = {
     "parts": ["--part-size", "40K"],
     "npy": ["--format", "npy", "--part-size", "50K"],
 }
+CHATS: dict[str, list[str]] = {
+    "chats": ["--chat", "--chat-template", "olmo", "--max-tokens", "300"],
+    "rows of chats": ["--chat", "--chat-template", "olmo", "--format", "npy"],
+}
 FULL_PART = "300K"
 NOTICED_SECONDS = 10.0
 STARTED_SECONDS = 60.0
@@ -33,7 +39,8 @@ STARTED_SECONDS = 60.0
 
 def hashes(folder: Path) -> dict[str, str]:
     """SHA-256 of every file."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.fixture
@@ -55,6 +62,18 @@ def complete(options: list[str], folder: Path, workers: int = 1) -> dict[str, st
     ended = commands.run([*options, "--output", str(folder / "tokens"), "--workers", str(workers)])
     assert ended.code == 0, ended.errors
     return hashes(folder)
+
+
+@pytest.fixture
+def chat_options(tmp_path: Path, small_tokenizer_file: Path) -> list[str]:
+    """The command but for its output, of conversations, with lines that are none."""
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    chats = made_up_chats(400)
+    for number in range(4):
+        lines = [*(json.dumps({"messages": messages}) for messages in chats[number::4]), "not a conversation"]
+        (folder / f"{number}.jsonl").write_text("\n".join(lines))
+    return [str(folder), "--tokenizer", str(small_tokenizer_file)]
 
 
 @pytest.mark.parametrize("numbers", [(1, 3), pytest.param((1, 2, 3, 8), marks=pytest.mark.full)], ids=str)
@@ -117,6 +136,28 @@ def assert_killed_at_steps(options: list[str], folder: Path, stride: int) -> int
 @pytest.mark.parametrize("variant", [pytest.param("one", marks=pytest.mark.full), "parts"])
 def test_a_run_killed_in_its_ending_ends_with_the_same_bytes(tmp_path: Path, options: list[str], variant: str) -> None:
     assert assert_killed_at_steps([*options, *VARIANTS[variant]], tmp_path, stride=6) > 5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", list(CHATS))
+def test_a_run_over_chats_killed_at_any_time_ends_with_the_same_bytes(
+    tmp_path: Path, chat_options: list[str], variant: str
+) -> None:
+    command = [*chat_options, *CHATS[variant]]
+    began = time.monotonic()
+    expected = complete(command, tmp_path / "undisturbed")
+    seconds = time.monotonic() - began
+    again = [*command, "--output", str(tmp_path / "killed" / "tokens"), "--workers", "2"]
+    for share in (0.5, 0.7, 0.9):
+        killed_after(again, share * seconds)
+    assert complete(command, tmp_path / "killed", workers=3) == expected
+    assert assert_killed_at_steps(command, tmp_path, stride=1) > 10
+
+
+def test_a_run_over_chats_killed_in_its_ending_ends_with_the_same_bytes(
+    tmp_path: Path, chat_options: list[str]
+) -> None:
+    assert assert_killed_at_steps([*chat_options, *CHATS["rows of chats"]], tmp_path, stride=7) > 2
 
 
 @pytest.mark.full

@@ -1,0 +1,74 @@
+"""Files of chats read back: a pair with its mask, and rows as OLMo's script leaves them, without a manifest."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_fanformer.data.chat_files import open_chats
+from megatron_fanformer.errors import CorruptError, FanformerError, InputError
+from tests.token_pairs import write_token_pair
+
+CONVERSATIONS = [([5, 6, 7, 8], [0, 0, 1, 1]), ([9, 1], [0, 1]), ([2, 3, 4], [1, 0, 1])]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> str:
+    prefix = write_token_pair(tmp_path / "chats", [[np.array(ids)] for ids, _ in CONVERSATIONS], dtype=np.uint16)
+    Path(prefix + ".mask.bin").write_bytes(bytes(flag for _, mask in CONVERSATIONS for flag in mask))
+    return prefix
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """The conversations in rows of 2,048, padded with 1, and what their last learned token leaves of them."""
+    ids, mask = np.ones((3, 2048), "<u2"), np.zeros((3, 2048), bool)
+    for row, (own, learned) in enumerate(CONVERSATIONS):
+        ids[row, : len(own) + 1] = [*own, 187]  # a line end follows the end of text
+        mask[row, : len(own)] = learned
+    folder = tmp_path / "tulu"
+    folder.mkdir()
+    ids.tofile(folder / "input_ids.npy")
+    mask.tofile(folder / "label_mask.npy")
+    return folder
+
+
+def read(prefix: str) -> list[tuple[list[int], list[int]]]:
+    chats = open_chats(prefix)
+    assert chats.lengths.tolist() == [len(ids) for ids, _ in CONVERSATIONS]
+    return [(ids.tolist(), learned.astype(int).tolist()) for ids, learned in (chats[n] for n in range(len(chats)))]
+
+
+def test_both_forms_give_ids_and_what_is_learned(pair: str, rows: Path) -> None:
+    assert read(pair) == CONVERSATIONS
+    assert read(str(rows)) == CONVERSATIONS
+
+
+def test_ids_are_held_against_the_vocabulary(rows: Path) -> None:
+    open_chats(str(rows)).check_ids(188)
+    with pytest.raises(InputError, match="token id 187, outside the vocabulary of 187"):
+        open_chats(str(rows)).check_ids(187)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind", "said"),
+    [
+        ("chats.mask.bin", None, InputError, "these are token files of documents"),
+        ("chats.mask.bin", bytes(8), CorruptError, "holds 8 bytes for 9 tokens"),
+        ("chats.mask.bin", bytes(3) + b"\2" + bytes(5), CorruptError, "holds 2, not 0 or 1, in conversation 0"),
+        ("chats.bin", bytes(17), CorruptError, "holds 17"),
+        ("tulu/label_mask.npy", b"\1" * 6143, CorruptError, "not rows of 2048"),
+        ("tulu/label_mask.npy", (b"\1" + bytes(2047)) * 2 + bytes(2048), CorruptError, "row 2 .* no learned token"),
+        ("tulu/input_ids.npy", bytes(6144), CorruptError, "hold 6144 and 6144 bytes"),
+    ],
+)
+def test_files_that_disagree_are_named(
+    pair: str, rows: Path, name: str, content: bytes | None, kind: type[FanformerError], said: str
+) -> None:
+    file = rows.parent / name
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    with pytest.raises(kind, match=said):
+        read(pair if name.startswith("chats") else str(rows))

@@ -1,0 +1,169 @@
+"""Conversations rendered and encoded: what is learned equals a count by bytes; prompts are as in training."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import models, pre_tokenizers
+
+from megatron_fanformer.data.chat_template import (
+    BEGINS_OTHERWISE,
+    OLMO,
+    OLMO_TEMPLATE,
+    REFUSED,
+    ChatTemplate,
+    TemplateRefusal,
+    encode_chat,
+    find_template,
+    refuse_spaces_between,
+)
+from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.errors import InputError
+from tests.data.chat_making import (
+    CHATML,
+    CHATML_MARKED,
+    Messages,
+    bytes_by_id,
+    counted_mask,
+    learned_bytes,
+    made_up_chats,
+    parts_in_chatml,
+    parts_in_olmo_form,
+)
+
+CHATS = made_up_chats(1000)
+HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+Parts = Callable[[Messages], list[tuple[str, bool]]]
+
+
+@pytest.fixture(params=["tokenizer.json", "sentencepiece"])
+def tokenizer_file(request: pytest.FixtureRequest, olmo_tokenizer_file: Path, small_tokenizer_file: Path) -> Path:
+    return olmo_tokenizer_file if request.param == "tokenizer.json" else small_tokenizer_file
+
+
+@pytest.mark.parametrize(
+    ("source", "parts", "count"),
+    [
+        pytest.param(OLMO_TEMPLATE, parts_in_olmo_form, 1000, id="olmo"),
+        pytest.param(CHATML, parts_in_chatml, 150, id="by prefixes"),
+        pytest.param(CHATML_MARKED, parts_in_chatml, 150, id="by generation blocks"),
+        pytest.param(CHATML, parts_in_chatml, 1000, id="by prefixes, all", marks=pytest.mark.full),
+        pytest.param(CHATML_MARKED, parts_in_chatml, 1000, id="by generation blocks, all", marks=pytest.mark.full),
+    ],
+)
+def test_what_is_learned_equals_a_count_by_the_bytes_of_tokens(
+    tokenizer_file: Path, source: str, parts: Parts, count: int
+) -> None:
+    tokenizer = load_tokenizer(tokenizer_file)
+    template = ChatTemplate(source, {"eos_token": "<|endoftext|>"})
+    pieces = bytes_by_id(tokenizer_file)
+    for messages in CHATS[:count]:
+        ids, learned = encode_chat(tokenizer, template.render(messages))
+        expected = learned_bytes(parts(messages), is_normalised=tokenizer_file.suffix == ".json")
+        assert learned.tolist() == counted_mask(ids.tolist(), pieces, *expected), messages
+
+
+def test_offsets_of_the_whole_text_give_the_same_mask(olmo_tokenizer_file: Path) -> None:
+    """By the library's own offsets, wherever the cuts change no id: of all conversations but a few."""
+    tokenizer, library = load_tokenizer(olmo_tokenizer_file), Library.from_file(str(olmo_tokenizer_file))
+    template = ChatTemplate(OLMO_TEMPLATE, {"eos_token": "<|endoftext|>"})
+    compared = 0
+    for messages in CHATS[:300]:
+        parts = parts_in_olmo_form(messages)
+        learned_characters = [flag for text, flag in parts for _ in text]
+        whole = library.encode("".join(text for text, _ in parts), add_special_tokens=False)
+        ids, learned = encode_chat(tokenizer, template.render(messages))
+        if ids.tolist() == whole.ids:
+            assert learned.tolist() == [learned_characters[begin] for begin, _ in whole.offsets]
+            compared += 1
+    assert compared > 0.95 * 300
+
+
+def test_a_prompt_has_the_ids_that_come_before_the_answer_in_training(tokenizer_file: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_file)
+    for template in (ChatTemplate(OLMO_TEMPLATE, {"eos_token": "<|endoftext|>"}), ChatTemplate(CHATML)):
+        for messages in CHATS[:100]:
+            ids = encode_chat(tokenizer, template.render(messages))[0].tolist()
+            last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
+            prompt = encode_chat(tokenizer, template.render(messages[:last], add_generation_prompt=True))[0].tolist()
+            assert ids[: len(prompt)] == prompt
+
+
+# -- refused
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        # Earlier answers are shortened once others follow, as templates do that leave out earlier reasoning.
+        ("{% for m in messages %}{{ m.content[: 9 if loop.last else 2] }}\n{% endfor %}", BEGINS_OTHERWISE),
+        ("{{ raise_exception('roles must alternate') }}", REFUSED),
+        ("{{ messages[9].content }}", REFUSED),
+        ("{{ messages.append(1) }}", REFUSED),
+        ("{{ ''.__class__.__mro__ }}", REFUSED),
+        ("{{ strftime_now('%Y') }}", REFUSED),
+        ("{{ '\\ud900' }}", REFUSED),
+    ],
+)
+def test_what_a_template_cannot_render_is_refused_with_its_reason(source: str, reason: str) -> None:
+    with pytest.raises(TemplateRefusal) as refusal:
+        ChatTemplate(source).render([*HELLO, *HELLO])
+    assert refusal.value.reason == reason
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_template_that_is_not_jinja_is_one_line() -> None:
+    with pytest.raises(InputError, match=r"not valid Jinja, line 2: .*endfor") as error:
+        ChatTemplate("{{ x }}\n{% for m in messages %}")
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_that_puts_a_space_before_a_text_is_refused(tmp_path: Path, olmo_tokenizer_file: Path) -> None:
+    letters = {"a": 0, "b": 1, "Ġ": 2, "<|endoftext|>": 3}
+    library = Library(models.BPE(letters, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    library.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(InputError, match="puts a space before every text"):
+        refuse_spaces_between(load_tokenizer(tmp_path))
+    refuse_spaces_between(load_tokenizer(olmo_tokenizer_file))
+
+
+# -- found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, small_tokenizer_file: Path) -> Path:
+    (tmp_path / "tokenizer.model").write_bytes(small_tokenizer_file.read_bytes())
+    return tmp_path
+
+
+def rendered(template: ChatTemplate) -> str:
+    return template.render(HELLO).text
+
+
+def test_a_tokenizers_own_template_is_found_beside_it(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"has no chat template.*olmo"):
+        find_template(folder)
+    config = {"eos_token": {"content": "<end>"}, "chat_template": "config{{ eos_token }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert rendered_prompt(find_template(folder / "tokenizer.model")) == "config<end>"
+    several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "by name"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    assert rendered_prompt(find_template(folder)) == "by name"
+    (folder / "chat_template.jinja").write_text("file{{ eos_token }}")
+    assert rendered_prompt(find_template(folder)) == "file<|endoftext|>"
+    assert rendered_prompt(find_template(folder, eod_id=0)) == "file<unk>"
+
+
+def rendered_prompt(template: ChatTemplate) -> str:
+    return template.render(HELLO[:1]).text
+
+
+def test_a_template_may_be_named(folder: Path) -> None:
+    (folder / "other.jinja").write_text("other")
+    assert rendered_prompt(find_template(folder, folder / "other.jinja")) == "other"
+    assert rendered(find_template(folder, OLMO)) == "<|endoftext|><|user|>\nHi\n<|assistant|>\nHello<|endoftext|>\n"
+    with pytest.raises(InputError, match=r"none\.jinja cannot be read"):
+        find_template(folder, folder / "none.jinja")

@@ -1,0 +1,109 @@
+"""Files of chats described and verified, in both forms."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from megatron_fanformer.data.manifest import Manifest, encode_manifest, manifest_path, read_any_manifest
+from megatron_fanformer.preparation.prepare import ChatConfig
+from tests.data.chat_making import made_up_chats
+from tests.inspection.conftest import Said
+from tests.preparation.making import prepare_files
+
+Inspect = Callable[..., Said]
+CHATS = 30
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, small_tokenizer_file: Path) -> Path:
+    """A folder with the prefixes `pair` and `rows`, of thirty lines and one that is refused."""
+    folder = tmp_path_factory.mktemp("chats")
+    lines = [*(json.dumps({"messages": messages}) for messages in made_up_chats(CHATS)), "{"]
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    for name, form in (("pair", "megatron"), ("rows", "npy")):
+        chat = ChatConfig(template="olmo", max_tokens=400)
+        prepare_files(str(folder / name), [folder / "chats.jsonl"], small_tokenizer_file, chat=chat, format=form)
+    return folder
+
+
+@pytest.fixture
+def copied(prepared: Path, tmp_path: Path) -> Path:
+    """The same files, which a test may change."""
+    for file in prepared.rglob("*.*"):
+        to = tmp_path / file.relative_to(prepared)
+        to.parent.mkdir(exist_ok=True)
+        to.write_bytes(file.read_bytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("pair", "chats"), ("pair.mask.bin", "chats"), ("rows", "chat rows"), ("rows/", "chat rows")]
+)
+def test_what_chats_hold(inspect: Inspect, prepared: Path, name: str, kind: str) -> None:
+    facts = json.loads(inspect(f"{prepared}/{name}", "--json").out)
+    mask = np.fromfile(prepared / ("pair.mask.bin" if kind == "chats" else "rows/label_mask.npy"), np.uint8)
+    assert (facts["kind"], facts["format"], facts["documents"]) == ("token files", kind, CHATS)
+    assert (facts["tokens"], facts["learned_tokens"]) == (len(mask), mask.sum())
+    assert facts["ledger"]["rows"] == CHATS + 1
+
+
+def test_chats_as_text(inspect: Inspect, prepared: Path) -> None:
+    said = inspect(prepared / "rows")
+    assert (said.code, said.error) == (0, "")
+    for expected in (
+        f"{prepared / 'rows'}: chats in rows without a header\n",
+        "conversations  30, of ",
+        "learned        ",
+        "all assistant turns learned, cut at 400 tokens, padded with 1, template with SHA-256 ",
+        "refused        1 line: not JSON 1\n",
+    ):
+        assert expected in said.out
+
+
+def test_a_folder_of_olmos_script_has_no_manifest(inspect: Inspect, tmp_path: Path) -> None:
+    np.arange(4096, dtype="<u2").tofile(tmp_path / "input_ids.npy")
+    np.tile(np.arange(2048) % 512 == 9, 2).tofile(tmp_path / "label_mask.npy")
+    facts = json.loads(inspect(tmp_path, "--json").out)
+    assert (facts["documents"], facts["longest"], facts["learned_tokens"]) == (2, 1536 + 10, 8)
+
+
+@pytest.mark.parametrize("name", ["pair", "rows"])
+def test_chats_are_intact(inspect: Inspect, prepared: Path, name: str) -> None:
+    said = inspect(prepared / name, "--verify")
+    assert said.code == 0 and "agree on 30 documents" in said.out
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[3] ^= 1
+    file.write_bytes(data)
+
+
+def change_manifest(prefix: Path, **changes: Any) -> None:
+    manifest = read_any_manifest(str(prefix))
+    assert isinstance(manifest, Manifest)
+    output = msgspec.structs.replace(manifest.outputs[0], **changes)
+    manifest_path(str(prefix)).write_bytes(encode_manifest(msgspec.structs.replace(manifest, outputs=[output])))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("pair", lambda folder: flip(folder / "pair.mask.bin"), "pair.mask.bin has SHA-256 "),
+        ("rows", lambda folder: flip(folder / "rows/label_mask.npy"), "label_mask.npy has SHA-256 "),
+        ("rows", lambda folder: (folder / "rows/label_mask.npy").write_bytes(b""), "label_mask.npy holds 0 bytes"),
+        ("pair", lambda folder: change_manifest(folder / "pair", learned_tokens=7), "learned_tokens and those of "),
+        ("pair", lambda folder: (folder / "pair.ledger.parquet").unlink(), "pair.ledger.parquet, which its manifest"),
+    ],
+)
+def test_damage_is_named(
+    inspect: Inspect, copied: Path, name: str, damage: Callable[[Path], object], said: str
+) -> None:
+    damage(copied)
+    found = inspect(copied / name, "--verify")
+    assert found.code == 3 and said in found.error and "\n" not in found.error

@@ -1,0 +1,280 @@
+"""Conversations to token files: each line accounted for, cut or dropped, in both forms, as OLMo's script has them."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+from tokenizers import Tokenizer as Library
+
+from megatron_fanformer.data.chat_files import open_chats
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.preparation import chats, documents
+from megatron_fanformer.preparation.chats import Chat, ChatParser
+from megatron_fanformer.preparation.documents import Refusal
+from megatron_fanformer.preparation.prepare import ChatConfig
+from tests.data.chat_making import Messages, made_up_chats
+from tests.preparation.making import prepare_files
+
+WriteLines = Callable[[str, Iterable[bytes]], Path]
+
+USER, ANSWER = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+OLMO = ChatConfig(template="olmo")
+PADDING, END = 1, 50279
+
+
+def as_lines(conversations: list[Messages]) -> list[bytes]:
+    """In each of the three forms by turns, as far as it can be said in it."""
+    lines = []
+    for number, messages in enumerate(conversations):
+        senders = {"user": "human", "assistant": "gpt", "system": "system"}
+        forms: list[dict[str, Any]] = [
+            {"id": str(number), "messages": messages},
+            {"conversations": [{"from": senders[m["role"]], "value": m["content"]} for m in messages]},
+            {"prompt": messages[:-1], "completion": messages[-1:], "source": "made up"},
+        ]
+        lines.append(json.dumps(forms[number % 3]).encode())
+    return lines
+
+
+# -- parsed
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [USER, ANSWER], "score": 1.5},
+        {"conversations": [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]},
+        {"prompt": "1+1=", "completion": "2"},
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"messages": None, "conversations": [USER, ANSWER]},
+    ],
+)
+def test_each_form_gives_the_same_messages(fields: dict[str, Any]) -> None:
+    assert ChatParser().parse(json.dumps({**fields, "id": 7}).encode()) == Chat([USER, ANSWER], "7", None)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{", documents.NOT_JSON),
+        (b"[1]", documents.NOT_AN_OBJECT),
+        (b" ", documents.EMPTY_LINE),
+        (b'{"messages": [{"role": "assistant", "content": "\xff"}]}', documents.INVALID_UTF8),
+        (b'{"messages": [{"role": "assistant", "content": "\\ud800"}]}', documents.UNPAIRED_SURROGATE),
+        (b'{"messages": "' + b"x" * (8 << 20) + b'"}', documents.TOO_LONG_A_LINE),
+        (b'{"text": "a document", "prompt": "without completion"}', chats.NO_MESSAGES_FIELD),
+        (b'{"messages": "text"}', chats.NOT_MESSAGES),
+        (b'{"messages": ["text"]}', chats.NOT_MESSAGES),
+        (b'{"messages": [{"content": "nobody\'s"}]}', chats.NOT_MESSAGES),
+        (b'{"messages": []}', chats.NO_MESSAGE),
+        (b'{"messages": [{"role": "assistant", "content": null}]}', chats.CONTENT_NOT_A_STRING),
+        (b'{"prompt": "x", "completion": [1]}', chats.CONTENT_NOT_A_STRING),
+        (b'{"messages": [{"role": "narrator", "content": ""}]}', chats.UNKNOWN_ROLE),
+        (b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}', chats.TOOL_CALLS),
+        (b'{"messages": [{"role": "user", "content": "x"}]}', chats.NO_ASSISTANT_TURN),
+    ],
+)
+def test_a_line_that_is_no_conversation_is_refused_with_its_reason(line: bytes, reason: str) -> None:
+    assert ChatParser().parse(line) == Refusal(reason)
+
+
+def test_rows_of_parquet_are_what_the_same_lines_are(
+    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
+) -> None:
+    """Also where a row has no messages, an unknown role, or fields of tools, which are null."""
+    rows = [{"id": str(n), "messages": messages, "other": n} for n, messages in enumerate(made_up_chats(40))]
+    rows += [
+        {"id": "a", "messages": None, "other": 0},
+        {"id": "b", "messages": [{"role": "?", "content": ""}], "other": 0},
+    ]
+    lines = write_lines("chats.jsonl", (json.dumps(row).encode() for row in rows))
+    message = pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string(), "tool_calls": pyarrow.string()})
+    kinds = {"other": pyarrow.int64(), "id": pyarrow.string(), "messages": pyarrow.list_(message)}
+    parquet.write_table(pyarrow.Table.from_pylist(rows, pyarrow.schema(kinds.items())), tmp_path / "chats.parquet")
+    for name, file in (("lines", lines), ("rows", tmp_path / "chats.parquet")):
+        report = prepare_files(str(tmp_path / name), [file], small_tokenizer_file, chat=OLMO)
+        assert report.manifest.refused == {chats.NO_MESSAGES_FIELD: 1, chats.UNKNOWN_ROLE: 1}
+    for suffix in (".bin", ".idx", ".mask.bin"):
+        assert (tmp_path / f"lines{suffix}").read_bytes() == (tmp_path / f"rows{suffix}").read_bytes()
+
+
+# -- prepared
+
+
+def in_olmos_form(library: Library, messages: Messages) -> tuple[list[int], list[bool]]:
+    """A conversation as OLMo's script writes it, message by message, not yet cut or padded."""
+    ids, mask = [END], [False]
+    for message in messages:
+        header = library.encode(f"<|{message['role']}|>\n", add_special_tokens=False).ids
+        learned = message["role"] == "assistant"
+        content = message["content"].strip() + ("<|endoftext|>\n" if learned else "\n")
+        body = library.encode(content, add_special_tokens=False).ids
+        ids += header + body
+        mask += [False] * len(header) + [learned] * len(body)
+        mask[-1] = False  # the line end
+    return ids, mask
+
+
+def test_the_npy_form_is_what_olmos_script_writes(
+    tmp_path: Path, write_lines: WriteLines, olmo_tokenizer_file: Path
+) -> None:
+    """Rows of 64, so that some are cut, some padded, and some left without anything to learn."""
+    # Of an empty question at the very end, one line end follows another: the script encodes each of them alone.
+    ends = ((chat, chat[-1]) for chat in made_up_chats(150, seed=3))
+    made_up = [chat for chat, end in ends if end["role"] == "assistant" or end["content"].strip()]
+    file = write_lines("chats.jsonl", as_lines(made_up))
+    config = ChatConfig(template="olmo", max_tokens=64)
+    report = prepare_files(str(tmp_path / "tulu"), [file], olmo_tokenizer_file, chat=config, format="npy")
+    library = Library.from_file(str(olmo_tokenizer_file))
+    rows = [in_olmos_form(library, messages) for messages in made_up]
+    kept = [(ids[:64], mask[:64]) for ids, mask in rows if any(mask[:64])]
+    expected = [np.pad(ids, (0, 64 - len(ids)), constant_values=PADDING) for ids, _ in kept]
+    assert (
+        np.fromfile(tmp_path / "tulu" / "input_ids.npy", "<u2").reshape(-1, 64).tolist() == np.array(expected).tolist()
+    )
+    learned = np.fromfile(tmp_path / "tulu" / "label_mask.npy", bool).reshape(-1, 64)
+    assert learned.tolist() == [np.pad(mask, (0, 64 - len(mask))).tolist() for _, mask in kept]
+    (output,) = report.manifest.outputs
+    assert (output.documents, output.learned_tokens) == (len(kept), learned.sum())
+    assert output.cut == sum(len(ids) > 64 and any(mask[:64]) for ids, mask in rows) > 0
+    assert report.manifest.refused == {"nothing to learn within max_tokens": len(rows) - len(kept)}
+    assert len(rows) > len(kept) > 0
+    read = open_chats(str(tmp_path / "tulu"))
+    assert [len(read), int(read.lengths.max())] == [len(kept), 64]
+
+
+def test_the_ledger_accounts_for_every_line(tmp_path: Path, write_lines: WriteLines, olmo_tokenizer_file: Path) -> None:
+    """The sum has 20 tokens, the question of ten words with its answer 26."""
+    ten = {"role": "user", "content": "one two three four five six seven eight nine ten"}
+    conversations: list[Messages] = [[USER, ANSWER], [USER], [ten, ANSWER], [USER, ANSWER, ten, ANSWER], [USER, ANSWER]]
+    lines = [*(json.dumps({"messages": chat}).encode() for chat in conversations), b"{"]
+    file = write_lines("chats.jsonl", lines)
+    whole, reason = 20, "longer than max_tokens"
+    for too_long, outcomes in (
+        ("drop", ["whole", chats.NO_ASSISTANT_TURN, reason, reason, "whole", documents.NOT_JSON]),
+        (
+            "cut",
+            [
+                "whole",
+                chats.NO_ASSISTANT_TURN,
+                "nothing to learn within max_tokens",
+                "cut",
+                "whole",
+                documents.NOT_JSON,
+            ],
+        ),
+    ):
+        config = ChatConfig(template="olmo", max_tokens=whole, too_long=too_long)  # type: ignore[arg-type]
+        report = prepare_files(str(tmp_path / too_long), [file], olmo_tokenizer_file, chat=config)
+        rows = parquet.read_table(tmp_path / f"{too_long}.ledger.parquet").to_pylist()
+        assert [row["outcome"] for row in rows] == outcomes
+        assert [row["line"] for row in rows] == [1, 2, 3, 4, 5, 6]
+        kept = [20 if outcome in ("whole", "cut") else 0 for outcome in outcomes]
+        assert [row["length"] for row in rows] == kept
+        assert [row["first_token"] for row in rows] == [sum(kept[:n]) for n in range(6)]
+        assert [row["learned"] for row in rows] == [2 if length else 0 for length in kept]
+        assert report.manifest.outputs[0].cut == outcomes.count("cut")
+        assert f"6 lines read: {kept.count(20)} conversations, {sum(kept)} tokens" in report.lines()[0]
+
+
+def test_the_last_turn_alone_may_be_learned(
+    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
+) -> None:
+    file = write_lines("chats.jsonl", as_lines(made_up_chats(50)))
+    for learn in ("all", "last"):
+        config = ChatConfig(template="olmo", learn=learn)  # type: ignore[arg-type]
+        prepare_files(str(tmp_path / learn), [file], small_tokenizer_file, chat=config)
+    every, last = open_chats(str(tmp_path / "all")), open_chats(str(tmp_path / "last"))
+    for number in range(len(every)):
+        (ids, learned), (same, of_last) = every[number], last[number]
+        end = int(np.flatnonzero(learned)[-1])
+        before = np.flatnonzero(~learned[:end])  # the last span is what comes after the last that is not learned
+        expected = np.arange(len(ids)) > before[-1]
+        assert (same == ids).all() and (of_last == (learned & expected)).all()
+
+
+@pytest.mark.parametrize("form", ["megatron", pytest.param("npy", marks=pytest.mark.full)])
+def test_the_bytes_do_not_depend_on_the_number_of_workers(
+    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path, form: str
+) -> None:
+    lines = as_lines(made_up_chats(600))
+    files = [write_lines(f"{n}.jsonl.gz", [*lines[n::2], b"{"]) for n in range(2)]
+    for workers in (1, 3):  # three: two threads for one of the files
+        prefix = str(tmp_path / str(workers) / "chats")
+        config = ChatConfig(template="olmo", max_tokens=300)
+        prepare_files(prefix, files, small_tokenizer_file, chat=config, format=form, workers=workers)
+    first, second = (
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for folder in (tmp_path / "1", tmp_path / "3")
+    )
+    assert first == second and len(first) == (5 if form == "megatron" else 4)
+
+
+@pytest.mark.full
+def test_gigatoken_gives_the_same_bytes(tmp_path: Path, write_lines: WriteLines, olmo_tokenizer_file: Path) -> None:
+    pytest.importorskip("gigatoken")
+    file = write_lines("chats.jsonl", as_lines(made_up_chats(1000)))
+    for backend in ("tokenizers", "gigatoken"):
+        report = prepare_files(str(tmp_path / backend), [file], olmo_tokenizer_file, chat=OLMO, backend=backend)
+        assert report.manifest.encoding.backend == backend
+    for suffix in (".bin", ".idx", ".mask.bin", ".ledger.parquet"):
+        assert (tmp_path / f"tokenizers{suffix}").read_bytes() == (tmp_path / f"gigatoken{suffix}").read_bytes()
+
+
+# -- refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"text_field": "content"}, "text_field is set"),
+        ({"min_length": 3}, "min_length is set"),
+        ({"part_bytes": 1000}, "part_bytes is set"),
+        ({"npy_dtype": "uint16"}, "npy_dtype is set"),
+        ({"sources": ("x",)}, "sources is set"),
+        ({"chat": ChatConfig()}, "has no chat template"),
+        ({"chat": ChatConfig(template="olmo", max_tokens=1)}, "max_tokens is 1"),
+        ({"chat": ChatConfig(template="olmo", learn="first")}, "learn is 'first'"),  # type: ignore[arg-type]
+        ({"chat": ChatConfig(template="olmo", too_long="drop")}, "without max_tokens"),
+    ],
+)
+def test_wrong_options_are_one_line_and_leave_nothing(
+    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path, settings: dict[str, Any], said: str
+) -> None:
+    file = write_lines("chats.jsonl", as_lines([[USER, ANSWER]]))
+    with pytest.raises(InputError, match=said) as error:
+        prepare_files(str(tmp_path / "out" / "x"), [file], small_tokenizer_file, **{"chat": OLMO, **settings})
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_prefix_with_another_template_or_with_documents_is_not_prepared_again(
+    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
+) -> None:
+    file = write_lines("chats.jsonl", as_lines([[USER, ANSWER]]))
+    prefix = str(tmp_path / "x")
+    prepare_files(prefix, [file], small_tokenizer_file, chat=OLMO)
+    assert prepare_files(prefix, [file], small_tokenizer_file, chat=OLMO).already_there
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
+    for chat, said in (
+        (ChatConfig(template=str(tmp_path / "t.jinja")), "with another chat template"),
+        (ChatConfig(template="olmo", learn="last"), "with learn 'all' and not 'last'"),
+        (None, "with conversations and not documents"),
+    ):
+        with pytest.raises(InputError, match=said):
+            prepare_files(prefix, [file], small_tokenizer_file, chat=chat)
+
+
+def test_inputs_without_any_conversation_are_refused(
+    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
+) -> None:
+    file = write_lines("chats.jsonl", as_lines([[USER, ANSWER]]))
+    (tmp_path / "t.jinja").write_text("{{ raise_exception('never') }}")
+    config = ChatConfig(template=str(tmp_path / "t.jinja"))
+    with pytest.raises(InputError, match="hold no conversation: 1 lines read, refused: 1 refused by the template"):
+        prepare_files(str(tmp_path / "x"), [file], small_tokenizer_file, chat=config)
