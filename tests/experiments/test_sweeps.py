@@ -265,7 +265,7 @@ def test_a_real_sweep_killed_twenty_times_has_the_report_of_one_that_was_not_and
     assert reports[0] == reports[1]
     os.rename(tmp_path / "done 20", tmp_path / "same")
     for found in outcomes(read_sweep(file, needs_data=True)):
-        output = tmp_path / "evaluated.json"
+        output = tmp_path / f"{found.cell.name}.json"
         command = ["evaluate", str(found.cell.run), "--perplexity", f"random={tokens}", "--output", str(output)]
         subprocess.run([sys.executable, "-m", "megatron_fanformer", *command], check=True)
         again = msgspec.json.decode(output.read_bytes())["perplexity"]["random"]["loss"]
