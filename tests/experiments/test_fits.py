@@ -9,7 +9,7 @@ from megatron_fanformer.experiments.fits import Curve, Fit, Saving, fit_together
 from megatron_fanformer.experiments.intervals import mean_of, t_quantile
 
 SIZES = np.geomspace(1e5, 3e6, 6)
-SEEDS = 5
+SEEDS = 3
 NOISE = 0.01  # nats per token, as losses of small runs differ by seed
 TRANSFORMER = Curve(2.0, 60.0, 0.25)
 SIMULATIONS = 200
@@ -31,7 +31,7 @@ def planted(share: float, seed: int, *, common: float = 0.0) -> tuple[list[Fit],
         [curve.loss(size) + NOISE * generator.normal() + off for size, off in zip(x, shared, strict=True)]
         for curve in (TRANSFORMER, saving_curve(share))
     ]
-    fits = fit_together([x.tolist()] * 2, losses, paired=True, seed=seed, draws=300)
+    fits = fit_together([x.tolist()] * 2, losses, paired=True, seed=seed, draws=200)
     return fits, saving(*fits, SIZES[-1])
 
 
