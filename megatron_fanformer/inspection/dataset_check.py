@@ -170,8 +170,9 @@ def _check_output(
             learned = count_learned(folder / output.files[end].path)
             _compare(path, f"learned_tokens and those of {prefix}{end}", output.learned_tokens, learned)
     if ".ledger.parquet" in output.files:
-        is_chats = isinstance(manifest, Manifest) and manifest.settings.chat is not None
-        check_ledger(prefix, output, lengths, refused=sum(manifest.refused.values()) if is_chats else 0)
+        # a ledger of chats, which are never in parts, tells of refused lines too
+        refused = manifest.refused if isinstance(manifest, Manifest) and manifest.settings.chat is not None else {}
+        check_ledger(prefix, output, lengths, refused=sum(refused.values()))
 
 
 def check_ledger(prefix: str, output: TokenFiles, lengths: np.ndarray | None, *, refused: int = 0) -> None:

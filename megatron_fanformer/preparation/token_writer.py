@@ -38,12 +38,11 @@ class TokenWriter:
         self._format = settings.format
         self._dtype = np.dtype(settings.dtype)
         is_chats = settings.chat is not None
-        self._suffix, mask_suffix = (
-            CHAT_SUFFIXES[self._format] if is_chats else (TOKEN_SUFFIXES[self._format], MASK_SUFFIX)
+        self._suffix, self._mask_suffix = (
+            CHAT_SUFFIXES[self._format] if is_chats else (TOKEN_SUFFIXES[self._format], "")
         )
         self._tokens = _HashedFile(self._partial(self._suffix))
-        self._mask = _HashedFile(self._partial(mask_suffix)) if is_chats else None
-        self._mask_suffix = mask_suffix
+        self._mask = _HashedFile(self._partial(self._mask_suffix)) if is_chats else None
         self._lengths = self._partial(".lengths").open("wb")
         ledger = _HashedFile(self._partial(LEDGER_SUFFIX)) if settings.ledger else None
         self._ledger = None if ledger is None else LedgerWriter(ledger, is_chats=is_chats)

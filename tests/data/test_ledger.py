@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_fanformer.data.ledger import COLUMNS, Ledger
+from megatron_fanformer.data.ledger import COLUMNS, Ledger, LedgerRow, LedgerWriter, schema
 from megatron_fanformer.errors import CorruptError
 from tests.inspection.making import ROWS_A_GROUP, ledger_table, random_documents, write_ledger
 
@@ -30,7 +30,7 @@ def test_every_range_of_tokens_has_its_documents(ledger: Ledger) -> None:
                 for row in rows
                 if row["first_token"] < first + length and first < row["first_token"] + row["length"]
             ]
-            assert [vars(document) for document in found] == touched
+            assert found == [LedgerRow(**row) for row in touched]
 
 
 def test_only_the_row_groups_of_the_tokens_are_read(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,3 +73,19 @@ def test_a_ledger_without_documents(tmp_path: Path) -> None:
     assert (ledger.rows, list(COLUMNS)) == (0, list(ledger_table([]).schema.names))
     with pytest.raises(CorruptError, match="covers 0 of the 1 tokens"):
         ledger.documents(0, 1)
+
+
+def test_a_refused_conversation_has_a_row_and_no_tokens(tmp_path: Path) -> None:
+    """It stands between two tokens, and is in no range of them."""
+    path = tmp_path / "chats.ledger.parquet"
+    columns = {"id": ["a", None, "b"], "source": [None] * 3, "line": [1, 2, 3], "length": [4, 0, 3]}
+    columns |= {"learned": [2, 0, 1], "outcome": ["whole", "unknown role", "cut"]}
+    with path.open("wb") as file:
+        writer = LedgerWriter(file, is_chats=True)
+        kinds = [(name, schema(is_chats=True).field(name).type) for name in columns]
+        writer.add(pa.RecordBatch.from_pydict(columns, pa.schema(kinds)), "chats.jsonl", first_token=0)
+        writer.finish()
+    first, second = Ledger(path).documents(0, 7)
+    assert first == LedgerRow("a", None, "chats.jsonl", 1, 0, 4, 2, "whole")
+    assert second == LedgerRow("b", None, "chats.jsonl", 3, 4, 3, 1, "cut")
+    assert [lengths.tolist() for _, lengths in Ledger(path).spans()] == [[4, 0, 3]]
