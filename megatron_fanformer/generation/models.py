@@ -92,7 +92,7 @@ def find_model_and_tokenizer(
         CorruptError: as `find_model`.
     """
     source = noting(problems, lambda: find_model(Path(checkpoint)))
-    path = stated_tokenizer or (source and source.tokenizer)
+    path = stated_tokenizer or (source.tokenizer if source else None)
     if path is None:
         if source is not None:
             problems.append(f"{source.path} holds no tokenizer; name one with --tokenizer")

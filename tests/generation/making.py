@@ -127,7 +127,7 @@ def all_logits(model: TrainedModel, ids_bs: list[list[int]]) -> list[Any]:
 
 
 def logits_read_on(model: TrainedModel, ids_bs: list[list[int]], reads_on: bool) -> list[Any]:
-    """Logits [b, 3, v] after 3 tokens; after 3 more, the first of them and two zeros; and after all, read from there.
+    """Logits [b, 3, v] after 3 tokens; after the fourth and the first twice; and after all, read behind the fourth.
 
     Args:
         reads_on: False: as with an attention that takes one query alone behind a filled cache.
