@@ -46,9 +46,6 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     documents_crc32: int
     mask_crc32: int | None = None
     """None where the documents are no conversations."""
-    learned_tokens: int = 0
-    cut: int = 0
-    """Conversations that lost their end."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,6 @@ class ShardWriter:
         """Write the masks, and a row for every line: what became of it."""
         assert self._mask is not None
         self._mask.write(learned.mask)
-        self._counts.update(learned_tokens=int(learned.counts.sum()), cut=int(learned.is_cut.sum()))
         kept = zip(block.numbers, block.ids, block.sources, block.lengths, learned.counts, learned.is_cut, strict=True)
         rows = [(*values, CUT if is_cut else WHOLE) for *values, is_cut in kept]
         rows += [(number, None, None, 0, 0, reason) for number, reason in block.refusals]
@@ -188,8 +184,6 @@ class ShardWriter:
             tokens_crc32=self._tokens.crc32,
             documents_crc32=self._documents.crc32,
             mask_crc32=None if self._mask is None else self._mask.crc32,
-            learned_tokens=self._counts["learned_tokens"],
-            cut=self._counts["cut"],
         )
         write_atomically(self._files.path("json"), msgspec.json.encode(record))
         return record

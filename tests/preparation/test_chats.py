@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow
 import pytest
@@ -12,10 +13,16 @@ from pyarrow import parquet
 from tokenizers import Tokenizer as Library
 
 from megatron_fanformer.data.chat_files import open_chats
+from megatron_fanformer.data.chat_template import OLMO_TEMPLATE, ChatTemplate, encode_chat
+from megatron_fanformer.data.manifest import ChatSettings
+from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation import chats, documents
-from megatron_fanformer.preparation.chats import Chat, ChatParser
+from megatron_fanformer.preparation.chat_encoding import ChatEncoder
+from megatron_fanformer.preparation.chats import Chat, ChatParser, ChatRows
+from megatron_fanformer.preparation.document_files import DocumentFile, LineBlock
 from megatron_fanformer.preparation.documents import Refusal
+from megatron_fanformer.preparation.id_encoders import choose_encoder
 from megatron_fanformer.preparation.prepare import ChatConfig
 from tests.data.chat_making import Messages, made_up_chats
 from tests.preparation.making import prepare_files
@@ -83,10 +90,13 @@ def test_a_line_that_is_no_conversation_is_refused_with_its_reason(line: bytes, 
     assert ChatParser().parse(line) == Refusal(reason)
 
 
-def test_rows_of_parquet_are_what_the_same_lines_are(
-    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
-) -> None:
+def test_rows_of_parquet_are_what_the_same_lines_are(tmp_path: Path, write_lines: WriteLines) -> None:
     """Also where a row has no messages, an unknown role, or fields of tools, which are null."""
+
+    def parsed(path: Path) -> list[Any]:
+        blocks = [block.parse(ChatParser()) for block in DocumentFile(path, ChatRows()).blocks()]
+        return [entry for block in blocks for entry in (*block.documents, *block.refusals)]
+
     rows = [{"id": str(n), "messages": messages, "other": n} for n, messages in enumerate(made_up_chats(40))]
     rows += [
         {"id": "a", "messages": None, "other": 0},
@@ -96,11 +106,9 @@ def test_rows_of_parquet_are_what_the_same_lines_are(
     message = pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string(), "tool_calls": pyarrow.string()})
     kinds = {"other": pyarrow.int64(), "id": pyarrow.string(), "messages": pyarrow.list_(message)}
     parquet.write_table(pyarrow.Table.from_pylist(rows, pyarrow.schema(kinds.items())), tmp_path / "chats.parquet")
-    for name, file in (("lines", lines), ("rows", tmp_path / "chats.parquet")):
-        report = prepare_files(str(tmp_path / name), [file], small_tokenizer_file, chat=OLMO)
-        assert report.manifest.refused == {chats.NO_MESSAGES_FIELD: 1, chats.UNKNOWN_ROLE: 1}
-    for suffix in (".bin", ".idx", ".mask.bin"):
-        assert (tmp_path / f"lines{suffix}").read_bytes() == (tmp_path / f"rows{suffix}").read_bytes()
+    found = parsed(tmp_path / "chats.parquet")
+    assert found == parsed(lines) and len(found) == len(rows)
+    assert found[-2:] == [(40, chats.NO_MESSAGES_FIELD), (41, chats.UNKNOWN_ROLE)]
 
 
 # -- prepared
@@ -148,54 +156,55 @@ def test_the_npy_form_is_what_olmos_script_writes(
     assert [len(read), int(read.lengths.max())] == [len(kept), 64]
 
 
-def test_the_ledger_accounts_for_every_line(tmp_path: Path, write_lines: WriteLines, olmo_tokenizer_file: Path) -> None:
-    """The sum has 20 tokens, the question of ten words with its answer 26."""
+def test_the_ledger_accounts_for_every_line(
+    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
+) -> None:
+    """No conversation may be longer than a sum with its answer, as a question of ten words is."""
+    template = ChatTemplate(OLMO_TEMPLATE, {"eos_token": "<|endoftext|>"})
+    ids, learned = encode_chat(load_tokenizer(small_tokenizer_file), template.render([USER, ANSWER]))
+    whole = len(ids)
     ten = {"role": "user", "content": "one two three four five six seven eight nine ten"}
     conversations: list[Messages] = [[USER, ANSWER], [USER], [ten, ANSWER], [USER, ANSWER, ten, ANSWER], [USER, ANSWER]]
     lines = [*(json.dumps({"messages": chat}).encode() for chat in conversations), b"{"]
     file = write_lines("chats.jsonl", lines)
-    whole, reason = 20, "longer than max_tokens"
-    for too_long, outcomes in (
-        ("drop", ["whole", chats.NO_ASSISTANT_TURN, reason, reason, "whole", documents.NOT_JSON]),
-        (
-            "cut",
-            [
-                "whole",
-                chats.NO_ASSISTANT_TURN,
-                "nothing to learn within max_tokens",
-                "cut",
-                "whole",
-                documents.NOT_JSON,
-            ],
-        ),
+    for too_long, of_longer in (
+        ("drop", ["longer than max_tokens"] * 2),
+        ("cut", ["nothing to learn within max_tokens", "cut"]),
     ):
+        outcomes = ["whole", chats.NO_ASSISTANT_TURN, *of_longer, "whole", documents.NOT_JSON]
         config = ChatConfig(template="olmo", max_tokens=whole, too_long=too_long)  # type: ignore[arg-type]
-        report = prepare_files(str(tmp_path / too_long), [file], olmo_tokenizer_file, chat=config)
+        report = prepare_files(str(tmp_path / too_long), [file], small_tokenizer_file, chat=config)
         rows = parquet.read_table(tmp_path / f"{too_long}.ledger.parquet").to_pylist()
         assert [row["outcome"] for row in rows] == outcomes
         assert [row["line"] for row in rows] == [1, 2, 3, 4, 5, 6]
-        kept = [20 if outcome in ("whole", "cut") else 0 for outcome in outcomes]
+        kept = [whole if outcome in ("whole", "cut") else 0 for outcome in outcomes]
         assert [row["length"] for row in rows] == kept
         assert [row["first_token"] for row in rows] == [sum(kept[:n]) for n in range(6)]
-        assert [row["learned"] for row in rows] == [2 if length else 0 for length in kept]
+        assert [row["learned"] for row in rows] == [learned.sum() if length else 0 for length in kept]
         assert report.manifest.outputs[0].cut == outcomes.count("cut")
-        assert f"6 lines read: {kept.count(20)} conversations, {sum(kept)} tokens" in report.lines()[0]
+        assert f"6 lines read: {kept.count(whole)} conversations, {sum(kept)} tokens" in report.lines()[0]
 
 
-def test_the_last_turn_alone_may_be_learned(
-    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
-) -> None:
-    file = write_lines("chats.jsonl", as_lines(made_up_chats(50)))
-    for learn in ("all", "last"):
-        config = ChatConfig(template="olmo", learn=learn)  # type: ignore[arg-type]
-        prepare_files(str(tmp_path / learn), [file], small_tokenizer_file, chat=config)
-    every, last = open_chats(str(tmp_path / "all")), open_chats(str(tmp_path / "last"))
-    for number in range(len(every)):
-        (ids, learned), (same, of_last) = every[number], last[number]
-        end = int(np.flatnonzero(learned)[-1])
-        before = np.flatnonzero(~learned[:end])  # the last span is what comes after the last that is not learned
-        expected = np.arange(len(ids)) > before[-1]
-        assert (same == ids).all() and (of_last == (learned & expected)).all()
+def test_the_last_turn_alone_may_be_learned(small_tokenizer_file: Path) -> None:
+    choice = choose_encoder(load_tokenizer(small_tokenizer_file), "sentencepiece", 0)
+    block = LineBlock(b"\n".join(as_lines(made_up_chats(50))))
+    settings = ChatSettings(
+        template=OLMO_TEMPLATE,
+        template_variables={"eos_token": "<|endoftext|>"},
+        learn="all",
+        max_tokens=None,
+        too_long="cut",
+        pad_id=None,
+    )
+    every = ChatEncoder(choice, settings, "uint16").encode(0, block)
+    last = ChatEncoder(choice, msgspec.structs.replace(settings, learn="last"), "uint16").encode(0, block)
+    assert every.learned is not None and last.learned is not None
+    assert (every.tokens == last.tokens).all() and len(every.lengths) == 50
+    for end, length in zip(np.cumsum(every.lengths), every.lengths, strict=True):
+        learned, of_last = (found.mask[end - length : end] for found in (every.learned, last.learned))
+        stop = int(np.flatnonzero(learned)[-1])
+        before = np.flatnonzero(learned[:stop] == 0)  # the last span is what comes after the last that is not learned
+        assert (of_last == learned * (np.arange(length) > before[-1])).all()
 
 
 @pytest.mark.parametrize("form", ["megatron", pytest.param("npy", marks=pytest.mark.full)])

@@ -154,12 +154,6 @@ def test_a_run_over_chats_killed_at_any_time_ends_with_the_same_bytes(
     assert assert_killed_at_steps(command, tmp_path, stride=1) > 10
 
 
-def test_a_run_over_chats_killed_in_its_ending_ends_with_the_same_bytes(
-    tmp_path: Path, chat_options: list[str]
-) -> None:
-    assert assert_killed_at_steps([*chat_options, *CHATS["rows of chats"]], tmp_path, stride=7) > 2
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_a_run_killed_before_any_step_of_its_ending_ends_with_the_same_bytes(
