@@ -49,6 +49,10 @@ EXAMPLES: dict[str, tuple[str, str]] = {
         "evaluate runs/demo/run --perplexity held-out=tokens/web",
         "evaluate --prepare paper.requests --tasks paper\n--tokenizer tokenizer.json",
     ),
+    "experiment": (
+        "experiment mod --output runs/mod",
+        "experiment holes --seeds 2 --holes.weight_decays [0.0]",
+    ),
     "inspect": ("inspect runs/demo/tokens/train --verify", "inspect runs/demo/run --step 200"),
     "convert": (
         "convert runs/demo/run exported-folder --to hf",

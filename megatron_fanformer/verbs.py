@@ -13,12 +13,13 @@ from pathlib import Path
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.options import add_options as add_evaluate_options
+from megatron_fanformer.experiments.probes.command import add_options as add_experiment_options
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.sizing.options import add_options
 
 PROGRAM = "megatron-fanformer"
-TAKES_OVERRIDES = ("train", "parity", "plan", "inspect", "config")  # --section.field VALUE
-TAKES_SIGNALS = ("train", "evaluate")  # over, by themselves, and keep them to the end
+TAKES_OVERRIDES = ("train", "parity", "plan", "inspect", "config", "experiment")  # --section.field VALUE
+TAKES_SIGNALS = ("train", "evaluate", "experiment")  # over, by themselves, and keep them to the end
 
 
 # -- demo
@@ -262,6 +263,19 @@ def _evaluate(options: argparse.Namespace, _rest: list[str], arguments: list[str
         evaluate(options, arguments, _on_this_machine)
 
 
+# -- experiment
+
+
+def _experiment(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.runtime.heartbeat import tell_stopped
+
+    with ended_by_stop_signals(tell_stopped, outcome="before the end; the same command keeps the runs that are done"):
+        from megatron_fanformer.experiments.probes.command import experiment
+
+        options.checkpoint = options.checkpoint and [_on_this_machine(path) for path in options.checkpoint]
+        experiment(options, rest, _ready, functools.partial(print, flush=True))
+
+
 # -- generate
 
 
@@ -458,6 +472,7 @@ VERBS: dict[str, tuple[_Describe, _Run, str]] = {
         _evaluate,
         "Measure checkpoints on perplexity sets and tasks; compare two; write a request file.",
     ),
+    "experiment": (add_experiment_options, _experiment, "One of the paper's smaller experiments, on this machine."),
     "generate": (_generate_options, _generate, "Continue prompts."),
     "inspect": (
         _inspect_options,
