@@ -1,6 +1,6 @@
 """What a FANformer costs beside its Transformer, by formula and counted, beside the paper's figures.
 
-Counted means: of the model for transformers on torch's meta device, which has shapes and no content. Parameters are
+Counted means: of the model for transformers on torch's fake tensors, which have shapes and no content. Parameters are
 those of its tensors; FLOPs those that torch counts in its matrix products; memory the most that is alive in a forward
 pass of one sequence. Torch counts all of the scores, of which causal attention needs half, as the formula has it.
 
@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.initialization import no_init_weights
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell
@@ -74,12 +76,11 @@ def measure(settings: CostSettings, _folder: Path, tell: Tell) -> Measured:
 def cost(preset: FANformerConfig, settings: CostSettings) -> Cost:
     """By formula and counted, without vocabulary padding, which the model for transformers does not have."""
     config = replace(preset, make_vocab_size_divisible_by=1)
-    stated = to_huggingface_config(config)
     length = settings.sequence_length
-    with torch.device("meta"):
-        model = FANformerForCausalLM._from_config(stated, attn_implementation="eager")
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=False)
+    with FakeTensorMode(), torch.no_grad():
+        model = _model(config, torch.float32, "eager")
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=True)  # else the mask reads values
     unmasked = 2 * 2 * config.num_layers * config.hidden_size * length // 2
     return Cost(
         parameters=config.num_parameters,
@@ -93,15 +94,22 @@ def cost(preset: FANformerConfig, settings: CostSettings) -> Cost:
 
 def _peak_bytes(config: FANformerConfig, length: int) -> int:
     """The most that is alive in a forward pass of one sequence in half precision, logits of all tokens included."""
-    with torch.device("meta"), torch.no_grad():
-        model = FANformerForCausalLM._from_config(
-            to_huggingface_config(config), attn_implementation="sdpa", dtype=torch.float16
-        )
+    with FakeTensorMode(), torch.no_grad():
+        model = _model(config, torch.float16, "sdpa")
         ids = torch.zeros(1, length, dtype=torch.long)
         with MemoryTracker() as tracker:
             model(input_ids=ids, use_cache=True)
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     return weights + tracker.peak_bytes
+
+
+def _model(config: FANformerConfig, dtype: torch.dtype, attention: str) -> FANformerForCausalLM:
+    """The model without its initial weights: drawing them reads values, which fake tensors do not have."""
+    with no_init_weights():
+        stated = to_huggingface_config(config)
+        model = FANformerForCausalLM._from_config(stated, attn_implementation=attention, dtype=dtype)
+    model.tie_weights()
+    return model
 
 
 def _more(costs: dict[str, Cost], name: str, figure: str) -> float:

@@ -197,8 +197,8 @@ def train(
         schedule.step()
         if step % max(1, settings.steps // 10) == 0:
             _, right = score(logits, pairs, settings.temperature)
-            shares = (right[where].double().mean().item() for where in (~pairs.in_hole_n, pairs.in_hole_n))
-            curve.append((step, *shares))
+            right = right.double()
+            curve.append((step, right[~pairs.in_hole_n].mean().item(), right[pairs.in_hole_n].mean().item()))
     probability, right = score(logits, pairs, settings.temperature)
     trained, hole = (
         Scores(right[where].double().mean().item(), probability[where].mean().item())

@@ -25,7 +25,7 @@ from megatron_fanformer.experiments.probes.outcome import Measured, Tell, ratio_
 from megatron_fanformer.experiments.probes.pictures import drawn
 from megatron_fanformer.experiments.probes.settings import InferenceSettings
 from megatron_fanformer.experiments.probes.twins import SAME_PARAMETERS, SAME_SIZE, TRANSFORMER, fresh_model, twins
-from megatron_fanformer.experiments.result import Finding, Table
+from megatron_fanformer.experiments.result import Cell, Finding, Table
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
 from megatron_fanformer.runtime.device import resolve_device
@@ -200,7 +200,7 @@ def _findings(settings: InferenceSettings, contestants: dict[str, Contestant]) -
 
 def _table(contestants: dict[str, Contestant]) -> Table:
     columns = ["model", "parameters", "prefill, ms", "decoding, ms a token", "weights, MiB", "cache, MiB", "peak, MiB"]
-    rows = [
+    rows: list[list[Cell]] = [
         [
             *(name, each.config.num_parameters),
             *(1000 * statistics.median(seconds) for seconds in (each.prefill, each.decode)),
@@ -208,7 +208,7 @@ def _table(contestants: dict[str, Contestant]) -> Table:
         ]
         for name, each in contestants.items()
     ]
-    return Table(title="Medians over the rounds", columns=columns, rows=[*rows])
+    return Table(title="Medians over the rounds", columns=columns, rows=rows)
 
 
 def _picture(contestants: dict[str, Contestant]) -> bytes:

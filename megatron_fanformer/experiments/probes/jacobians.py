@@ -23,7 +23,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell
 from megatron_fanformer.experiments.probes.pictures import drawn, lines_by_depth
 from megatron_fanformer.experiments.probes.settings import LipschitzSettings
-from megatron_fanformer.experiments.result import Finding, Table
+from megatron_fanformer.experiments.result import Cell, Finding, Table
 from megatron_fanformer.formats.checkpoints import Checkpoint, open_checkpoint
 from megatron_fanformer.formats.huggingface import to_huggingface_config
 from megatron_fanformer.formats.name_table import convert
@@ -131,14 +131,15 @@ def largest_singular_value(function: Map, at_bsh: Tensor, iterations: int) -> fl
     Sequences must not see each other: theirs are the diagonal blocks of the Jacobian.
     """
     direction = _unit(torch.randn(at_bsh.shape, generator=torch.Generator().manual_seed(0)))
-    _, backward = vjp(function, at_bsh)
-    pushed = torch.zeros_like(at_bsh)
+    backward: Callable[[Tensor], tuple[Tensor]] = vjp(function, at_bsh)[1]
+
+    def pushed() -> Tensor:
+        along: Tensor = jvp(function, (at_bsh,), (direction,))[1]
+        return along
+
     for _ in range(iterations):
-        _, pushed = jvp(function, (at_bsh,), (direction,))
-        (direction,) = backward(pushed)
-        direction = _unit(direction)
-    _, pushed = jvp(function, (at_bsh,), (direction,))
-    return pushed.flatten(1).norm(dim=1).max().item()
+        direction = _unit(backward(pushed())[0])
+    return pushed().flatten(1).norm(dim=1).max().item()
 
 
 def _unit(x_bsh: Tensor) -> Tensor:
@@ -159,7 +160,7 @@ def _finding(name: str, norms: Norms, read: str) -> Finding:
 
 
 def _table(name: str, norms: Norms) -> Table:
-    rows = [
+    rows: list[list[Cell]] = [
         [number + 1, *values] for number, values in enumerate(zip(norms.of_layers, norms.from_embeddings, strict=True))
     ]
     return Table(

@@ -6,7 +6,9 @@ whose random numbers are drawn in its order, so that its printed figures come ou
 
 - MLP: residual blocks of two convolutions with batch norm, by its statistics of the batch. They keep torch's own
   initial weights: the notebook holds them in a plain list, which its initialisation does not see.
-- Transformer: unmasked, norm after the sum, ReLU; scores divided by the root of the whole width.
+- Transformer: norm after the sum, ReLU; scores divided by the root of the whole width. Its attention is among the heads
+  of one point, not among points: the notebook swaps the two axes, and then names them to einsum as if it had not. So no
+  point sees another. `attention: points` measures what it must have meant, unmasked.
 - FANformer: the same with a FAN layer of its own before each of the queries', keys' and values' maps.
 
 An epsilon of 1e-7 is what float32 rounds a number of size 1 by. So the same weights and inputs are measured in float64
@@ -30,7 +32,7 @@ from torch import Tensor, nn
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell, above, ratio_interval
 from megatron_fanformer.experiments.probes.pictures import drawn, lines_by_depth
 from megatron_fanformer.experiments.probes.settings import LipschitzSettings
-from megatron_fanformer.experiments.result import Finding, Table
+from megatron_fanformer.experiments.result import Cell, Finding, Table
 
 MODELS = ("MLP", "Transformer", "FANformer")
 PRINTED = {  # by the notebook, for its settings and seed 0
@@ -96,9 +98,11 @@ class _FanLayer(nn.Module):
 class _Block(nn.Module):
     """A layer [b, s, h] -> [b, s, h]; its maps are made in the notebook's order, which draws their weights."""
 
-    def __init__(self, size: int, num_heads: int, *, has_fan: bool) -> None:
+    def __init__(self, settings: LipschitzSettings, *, has_fan: bool) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        size = settings.hidden_size
+        self.num_heads = settings.num_heads
+        self.among_points = settings.attention == "points"
         self.query, self.key, self.value = (_Projection(size, has_fan=has_fan) for _ in range(3))
         self.out = nn.Linear(size, size)
         self.norms = nn.ModuleList(nn.LayerNorm(size) for _ in range(2))
@@ -107,11 +111,13 @@ class _Block(nn.Module):
     def forward(self, x_bsh: Tensor) -> Tensor:
         b, s, h = x_bsh.shape
         query, key, value = (
-            project(x_bsh).view(b, s, self.num_heads, -1).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
+            project(x_bsh).view(b, s, self.num_heads, -1) for project in (self.query, self.key, self.value)
         )
-        weights_bnss = (query @ key.transpose(2, 3) / math.sqrt(h)).softmax(-1)
-        attended = self.out((weights_bnss @ value).transpose(1, 2).reshape(b, s, h))
+        if self.among_points:
+            query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        weights = (query @ key.transpose(2, 3) / math.sqrt(h)).softmax(-1)
+        mixed = weights @ value
+        attended = self.out((mixed.transpose(1, 2) if self.among_points else mixed).reshape(b, s, h))
         x_bsh = self.norms[0](attended + x_bsh)
         return self.norms[1](self.ffn(x_bsh) + x_bsh)
 
@@ -145,10 +151,9 @@ def _initialised(layers: Sequence[_Block]) -> nn.Sequential:
 
 def _models(settings: LipschitzSettings, depth: int) -> Iterator[tuple[str, nn.Module]]:
     """All of one depth, by the names of `MODELS`, in the order in which the notebook draws them."""
-    size, heads = settings.hidden_size, settings.num_heads
-    yield "Transformer", _initialised([_Block(size, heads, has_fan=False) for _ in range(depth)])
-    yield "MLP", nn.Sequential(*(_Convolutions(size) for _ in range(depth)))
-    yield "FANformer", _initialised([_Block(size, heads, has_fan=True) for _ in range(depth)])
+    yield "Transformer", _initialised([_Block(settings, has_fan=False) for _ in range(depth)])
+    yield "MLP", nn.Sequential(*(_Convolutions(settings.hidden_size) for _ in range(depth)))
+    yield "FANformer", _initialised([_Block(settings, has_fan=True) for _ in range(depth)])
 
 
 # -- the measurement
@@ -174,15 +179,15 @@ def constants(settings: LipschitzSettings, seed: int, tell: Tell) -> Constants:
 
 
 def _constant(model: nn.Module, first_bcyx: Tensor, second_bcyx: Tensor) -> float:
-    """The largest ratio of distances, over the inputs."""
+    """The largest ratio of distances, over the inputs.
+
+    They enter all at once, as in the notebook: how float32 rounds a product depends on its size.
+    """
+    distances_b = (second_bcyx - first_bcyx).flatten(1).norm(dim=1)
     if isinstance(model[0], _Block):  # type: ignore[index]
-        first, second = (x.flatten(2).transpose(1, 2) for x in (first_bcyx, second_bcyx))
-        # One input at a time: they do not see each other, and the scores of all take gigabytes.
-        apart = [(model(two[None]) - model(one[None])).norm() for one, two in zip(first, second, strict=True)]
-    else:
-        first, second = first_bcyx, second_bcyx
-        apart = list((model(second) - model(first)).flatten(1).norm(dim=1))
-    return max((y / x).item() for y, x in zip(apart, (second - first).flatten(1).norm(dim=1), strict=True))
+        first_bcyx, second_bcyx = (x.flatten(2).transpose(1, 2) for x in (first_bcyx, second_bcyx))
+    apart_b = (model(second_bcyx) - model(first_bcyx)).flatten(1).norm(dim=1)
+    return (apart_b / distances_b).max().item()
 
 
 # -- what it says
@@ -190,7 +195,7 @@ def _constant(model: nn.Module, first_bcyx: Tensor, second_bcyx: Tensor) -> floa
 
 def _is_notebook(settings: LipschitzSettings) -> bool:
     """Whether the settings are the notebook's but for depths, of which it needs the first ones in its order."""
-    same = ("hidden_size", "num_heads", "samples", "grid", "epsilon")
+    same = ("hidden_size", "num_heads", "samples", "grid", "epsilon", "attention")
     depths = settings.depths == tuple(PRINTED)[: len(settings.depths)]
     return depths and all(getattr(settings, name) == getattr(NOTEBOOK, name) for name in same)
 
@@ -245,7 +250,7 @@ def _beside_paper(settings: LipschitzSettings, by_seed: Sequence[Constants]) -> 
 
 
 def _table(settings: LipschitzSettings, found: Constants) -> Table:
-    rows: list[list[str | int | float | bool | None]] = []
+    rows: list[list[Cell]] = []
     for number, depth in enumerate(settings.depths):
         for place, model in enumerate(MODELS):
             printed = PRINTED[depth][place] if _is_notebook(settings) else None

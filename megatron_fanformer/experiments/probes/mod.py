@@ -28,7 +28,7 @@ from megatron_fanformer.experiments.probes.outcome import Measured, Tell, below,
 from megatron_fanformer.experiments.probes.pictures import drawn
 from megatron_fanformer.experiments.probes.settings import ModSettings
 from megatron_fanformer.experiments.probes.twins import SAME_PARAMETERS, TRANSFORMER, cosine, fresh_model, twins
-from megatron_fanformer.experiments.result import Finding, Table
+from megatron_fanformer.experiments.result import Cell, Finding, Table
 from megatron_fanformer.model.config import FANformerConfig
 
 PERIOD = 5.0
@@ -216,12 +216,12 @@ def _findings(errors: Errors) -> Iterator[Finding]:
 
 
 def _table(errors: Errors) -> Table:
-    rows = [
+    rows: list[list[Cell]] = [
         [name, seed, inside, outside]
         for name, kept in errors.items()
         for seed, (inside, outside) in enumerate(zip(kept["inside"], kept["outside"], strict=True))
     ]
-    return Table(title="Mean square errors", columns=["model", "seed", "inside", "outside"], rows=[*rows])
+    return Table(title="Mean square errors", columns=["model", "seed", "inside", "outside"], rows=rows)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Figures as PNG files; matplotlib is imported where one is drawn."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -27,7 +27,7 @@ def drawn(
     return picture.getvalue()
 
 
-def lines_by_depth(axes: Any, depths: Sequence[int], lines: dict[str, Sequence[float]], *, title: str) -> None:
+def lines_by_depth(axes: Any, depths: Sequence[int], lines: Mapping[str, Sequence[float]], *, title: str) -> None:
     """Positive figures over the number of layers, on logarithmic axes."""
     for name, values in lines.items():
         axes.plot(depths, values, marker=".", label=name, linestyle="--" if "float64" in name else "-")

@@ -45,7 +45,9 @@ class LipschitzSettings(Settings):
     samples: int = 10
     """Inputs; the constant is the largest of theirs."""
     grid: int = 32
-    """Each input is a grid of this many points a side, all of which attend to each other."""
+    """Each input is a grid of this many points a side."""
+    attention: Literal["heads", "points"] = "heads"
+    """Among what: the heads of one point, as the notebook has it, or all points."""
     epsilon: float = 1e-7
     """Standard deviation of the difference of the two inputs."""
     checkpoints: tuple[str, ...] = ()

@@ -12,11 +12,11 @@ from megatron_fanformer.experiments.probes.outcome import Measured, above, below
 from megatron_fanformer.experiments.probes.settings import PROBES
 from megatron_fanformer.experiments.result import Finding
 
-SIMULATIONS = 4000
-COVERAGE_ERROR = 0.012  # three and a half standard errors of 95% in that many
+SIMULATIONS = 1500
+COVERAGE_ERROR = 0.02  # three and a half standard errors of 95% in that many
 
 
-@pytest.mark.parametrize("seeds", [3, 5, 30])
+@pytest.mark.parametrize("seeds", [3, 8])
 def test_intervals_cover_the_mean_and_a_tie_is_called_a_win_as_often_as_stated(seeds):
     draw = random.Random(seeds)
     samples = [[draw.gauss(0.0, 2.0) for _ in range(seeds)] for _ in range(SIMULATIONS)]
