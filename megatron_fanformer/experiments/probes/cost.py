@@ -118,17 +118,16 @@ def _more(costs: dict[str, Cost], name: str, figure: str) -> float:
 
 
 def _findings(settings: CostSettings, costs: dict[str, Cost]) -> Iterator[Finding]:
+    apart = 100 * max(
+        max(abs(each.counted_parameters / each.parameters - 1), abs(each.counted_flops / each.flops - 1))
+        for each in costs.values()
+    )
     yield Finding(
         name="parameters and FLOPs by formula, farthest from the count",
-        ours=100
-        * max(
-            max(abs(each.counted_parameters / each.parameters - 1), abs(each.counted_flops / each.flops - 1))
-            for each in costs.values()
-        ),
+        ours=apart,
         unit="%",
         shows=None,
-        sentence="Parameters and FLOPs by formula are those that are counted, of every model in the table, to the "
-        "difference that stands beside it.",
+        sentence=f"Of the models in the table parameters and FLOPs by formula are within {apart:.3g}% of the counts.",
     )
     for name in settings.presets:
         more = _more(costs, name, "flops")

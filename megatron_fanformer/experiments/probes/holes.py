@@ -330,7 +330,7 @@ def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
         for row, architecture in zip(panels, ARCHITECTURES, strict=True):
             for axes, decay in zip(row, settings.weight_decays, strict=True):
                 found = runs[task, decay, architecture]
-                mean = torch.tensor([run.map for run in found]).mean(0)
+                mean = torch.tensor([run.map for run in found]).mean(0).numpy()
                 extent = (low - 0.5, high + 0.5, low - 0.5, high + 0.5)
                 image = axes.imshow(mean, vmin=0, vmax=1, origin="lower", extent=extent, cmap="viridis")
                 side = 2 * settings.half_side + 1

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vjp
 
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import regular_file
@@ -121,7 +120,7 @@ def jacobian_norms(model: FANformerForCausalLM, ids_bs: Tensor, iterations: int)
     for number in range(len(model.model.layers)):
         of_layers.append(largest_singular_value(layer(number), x_bsh, iterations))
         from_embeddings.append(largest_singular_value(through(number), embeddings_bsh, iterations))
-        x_bsh = layer(number)(x_bsh)
+        x_bsh = layer(number)(x_bsh).detach()
     return Norms(of_layers=of_layers, from_embeddings=from_embeddings)
 
 
@@ -130,16 +129,19 @@ def largest_singular_value(function: Map, at_bsh: Tensor, iterations: int) -> fl
 
     Sequences must not see each other: theirs are the diagonal blocks of the Jacobian.
     """
+    at_bsh = at_bsh.detach().requires_grad_()
+    out = function(at_bsh)
+    along = torch.zeros_like(out, requires_grad=True)
+    # Jᵀ along is linear in `along`, so that its own derivative is J: forward and backward by one recorded graph.
+    pulled = torch.autograd.grad(out, at_bsh, along, create_graph=True)[0]
+
+    def pushed(direction: Tensor) -> Tensor:
+        return torch.autograd.grad(pulled, along, direction, retain_graph=True)[0]
+
     direction = _unit(torch.randn(at_bsh.shape, generator=torch.Generator().manual_seed(0)))
-    backward: Callable[[Tensor], tuple[Tensor]] = vjp(function, at_bsh)[1]
-
-    def pushed() -> Tensor:
-        along: Tensor = jvp(function, (at_bsh,), (direction,))[1]
-        return along
-
     for _ in range(iterations):
-        direction = _unit(backward(pushed())[0])
-    return pushed().flatten(1).norm(dim=1).max().item()
+        direction = _unit(torch.autograd.grad(out, at_bsh, pushed(direction), retain_graph=True)[0])
+    return pushed(direction).flatten(1).norm(dim=1).max().item()
 
 
 def _unit(x_bsh: Tensor) -> Tensor:

@@ -6,18 +6,22 @@ import pytest
 
 from megatron_fanformer.experiments.probes import cost
 from megatron_fanformer.experiments.probes.settings import CostSettings
-from megatron_fanformer.model.config import PRESETS
+from megatron_fanformer.model.config import PRESETS, as_transformer, with_same_parameters
+from tests.tiny import tiny_model
 
 
 def test_formulas_equal_what_is_counted_and_a_wrong_one_would_show(monkeypatch):
-    settings = CostSettings(presets=("fanformer-300m",), sequence_length=256, inference_length=256)
+    sizes = dict(
+        zip(cost.TWINS, (as_transformer(tiny_model()), tiny_model(), with_same_parameters(tiny_model())), strict=True)
+    )
+    monkeypatch.setattr(cost, "PRESETS", {f"tiny{twin}": config for twin, config in sizes.items()})
+    settings = CostSettings(presets=("tiny",), sequence_length=64, inference_length=64)
     measured = cost.measure(settings, Path(), lambda _: None)
     assert measured.findings[0].ours == 0.0
+    assert [row[0] for row in measured.tables[0].rows] == ["tiny-transformer", "tiny", "tiny-same-params"]
     right = cost.forward_flops_per_token
-    monkeypatch.setattr(cost, "forward_flops_per_token", lambda *asked: right(*asked) - 1000)
+    monkeypatch.setattr(cost, "forward_flops_per_token", lambda *asked: right(*asked) - 2)
     assert cost.measure(settings, Path(), lambda _: None).findings[0].ours > 0
-    names = [row[0] for row in measured.tables[0].rows]
-    assert names == ["fanformer-300m-transformer", "fanformer-300m", "fanformer-300m-same-params"]
 
 
 def test_weights_differ_by_what_the_paper_measured():

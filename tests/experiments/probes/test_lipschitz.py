@@ -13,8 +13,8 @@ from megatron_fanformer.hf import FANformerForCausalLM
 from tests.generation.making import write_export, write_tokenizer
 
 TINY = LipschitzSettings(depths=(1, 2), hidden_size=16, num_heads=2, samples=2, grid=3)
-CONVERGED = 1e-4  # relative, of the power iteration
-ITERATIONS = 400
+CONVERGED = 1e-3  # relative, of the power iteration
+ITERATIONS = 120
 
 
 def test_in_float64_the_constant_is_the_jacobians_in_the_direction_of_the_difference():
