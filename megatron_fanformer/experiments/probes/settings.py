@@ -83,7 +83,7 @@ class ModSettings(Settings):
     """Width of the FAN network; the MLP has as many parameters."""
     control_steps: int = 4000
     """Of AdamW, each on `batch_size` new samples."""
-    control_rate: float = 1e-3
+    control_rate: float = 3e-3
     """The learning rate of the controls at the start; it falls to 0 by a cosine."""
     model_half_range: float = 20.0
     """The same of the Transformer and the FANformer."""
