@@ -145,12 +145,13 @@ def _measure_memory(each: Contestant, prompt_bs: Tensor, new_tokens: int, dtype:
     with MemoryTracker() as tracker:
         if kind == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() if kind == "cuda" else 0
+        for weight in each.model.parameters():
+            weight.detach()  # an operation that returns it, so that it is counted, once
+        others = torch.cuda.memory_allocated() - each.weight_bytes if kind == "cuda" else 0
         token = prompt_bs
         for _ in range(new_tokens):
             token = _next_token(each.model, token, cache)
-    added = torch.cuda.max_memory_allocated() - before if kind == "cuda" else tracker.peak_bytes
-    each.peak_bytes = each.weight_bytes + added
+    each.peak_bytes = torch.cuda.max_memory_allocated() - others if kind == "cuda" else tracker.peak_bytes
     each.cache_bytes = sum(
         part.numel() * part.element_size() for layer in cache.layers for part in (layer.keys, layer.values)
     )

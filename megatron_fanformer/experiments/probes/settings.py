@@ -93,7 +93,7 @@ class ModSettings(Settings):
     """Of the Transformer and the FANformer."""
     model_size: int = 64
     """Their hidden size; the FANformer has the Transformer's number of parameters."""
-    model_steps: int = 2000
+    model_steps: int = 1000
     """Of AdamW."""
     model_rate: float = 1e-3
     """Their learning rate at the start."""

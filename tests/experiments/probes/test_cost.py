@@ -15,10 +15,12 @@ def test_formulas_equal_what_is_counted_and_a_wrong_one_would_show(monkeypatch):
         zip(cost.TWINS, (as_transformer(tiny_model()), tiny_model(), with_same_parameters(tiny_model())), strict=True)
     )
     monkeypatch.setattr(cost, "PRESETS", {f"tiny{twin}": config for twin, config in sizes.items()})
-    settings = CostSettings(presets=("tiny",), sequence_length=64, inference_length=64)
+    settings = CostSettings(presets=("tiny",), sequence_length=64, inference_length=1)
     measured = cost.measure(settings, Path(), lambda _: None)
     assert measured.findings[0].ours == 0.0
     assert [row[0] for row in measured.tables[0].rows] == ["tiny-transformer", "tiny", "tiny-same-params"]
+    (none, fan, _) = (row[-2:] for row in measured.tables[0].rows)
+    assert fan[1] - none[1] == pytest.approx(fan[0] - none[0], rel=0.2), "weights count once"
     right = cost.forward_flops_per_token
     monkeypatch.setattr(cost, "forward_flops_per_token", lambda *asked: right(*asked) - 2)
     assert cost.measure(settings, Path(), lambda _: None).findings[0].ours > 0

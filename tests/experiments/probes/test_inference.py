@@ -20,6 +20,9 @@ def test_all_three_take_every_turn_and_a_wrong_formula_is_refused(monkeypatch):
     measured = inference.measure(TINY, Path(), lambda _: None)
     assert [row[0] for row in measured.tables[0].rows] == list(twins(tiny_model()))
     assert len(measured.findings) == 5 and all(finding.ours > 0 for finding in measured.findings)
+    none, fan, _ = ([row[place] for place in (4, 5, 6)] for row in measured.tables[0].rows)  # weights, cache, peak
+    assert none[0] + none[1] < none[2] < 2 * none[0], "weights count once"
+    assert fan[2] - none[2] == pytest.approx(fan[0] - none[0], rel=0.2)
     monkeypatch.setattr(inference, "cache_bytes", lambda *_: 12)
     with pytest.raises(CorruptError, match="12"):
         inference.measure(TINY, Path(), lambda _: None)
