@@ -207,7 +207,7 @@ class Probe(NamedTuple):
 
 PROBES: dict[str, Probe] = {
     "lipschitz": Probe(
-        "how far near inputs spread, by depth: the authors' notebook, or --checkpoint", "3", LipschitzSettings
+        "how far near inputs spread, by depth: the authors' notebook, or --checkpoint", "6", LipschitzSettings
     ),
     "mod": Probe("the fit of t mod 5 (fig. 1a), with a FAN network and an MLP as controls", "3", ModSettings),
     "holes": Probe("arithmetic beside a square that is never trained on", "120", HolesSettings),
