@@ -55,6 +55,10 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     ),
     "sweep": ("sweep examples/sweeps/variants.yaml dry-run", "sweep examples/sweeps/variants.yaml run"),
     "report": ("report runs/sweeps --output runs/report.html", "report compare runs/transformer runs/fanformer"),
+    "experiment": (
+        "experiment mod --output runs/mod",
+        "experiment holes --seeds 2 --holes.weight_decays [0.0]",
+    ),
     "inspect": ("inspect runs/demo/tokens/train --verify", "inspect runs/demo/run --step 200"),
     "convert": (
         "convert runs/demo/run exported-folder --to hf",

@@ -38,6 +38,7 @@ IN_WORDS: dict[Any, tuple[str, str]] = {
     bool: ("true or false", "true or false"),
     str: ("text", "text"),
     list: ("list", "a list of text, such as [a, b]"),
+    tuple: ("list", "a list of text, such as [a, b]"),
     dict: ("mapping", "a mapping to lists of text, such as {name: [a, b]}"),
     NoneType: ("null", "null"),
 }
@@ -167,6 +168,8 @@ def _demand(hint: Any) -> str:
         return ", or ".join(_demand(choice) for choice in get_args(hint))
     if get_origin(hint) is list and get_origin(element := get_args(hint)[0]) is Literal:
         return "a list of " + ", ".join(map(str, get_args(element)))
+    if get_origin(hint) is tuple and get_args(hint)[0] in (int, float):
+        return "a list of numbers, such as [1, 2]"
     return IN_WORDS[get_origin(hint) or hint][1]
 
 

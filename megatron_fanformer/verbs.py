@@ -13,15 +13,17 @@ from pathlib import Path
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.options import add_options as add_evaluate_options
+from megatron_fanformer.experiments.probes.command import add_options as add_experiment_options
 from megatron_fanformer.experiments.report.options import add_options as add_report_options
 from megatron_fanformer.experiments.sweeps.options import add_options as add_sweep_options
 from megatron_fanformer.generation.options import add_chat_options, add_generate_options
+from megatron_fanformer.preparation.options import add_options as add_prepare_options
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.sizing.options import add_options
 
 PROGRAM = "megatron-fanformer"
-TAKES_OVERRIDES = ("train", "parity", "plan", "inspect", "config")  # --section.field VALUE
-TAKES_SIGNALS = ("train", "evaluate", "sweep")  # over, by themselves, and keep them to the end
+TAKES_OVERRIDES = ("train", "parity", "plan", "inspect", "config", "experiment")  # --section.field VALUE
+TAKES_SIGNALS = ("train", "evaluate", "sweep", "experiment")  # over, by themselves, and keep them to the end
 
 
 # -- demo
@@ -39,59 +41,6 @@ def _demo(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) 
 
 
 # -- prepare
-
-
-def _prepare_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "inputs",
-        nargs="+",
-        metavar="INPUT",
-        help="files (.jsonl, .json, .ndjson, also .gz or .zst; .parquet), folders, glob patterns, @LIST files",
-    )
-    add(
-        "--output",
-        required=True,
-        metavar="PREFIX",
-        help="PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json",
-    )
-    add("--tokenizer", required=True, help="sentencepiece .model, Hugging Face tokenizer.json, or a folder")
-    add("--workers", type=int, help="worker processes (all cores); they do not change the output")
-    add("--text-field", default="text", help="the field (the column) that is a document's text (text)")
-    add("--eod-id", type=int, help="the id that ends a document (the tokenizer's end of text)")
-    add("--format", default="megatron", help="megatron: .bin and .idx; npy: headerless .npy (megatron)")
-    add("--part-size", type=_size, metavar="SIZE", help="parts of about SIZE bytes of tokens, e.g. 500M, 10G (one)")
-    add("--min-length", type=int, default=0, metavar="N", help="leave out documents with fewer characters")
-    add("--max-length", type=int, metavar="N", help="leave out documents with more characters")
-    add("--source", action="append", metavar="NAME", help="keep only this value of the field source; may be repeated")
-    add("--no-ledger", action="store_true", help="do not write PREFIX.ledger.parquet")
-    add("--backend", default="auto", help="auto, gigatoken, tokenizers, sentencepiece: the ids are the same (auto)")
-    add("--from-npy", action="store_true", help="the inputs are headerless .npy token files")
-    add("--npy-dtype", default="uint16", help="with --from-npy: the type of the tokens in them (uint16)")
-    add("--strict", action="store_true", help="stop at the first line that is not a document")
-    add(
-        "--chat",
-        action="store_true",
-        help="the inputs are conversations; writes PREFIX.mask.bin too (docs/fine-tuning.md)",
-    )
-    add("--chat-template", metavar="FILE|olmo", help="with --chat: a Jinja file, or olmo (the tokenizer's own)")
-    add("--learn", help="with --chat: the assistant's turns that are learned: all, last (all)")
-    add(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help="with --chat: the most tokens of a conversation (any; 2048 with npy)",
-    )
-    add("--too-long", help="with --chat: cut or drop a conversation of more tokens (cut)")
-
-
-def _size(text: str) -> int:
-    """A number of bytes: digits, then K, M, G or T for powers of 1000."""
-    factors = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-    digits = text[:-1] if text[-1:].upper() in factors else text
-    if not digits.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write bytes, such as 500M or 10G")
-    return int(digits) * factors.get(text[-1:].upper(), 1)
 
 
 def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
@@ -284,6 +233,19 @@ def _evaluate(options: argparse.Namespace, _rest: list[str], arguments: list[str
         from megatron_fanformer.evaluation.command import evaluate
 
         evaluate(options, arguments, _on_this_machine)
+
+
+# -- experiment
+
+
+def _experiment(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.runtime.heartbeat import tell_stopped
+
+    with ended_by_stop_signals(tell_stopped, outcome="before the end; the same command keeps the runs that are done"):
+        from megatron_fanformer.experiments.probes.command import experiment
+
+        options.checkpoint = options.checkpoint and [_on_this_machine(path) for path in options.checkpoint]
+        experiment(options, rest, _ready, functools.partial(print, flush=True))
 
 
 # -- sweep, report
@@ -482,7 +444,7 @@ _Run = Callable[[argparse.Namespace, list[str], list[str]], None]
 
 VERBS: dict[str, tuple[_Describe, _Run, str]] = {
     "demo": (_demo_options, _demo, "From text to a trained FANformer, on this machine, in minutes."),
-    "prepare": (_prepare_options, _prepare, "Turn documents or conversations into token files."),
+    "prepare": (add_prepare_options, _prepare, "Turn documents or conversations into token files."),
     "train": (_train_options, _train, "Train, or continue a run."),
     "check-node": (_check_node_options, _check_node, "Check the nodes that a run is about to start on."),
     "config": (
@@ -509,6 +471,8 @@ VERBS: dict[str, tuple[_Describe, _Run, str]] = {
     ),
     "generate": (add_generate_options, _generate, "Continue prompts."),
     "chat": (add_chat_options, _chat, "Talk to a model that was fine-tuned on chats."),
+    "experiment": (add_experiment_options, _experiment, "One of the paper's smaller experiments, on this machine."),
+    "generate": (_generate_options, _generate, "Continue prompts."),
     "inspect": (
         _inspect_options,
         _inspect,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer import cli
+from megatron_fanformer.experiments.probes.command import read_settings
 from megatron_fanformer.model.config import PRESETS
 from megatron_fanformer.training.config import config_from_dict, load_config
 
@@ -35,7 +36,9 @@ def test_a_shown_command_parses(page: str, words: list[str], monkeypatch: pytest
     monkeypatch.chdir(ROOT)
     options, rest = cli._parser().parse_known_args(words)
     assert options.verb != "train" or Path(options.config).suffix == ".yaml"
-    if options.verb not in ("train", "plan"):
+    if options.verb == "experiment":
+        assert options.name is None or read_settings(options, rest)
+    elif options.verb not in ("train", "plan"):
         assert rest == []
     elif Path(options.config).exists():
         load_config(Path(options.config), rest)

@@ -4,8 +4,6 @@ import functools
 import gc
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +20,7 @@ from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.processes import signals_to
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.agreement import on_main
+from megatron_fanformer.runtime.garbage import collected_by_hand
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.pipeline import Batches
 from megatron_fanformer.runtime.seeding import seed_everything
@@ -105,7 +104,7 @@ class Trainer:
             Interrupted: a signal came before the end, or during the last evaluation; the checkpoint is saved.
             DivergenceError: the loss or the gradient norm is not finite.
         """
-        with signals_to(self._rank_asked.hear, is_last=True), _garbage_collected_by_hand():
+        with signals_to(self._rank_asked.hear, is_last=True), collected_by_hand():
             stopping: Stopping | None = None
             while not (stopping or self._is_over):
                 stopping = self.take_step()
@@ -485,19 +484,3 @@ class Trainer:
         tokenizer = self.config.data.tokenizer
         template = [template_file(self.run)] if self._start.data.chat_template else []
         return [*([tokenizer_file(Path(tokenizer))] if tokenizer else []), *template]
-
-
-@contextmanager
-def _garbage_collected_by_hand() -> Iterator[None]:
-    """No automatic garbage collection: ranks would each pause at a different moment, and wait for each other."""
-    gc.collect()
-    is_frozen = gc.get_freeze_count() > 0  # by whoever runs several, and is not to have it undone
-    if not is_frozen:
-        gc.freeze()  # what exists now stays: not to be scanned each time
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        if not is_frozen:
-            gc.unfreeze()

@@ -1,0 +1,1 @@
+"""The paper's smaller experiments, each a file: the command `experiment`."""

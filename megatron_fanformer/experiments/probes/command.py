@@ -1,0 +1,151 @@
+"""What `megatron-fanformer experiment` does: reads what is asked, has the probe measure, and writes its folder.
+
+    FOLDER/*.png, README.md     what was found, to look at
+    FOLDER/result.json          the same as data, written last: a folder that has it is whole
+    FOLDER/runs/                what a probe of many runs has finished, so that it goes on from there
+
+One process at a time measures into a folder.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_fanformer.configuration import build, read_overrides
+from megatron_fanformer.durable_files import take_lock, write_atomically
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.experiments.probes.outcome import Tell, readme
+from megatron_fanformer.experiments.probes.settings import PROBES
+from megatron_fanformer.experiments.result import RESULT, Result, read_result, this_machine, write_result
+
+FOLDER = "runs/experiments"
+README = "README.md"
+# The options that stand for a field of the settings, by their name there.
+SHORT = {"seeds": "seeds", "checkpoint": "checkpoints", "rules": "rules"}
+
+OPTIONS = ("output", *SHORT, "write_data")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what `experiment` takes."""
+    add = parser.add_argument
+    add("name", nargs="?", metavar="NAME", help=f"{', '.join(PROBES)}; without one, they are listed with their minutes")
+    add("--output", type=Path, metavar="FOLDER", help=f"for what it leaves ({FOLDER}/NAME)")
+    add("--seeds", type=int, metavar="N", help="how many; every model has the same ones")
+    add(
+        "--checkpoint", action="append", metavar="CHECKPOINT", help="lipschitz, logic: a trained model; may be repeated"
+    )
+    add("--rules", metavar="FILE", help="logic: ULogic's probing_subset.json (20 rules of our own)")
+    add(
+        "--write-data",
+        type=Path,
+        metavar="FOLDER",
+        help="holes: write conversations to fine-tune on, and end",
+    )
+    parser.epilog = "Every setting of an experiment can be set as --NAME.FIELD VALUE; its result.json lists them."
+
+
+def experiment(
+    options: argparse.Namespace, arguments: Sequence[str], ready: Callable[[], None], tell: Tell = print
+) -> None:
+    """List the probes, or have one measure, write its folder and print its findings.
+
+    A folder that holds this probe's result by the same settings is shown, and nothing is measured.
+
+    Args:
+        arguments: fields of the settings, as --NAME.FIELD VALUE.
+        ready: prepares the process for torch and megatron-core, once nothing is wrong with what is asked.
+
+    Raises:
+        InputError: there is no such probe or setting, or the folder holds something else.
+    """
+    if options.name is None:
+        given = [*arguments, *(f"--{name.replace('_', '-')}" for name in OPTIONS if getattr(options, name) is not None)]
+        if given:
+            raise InputError(f"{given[0]} comes without an experiment before it; name one of {', '.join(PROBES)}")
+        width = max(map(len, PROBES))
+        for name, probe in PROBES.items():
+            tell(f"{name:{width}}  {probe.minutes:>4} min  {probe.about}")
+        return
+    settings = read_settings(options, arguments)
+    if options.write_data is not None and options.name != "holes":
+        raise InputError(f"--write-data has no effect in {options.name}; leave it out")
+    ready()
+    module = importlib.import_module(f"megatron_fanformer.experiments.probes.{options.name}")
+    if options.write_data is not None:
+        tell("\n".join(module.write_data(settings, options.write_data)))
+        return
+
+    folder = options.output or Path(FOLDER, options.name)
+    with _alone_in(folder):
+        asked = json.loads(json.dumps(dataclasses.asdict(settings)))
+        if (folder / RESULT).exists():
+            result = read_result(folder)
+            if (result.experiment, result.settings) != (options.name, asked):
+                raise InputError(
+                    f"{folder} holds the result of {result.experiment} by other settings; name another --output, or "
+                    f"remove its {RESULT} to measure again (finished runs are kept)"
+                )
+        else:
+            started = time.perf_counter()
+            measured = module.measure(settings, folder, tell)
+            result = Result(
+                experiment=options.name,
+                settings=asked,
+                machine=this_machine(),
+                seconds=time.perf_counter() - started,
+                findings=measured.findings,
+                tables=measured.tables,
+                pictures=list(measured.pictures),
+            )
+            for name, picture in measured.pictures.items():
+                write_atomically(folder / name, picture)
+            write_atomically(folder / README, readme(result, PROBES[options.name].about))
+            write_result(folder, result)
+    tell("\n".join([*(finding.sentence for finding in result.findings), f"{folder / README} has all of it"]))
+
+
+def read_settings(options: argparse.Namespace, arguments: Sequence[str]) -> Any:
+    """The settings of the named probe: its defaults, the options, the fields.
+
+    Raises:
+        InputError: as `experiment`.
+    """
+    if options.name not in PROBES:
+        raise InputError(f"{options.name!r} is no experiment; name one of {', '.join(PROBES)}")
+    owner = PROBES[options.name].settings
+    overrides = read_overrides(arguments)
+    if stray := [name for name in overrides if name != options.name]:
+        raise InputError(f"--{stray[0]}.… is not of this experiment; write --{options.name}.FIELD VALUE")
+    values = dict(overrides.get(options.name, {}))
+    known = {field.name for field in dataclasses.fields(owner)}
+    for option, field in SHORT.items():
+        if (value := getattr(options, option)) is None:
+            continue
+        if field not in known:
+            raise InputError(f"--{option.replace('_', '-')} has no effect in {options.name}; leave it out")
+        values[field] = value
+    settings = build(values, owner, f"{options.name}.")
+    if found := settings.problems():
+        raise InputError("\n".join(f"{options.name}.{problem}" for problem in found))
+    return settings
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """No other process measures into this folder meanwhile."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = take_lock(folder / ".lock", wait=False)
+    if lock is None:
+        raise InputError(f"another process measures into {folder}; wait for it, or name another --output")
+    try:
+        yield
+    finally:
+        os.close(lock)

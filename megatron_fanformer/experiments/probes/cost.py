@@ -1,0 +1,191 @@
+"""What a FANformer costs beside its Transformer, by formula and counted, beside the paper's figures.
+
+Counted means: of the model for transformers on torch's fake tensors, which have shapes and no content. Parameters are
+those of its tensors; FLOPs those that torch counts in its matrix products; memory the most that is alive in a forward
+pass of one sequence. Torch counts all of the scores, of which causal attention needs half, as the formula has it.
+
+The paper's 6.25% is what FAN adds to a layer of 24 s d² FLOPs for s tokens: queries, keys, values and output, and an
+FFN of two maps. The model's own FFN is a SwiGLU of three.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.initialization import no_init_weights
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.experiments.probes.outcome import Measured, Tell
+from megatron_fanformer.experiments.probes.pictures import drawn
+from megatron_fanformer.experiments.probes.settings import CostSettings
+from megatron_fanformer.experiments.result import Finding, Table
+from megatron_fanformer.formats.huggingface import to_huggingface_config
+from megatron_fanformer.hf import FANformerForCausalLM
+from megatron_fanformer.model.config import PRESETS, FANformerConfig
+from megatron_fanformer.planning.flops import forward_flops_per_token
+from megatron_fanformer.simulation.memory_tracker import MemoryTracker
+
+MIB = 2**20
+HALF_BYTES = 2
+PAPER_SIZE = "fanformer-1b"
+PAPER_FLOPS = 6.25  # percent, at most
+PAPER_MEMORY = (4642.69, 4738.86)  # MB, allocated for OLMo-1B's and FANformer-1B's inference
+TWINS = ("-transformer", "", "-same-params")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of one model."""
+
+    parameters: int
+    counted_parameters: int
+    flops: int
+    """Of a token's forward pass."""
+    counted_flops: float
+    weight_bytes: int
+    """In half precision."""
+    counted_bytes: int
+    """The peak of a forward pass without gradients, weights included."""
+
+
+def measure(settings: CostSettings, _folder: Path, tell: Tell) -> Measured:
+    """The costs of every named size and its twins.
+
+    Raises:
+        InputError: a preset does not exist.
+    """
+    if stray := [name for name in settings.presets if f"{name}-same-params" not in PRESETS]:
+        sizes = [name for name in PRESETS if f"{name}-same-params" in PRESETS]
+        raise InputError(f"cost.presets has {stray[0]!r}, which is no size; name some of {', '.join(sizes)}")
+    costs = {}
+    for name in settings.presets:
+        for twin in TWINS:
+            costs[name + twin] = cost(PRESETS[name + twin], settings)
+        tell(f"{name}: {costs[name].parameters:,} parameters")
+    return Measured(
+        findings=list(_findings(settings, costs)),
+        tables=[_table(costs)],
+        pictures={"cost.png": _picture(settings, costs)},
+    )
+
+
+def cost(preset: FANformerConfig, settings: CostSettings) -> Cost:
+    """By formula and counted, without vocabulary padding, which the model for transformers does not have."""
+    config = replace(preset, make_vocab_size_divisible_by=1)
+    length = settings.sequence_length
+    with FakeTensorMode(), torch.no_grad():
+        model = _model(config, torch.float32, "eager")
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=True)  # else the mask reads values
+    unmasked = 2 * 2 * config.num_layers * config.hidden_size * length // 2
+    return Cost(
+        parameters=config.num_parameters,
+        counted_parameters=sum(weight.numel() for weight in model.parameters()),
+        flops=forward_flops_per_token(config, length),
+        counted_flops=counter.get_total_flops() / length - unmasked,
+        weight_bytes=HALF_BYTES * config.num_parameters,
+        counted_bytes=_peak_bytes(config, settings.inference_length),
+    )
+
+
+def _peak_bytes(config: FANformerConfig, length: int) -> int:
+    """The most that is alive in a forward pass of one sequence in half precision, logits of all tokens included."""
+    with FakeTensorMode(), torch.no_grad():
+        model = _model(config, torch.float16, "sdpa")
+        ids = torch.zeros(1, length, dtype=torch.long)
+        with MemoryTracker() as tracker:
+            for weight in model.parameters():
+                weight.detach()  # an operation that returns it, so that it is counted, once
+            model(input_ids=ids, use_cache=True)
+    return tracker.peak_bytes
+
+
+def _model(config: FANformerConfig, dtype: torch.dtype, attention: str) -> FANformerForCausalLM:
+    """The model without its initial weights: drawing them reads values, which fake tensors do not have."""
+    with no_init_weights():
+        stated = to_huggingface_config(config)
+        model = FANformerForCausalLM._from_config(stated, attn_implementation=attention, dtype=dtype)
+    model.tie_weights()
+    return model
+
+
+def _more(costs: dict[str, Cost], name: str, figure: str) -> float:
+    """Percent that a size has more than its Transformer."""
+    return 100 * (getattr(costs[name], figure) / getattr(costs[f"{name}-transformer"], figure) - 1)
+
+
+def _findings(settings: CostSettings, costs: dict[str, Cost]) -> Iterator[Finding]:
+    apart = 100 * max(
+        max(abs(each.counted_parameters / each.parameters - 1), abs(each.counted_flops / each.flops - 1))
+        for each in costs.values()
+    )
+    yield Finding(
+        name="parameters and FLOPs by formula, farthest from the count",
+        ours=apart,
+        unit="%",
+        shows=None,
+        sentence=f"Of the models in the table parameters and FLOPs by formula are within {apart:.3g}% of the counts.",
+    )
+    for name in settings.presets:
+        more = _more(costs, name, "flops")
+        yield Finding(
+            name=f"FLOPs of a forward pass more than the Transformer's, {name}",
+            paper=f"at most {PAPER_FLOPS}%",
+            ours=more,
+            unit="%",
+            shows=more <= PAPER_FLOPS,
+            sentence=f"{name} needs {more:.2f}% more FLOPs than the Transformer of its shape, head and scores of "
+            f"{settings.sequence_length:,} tokens included, and with the Transformer's parameters "
+            f"{100 * (costs[f'{name}-same-params'].flops / costs[f'{name}-transformer'].flops - 1):+.2f}%.",
+        )
+    if PAPER_SIZE in settings.presets:
+        fan, none = costs[PAPER_SIZE], costs[f"{PAPER_SIZE}-transformer"]
+        more_weights, more_peak = (
+            (getattr(fan, figure) - getattr(none, figure)) / MIB for figure in ("weight_bytes", "counted_bytes")
+        )
+        low, high = PAPER_MEMORY
+        yield Finding(
+            name=f"memory of inference more than the Transformer's, {PAPER_SIZE}",
+            paper=f"{low} to {high} MB: {high - low:.2f} more",
+            ours=more_peak,
+            unit="MiB",
+            shows=None,
+            sentence=f"For a sequence of {settings.inference_length:,} tokens in half precision {PAPER_SIZE} takes "
+            f"{fan.counted_bytes / MIB:,.2f} MiB at its peak, {more_peak:.2f} more than the Transformer's "
+            f"{none.counted_bytes / MIB:,.2f}; its weights are {more_weights:.2f} MiB more. The paper measured "
+            f"{high - low:.2f} MB more, on a GPU.",
+        )
+
+
+def _table(costs: dict[str, Cost]) -> Table:
+    columns = ["model", "parameters", "counted", "FLOPs a token", "counted", "weights, MiB", "peak of inference, MiB"]
+    return Table(
+        title="Costs, by formula and counted",
+        columns=columns,
+        rows=[
+            [
+                *(name, each.parameters, each.counted_parameters, each.flops, round(each.counted_flops)),
+                *(each.weight_bytes / MIB, each.counted_bytes / MIB),
+            ]
+            for name, each in costs.items()
+        ],
+    )
+
+
+def _picture(settings: CostSettings, costs: dict[str, Cost]) -> bytes:
+    def draw(panels: Any) -> None:
+        axes = panels[0][0]
+        figures = {"parameters": "parameters", "flops": "FLOPs", "counted_bytes": "memory of inference"}
+        for place, (figure, label) in enumerate(figures.items()):
+            heights = [_more(costs, name, figure) for name in settings.presets]
+            axes.bar([number + 0.25 * (place - 1) for number in range(len(heights))], heights, width=0.22, label=label)
+        axes.axhline(PAPER_FLOPS, linestyle="--", color="gray", label="the paper's bound of FLOPs")
+        axes.set_xticks(range(len(settings.presets)), settings.presets)
+        axes.set(ylabel="% more than the Transformer", title="FANformers of a Transformer's shape")
+        axes.legend(fontsize="x-small")
+
+    return drawn(draw, size=(6.5, 3.8))

@@ -1,0 +1,371 @@
+"""Leave-Square-Out: does a model learn the rule, or the cases?
+
+All pairs (a, b) of 0 to 112 with an answer to each; a square of them is never trained on (the hole). A model that
+learned the rule answers there as elsewhere; one that goes by the cases around it does not. Tasks and holes are the
+paper's, after "Case-Based or Rule-Based: How Do Transformers Do the Math?" (Hu et al., 2024). The paper fine-tunes
+models of a billion parameters, trained on text; here small ones are trained from scratch, on pairs alone. `write_data`
+writes the paper's conversations, to fine-tune a checkpoint on.
+
+A sequence is `a + b =` or `( a , b ) =`, each number a token, and the answer is one more; the loss is on it alone. Of
+each trained model: the share of pairs whose likeliest answer is right (greedy), and the mean probability of the right
+answer at `temperature`, which is what the share of right answers among samples approaches. Each finished run is a file
+of the folder, and a probe that was stopped goes on with the others.
+
+Shapes: n pairs, s tokens, v vocabulary.
+"""
+
+import dataclasses
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_fanformer.durable_files import regular_file, write_atomically
+from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.experiments.probes.outcome import Measured, Tell, above, mean_interval
+from megatron_fanformer.experiments.probes.pictures import drawn
+from megatron_fanformer.experiments.probes.settings import HolesSettings, Task
+from megatron_fanformer.experiments.probes.twins import SAME_PARAMETERS, TRANSFORMER, fresh_model, twins
+from megatron_fanformer.experiments.result import Finding, Table
+from megatron_fanformer.model.config import FANformerConfig
+
+NUMBERS = 113  # of each operand, from 0
+LARGEST_ANSWER = 3 * (NUMBERS - 1) + 3
+SYMBOLS = ("+", "=", "(", ",", ")")
+VOCABULARY = LARGEST_ANSWER + 1 + len(SYMBOLS)
+FFN_MULTIPLE = 4
+SCORED_PAIRS = 2048  # in a forward pass without gradients
+WARM_UP = 0.01
+MARGIN = 10  # of the picture, around the hole
+MOST_BYTES = 1 << 20  # of a finished run
+LEAST_TRAINED = 0.99
+PAPER = {
+    TRANSFORMER: "OLMo-1B, fine-tuned: about 0 in the hole",
+    SAME_PARAMETERS: "FANformer-1B, fine-tuned: no obvious hole",
+}
+ARCHITECTURES = (TRANSFORMER, SAME_PARAMETERS)
+AXES = ("seeds", "tasks", "weight_decays")
+"""Settings that a run is one point of."""
+
+
+class Pairs(NamedTuple):
+    """A task's pairs: as tokens, and which of them are in the hole."""
+
+    tokens_ns: Tensor
+    answers_n: Tensor
+    in_hole_n: Tensor
+
+
+class Scores(NamedTuple):
+    """Of a set of pairs, in shares of 1."""
+
+    greedy: float
+    probability: float
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """What one trained model came to, as its file has it."""
+
+    asked: dict[str, Any]
+    """All that determines it."""
+    trained: Scores
+    """On all pairs that it was trained on."""
+    hole: Scores
+    curve: list[tuple[int, float, float]]
+    """Step, and the greedy shares of the trained pairs and of the hole, ten times in the training."""
+    map: list[list[float]]
+    """The probability of the right answer on and around the hole, by a and b."""
+    parameters: int
+    seconds: float
+
+
+def measure(settings: HolesSettings, folder: Path, tell: Tell) -> Measured:
+    """Train every model with every seed and weight decay, but for those that the folder has."""
+    runs: dict[tuple[Task, float, str], list[Run]] = {}
+    axes = (settings.tasks, settings.weight_decays, range(settings.seeds), ARCHITECTURES)
+    for number, (task, weight_decay, seed, architecture) in enumerate(itertools.product(*axes), start=1):
+        run = _finished_or_new(settings, folder / "runs", task, weight_decay, seed, architecture)
+        runs.setdefault((task, weight_decay, architecture), []).append(run)
+        tell(
+            f"run {number}: {task}, weight decay {weight_decay:g}, seed {seed}, {architecture}: trained "
+            f"{run.trained.greedy:.1%}, hole {run.hole.greedy:.1%} greedy, {run.hole.probability:.1%} at temperature "
+            f"{settings.temperature:g} ({run.seconds:.0f} s)"
+        )
+    return Measured(
+        findings=[*_trained(runs), *_differences(settings, runs)],
+        tables=[_table(runs)],
+        pictures={f"holes-{task}.png": _picture(settings, task, runs) for task in settings.tasks},
+    )
+
+
+# -- the pairs
+
+
+def centre(task: Task) -> int:
+    """Both coordinates of the hole's middle."""
+    return 56 if task == "modular" else 50
+
+
+def answer(task: Task, a: Tensor, b: Tensor) -> Tensor:
+    """Elementwise."""
+    return (a + b) % NUMBERS if task == "modular" else a + 2 * b + 3
+
+
+def question(task: Task, a: int, b: int) -> str:
+    """As the paper's models are asked."""
+    return f"{a}+{b}=" if task == "modular" else f"({a},{b})="
+
+
+def all_pairs(task: Task, half_side: int) -> Pairs:
+    """All pairs by a, then b."""
+    a, b = (grid.flatten() for grid in torch.meshgrid(torch.arange(NUMBERS), torch.arange(NUMBERS), indexing="ij"))
+    plus, equals, left, comma, right = (
+        torch.full_like(a, LARGEST_ANSWER + 1 + number) for number in range(len(SYMBOLS))
+    )
+    tokens = [a, plus, b, equals] if task == "modular" else [left, a, comma, b, right, equals]
+    in_hole = ((a - centre(task)).abs() <= half_side) & ((b - centre(task)).abs() <= half_side)
+    return Pairs(torch.stack(tokens, dim=1), answer(task, a, b), in_hole)
+
+
+# -- a run
+
+
+def _finished_or_new(
+    settings: HolesSettings, folder: Path, task: Task, weight_decay: float, seed: int, architecture: str
+) -> Run:
+    own = {name: value for name, value in dataclasses.asdict(settings).items() if name not in AXES}
+    asked = {**own, "task": task, "weight_decay": weight_decay, "seed": seed, "architecture": architecture}
+    short = "transformer" if architecture == TRANSFORMER else "fanformer"
+    file = folder / f"{task}-decay-{weight_decay:g}-seed-{seed}-{short}.json"
+    if file.exists():
+        try:
+            found = msgspec.json.decode(regular_file(file, most_bytes=MOST_BYTES).read_bytes(), type=Run)
+        except msgspec.MsgspecError as error:
+            raise CorruptError(f"{file} is no finished run ({error}); remove it, and it is trained again") from None
+        if found.asked == asked:
+            return found
+    folder.mkdir(parents=True, exist_ok=True)
+    run = train(settings, task, weight_decay, seed, architecture, asked)
+    write_atomically(file, msgspec.json.encode(run))
+    return run
+
+
+def model_config(settings: HolesSettings, architecture: str) -> FANformerConfig:
+    """The model of a run."""
+    shape = FANformerConfig(
+        num_layers=settings.num_layers,
+        hidden_size=settings.hidden_size,
+        ffn_hidden_size=FFN_MULTIPLE * settings.hidden_size,
+        num_attention_heads=settings.num_heads,
+        vocab_size=VOCABULARY,
+        make_vocab_size_divisible_by=1,
+    )
+    return twins(shape)[architecture]
+
+
+def train(
+    settings: HolesSettings, task: Task, weight_decay: float, seed: int, architecture: str, asked: dict[str, Any]
+) -> Run:
+    """Train one model on the pairs outside the hole, in an order that the seed alone decides."""
+    started = time.perf_counter()
+    model = fresh_model(model_config(settings, architecture), seed)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    pairs = all_pairs(task, settings.half_side)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=weight_decay)
+    warm_up = max(1, round(WARM_UP * settings.steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm_up))
+    curve: list[tuple[int, float, float]] = []
+
+    def logits(tokens_ns: Tensor) -> Tensor:
+        """Of the answer, [n, v]."""
+        found: Tensor = model(input_ids=tokens_ns, use_cache=False, logits_to_keep=1).logits[:, 0]
+        return found
+
+    for step, batch in enumerate(_batches(pairs, settings, seed), start=1):
+        loss = F.cross_entropy(logits(pairs.tokens_ns[batch]), pairs.answers_n[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if step % max(1, settings.steps // 10) == 0:
+            _, right = score(logits, pairs, settings.temperature)
+            right = right.double()
+            curve.append((step, right[~pairs.in_hole_n].mean().item(), right[pairs.in_hole_n].mean().item()))
+    probability, right = score(logits, pairs, settings.temperature)
+    trained, hole = (
+        Scores(right[where].double().mean().item(), probability[where].mean().item())
+        for where in (~pairs.in_hole_n, pairs.in_hole_n)
+    )
+    around = slice(centre(task) - settings.half_side - MARGIN, centre(task) + settings.half_side + MARGIN + 1)
+    return Run(
+        asked=asked,
+        trained=trained,
+        hole=hole,
+        curve=curve,
+        map=[[round(each, 4) for each in row] for row in probability.view(NUMBERS, NUMBERS)[around, around].tolist()],
+        parameters=parameters,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _batches(pairs: Pairs, settings: HolesSettings, seed: int) -> Iterator[Tensor]:
+    """Numbers of pairs outside the hole, as many batches as there are steps; every epoch in a new order."""
+    outside = torch.nonzero(~pairs.in_hole_n)[:, 0]
+    order = torch.Generator().manual_seed(seed)
+    size = min(settings.batch_size, len(outside))
+    step = 0
+    while True:
+        for batch in outside[torch.randperm(len(outside), generator=order)].split(size):
+            if step == settings.steps:
+                return
+            if len(batch) == size:
+                step += 1
+                yield batch
+
+
+@torch.no_grad()
+def score(logits: Callable[[Tensor], Tensor], pairs: Pairs, temperature: float) -> tuple[Tensor, Tensor]:
+    """Of every pair the probability of the right answer at a temperature, and whether it is the likeliest.
+
+    Args:
+        logits: gives those of the answer, [n, v], to tokens [n, s].
+    """
+    probabilities, right = [], []
+    for tokens_ns, answers_n in zip(
+        pairs.tokens_ns.split(SCORED_PAIRS), pairs.answers_n.split(SCORED_PAIRS), strict=True
+    ):
+        logits_nv = logits(tokens_ns).double()
+        probabilities.append((logits_nv / temperature).softmax(-1).gather(1, answers_n[:, None])[:, 0])
+        right.append(logits_nv.argmax(-1) == answers_n)
+    return torch.cat(probabilities), torch.cat(right)
+
+
+# -- what it says
+
+
+Runs = dict[tuple[Task, float, str], list[Run]]
+
+
+def _trained(runs: Runs) -> Iterator[Finding]:
+    """Whether the models learned what they were shown: without that the hole says nothing."""
+    for architecture in ARCHITECTURES:
+        shares = {
+            key: min(run.trained.greedy for run in found) for key, found in runs.items() if key[2] == architecture
+        }
+        (task, decay, _), least = min(shares.items(), key=lambda item: item[1])
+        yield Finding(
+            name=f"pairs trained on, least accuracy, {architecture}",
+            paper="about 100%",
+            ours=100 * least,
+            unit="%",
+            shows=least > LEAST_TRAINED,
+            sentence=f"The {architecture} answers at least {least:.1%} of the pairs that it was trained on (least: "
+            f"{task}, weight decay {decay:g}).",
+        )
+
+
+def _differences(settings: HolesSettings, runs: Runs) -> Iterator[Finding]:
+    """In the hole: the FANformer's probability of the right answer less the Transformer's, seed by seed."""
+    for task, weight_decay in itertools.product(settings.tasks, settings.weight_decays):
+        in_hole = {
+            architecture: [run.hole.probability for run in runs[task, weight_decay, architecture]]
+            for architecture in ARCHITECTURES
+        }
+        apart = [100 * (fan - none) for fan, none in zip(in_hole[SAME_PARAMETERS], in_hole[TRANSFORMER], strict=True)]
+        interval = mean_interval(apart)
+        means = {architecture: statistics.fmean(values) for architecture, values in in_hole.items()}
+        spread = "" if interval is None else f" (difference {interval[0]:+.1f} to {interval[1]:+.1f} points)"
+        yield Finding(
+            name=f"hole of {task} at weight decay {weight_decay:g}, FANformer less Transformer",
+            paper="; ".join(PAPER.values()),
+            ours=statistics.fmean(apart),
+            interval=interval,
+            unit="points of probability",
+            shows=above(interval, 0.0),
+            sentence=f"In the hole of {task} at weight decay {weight_decay:g} the right answer has a probability of "
+            f"{means[SAME_PARAMETERS]:.1%} in the FANformer and {means[TRANSFORMER]:.1%} in the Transformer, in the "
+            f"mean of {len(apart)} seeds{spread}.",
+        )
+
+
+def _table(runs: Runs) -> Table:
+    columns = [
+        "task",
+        "weight decay",
+        "model",
+        "seed",
+        "trained, greedy",
+        "hole, greedy",
+        "hole, probability",
+        "seconds",
+    ]
+    return Table(
+        title="Runs, in %",
+        columns=columns,
+        rows=[
+            [
+                *(task, decay, architecture, seed, 100 * run.trained.greedy),
+                *(100 * run.hole.greedy, 100 * run.hole.probability, run.seconds),
+            ]
+            for (task, decay, architecture), found in runs.items()
+            for seed, run in enumerate(found)
+        ],
+    )
+
+
+def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
+    """The probability of the right answer on and around the hole: a model a row, a weight decay a column."""
+    low = centre(task) - settings.half_side - MARGIN
+    high = centre(task) + settings.half_side + MARGIN
+
+    def draw(panels: Any) -> None:
+        for row, architecture in zip(panels, ARCHITECTURES, strict=True):
+            for axes, decay in zip(row, settings.weight_decays, strict=True):
+                found = runs[task, decay, architecture]
+                mean = torch.tensor([run.map for run in found]).mean(0).numpy()
+                extent = (low - 0.5, high + 0.5, low - 0.5, high + 0.5)
+                image = axes.imshow(mean, vmin=0, vmax=1, origin="lower", extent=extent, cmap="viridis")
+                side = 2 * settings.half_side + 1
+                corner = centre(task) - settings.half_side - 0.5
+                axes.plot(*_square(corner, side), color="white", linewidth=1)
+                axes.set(title=f"{architecture}\nweight decay {decay:g}, {len(found)} seeds", xlabel="b", ylabel="a")
+                axes.title.set_fontsize("small")
+                axes.figure.colorbar(image, ax=axes, shrink=0.8)
+
+    return drawn(draw, rows=len(ARCHITECTURES), columns=len(settings.weight_decays), size=(3.6, 3.2))
+
+
+def _square(corner: float, side: int) -> tuple[Sequence[float], Sequence[float]]:
+    far = corner + side
+    return (corner, far, far, corner, corner), (corner, corner, far, far, corner)
+
+
+# -- for a fine-tuning
+
+
+def write_data(settings: HolesSettings, folder: Path) -> list[str]:
+    """Each task's conversations, outside and inside the hole, as JSON lines of messages; returns a line a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    told = []
+    for task in settings.tasks:
+        pairs = all_pairs(task, settings.half_side)
+        for name, where in (("train", ~pairs.in_hole_n), ("hole", pairs.in_hole_n)):
+            file = folder / f"{task}-{name}.jsonl"
+            numbers = torch.nonzero(where)[:, 0].tolist()
+            write_atomically(file, "".join(_conversation(pairs, task, number) for number in numbers))
+            told.append(f"{file}: {len(numbers):,} conversations")
+    return told
+
+
+def _conversation(pairs: Pairs, task: Task, number: int) -> str:
+    asked = {"role": "user", "content": question(task, *divmod(number, NUMBERS))}
+    told = {"role": "assistant", "content": str(pairs.answers_n[number].item())}
+    return json.dumps({"messages": [asked, told]}) + "\n"

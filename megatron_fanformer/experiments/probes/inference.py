@@ -1,0 +1,222 @@
+"""Prefill and decoding of a FANformer and its two twins: seconds in turns, memory by formula and measured.
+
+The three are the Transformer of the same shape, the FANformer, and the FANformer with the Transformer's parameters, at
+random weights, as the model for transformers: on the GPU where there is one, else on the CPU. In each round all of them
+take a turn, in another order, so that what else the machine does slows all alike; figures are medians over the rounds,
+ratios those of the same round.
+
+Memory: weights and the cache of keys and values are as many bytes as their formulas say, which the tensors are held
+against; the peak of a whole continuation is measured, on a CPU by the bytes of live tensors, on a GPU by its allocator.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.experiments.probes.outcome import Measured, Tell, ratio_interval
+from megatron_fanformer.experiments.probes.pictures import drawn
+from megatron_fanformer.experiments.probes.settings import InferenceSettings
+from megatron_fanformer.experiments.probes.twins import SAME_PARAMETERS, SAME_SIZE, TRANSFORMER, fresh_model, twins
+from megatron_fanformer.experiments.result import Cell, Finding, Table
+from megatron_fanformer.hf import FANformerForCausalLM
+from megatron_fanformer.model.config import PRESETS, FANformerConfig
+from megatron_fanformer.runtime.device import resolve_device
+from megatron_fanformer.simulation.memory_tracker import MemoryTracker
+
+MIB = 2**20
+FFN_MULTIPLE = 4
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PAPER = "141.49 to 142.88 ms (A100, fp16, 4,096 tokens, 20 iterations): 1.01"
+
+
+@dataclass(kw_only=True)
+class Contestant:
+    """One of the three."""
+
+    config: FANformerConfig
+    model: FANformerForCausalLM
+    prefill: list[float] = field(default_factory=list)
+    """Seconds, of every round."""
+    decode: list[float] = field(default_factory=list)
+    """Seconds a token."""
+    weight_bytes: int = 0
+    cache_bytes: int = 0
+    peak_bytes: int = 0
+
+
+def measure(settings: InferenceSettings, _folder: Path, tell: Tell) -> Measured:
+    """Let the three take turns.
+
+    Raises:
+        InputError: the preset does not exist.
+        CorruptError: the measured bytes of weights or caches are not those of the formulas.
+    """
+    kind = resolve_device("auto")
+    dtype = DTYPES[settings.dtype if settings.dtype != "auto" else "bf16" if kind == "cuda" else "fp32"]
+    contestants = {}
+    for name, config in twins(_config(settings)).items():
+        model = fresh_model(config, seed=0).to(device=torch.device(kind), dtype=dtype).eval()
+        contestants[name] = Contestant(config=config, model=model)
+    prompt = torch.randint(
+        _config(settings).vocab_size, (1, settings.prompt_tokens), generator=torch.Generator().manual_seed(0)
+    ).to(kind)
+    for name, each in contestants.items():
+        _measure_memory(each, prompt, settings.new_tokens, dtype, kind)
+        tell(f"{name}: {each.weight_bytes / MIB:.1f} MiB of weights, {each.peak_bytes / MIB:.1f} at the peak")
+    order = list(contestants.values())
+    for number in range(settings.rounds):
+        for each in (*order[number % 3 :], *order[: number % 3]):
+            prefill, decode = continuation_seconds(each.model, prompt, settings.new_tokens)
+            each.prefill.append(prefill)
+            each.decode.append(decode)
+    return Measured(
+        findings=list(_findings(settings, contestants)),
+        tables=[_table(contestants)],
+        pictures={"inference.png": _picture(contestants)},
+    )
+
+
+def _config(settings: InferenceSettings) -> FANformerConfig:
+    if settings.preset is not None and settings.preset not in PRESETS:
+        raise InputError(f"inference.preset is {settings.preset!r}; name one of {', '.join(PRESETS)}")
+    shape = FANformerConfig(
+        num_layers=settings.num_layers,
+        hidden_size=settings.hidden_size,
+        ffn_hidden_size=FFN_MULTIPLE * settings.hidden_size,
+        num_attention_heads=settings.num_heads,
+        vocab_size=settings.vocab_size,
+    )
+    return replace(shape if settings.preset is None else PRESETS[settings.preset], make_vocab_size_divisible_by=1)
+
+
+# -- one continuation
+
+
+@torch.no_grad()
+def continuation_seconds(model: FANformerForCausalLM, prompt_bs: Tensor, new_tokens: int) -> tuple[float, float]:
+    """Seconds of the prefill, up to the first new token, and of each further one, all greedy."""
+    cache = DynamicCache(config=model.config)
+    start = _now(prompt_bs)
+    token = _next_token(model, prompt_bs, cache)
+    first = _now(prompt_bs)
+    for _ in range(new_tokens - 1):
+        token = _next_token(model, token, cache)
+    return first - start, (_now(prompt_bs) - first) / max(1, new_tokens - 1)
+
+
+def _next_token(model: FANformerForCausalLM, ids_bs: Tensor, cache: Any) -> Tensor:
+    logits: Tensor = model(input_ids=ids_bs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    return logits.argmax(-1)
+
+
+def _now(on: Tensor) -> float:
+    """Once all that was asked of the tensor's device is done."""
+    if on.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+# -- memory
+
+
+def weight_bytes(config: FANformerConfig, element_bytes: int) -> int:
+    """By formula."""
+    return config.num_parameters * element_bytes
+
+
+def cache_bytes(config: FANformerConfig, tokens: int, element_bytes: int) -> int:
+    """Keys and values of one sequence, by formula."""
+    return 2 * config.num_layers * tokens * config.value_size * element_bytes
+
+
+@torch.no_grad()
+def _measure_memory(each: Contestant, prompt_bs: Tensor, new_tokens: int, dtype: torch.dtype, kind: str) -> None:
+    """A continuation that is not timed; fills in the bytes."""
+    each.weight_bytes = sum(weight.numel() * weight.element_size() for weight in each.model.parameters())
+    cache = DynamicCache(config=each.model.config)
+    with MemoryTracker() as tracker:
+        if kind == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        for weight in each.model.parameters():
+            weight.detach()  # an operation that returns it, so that it is counted, once
+        others = torch.cuda.memory_allocated() - each.weight_bytes if kind == "cuda" else 0
+        token = prompt_bs
+        for _ in range(new_tokens):
+            token = _next_token(each.model, token, cache)
+    each.peak_bytes = torch.cuda.max_memory_allocated() - others if kind == "cuda" else tracker.peak_bytes
+    each.cache_bytes = sum(
+        part.numel() * part.element_size() for layer in cache.layers for part in (layer.keys, layer.values)
+    )
+    tokens = prompt_bs.shape[1] + new_tokens - 1  # the last one is not given to the model
+    by_formula = weight_bytes(each.config, dtype.itemsize), cache_bytes(each.config, tokens, dtype.itemsize)
+    if (each.weight_bytes, each.cache_bytes) != by_formula:
+        raise CorruptError(
+            f"weights and cache have {each.weight_bytes:,} and {each.cache_bytes:,} bytes, but by formula "
+            f"{by_formula[0]:,} and {by_formula[1]:,}; report it"
+        )
+
+
+# -- what it says
+
+
+def _findings(settings: InferenceSettings, contestants: dict[str, Contestant]) -> Iterator[Finding]:
+    none = contestants[TRANSFORMER]
+    for name in (SAME_SIZE, SAME_PARAMETERS):
+        each = contestants[name]
+        for phase in ("prefill", "decode"):
+            ratios = [a / b for a, b in zip(getattr(each, phase), getattr(none, phase), strict=True)]
+            interval = ratio_interval(ratios)
+            ours = statistics.median(ratios)
+            spread = "" if interval is None else f" (mean {interval[0]:.3f} to {interval[1]:.3f})"
+            yield Finding(
+                name=f"seconds of {phase}, {name} over Transformer",
+                paper=PAPER if phase == "prefill" and name == SAME_SIZE else None,
+                ours=ours,
+                interval=interval,
+                unit="ratio",
+                shows=None,
+                sentence=f"The {phase} of the {name} takes {ours:.3f} times as long as the Transformer's, in the "
+                f"median of {settings.rounds} rounds{spread}.",
+            )
+    more = (contestants[SAME_SIZE].peak_bytes - none.peak_bytes) / MIB
+    weights = (contestants[SAME_SIZE].weight_bytes - none.weight_bytes) / MIB
+    yield Finding(
+        name="memory at the peak, FANformer less Transformer",
+        paper="96.17 MB more, of 4642.69",
+        ours=more,
+        unit="MiB",
+        shows=None,
+        sentence=f"The FANformer takes {more:.2f} MiB more at its peak than the Transformer of its shape; its weights "
+        f"are {weights:.2f} MiB more, by formula and measured.",
+    )
+
+
+def _table(contestants: dict[str, Contestant]) -> Table:
+    columns = ["model", "parameters", "prefill, ms", "decoding, ms a token", "weights, MiB", "cache, MiB", "peak, MiB"]
+    rows: list[list[Cell]] = [
+        [
+            *(name, each.config.num_parameters),
+            *(1000 * statistics.median(seconds) for seconds in (each.prefill, each.decode)),
+            *(size / MIB for size in (each.weight_bytes, each.cache_bytes, each.peak_bytes)),
+        ]
+        for name, each in contestants.items()
+    ]
+    return Table(title="Medians over the rounds", columns=columns, rows=rows)
+
+
+def _picture(contestants: dict[str, Contestant]) -> bytes:
+    def draw(panels: Any) -> None:
+        for axes, phase, unit in zip(panels[0], ("prefill", "decode"), ("ms", "ms a token"), strict=True):
+            seconds = [[1000 * each for each in getattr(one, phase)] for one in contestants.values()]
+            axes.boxplot(seconds, tick_labels=[name.replace(", ", ",\n") for name in contestants], showfliers=False)
+            axes.set(title=f"{phase}, {unit}")
+
+    return drawn(draw, columns=2)

@@ -1,0 +1,265 @@
+"""How far models spread two inputs that lie close together, by depth.
+
+**At random weights**, as the authors' notebook measures it (Calculate_Lipschitz.ipynb in their repository): the largest
+of ‖f(x + e) − f(x)‖ / ‖e‖ over a few inputs x of normal numbers, e of normal numbers times `epsilon`. Its three models,
+whose random numbers are drawn in its order, so that its printed figures come out:
+
+- MLP: residual blocks of two convolutions with batch norm, by its statistics of the batch. They keep torch's own
+  initial weights: the notebook holds them in a plain list, which its initialisation does not see.
+- Transformer: norm after the sum, ReLU; scores divided by the root of the whole width. Its attention is among the heads
+  of one point, not among points: the notebook swaps the two axes, and then names them to einsum as if it had not. So no
+  point sees another. `attention: points` measures what it must have meant, unmasked.
+- FANformer: the same with a FAN layer of its own before each of the queries', keys' and values' maps.
+
+An epsilon of 1e-7 is what float32 rounds a number of size 1 by. So the same weights and inputs are measured in float64
+too, where nothing of the difference is lost and the spread of rounding errors is not counted as the model's.
+
+**Of trained models** (`checkpoints`), the largest singular values of the layers' Jacobians at a text, and of those from
+the embeddings to each depth, by power iteration on automatic derivatives: no epsilon enters.
+
+Shapes: b inputs, s points or tokens, h width, n heads, c channels (h), y and x sides of the grid.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_fanformer.experiments.probes.outcome import Measured, Tell, above, ratio_interval
+from megatron_fanformer.experiments.probes.pictures import drawn, lines_by_depth
+from megatron_fanformer.experiments.probes.settings import LipschitzSettings
+from megatron_fanformer.experiments.result import Cell, Finding, Table
+
+MODELS = ("MLP", "Transformer", "FANformer")
+PRINTED = {  # by the notebook, for its settings and seed 0
+    1: (4.1372, 4.5026, 6.1521),
+    2: (7.0347, 7.3858, 11.2465),
+    4: (12.3073, 13.0271, 24.0606),
+    8: (21.8128, 25.6761, 103.6567),
+    12: (30.3452, 51.2796, 407.3611),
+    16: (38.2069, 79.7350, 1439.2750),
+    24: (53.3033, 225.3611, 16732.4648),
+}
+NOTEBOOK = LipschitzSettings()
+P_RATIO = 0.25
+FFN_MULTIPLE = 4
+GAIN = math.sqrt(2.0)
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+PAPER = "FANformer above the Transformer, by 27.3% in deep configurations"
+
+Constants = dict[tuple[str, str], list[float]]
+"""By model and number format: a figure for each depth."""
+
+
+def measure(settings: LipschitzSettings, _folder: Path, tell: Tell) -> Measured:
+    """The constants of the notebook's models, or the Jacobians of trained ones."""
+    if settings.checkpoints:
+        from megatron_fanformer.experiments.probes.jacobians import measure_checkpoints
+
+        return measure_checkpoints(settings, tell)
+    by_seed = []
+    for seed in range(settings.seeds):
+        by_seed.append(constants(settings, seed, tell))
+    return Measured(
+        findings=[*_beside_notebook(settings, by_seed[0]), *_beside_paper(settings, by_seed)],
+        tables=[_table(settings, by_seed[0])],
+        pictures={"lipschitz.png": _picture(settings, by_seed[0])},
+    )
+
+
+# -- the notebook's models
+
+
+class _Projection(nn.Sequential):
+    """A linear map [h] -> [h], behind a FAN layer where there is one."""
+
+    def __init__(self, size: int, *, has_fan: bool) -> None:
+        super().__init__(*([_FanLayer(size)] if has_fan else []), nn.Linear(size, size))
+
+
+class _FanLayer(nn.Module):
+    """[h] -> [h]: cos p, sin p and g of one linear map."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        periodic = int(size * P_RATIO)
+        self.sizes = [periodic, size - 2 * periodic]
+        self.linear = nn.Linear(size, sum(self.sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        p, g = self.linear(x).split(self.sizes, dim=-1)
+        return torch.cat([p.cos(), p.sin(), g], dim=-1)
+
+
+class _Block(nn.Module):
+    """A layer [b, s, h] -> [b, s, h]; its maps are made in the notebook's order, which draws their weights."""
+
+    def __init__(self, settings: LipschitzSettings, *, has_fan: bool) -> None:
+        super().__init__()
+        size = settings.hidden_size
+        self.num_heads = settings.num_heads
+        self.among_points = settings.attention == "points"
+        self.query, self.key, self.value = (_Projection(size, has_fan=has_fan) for _ in range(3))
+        self.out = nn.Linear(size, size)
+        self.norms = nn.ModuleList(nn.LayerNorm(size) for _ in range(2))
+        self.ffn = nn.Sequential(nn.Linear(size, FFN_MULTIPLE * size), nn.ReLU(), nn.Linear(FFN_MULTIPLE * size, size))
+
+    def forward(self, x_bsh: Tensor) -> Tensor:
+        b, s, h = x_bsh.shape
+        query, key, value = (
+            project(x_bsh).view(b, s, self.num_heads, -1) for project in (self.query, self.key, self.value)
+        )
+        if self.among_points:
+            query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        weights = (query @ key.transpose(2, 3) / math.sqrt(h)).softmax(-1)
+        mixed = weights @ value
+        attended = self.out((mixed.transpose(1, 2) if self.among_points else mixed).reshape(b, s, h))
+        x_bsh = self.norms[0](attended + x_bsh)
+        return self.norms[1](self.ffn(x_bsh) + x_bsh)
+
+
+class _Convolutions(nn.Module):
+    """The notebook's MLP block [b, c, y, x] -> [b, c, y, x]."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Conv2d(size, size, kernel_size=3, padding=1, bias=False) for _ in range(2))
+
+    def forward(self, x_bcyx: Tensor) -> Tensor:
+        inner = _batch_norm(self.maps[0](x_bcyx)).relu()
+        return _batch_norm(self.maps[1](inner)) + x_bcyx
+
+
+def _batch_norm(x_bcyx: Tensor) -> Tensor:
+    """At initial weights, by the batch's own statistics."""
+    return F.batch_norm(x_bcyx, None, None, training=True)
+
+
+def _initialised(layers: Sequence[_Block]) -> nn.Sequential:
+    """With the notebook's weights, which are drawn over those that torch has drawn."""
+    model = nn.Sequential(*layers)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight, gain=GAIN)
+            nn.init.zeros_(module.bias)
+    return model
+
+
+def _models(settings: LipschitzSettings, depth: int) -> Iterator[tuple[str, nn.Module]]:
+    """All of one depth, by the names of `MODELS`, in the order in which the notebook draws them."""
+    yield "Transformer", _initialised([_Block(settings, has_fan=False) for _ in range(depth)])
+    yield "MLP", nn.Sequential(*(_Convolutions(settings.hidden_size) for _ in range(depth)))
+    yield "FANformer", _initialised([_Block(settings, has_fan=True) for _ in range(depth)])
+
+
+# -- the measurement
+
+
+@torch.no_grad()
+def constants(settings: LipschitzSettings, seed: int, tell: Tell) -> Constants:
+    """The constants of the models of one seed, in both number formats."""
+    found: Constants = {(model, dtype): [] for model in MODELS for dtype in DTYPES}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        shape = (settings.samples, settings.hidden_size, settings.grid, settings.grid)
+        x_bcyx = torch.randn(shape)
+        difference = settings.epsilon * torch.randn(shape)
+        for depth in settings.depths:
+            for name, model in _models(settings, depth):
+                for dtype_name, dtype in DTYPES.items():
+                    inputs = x_bcyx.to(dtype), x_bcyx.to(dtype) + difference.to(dtype)
+                    found[name, dtype_name].append(_constant(model.to(dtype), *inputs))
+                figures = " and ".join(f"{found[name, dtype][-1]:.4f} in {dtype}" for dtype in DTYPES)
+                tell(f"seed {seed}, {depth} layers: {name} {figures}")
+    return found
+
+
+def _constant(model: nn.Module, first_bcyx: Tensor, second_bcyx: Tensor) -> float:
+    """The largest ratio of distances, over the inputs.
+
+    They enter all at once, as in the notebook: how float32 rounds a product depends on its size.
+    """
+    distances_b = (second_bcyx - first_bcyx).flatten(1).norm(dim=1)
+    if isinstance(model[0], _Block):  # type: ignore[index]
+        first_bcyx, second_bcyx = (x.flatten(2).transpose(1, 2) for x in (first_bcyx, second_bcyx))
+    apart_b = (model(second_bcyx) - model(first_bcyx)).flatten(1).norm(dim=1)
+    return (apart_b / distances_b).max().item()
+
+
+# -- what it says
+
+
+def _is_notebook(settings: LipschitzSettings) -> bool:
+    """Whether the settings are the notebook's but for depths, of which it needs the first ones in its order."""
+    same = ("hidden_size", "num_heads", "samples", "grid", "epsilon", "attention")
+    depths = settings.depths == tuple(PRINTED)[: len(settings.depths)]
+    return depths and all(getattr(settings, name) == getattr(NOTEBOOK, name) for name in same)
+
+
+def _beside_notebook(settings: LipschitzSettings, found: Constants) -> Iterator[Finding]:
+    if not _is_notebook(settings):
+        return
+    for place, model in enumerate(MODELS):
+        apart = max(
+            abs(ours / PRINTED[depth][place] - 1)
+            for depth, ours in zip(settings.depths, found[model, "float32"], strict=True)
+        )
+        yield Finding(
+            name=f"{model}, farthest from the notebook's printed constants",
+            paper="its printed constants",
+            ours=100 * apart,
+            unit="%",
+            same_settings=True,
+            shows=None,
+            sentence=f"The {model}'s constants in float32 are within {100 * apart:.2g}% of the notebook's own.",
+        )
+
+
+def _beside_paper(settings: LipschitzSettings, by_seed: Sequence[Constants]) -> Iterator[Finding]:
+    """The FANformer's constant over the Transformer's at the largest depth, over the seeds."""
+    depth = settings.depths[-1]
+    for dtype in DTYPES:
+        ratios = [found["FANformer", dtype][-1] / found["Transformer", dtype][-1] for found in by_seed]
+        interval = ratio_interval(ratios)
+        ours = statistics.geometric_mean(ratios)
+        spread = "" if interval is None else f", {interval[0]:.3g} to {interval[1]:.3g} over {len(ratios)} seeds"
+        yield Finding(
+            name=f"constant at {depth} layers, FANformer over Transformer, {dtype}",
+            paper=PAPER,
+            ours=ours,
+            interval=interval,
+            unit="ratio",
+            same_settings=_is_notebook(settings) and dtype == "float32",
+            shows=above(interval, 1.0),
+            sentence=f"In {dtype} the FANformer spreads near inputs {ours:.3g} times as far as the Transformer at "
+            f"{depth} layers of random weights{spread}.",
+        )
+    changed = max(found["FANformer", "float32"][-1] / found["FANformer", "float64"][-1] for found in by_seed)
+    yield Finding(
+        name=f"the FANformer's constant at {depth} layers, float32 over float64",
+        ours=changed,
+        unit="ratio",
+        shows=None,
+        sentence=f"In float32 the FANformer's constant at {depth} layers is {changed:.3g} times that of float64: the "
+        f"difference of {settings.epsilon:g} is near the rounding of the numbers that carry it.",
+    )
+
+
+def _table(settings: LipschitzSettings, found: Constants) -> Table:
+    rows: list[list[Cell]] = []
+    for number, depth in enumerate(settings.depths):
+        for place, model in enumerate(MODELS):
+            printed = PRINTED[depth][place] if _is_notebook(settings) else None
+            rows.append([depth, model, printed, *(found[model, dtype][number] for dtype in DTYPES)])
+    return Table(title="Constants of seed 0", columns=["layers", "model", "notebook", *DTYPES], rows=rows)
+
+
+def _picture(settings: LipschitzSettings, found: Constants) -> bytes:
+    lines = {f"{model}, {dtype}": found[model, dtype] for dtype in DTYPES for model in MODELS}
+    return drawn(
+        lambda panels: lines_by_depth(panels[0, 0], settings.depths, lines, title="Lipschitz constant, random weights")
+    )

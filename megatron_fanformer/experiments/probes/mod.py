@@ -1,0 +1,240 @@
+"""The fit of t mod 5 inside and outside the range of its samples (fig. 1a of the paper).
+
+Two controls, which read t as it is, on ± `half_range`: an original FAN network (Dong et al., 2024: a linear map, layers
+[cos p, sin p, gelu(g)], a linear map) and an MLP with GELU of as many parameters.
+
+Beside them the layers of language models, on ± `model_half_range`: t, scaled and mapped linearly, enters a Transformer
+and a FANformer of as many parameters as a sequence of one token. Each layer begins with a norm, which divides by the
+length of what it is given, and so by |t|: behind it hardly more than the sign of a large t is left. So a FANformer
+without the attention's norm is measured too.
+
+Samples are drawn anew in every step, and all models of a seed see the same. The error is the mean square over an even
+grid; guessing the mean has 25/12.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_fanformer.experiments.probes.outcome import Measured, Tell, below, ratio_interval
+from megatron_fanformer.experiments.probes.pictures import drawn
+from megatron_fanformer.experiments.probes.settings import ModSettings
+from megatron_fanformer.experiments.probes.twins import SAME_PARAMETERS, TRANSFORMER, cosine, fresh_model, twins
+from megatron_fanformer.experiments.result import Cell, Finding, Table
+from megatron_fanformer.model.config import FANformerConfig
+
+PERIOD = 5.0
+P_RATIO = 0.25
+FFN_MULTIPLE = 4
+NUM_HEADS = 4
+GRID = 4000  # points of an error's estimate
+FAN, MLP = "FAN network", "MLP"
+WITHOUT_NORM = "FANformer without the attention's norm"
+PAIRS = ((FAN, MLP), (SAME_PARAMETERS, TRANSFORMER), (WITHOUT_NORM, SAME_PARAMETERS))
+"""What is compared: the first one's error over the second's."""
+PAPER = "FANformer fits t mod 5 outside its range, a Transformer does not (curves alone)"
+
+Errors = dict[str, dict[str, list[float]]]
+"""By model: the errors `inside` and `outside`, one for each seed."""
+
+
+def measure(settings: ModSettings, _folder: Path, tell: Tell) -> Measured:
+    """Train every model with every seed."""
+    errors: Errors = {}
+    fits: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {}
+    for seed in range(settings.seeds):
+        for name, model, training in _models(settings, seed):
+            train(model, training, seed)
+            inside = error(model, 0.0, training.half_range)
+            outside = error(model, training.half_range, 2 * training.half_range)
+            kept = errors.setdefault(name, {"inside": [], "outside": []})
+            kept["inside"].append(inside)
+            kept["outside"].append(outside)
+            fits.setdefault(name, (training.half_range, model))
+            tell(f"seed {seed}: {name}: {inside:.3f} inside, {outside:.3f} outside")
+    return Measured(findings=list(_findings(errors)), tables=[_table(errors)], pictures={"fit.png": _picture(fits)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """How one model is trained."""
+
+    half_range: float
+    steps: int
+    rate: float
+    batch_size: int
+
+
+# -- the models
+
+
+class FANLayer(nn.Module):
+    """[…, h] -> […, h] as the FAN network has it: cos p, sin p and gelu(g)."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        periodic = int(P_RATIO * size)
+        self.sizes = [periodic, size - 2 * periodic]
+        self.linear = nn.Linear(size, sum(self.sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, h] -> […, h]."""
+        p, g = self.linear(x).split(self.sizes, dim=-1)
+        return torch.cat([p.cos(), p.sin(), F.gelu(g)], dim=-1)
+
+
+class OneToken(nn.Module):
+    """A language model's layers on a number [b, 1] -> [b, 1], as a sequence of one token."""
+
+    def __init__(self, config: FANformerConfig, scale: float, seed: int, *, has_norm: bool = True) -> None:
+        super().__init__()
+        self.scale = scale
+        self.layers = fresh_model(config, seed).model
+        if not has_norm:
+            for layer in self.layers.layers:
+                layer.input_layernorm = nn.Identity()
+        self.before, self.behind = nn.Linear(1, config.hidden_size), nn.Linear(config.hidden_size, 1)
+
+    def forward(self, t: Tensor) -> Tensor:
+        """[b, 1] -> [b, 1]."""
+        embedded = self.before(self.scale * t)[:, None]
+        return self.behind(self.layers(inputs_embeds=embedded, use_cache=False).last_hidden_state[:, 0])
+
+
+def fan_network(size: int) -> nn.Module:
+    """The original FAN network of two layers, on one number."""
+    return nn.Sequential(nn.Linear(1, size), FANLayer(size), FANLayer(size), nn.Linear(size, 1))
+
+
+def mlp(parameters: int) -> nn.Module:
+    """An MLP of two layers with about as many parameters: 2 w² + 5 w + 1 of them, w wide."""
+    width = round((math.sqrt(25 + 8 * (parameters - 1)) - 5) / 4)
+    hidden = [layer for _ in range(2) for layer in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(nn.Linear(1, width), *hidden, nn.Linear(width, 1))
+
+
+def size_of(model: nn.Module) -> int:
+    """Its parameters."""
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def _models(settings: ModSettings, seed: int) -> Iterator[tuple[str, nn.Module, Training]]:
+    def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return make()
+
+    control = Training(
+        half_range=settings.half_range,
+        steps=settings.control_steps,
+        rate=settings.control_rate,
+        batch_size=settings.batch_size,
+    )
+    fan = seeded(partial(fan_network, settings.control_size))
+    yield FAN, fan, control
+    yield MLP, seeded(partial(mlp, size_of(fan))), control
+    shape = FANformerConfig(
+        num_layers=settings.model_layers,
+        hidden_size=settings.model_size,
+        ffn_hidden_size=FFN_MULTIPLE * settings.model_size,
+        num_attention_heads=NUM_HEADS,
+        vocab_size=1,
+    )
+    of_models = Training(
+        half_range=settings.model_half_range,
+        steps=settings.model_steps,
+        rate=settings.model_rate,
+        batch_size=settings.batch_size,
+    )
+    kinds = twins(shape)
+    for name, kind, has_norm in (
+        (TRANSFORMER, kinds[TRANSFORMER], True),
+        (SAME_PARAMETERS, kinds[SAME_PARAMETERS], True),
+        (WITHOUT_NORM, kinds[SAME_PARAMETERS], False),
+    ):
+        yield name, seeded(partial(OneToken, kind, settings.model_scale, seed, has_norm=has_norm)), of_models
+
+
+# -- training and error
+
+
+def target(t: Tensor) -> Tensor:
+    """What is to be fitted, in [0, 5)."""
+    return t.remainder(PERIOD)
+
+
+def train(model: nn.Module, training: Training, seed: int) -> None:
+    """AdamW on the mean square error, over samples that the seed alone decides."""
+    samples = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine(step, training.steps))
+    for _ in range(training.steps):
+        t = training.half_range * (2 * torch.rand(training.batch_size, 1, generator=samples) - 1)
+        loss = F.mse_loss(model(t), target(t))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+
+
+@torch.no_grad()
+def error(model: Callable[[Tensor], Tensor], low: float, high: float) -> float:
+    """The mean square error over low < |t| ≤ high."""
+    positive = low + (high - low) * (torch.arange(GRID // 2) + 0.5) / (GRID // 2)
+    t = torch.cat([-positive.flip(0), positive])[:, None]
+    return F.mse_loss(model(t), target(t)).item()
+
+
+# -- what it says
+
+
+def _findings(errors: Errors) -> Iterator[Finding]:
+    for first, second in PAIRS:
+        for place in ("outside", "inside"):
+            ratios = [a / b for a, b in zip(errors[first][place], errors[second][place], strict=True)]
+            interval = ratio_interval(ratios)
+            ours = statistics.geometric_mean(ratios)
+            means = [statistics.fmean(errors[model][place]) for model in (first, second)]
+            yield Finding(
+                name=f"error {place} the range, {first} over {second}",
+                paper=PAPER if place == "outside" and second == TRANSFORMER else None,
+                ours=ours,
+                interval=interval,
+                unit="ratio",
+                shows=below(interval, 1.0),
+                sentence=f"{place.capitalize()} the range the error of the {first} is {ours:.3g} times that of the "
+                f"{second} ({means[0]:.3g} and {means[1]:.3g} in the mean of {len(ratios)} seeds).",
+            )
+
+
+def _table(errors: Errors) -> Table:
+    rows: list[list[Cell]] = [
+        [name, seed, inside, outside]
+        for name, kept in errors.items()
+        for seed, (inside, outside) in enumerate(zip(kept["inside"], kept["outside"], strict=True))
+    ]
+    return Table(title="Mean square errors", columns=["model", "seed", "inside", "outside"], rows=rows)
+
+
+@torch.no_grad()
+def _picture(fits: Mapping[str, tuple[float, Callable[[Tensor], Tensor]]]) -> bytes:
+    """Of seed 0, around the upper end of the range."""
+
+    def draw(panels: Any) -> None:
+        for (name, (half_range, model)), axes in zip(fits.items(), (row[0] for row in panels), strict=True):
+            low, high = half_range - 4 * PERIOD, half_range + 4 * PERIOD
+            t = torch.linspace(max(low, -half_range), high, 800)[:, None]
+            axes.plot(t[:, 0], target(t)[:, 0], linewidth=0.8, color="gray", label="t mod 5")
+            axes.plot(t[:, 0], model(t)[:, 0], linewidth=1.2, label=name)
+            axes.axvspan(half_range, high, alpha=0.12)
+            axes.set(ylim=(-1.5, 6.5), title=f"{name}: trained up to {half_range:g}, outside shaded")
+
+    return drawn(draw, rows=len(fits), size=(8, 1.7))

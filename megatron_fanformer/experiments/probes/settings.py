@@ -1,0 +1,217 @@
+"""What the probes measure, how long that takes, and what each is asked. Imports nothing that takes time.
+
+The defaults are the laptop forms, whose minutes stand in `PROBES`; docs/experiments.md has what they came to. Fields
+are set on the command line as --NAME.FIELD VALUE.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
+
+Task = Literal["modular", "linear"]
+
+
+class Settings:
+    """What one probe is asked; each is a frozen dataclass."""
+
+    def problems(self) -> list[str]:
+        """Rules that it breaks, one line each: numbers are counts or rates, and lists name each thing once."""
+        found = []
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+                found.append(f"{field.name} is {value}; it must be above 0")
+            elif isinstance(value, tuple) and len(set(value)) < len(value):
+                found.append(f"{field.name} is {list(value)}; name each once")
+        return [*found, *self.own_problems()]
+
+    def own_problems(self) -> Iterator[str]:
+        """Rules of this probe alone."""
+        yield from ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LipschitzSettings(Settings):
+    """How far models at random weights spread two near inputs, as the authors' notebook has it; or trained ones."""
+
+    seeds: int = 1
+    """Draws of weights and inputs: 0 is the notebook's."""
+    depths: tuple[int, ...] = (1, 2, 4)
+    """Layers; the notebook goes on with 8, 12, 16, 24, … 196. Its random numbers run through them in order."""
+    hidden_size: int = 512
+    """Width, of the convolutions too."""
+    num_heads: int = 8
+    """Attention heads."""
+    samples: int = 10
+    """Inputs; the constant is the largest of theirs."""
+    grid: int = 32
+    """Each input is a grid of this many points a side."""
+    attention: Literal["heads", "points"] = "heads"
+    """Among what: the heads of one point, as the notebook has it, or all points."""
+    epsilon: float = 1e-7
+    """Standard deviation of the difference of the two inputs."""
+    checkpoints: tuple[str, ...] = ()
+    """Trained models, whose Jacobians are measured instead."""
+    text: str | None = None
+    """Of such a model's input: a file of text; null: random token ids."""
+    sequences: int = 2
+    """Of such a model's input."""
+    sequence_length: int = 64
+    """Their tokens."""
+    iterations: int = 20
+    """Of the power iteration that finds a Jacobian's largest singular value."""
+
+    def own_problems(self) -> Iterator[str]:
+        """Rules of this probe alone."""
+        if not self.depths or min(self.depths) < 1 or list(self.depths) != sorted(self.depths):
+            yield f"depths is {list(self.depths)}; name numbers of layers from 1 on, in order"
+        if self.hidden_size % (4 * self.num_heads):
+            yield f"hidden_size is {self.hidden_size}; it must be a multiple of four times num_heads {self.num_heads}"
+        if self.text is not None and not self.checkpoints:
+            yield "text is given without checkpoints, and has no effect; name a trained model, or leave it out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModSettings(Settings):
+    """The fit of t mod 5 (fig. 1a): controls on t as it is, and language models' layers on it."""
+
+    seeds: int = 3
+    """Of weights and of the samples; every model has the same ones."""
+    half_range: float = 100.0
+    """Controls train on t within ± this; as far again on both sides is outside."""
+    control_size: int = 128
+    """Width of the FAN network; the MLP has as many parameters."""
+    control_steps: int = 4000
+    """Of AdamW, each on `batch_size` new samples."""
+    control_rate: float = 3e-3
+    """The learning rate of the controls at the start; it falls to 0 by a cosine."""
+    model_half_range: float = 20.0
+    """The same of the Transformer and the FANformer."""
+    model_scale: float = 0.25
+    """What t is multiplied by before it enters them."""
+    model_layers: int = 2
+    """Of the Transformer and the FANformer."""
+    model_size: int = 64
+    """Their hidden size; the FANformer has the Transformer's number of parameters."""
+    model_steps: int = 1000
+    """Of AdamW."""
+    model_rate: float = 1e-3
+    """Their learning rate at the start."""
+    batch_size: int = 256
+    """Samples a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HolesSettings(Settings):
+    """Leave-Square-Out: arithmetic on pairs of numbers, of which a square is never trained on."""
+
+    seeds: int = 5
+    """Of weights and of the order of samples; both architectures have the same ones."""
+    tasks: tuple[Task, ...] = ("modular", "linear")
+    """`modular`: (a + b) mod 113, the hole centred at (56, 56); `linear`: a + 2 b + 3, centred at (50, 50)."""
+    weight_decays: tuple[float, ...] = (0.0, 1.0)
+    """Of AdamW, on all weights."""
+    half_side: int = 10
+    """The hole has 2 · half_side + 1 numbers a side: 441 pairs, which leaves 12,328."""
+    num_layers: int = 1
+    """Layers."""
+    hidden_size: int = 128
+    """Width; the FANformer has the Transformer's number of parameters."""
+    num_heads: int = 4
+    """Attention heads."""
+    batch_size: int = 512
+    """Pairs a step."""
+    steps: int = 4000
+    """Of AdamW: 500 epochs are 12,000."""
+    learning_rate: float = 1e-3
+    """After a warm-up over the first hundredth of the steps."""
+    temperature: float = 0.5
+    """At which the probability of the right answer is computed."""
+
+    def own_problems(self) -> Iterator[str]:
+        """Rules of this probe alone."""
+        if not self.tasks:
+            yield "tasks is empty; name modular, linear or both"
+        if not self.weight_decays or min(self.weight_decays) < 0:
+            yield f"weight_decays is {list(self.weight_decays)}; name numbers from 0 on"
+        if self.half_side > 50:
+            yield f"half_side is {self.half_side}; it must be at most 50, so that the hole lies within the pairs"
+        if self.hidden_size % (2 * self.num_heads):
+            yield f"hidden_size is {self.hidden_size}; it must be a multiple of twice num_heads {self.num_heads}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostSettings(Settings):
+    """What a FANformer costs beside its Transformer: parameters, FLOPs, memory."""
+
+    presets: tuple[str, ...] = ("fanformer-300m", "fanformer-1b", "fanformer-7b")
+    """The paper's sizes, by their names in configurations."""
+    sequence_length: int = 2048
+    """Tokens of a sequence, for FLOPs a token."""
+    inference_length: int = 4096
+    """Tokens of the sequence whose memory is counted, one at a time in half precision, as in the paper's table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceSettings(Settings):
+    """Seconds and memory of prefill and decoding, of a FANformer and its two twins in turns."""
+
+    preset: str | None = None
+    """One of the paper's sizes (the paper: fanformer-1b); null: the sizes below."""
+    num_layers: int = 8
+    """Layers."""
+    hidden_size: int = 512
+    """Width."""
+    num_heads: int = 8
+    """Attention heads."""
+    vocab_size: int = 8192
+    """Token ids."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of weights and activations: bf16 on a GPU, fp32 on a CPU; the paper has fp16."""
+    prompt_tokens: int = 512
+    """Of the prefill (the paper: 4096)."""
+    new_tokens: int = 32
+    """That are decoded, one at a time."""
+    rounds: int = 20
+    """In each of which all three take their turn, in another order."""
+
+    def own_problems(self) -> Iterator[str]:
+        """Rules of this probe alone."""
+        if self.hidden_size % (2 * self.num_heads):
+            yield f"hidden_size is {self.hidden_size}; it must be a multiple of twice num_heads {self.num_heads}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogicSettings(Settings):
+    """ULogic's law of non-contradiction: a rule and its negation must not be judged alike."""
+
+    checkpoints: tuple[str, ...] = ()
+    """Trained models with their tokenizers."""
+    rules: str | None = None
+    """ULogic's probing_subset.json; null: 20 rules of our own."""
+
+    def own_problems(self) -> Iterator[str]:
+        """Rules of this probe alone."""
+        if not self.checkpoints:
+            yield "checkpoints is empty; name trained models, as --checkpoint"
+
+
+class Probe(NamedTuple):
+    """A line of the verb's list."""
+
+    about: str
+    minutes: str
+    """That the defaults take on two cores of a laptop's kind."""
+    settings: type[Any]
+
+
+PROBES: dict[str, Probe] = {
+    "lipschitz": Probe(
+        "how far near inputs spread, by depth: the authors' notebook, or --checkpoint", "6", LipschitzSettings
+    ),
+    "mod": Probe("the fit of t mod 5 (fig. 1a), with a FAN network and an MLP as controls", "3", ModSettings),
+    "holes": Probe("arithmetic beside a square that is never trained on", "120", HolesSettings),
+    "cost": Probe("parameters, FLOPs and memory beside the paper's table, by formula and counted", "1", CostSettings),
+    "inference": Probe("prefill and decoding, a FANformer and its two twins in turns", "2", InferenceSettings),
+    "logic": Probe("ULogic: a rule and its negation judged alike, of --checkpoint", "1", LogicSettings),
+}

@@ -1,0 +1,101 @@
+"""The command `experiment`: what a folder has, what is refused; intervals, and the rule for an effect that shows."""
+
+import json
+import math
+import random
+
+import pytest
+
+from megatron_fanformer import cli
+from megatron_fanformer.experiments.probes import mod
+from megatron_fanformer.experiments.probes.outcome import Measured, above, below, mean_interval, ratio_interval
+from megatron_fanformer.experiments.probes.settings import PROBES
+from megatron_fanformer.experiments.result import Finding
+
+SIMULATIONS = 1500
+COVERAGE_ERROR = 0.02  # three and a half standard errors of 95% in that many
+
+
+@pytest.mark.parametrize("seeds", [3, 8])
+def test_intervals_cover_the_mean_and_a_tie_is_called_a_win_as_often_as_stated(seeds):
+    draw = random.Random(seeds)
+    samples = [[draw.gauss(0.0, 2.0) for _ in range(seeds)] for _ in range(SIMULATIONS)]
+    intervals = [mean_interval(sample) for sample in samples]
+    covered = sum(low <= 0.0 <= high for low, high in intervals) / SIMULATIONS
+    assert abs(covered - 0.95) < COVERAGE_ERROR
+    for rule in (above, below):
+        assert sum(rule(interval, 0.0) for interval in intervals) / SIMULATIONS < 0.025 + COVERAGE_ERROR
+    ratios = ratio_interval([math.exp(value) for value in samples[0]])
+    assert ratios == pytest.approx([math.exp(end) for end in intervals[0]])
+
+
+def test_one_seed_tells_nothing():
+    assert mean_interval([3.0]) is None
+    assert above(None, 0.0) is None and below(None, 0.0) is None
+
+
+# -- the command
+
+
+def measured_by(calls):
+    """In place of a probe: notes what it is asked."""
+
+    def measure(settings, _folder, _tell):
+        calls.append(settings)
+        finding = Finding(name="n", ours=1.0, unit="ratio", shows=None, sentence="It came to 1 | 2.")
+        return Measured(findings=[finding], pictures={"fit.png": b"PNG"})
+
+    return measure
+
+
+def test_a_folder_has_all_of_a_result_and_is_measured_into_once(tmp_path, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(mod, "measure", measured_by(calls))
+    command = ["experiment", "mod", "--output", str(tmp_path / "mod"), "--seeds", "2", "--mod.model_steps", "7"]
+    assert cli.main(command) == 0
+    assert cli.main(command) == 0, "the second time it is shown"
+    assert [(settings.seeds, settings.model_steps) for settings in calls] == [(2, 7)]
+    assert capsys.readouterr().out.count("It came to 1 | 2.") == 2
+    result = json.loads((tmp_path / "mod/result.json").read_text())
+    assert (result["experiment"], result["settings"]["seeds"], result["pictures"]) == ("mod", 2, ["fit.png"])
+    assert "It came to 1 | 2." in (tmp_path / "mod/README.md").read_text()
+
+    assert cli.main([*command, "--mod.model_steps", "8"]) == 2
+    assert "other settings" in capsys.readouterr().err
+    (tmp_path / "mod/result.json").unlink()
+    assert cli.main([*command, "--mod.model_steps", "8"]) == 0
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nod"], "'nod' is no experiment; name one of"),
+        (["mod", "--mod.sedes", "2"], "did you mean mod.seeds?"),
+        (["mod", "--holes.steps", "2"], "write --mod.FIELD VALUE"),
+        (["mod", "--seeds", "0"], "mod.seeds is 0; it must be above 0"),
+        (["mod", "--checkpoint", "x"], "--checkpoint has no effect in mod"),
+        (["mod", "--write-data", "x"], "--write-data has no effect in mod"),
+        (["lipschitz", "--lipschitz.depths", "[2, 1]"], "lipschitz.depths is [2, 1]; name numbers of layers"),
+        (["lipschitz", "--lipschitz.depths", "two"], "it must be a list of numbers"),
+        (["lipschitz", "--lipschitz.text", "x"], "lipschitz.text is given without checkpoints"),
+        (["holes", "--holes.half_side", "57"], "so that the hole lies within"),
+        (["holes", "--holes.weight_decays", "[-1.0]"], "name numbers from 0 on"),
+        (["logic"], "name trained models, as --checkpoint"),
+        (["cost", "--cost.presets", "[fanformer-2b]"], "'fanformer-2b', which is no size"),
+        (["--seeds", "3"], "name one of"),
+    ],
+)
+def test_what_cannot_be_asked_is_told_in_a_line(words, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["experiment", *words]) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1
+    assert not list(tmp_path.rglob("result.json"))
+
+
+def test_the_list_has_every_probe_with_its_minutes(capsys):
+    assert cli.main(["experiment"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(PROBES)
+    assert all(f"{probe.minutes} min" in line for probe, line in zip(PROBES.values(), lines, strict=True))

@@ -1,0 +1,88 @@
+"""Spread of near inputs: the notebook's figures, and Jacobians against those that are written out."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fanformer.experiments.probes import lipschitz
+from megatron_fanformer.experiments.probes.jacobians import jacobian_norms, largest_singular_value, load_model
+from megatron_fanformer.experiments.probes.settings import LipschitzSettings
+from megatron_fanformer.formats.checkpoints import open_checkpoint
+from megatron_fanformer.hf import FANformerForCausalLM
+from tests.generation.making import write_export, write_tokenizer
+
+TINY = LipschitzSettings(depths=(1, 2), hidden_size=16, num_heads=2, samples=2, grid=3)
+CONVERGED = 1e-3  # relative, of the power iteration
+ITERATIONS = 120
+
+
+def test_in_float64_the_constant_is_the_jacobians_in_the_direction_of_the_difference():
+    """With no rounding to speak of, f(x + e) - f(x) is J e: a derivative that shares nothing with the measurement."""
+    found = lipschitz.constants(TINY, 3, lambda _: None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        x, e = torch.randn(2, 16, 3, 3).double(), (1e-7 * torch.randn(2, 16, 3, 3)).double()
+        models = dict(lipschitz._models(TINY, 1))
+    for name, model in models.items():
+        of_tokens = name != "MLP"
+        inputs = [each.flatten(2).transpose(1, 2) if of_tokens else each for each in (x, e)]
+        _, pushed = torch.autograd.functional.jvp(model.double(), inputs[0], inputs[1])
+        expected = (pushed.flatten(1).norm(dim=1) / inputs[1].flatten(1).norm(dim=1)).max().item()
+        assert found[name, "float64"][0] == pytest.approx(expected, rel=1e-6)
+        assert found[name, "float32"][0] > 1.1 * expected, "float32 adds its rounding"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_the_notebooks_printed_figures():
+    """Depths 1 and 2: some 60 s on two cores."""
+    settings = LipschitzSettings(depths=(1, 2))
+    findings = lipschitz.measure(settings, Path(), lambda _: None).findings
+    apart = {finding.name.partition(",")[0]: finding.ours for finding in findings if "notebook" in finding.name}
+    assert apart["MLP"] < 0.1 and apart["Transformer"] < 1 and apart["FANformer"] < 1  # percent
+
+
+def test_power_iteration_finds_the_largest_singular_value_of_the_worst_sequence():
+    weights = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0))
+    at = torch.zeros(2, 2, 3)
+
+    def run(x_bsh):
+        return torch.einsum("bij,bj->bi", weights, x_bsh.flatten(1)).view(2, 2, 3).sin()
+
+    expected = torch.linalg.svdvals(weights).max().item()
+    assert largest_singular_value(run, at, ITERATIONS) == pytest.approx(expected, rel=CONVERGED)
+
+
+def test_jacobians_of_a_checkpoint_are_those_written_out(tmp_path):
+    write_export(tmp_path / "export", "grouped-queries", write_tokenizer(tmp_path))
+    model = load_model(open_checkpoint(tmp_path / "export"))
+    ids = torch.tensor([[5, 17, 199, 3]])
+    norms = jacobian_norms(model, ids, ITERATIONS)
+
+    export = FANformerForCausalLM.from_pretrained(tmp_path / "export")
+    assert torch.allclose(export(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-4)
+    outputs = {}
+    for number, layer in enumerate(export.model.layers):
+        layer.register_forward_hook(lambda _layer, _inputs, output, number=number: outputs.update({number: output}))
+
+    def largest(number, embeddings):
+        def run(x):
+            export(inputs_embeds=x.view(1, 4, -1))
+            return outputs[number].flatten()
+
+        return torch.linalg.svdvals(torch.autograd.functional.jacobian(run, embeddings.flatten()))[0].item()
+
+    embeddings = export.model.embed_tokens(ids).detach()
+    assert norms.from_embeddings == pytest.approx([largest(0, embeddings), largest(1, embeddings)], rel=CONVERGED)
+    assert norms.of_layers[0] == norms.from_embeddings[0]
+    export(inputs_embeds=embeddings)
+    second = torch.autograd.functional.jacobian(
+        lambda x: model.model.layers[1](
+            x.view(1, 4, -1),
+            position_embeddings=model.model.rotary_emb(torch.arange(4)[None]),
+            attention_mask=torch.full((4, 4), float("-inf")).triu(1),
+        ).flatten(),
+        outputs[0].detach().flatten(),
+    )
+    assert norms.of_layers[1] == pytest.approx(torch.linalg.svdvals(second)[0].item(), rel=CONVERGED)
