@@ -472,7 +472,6 @@ VERBS: dict[str, tuple[_Describe, _Run, str]] = {
     "generate": (add_generate_options, _generate, "Continue prompts."),
     "chat": (add_chat_options, _chat, "Talk to a model that was fine-tuned on chats."),
     "experiment": (add_experiment_options, _experiment, "One of the paper's smaller experiments, on this machine."),
-    "generate": (_generate_options, _generate, "Continue prompts."),
     "inspect": (
         _inspect_options,
         _inspect,

@@ -33,7 +33,7 @@ class Outcome:
     """The median of its steps."""
 
     def __str__(self) -> str:
-        steps = f"step {self.step:,} of {self.cell.config.training.train_iters:,}"
+        steps = f"step {self.step:,} of {self.cell.config.training.steps:,}"
         match self.state:
             case "complete":
                 if self.loss is None:
@@ -49,7 +49,7 @@ class Outcome:
 def is_complete(cell: Cell) -> bool:
     """Whether the checkpoint of a cell's last step is there: its metrics, which come before it, are then whole."""
     saved = store.complete_checkpoints(cell.run)
-    return bool(saved) and (store.step_of(saved[-1]) or 0) >= cell.config.training.train_iters
+    return bool(saved) and (store.step_of(saved[-1]) or 0) >= cell.config.training.steps
 
 
 def outcome(cell: Cell, metric: str, *, average_steps: int = 1) -> Outcome:

@@ -109,7 +109,7 @@ def _seconds(cell: Cell, machine: Machine | None, gpus: int, rate: float | None)
     config = for_machine(cell.config, machine, on_cpu=on_cpu)
     if found := problems(config, gpus):
         raise InputError("\n".join(f"cell {cell.name}: {problem}" for problem in found))
-    return step_time(job_of(config, gpus), machine).seconds * config.training.train_iters
+    return step_time(job_of(config, gpus), machine).seconds * config.training.steps
 
 
 def _duration(seconds: float | None) -> str:

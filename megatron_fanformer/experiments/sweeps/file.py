@@ -188,7 +188,7 @@ class Cell:
     def tokens(self) -> int:
         """That it is trained on."""
         training = self.config.training
-        return training.train_iters * training.global_batch_size * self.config.model.seq_length
+        return training.steps * training.global_batch_size * self.config.model.seq_length
 
     def field(self, name: str) -> Any:
         """The value of a field by its dotted name."""
@@ -279,6 +279,10 @@ def _run_problems(config: RunConfig, *, needs_data: bool) -> list[str]:
     left_out = () if needs_data else ("data",)
     if found := config.section_problems(leaving=left_out):
         return found
+    if config.training.epochs is not None:
+        return [
+            f"training.epochs is {config.training.epochs:g}, but a sweep's cells state their steps; set train_iters"
+        ]
     return config.joint_problems(config.parallel.resolve_data_parallel_size(None))
 
 
