@@ -97,11 +97,11 @@ def test_a_sweep_that_is_killed_and_run_again_has_the_same_report(tmp_path: Path
     changes = {"training.train_iters": 25}
     report = {"compare": "architecture", "baseline": "transformer"}
     reports = []
-    for kills in (0, 2):
+    for kills in (0, 3):
         (tmp_path / str(kills)).mkdir()
         fields = {"axes": axes, "changes": changes, "seeds": 1, "report": report, "folder": str(tmp_path / "same")}
         file = write_sweep(tmp_path / str(kills), tokens, **fields)
-        killed = killed_and_run_again(file, STAND_IN, kills=kills, longest=1.2, seed=kills)
+        killed = killed_and_run_again(file, STAND_IN, kills=kills, longest=1.0, seed=3)
         assert (killed > 0) == (kills > 0)
         reports.append(reported(file))
         os.rename(tmp_path / "same", tmp_path / f"done {kills}")
