@@ -45,6 +45,10 @@ EXAMPLES: dict[str, tuple[str, str]] = {
         'generate runs/demo/run --prompt "def main("',
         "generate exported-folder --prompt Once\n--temperature 0.8 --top-p 0.95 --seed 1",
     ),
+    "chat": (
+        'chat runs/sft --system "Answer briefly."',
+        "chat exported-folder --temperature 0.7 --top-p 0.9",
+    ),
     "evaluate": (
         "evaluate runs/demo/run --perplexity held-out=tokens/web",
         "evaluate --prepare paper.requests --tasks paper\n--tokenizer tokenizer.json",

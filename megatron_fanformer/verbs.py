@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.options import add_options as add_evaluate_options
+from megatron_fanformer.generation.options import add_chat_options, add_generate_options
 from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.sizing.options import add_options
 
@@ -286,28 +287,6 @@ def _evaluate(options: argparse.Namespace, _rest: list[str], arguments: list[str
 # -- generate
 
 
-def _generate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "checkpoint", help="a run's folder, one checkpoint, the URL of one, or an exported Hugging Face folder"
-    )
-    parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be repeated")
-    parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help='texts to continue: a line each, or JSON lines with "prompt"'
-    )
-    parser.add_argument("--num-samples", type=int, default=1, help="continuations of each prompt (1)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="at most this many (64)")
-    parser.add_argument("--stop", action="append", default=[], help="end before this string; may be repeated")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (0)")
-    parser.add_argument("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all (0)")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="sample from the most likely tokens with this total probability (1)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (0)")
-    parser.add_argument("--batch-size", type=int, default=16, help="texts decoded together, which changes none (16)")
-    parser.add_argument("--tokenizer", help="instead of the checkpoint's own")
-    parser.add_argument("--json", action="store_true", help="print a JSON object a line for each text")
-
-
 def _generate(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
     from megatron_fanformer.formats.recognition import RUNNABLE, recognise
     from megatron_fanformer.generation.prompts import read_prompts
@@ -335,6 +314,23 @@ def _generate(options: argparse.Namespace, _rest: list[str], _arguments: list[st
         tokenizer=options.tokenizer,
     )
     print_generations(config, functools.partial(print, end="", flush=sys.stdout.isatty()), as_json=options.json)
+
+
+# -- chat
+
+
+def _chat(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+    from megatron_fanformer.formats.recognition import RUNNABLE, recognise
+
+    options.checkpoint = _on_this_machine(options.checkpoint)
+    recognise(options.checkpoint, RUNNABLE)  # anything else is reported before torch is imported
+    _ready()
+    from megatron_fanformer.generation.chat import ChatConfig
+    from megatron_fanformer.generation.talking import talk
+
+    options.stop = tuple(options.stop)
+    chosen = (field.name for field in fields(ChatConfig) if hasattr(options, field.name))
+    talk(ChatConfig(**{name: getattr(options, name) for name in chosen}))
 
 
 # -- convert
@@ -479,7 +475,8 @@ VERBS: dict[str, tuple[_Describe, _Run, str]] = {
         _evaluate,
         "Measure checkpoints on perplexity sets and tasks; compare two; write a request file.",
     ),
-    "generate": (_generate_options, _generate, "Continue prompts."),
+    "generate": (add_generate_options, _generate, "Continue prompts."),
+    "chat": (add_chat_options, _chat, "Talk to a model that was fine-tuned on chats."),
     "inspect": (
         _inspect_options,
         _inspect,

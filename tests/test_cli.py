@@ -144,7 +144,6 @@ def test_missing_values_are_named(refused: Refused, tmp_path: Path) -> None:
     assert [line.split(" is missing;")[0] for line in refused("train", "--config", str(file))] == [
         "model.vocab_size",
         "training.run_dir",
-        "training.train_iters",
         "training.global_batch_size",
     ]
 

@@ -79,6 +79,7 @@ def test_a_layout_that_the_model_does_not_allow(config: str) -> None:
     "verb",
     [
         ["generate", "none", "--prompt", "y"],
+        ["chat", "none"],
         ["convert", "none", "out", "--to", "hf"],
         ["evaluate", "none", "--perplexity", "own=none", "--layout", "tp=2"],
     ],

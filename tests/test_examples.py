@@ -17,14 +17,20 @@ import pytest
 
 from megatron_fanformer.data.blends import parse_blend
 from megatron_fanformer.data.token_files import read_index
+from megatron_fanformer.demo.demo import MODEL as DEMO_MODEL
 from megatron_fanformer.model.config import PRESETS
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import RunConfig, load_config
 from megatron_fanformer.training.metrics import read_metrics
+from tests.chat_pairs import random_chats, write_chats
 from tests.small_runs import ROOT, start_program, write_tokens
+from tests.training.test_presets import write_saved_model
 
 EXAMPLES = ROOT / "examples"
-CONFIGS = sorted(set(EXAMPLES.glob("*.yaml")) - {EXAMPLES / "kubernetes-jobset.yaml"})
+FINE_TUNING = sorted(EXAMPLES.glob("sft-*.yaml"))
+CONFIGS = sorted(set(EXAMPLES.glob("*.yaml")) - {EXAMPLES / "kubernetes-jobset.yaml", *FINE_TUNING})
+FINE_TUNED = {"sft-tiny-cpu": DEMO_MODEL, "sft-tulu": PRESETS["fanformer-1b"]}
+"""What each fine-tuning example starts from."""
 PAPER_SIZES = [name for name in PRESETS if re.fullmatch(r"fanformer-\d+[mb]", name)]
 TRAIN_SECONDS = 240  # two ranks import for ten seconds on idle cores
 
@@ -53,6 +59,7 @@ def on_data_that_exists(config: RunConfig, tokens: str) -> RunConfig:
 
 def test_there_is_one_for_each_of_the_papers_sizes_and_a_tiny_one() -> None:
     assert sorted(file.stem for file in CONFIGS) == sorted([*PAPER_SIZES, "tiny-cpu"])
+    assert {file.stem for file in FINE_TUNING} == FINE_TUNED.keys()
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
@@ -78,6 +85,17 @@ def test_a_papers_size_is_its_preset_under_the_papers_recipe(name: str) -> None:
     assert (schedule.lr_decay_style, schedule.lr_warmup_iters, schedule.min_lr) == ("cosine", 2000, 4e-5)
     assert (training.train_iters, training.global_batch_size, config.model.seq_length) == (250_000, 2048, 2048)
     assert config.precision.dtype == "bf16"
+
+
+@pytest.mark.parametrize("file", FINE_TUNING, ids=lambda file: file.stem)
+def test_fine_tuning_lacks_only_its_chats_and_what_it_starts_from(file: Path, tmp_path: Path) -> None:
+    base = write_saved_model(tmp_path / "base", FINE_TUNED[file.stem])
+    config = load_config(file, ["--checkpoint.load", str(base), "--training.run_dir", str(tmp_path / "run")])
+    assert config.model == FINE_TUNED[file.stem]
+    assert all("does not exist" in problem for problem in config.problems(stated(file, "Ranks")))
+    chats = write_chats(tmp_path / "chats", random_chats(20, vocab_size=100))
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, train_data=[chats], tokenizer=None))
+    assert config.problems(stated(file, "Ranks")) == []
 
 
 def test_the_tiny_one_reads_what_the_demo_writes() -> None:

@@ -60,11 +60,19 @@ def export_huggingface(
     tokenizer_path: Path | None = None,
     end_of_text_id: int | None = None,
     max_shard_size: str = huggingface.MAX_SHARD_SIZE,
+    chat_template: str | None = None,
 ) -> None:
     with new_folder(destination) as folder:
-        written = convert(tensors, config, "megatron", "hf", dtype=dtype)
-        name = destination.name
-        huggingface.write_huggingface(folder, config, written, name, tokenizer_path, end_of_text_id, max_shard_size)
+        huggingface.write_huggingface(
+            folder,
+            config,
+            convert(tensors, config, "megatron", "hf", dtype=dtype),
+            destination.name,
+            tokenizer_path,
+            end_of_text_id,
+            max_shard_size,
+            chat_template=chat_template,
+        )
 
 
 def write_reference(

@@ -91,7 +91,7 @@ class CheckpointSaver:
             stages: this rank's pipeline stage, as its chunks.
             progress: plain values that the run resumes from.
             config: the run's resolved configuration, written into the checkpoint.
-            attachments: small files (a tokenizer) to copy into the checkpoint.
+            attachments: small files (a tokenizer, a chat template) to copy into the checkpoint.
 
         Raises:
             DivergenceError: a tensor of it is not finite; nothing is written.

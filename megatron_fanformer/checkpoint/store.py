@@ -178,8 +178,8 @@ def _aside(checkpoints: Path, name: str) -> Path:
 
 
 def attachment_name(file: Path) -> str:
-    """What a tokenizer's file is called in a checkpoint: by its kind, which its suffix says."""
-    return f"tokenizer{file.suffix}"
+    """What a file is called there: a tokenizer by its kind, which its suffix says; a chat template as it is."""
+    return file.name if file.suffix == ".jinja" else f"tokenizer{file.suffix}"
 
 
 def attached_tokenizer(checkpoint: Path) -> Path | None:

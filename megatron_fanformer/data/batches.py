@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_fanformer.errors import FanformerError
 
 BATCH_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+DOCUMENT_IDS = "document_ids"
+"""One more, in samples whose attention stays within documents: 0, 1, 2 … by document, never falling."""
 
 
 def micro_batches(
@@ -30,7 +32,8 @@ def micro_batches(
     rank and dp the number of ranks. So a step of m micro batches takes the next m * dp * b samples in order,
     on whatever ranks, and a resumed run skips what it has consumed. Past its end the dataset starts over.
 
-    Yields `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [b, s], on the CPU.
+    Yields `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [b, s], on the CPU; and
+    `document_ids` (int32), [b, s], where the samples have them.
 
     Raises:
         FanformerError: what the dataset raises, as it is, also from a loader process.
@@ -103,4 +106,5 @@ def _stack(samples: list[Any]) -> dict[str, Tensor] | FanformerError:
     """One batch of samples, or the first error among them; what a blend adds about their source is left out."""
     if error := next((sample for sample in samples if isinstance(sample, FanformerError)), None):
         return error
-    return {name: torch.stack([sample[name] for sample in samples]) for name in BATCH_FIELDS}
+    names = [*BATCH_FIELDS, DOCUMENT_IDS] if DOCUMENT_IDS in samples[0] else BATCH_FIELDS
+    return {name: torch.stack([sample[name] for sample in samples]) for name in names}

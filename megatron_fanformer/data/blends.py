@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_fanformer.data.chat_files import MASK_SUFFIX, is_row_folder
 from megatron_fanformer.data.npy_files import SUFFIX, npy_prefix
 from megatron_fanformer.data.token_files import bin_path, idx_path
 from megatron_fanformer.durable_files import regular_file
@@ -83,6 +84,23 @@ def parse_blend(items: Sequence[str]) -> Blend:
     if len(positive) < len(weights):
         raise InputError(f"a weight of {_shown(words)} is not a positive number; leave such a prefix out")
     return Blend([_source(name) for name in names], positive)
+
+
+def parse_chats(items: Sequence[str]) -> Blend:
+    """Read a list of chats' prefixes, one list entry per word; a prefix that is named twice counts twice.
+
+    Raises InputError for an empty list, for weights, or for a blend file that cannot be read.
+    """
+    words = [word for item in items for word in _words(item)]
+    if not words:
+        raise InputError("the list is empty; name at least one prefix that prepare --chat has written")
+    weight = next((word for word in words if _number(word) is not None and not idx_path(word).exists()), None)
+    if weight is not None:
+        raise InputError(
+            f"{weight!r} is a weight, and chats have none: an epoch takes every conversation once; name a prefix twice "
+            "to have its conversations twice"
+        )
+    return Blend([Source((word.rstrip("/"),)) for word in words], None)
 
 
 def _number(item: str) -> float | None:
@@ -156,6 +174,19 @@ def blend_problems(name: str, items: Sequence[str]) -> list[str]:
         for source in blend.sources
         for path in source.files
         if not path.is_file()
+    ]
+
+
+def chat_problems(name: str, items: Sequence[str]) -> list[str]:
+    """What is wrong with a list of chats; `name` is the setting that holds it. None of them is opened."""
+    try:
+        blend = parse_chats(items)
+    except InputError as error:
+        return [f"{name}: {error}"]
+    return [
+        f"{name}: {prefix}{MASK_SUFFIX} does not exist; name what prepare --chat has written"
+        for (prefix,) in (source.paths for source in blend.sources)
+        if not (is_row_folder(prefix) or Path(prefix + MASK_SUFFIX).is_file())
     ]
 
 

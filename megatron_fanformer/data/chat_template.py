@@ -107,6 +107,13 @@ class ChatTemplate:
             return _without_marks(marked)
         return RenderedChat(marked, [self._turn(messages, k, marked) for k in _assistant_turns(messages)])
 
+    def with_variables(self) -> str:
+        """Its source with the special tokens set in it: the same text, whichever tokens another program gives it."""
+        # the line end that follows is no text: blocks are trimmed
+        return (
+            "".join(f"{{% set {name} = {json.dumps(text)} %}}\n" for name, text in self.variables.items()) + self.source
+        )
+
     def _text(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         try:
             return _compiled(self.source).render(
@@ -223,7 +230,7 @@ def find_template(
     folder = path if path.is_dir() else path.parent
     config = _tokenizer_config(folder / TOKENIZER_CONFIG)
     if named is None:
-        source = _own_template(folder, config)
+        source = own_template(folder)
         if source is None:
             raise InputError(
                 f"tokenizer {path} has no chat template ({CHAT_TEMPLATE_JINJA}, or one in {TOKENIZER_CONFIG}); name a"
@@ -239,10 +246,14 @@ def find_template(
     return ChatTemplate(source, variables)
 
 
-def _own_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+def own_template(folder: Path) -> str | None:
+    """The template in a tokenizer's folder, in Jinja, as `find_template` finds it; None where there is none.
+
+    Raises InputError if it cannot be read.
+    """
     if (folder / CHAT_TEMPLATE_JINJA).is_file():
         return _read(folder / CHAT_TEMPLATE_JINJA, "a Jinja file")
-    stated = config.get("chat_template")
+    stated = _tokenizer_config(folder / TOKENIZER_CONFIG).get("chat_template")
     if isinstance(stated, list):  # several by name
         named = {one.get("name"): one.get("template") for one in stated if isinstance(one, dict)}
         stated = named.get("default")

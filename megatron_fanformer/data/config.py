@@ -1,12 +1,22 @@
 """The section `data` of a run's configuration: where the samples come from."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from megatron_fanformer.data.blends import Source, blend_problems, parse_blend, split_problems
+from megatron_fanformer.data.blends import (
+    Blend,
+    Source,
+    blend_problems,
+    chat_problems,
+    parse_blend,
+    parse_chats,
+    split_problems,
+)
 from megatron_fanformer.data.npy_files import NpyType
 
+SPLIT_VALIDATION = "validation"  # the name of the validation set that a split cuts off
 TRAINING, TOKENIZER = "train", "tokenizer"  # in `allow_change`, beside the names of validation sets
 
 
@@ -14,9 +24,13 @@ TRAINING, TOKENIZER = "train", "tokenizer"  # in `allow_change`, beside the name
 class DataConfig:
     """Where the samples come from."""
 
+    format: Literal["pretraining", "sft"] = "pretraining"
+    """`pretraining`: samples are cut out of the running text of all documents; `sft`, fine-tuning: conversations of
+    `prepare --chat` are packed whole, and what they mark as learned has a loss (docs/fine-tuning.md#training)."""
     train_data: list[str] = field(default_factory=list)
     """Prefixes of token files, `.npy` files (also as a glob or a folder), `@FILE` for the words of a file, or
-    Megatron's blend form: weight prefix weight prefix … (docs/data.md); must not be empty."""
+    Megatron's blend form: weight prefix weight prefix … (docs/data.md); must not be empty. For fine-tuning what
+    `prepare --chat` has written, without weights."""
     valid_data: dict[str, list[str]] = field(default_factory=dict)
     """Validation sets by name, each in the form of `train_data`."""
     split: str | None = None
@@ -27,6 +41,14 @@ class DataConfig:
     tokenizer: str | None = None
     """The tokenizer that made the tokens (a `.model`, a `tokenizer.json`, or a folder that holds one); copied into
     every checkpoint."""
+    reset_attention_mask: bool = False
+    """Attention stays within documents: a token sees those of its own document alone, and no work is done for others
+    (docs/fine-tuning.md#attention-within-documents). False, as the paper trains: a sample is read as one text."""
+    reset_position_ids: bool = False
+    """`position_ids` begin at 0 in every document, which needs `reset_attention_mask`. It changes no result: rotary
+    positions count within a document wherever attention stays within it."""
+    eod_mask_loss: bool = False
+    """No loss where an end of text is read: what it would predict is the first token of another document."""
     cache_path: str | None = None
     """Folder for the sample indices, shared by all nodes; null: `.index_cache` beside the first of
     `train_data`."""
@@ -38,9 +60,12 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         """Everything that is wrong with it, one line each; no token file is opened."""
-        problems = blend_problems("data.train_data", self.train_data)
+        of_items = chat_problems if self.is_chats else blend_problems
+        problems = of_items("data.train_data", self.train_data)
         for name, items in self.valid_data.items():
-            problems += blend_problems(f"data.valid_data.{name}", items)
+            problems += of_items(f"data.valid_data.{name}", items)
+        if self.is_chats:
+            problems += self._chat_problems()
         if self.split is not None:
             if self.valid_data:
                 problems.append("data.split: cannot be combined with data.valid_data; remove one of the two")
@@ -52,6 +77,11 @@ class DataConfig:
             problems += split_problems(self.split)
         if self.tokenizer is not None and not Path(self.tokenizer).exists():
             problems.append(f"data.tokenizer: {self.tokenizer} does not exist; name a .model or tokenizer.json")
+        if self.reset_position_ids and not self.reset_attention_mask:
+            problems.append(
+                "data.reset_position_ids: true without data.reset_attention_mask, where one text's positions run on; "
+                "set data.reset_attention_mask, too"
+            )
         if self.num_workers < 0:
             problems.append(f"data.num_workers: {self.num_workers} is negative; 0 loads in the rank's own process")
         names = (TRAINING, TOKENIZER, *self.valid_data)
@@ -62,15 +92,39 @@ class DataConfig:
         ]
         return problems
 
+    def _chat_problems(self) -> list[str]:
+        problems = [
+            f"data.{name}: false, but conversations that are packed must not see one another; leave it out"
+            for name in ("reset_attention_mask", "reset_position_ids")
+            if not getattr(self, name)
+        ]
+        if self.eod_mask_loss:
+            problems.append("data.eod_mask_loss: chats state themselves which ends of text are learned; leave it out")
+        return problems
+
+    @property
+    def is_chats(self) -> bool:
+        """Whether samples are packed conversations."""
+        return self.format == "sft"
+
     @property
     def applied_split(self) -> str | None:
         """`split`, where it applies: validation sets of their own take precedence."""
         return None if self.valid_data else self.split
 
+    @property
+    def marks_documents(self) -> bool:
+        """Whether anything is asked for that needs the ends of documents to be found. Of chats they are known."""
+        return not self.is_chats and (self.reset_attention_mask or self.eod_mask_loss)
+
     def sources(self) -> Iterator[Source]:
         """Every source named, training first. Raises InputError for a blend that cannot be read."""
         for items in (self.train_data, *self.valid_data.values()):
-            yield from parse_blend(items).sources
+            yield from self.blend(items).sources
+
+    def blend(self, items: Sequence[str]) -> Blend:
+        """A list of sources, as the format reads it. Raises InputError if it cannot be read."""
+        return parse_chats(items) if self.is_chats else parse_blend(items)
 
     def prefixes(self) -> list[str]:
         """The prefix of every pair and .npy file named. Raises InputError as `sources`."""

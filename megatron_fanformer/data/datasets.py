@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 
 from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
-from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.chat_dataset import ChatDataset
+from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
+from megatron_fanformer.data.conversations import training_conversations, validation_conversations
+from megatron_fanformer.data.document_masks import DocumentSamples
 from megatron_fanformer.data.index_cache import indices_in
 from megatron_fanformer.data.npy_dataset import NpyDataset
 from megatron_fanformer.data.pair_reader import PairReader
 from megatron_fanformer.data.sample_counts import TRAIN, VALIDATION, SampleCounts, Sizes, refuse_npy
 from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.runtime.agreement import on_main
-
-SPLIT_VALIDATION = "validation"  # the name of the validation set that a split cuts off
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ def build_datasets(
             leaves a part without documents, an index cache that cannot be written or is not shared by all nodes.
         CorruptError: token files that disagree with their index or their manifest.
     """
+    if config.is_chats:
+        return _of_chats(config, seq_length, train_samples, valid_samples, seed)
     if survey is None:
         survey = on_main(functools.partial(survey_data, config))
     sets = _DatasetBuilder(
@@ -70,9 +73,39 @@ def build_datasets(
     if config.applied_split is not None:
         refuse_npy(survey.train)
         parts = sets.of_split(survey.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.applied_split)
-        return Datasets(parts[TRAIN], {SPLIT_VALIDATION: parts[VALIDATION]})
+        return _marked(Datasets(parts[TRAIN], {SPLIT_VALIDATION: parts[VALIDATION]}), config, survey)
     valid = {name: sets.of_blend(blend, VALIDATION, valid_samples) for name, blend in survey.valid.items()}
-    return Datasets(sets.of_blend(survey.train, TRAIN, train_samples), valid)
+    return _marked(Datasets(sets.of_blend(survey.train, TRAIN, train_samples), valid), config, survey)
+
+
+def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datasets:
+    """The datasets with the documents in their samples marked, where that is asked for."""
+    if not config.marks_documents:
+        return datasets
+    assert survey.eod_id is not None, "a survey of this configuration has found it"
+    mark = functools.partial(
+        DocumentSamples,
+        eod_id=survey.eod_id,
+        reset_attention_mask=config.reset_attention_mask,
+        reset_position_ids=config.reset_position_ids,
+        eod_mask_loss=config.eod_mask_loss,
+    )
+    return Datasets(
+        mark(samples=datasets.train), {name: mark(samples=dataset) for name, dataset in datasets.valid.items()}
+    )
+
+
+def _of_chats(
+    config: DataConfig, seq_length: int, train_samples: int, valid_samples: int | None, seed: int
+) -> Datasets:
+    train, valid = training_conversations(config), validation_conversations(config)
+    return Datasets(
+        ChatDataset(train, seq_length=seq_length, seed=seed, samples=train_samples),
+        {
+            name: ChatDataset(conversations, seq_length=seq_length, seed=seed, samples=valid_samples)
+            for name, conversations in valid.items()
+        },
+    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ changed in between show only in the manifest's SHA-256, which is compared where 
 """
 
 import hashlib
+import itertools
 import os
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -128,9 +129,9 @@ def identify_data(config: DataConfig, survey: DataSurvey, *, samples: int | None
     blends = [survey.train, *survey.valid.values()]
     sources = list(dict.fromkeys(source for blend in blends for source in blend.sources))
     with ThreadPoolExecutor(THREADS) as threads:
-        surveyed = (file for source in sources for file in _surveyed(source, survey))
-        identified = threads.map(lambda file: _identify(*file), surveyed)
-        files = {source: [next(identified) for _ in source.paths] for source in sources}
+        surveyed = {source: list(_surveyed(source, survey)) for source in sources}
+        identified = threads.map(lambda file: _identify(*file), itertools.chain(*surveyed.values()))
+        files = {source: [next(identified) for _ in own] for source, own in surveyed.items()}
     return DataIdentity(
         train=SetIdentity(sources=_sources(survey.train, files), split=config.applied_split, samples=samples),
         valid={name: SetIdentity(sources=_sources(blend, files)) for name, blend in survey.valid.items()},
@@ -149,6 +150,11 @@ def _sources(blend: Blend, files: dict[Source, list[FileIdentity]]) -> list[Sour
 
 def _surveyed(source: Source, survey: DataSurvey) -> Iterator[tuple[str, str, str, int, str]]:
     """Path, prefix, suffix of the tokens, their number and the form of each file of a source."""
+    if chats := survey.chats.get(source.paths[0]):
+        (prefix,) = source.paths
+        for path, form in zip(chats.paths, (chats.identity, "mask"), strict=True):
+            yield path, prefix, path.removeprefix(prefix), chats.tokens, form
+        return
     if not source.is_npy:
         facts = survey.pair(source)
         yield source.paths[0], source.paths[0], BIN_SUFFIX, facts.tokens, facts.identity

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.npy_dataset import NpyDataset
 from megatron_fanformer.data.npy_files import npy_prefix
 
@@ -21,9 +22,18 @@ class Span:
 def sample_spans(dataset: Any, index: int) -> list[Span]:
     """The runs that sample `index` of a training or validation set is made from, in order.
 
-    Together they are seq_length tokens for a .npy source; for .bin and .idx pairs one more, the last label.
+    Together they are seq_length tokens for a .npy source; for .bin and .idx pairs one more, the last label; for chats
+    a run for each conversation, and less than seq_length where there is padding.
     """
-    # A blend keeps what it draws from in `datasets`, a source of a mixed one in `samples`.
+    if isinstance(dataset, ChatDataset):
+        return list(_conversations(dataset, index))
+    return list(_merged(sequence_spans(dataset, index)))
+
+
+def sequence_spans(dataset: Any, index: int) -> list[Span]:
+    """`sample_spans` with the sequences of a pair one by one: where two meet, they need not be of one document."""
+    # A blend keeps what it draws from in `datasets`, a source of a mixed one and marked documents in `samples`.
+    dataset = getattr(dataset, "samples", dataset)
     while hasattr(dataset, "datasets"):
         number, index = int(dataset.dataset_index[index]), int(dataset.dataset_sample_index[index])
         dataset = dataset.datasets[number]
@@ -31,7 +41,13 @@ def sample_spans(dataset: Any, index: int) -> list[Span]:
     if isinstance(dataset, NpyDataset):
         file, first = dataset.place(index)
         return [Span(npy_prefix(file.path), first, dataset.seq_length)]
-    return list(_merged(_runs(dataset, index)))
+    return [span for span in _runs(dataset, index) if span.length]
+
+
+def _conversations(dataset: ChatDataset, index: int) -> Iterator[Span]:
+    for number in dataset.members(index):
+        chats, own = dataset.conversations.place(number)
+        yield Span(chats.prefix, chats.first_token(own), min(int(chats.lengths[own]), dataset.seq_length))
 
 
 def _runs(dataset: Any, index: int) -> Iterator[Span]:
@@ -47,11 +63,9 @@ def _runs(dataset: Any, index: int) -> Iterator[Span]:
 
 
 def _merged(spans: Iterable[Span]) -> Iterator[Span]:
-    """The same tokens, with adjacent runs of a file merged and empty ones left out."""
+    """The same tokens, with adjacent runs of a file merged."""
     last: Span | None = None
     for span in spans:
-        if not span.length:
-            continue
         if last is not None and (last.prefix, last.first_token + last.length) == (span.prefix, span.first_token):
             last = Span(last.prefix, last.first_token, last.length + span.length)
             continue

@@ -6,13 +6,19 @@ found here is small, and is sent to all of them; beyond it they only map the fil
 
 import logging
 import time
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_fanformer.data.blends import Blend, Source, parse_blend, split_bounds
+from megatron_fanformer.data.blends import Blend, Source, split_bounds
+from megatron_fanformer.data.chat_files import open_chats
+from megatron_fanformer.data.chat_template import ChatTemplate
 from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.manifest import manifest_path, read_any_manifest
 from megatron_fanformer.data.npy_files import NpyFile, check_npy_ids, open_npy_files
 from megatron_fanformer.data.token_files import check_index_ids, read_index
+from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.errors import InputError
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +36,17 @@ class PairFacts:
 
 
 @dataclass(frozen=True)
+class ChatFacts:
+    """What the files of chats hold."""
+
+    tokens: int
+    identity: str
+    """Changes when the length of a conversation does."""
+    paths: tuple[str, str]
+    """Of the ids, and of the mask."""
+
+
+@dataclass(frozen=True)
 class DataSurvey:
     """The token files of a run, as they were when they were read."""
 
@@ -41,6 +58,12 @@ class DataSurvey:
     """By prefix."""
     npy_files: dict[str, NpyFile]
     """By path."""
+    chats: dict[str, ChatFacts] = field(default_factory=dict)
+    """By prefix, for fine-tuning, which reads no other files."""
+    chat_template: str | None = None
+    """What rendered the conversations, in Jinja, with its special tokens, where their manifests say it."""
+    eod_id: int | None = None
+    """The id that ends a document, where the run looks for it."""
 
     def pair(self, source: Source) -> PairFacts:
         """The facts about a source that is a pair."""
@@ -59,17 +82,22 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
 
     Raises:
         InputError: a blend that cannot be read, missing files, a .npy file with NumPy's own header, or an id outside
-            [0, vocab_size).
+            [0, vocab_size); an id that ends documents is needed and not known.
         CorruptError: token files that disagree with their index or their manifest.
     """
     started = time.monotonic()
-    train = parse_blend(config.train_data)
-    valid = {name: parse_blend(items) for name, items in config.valid_data.items()}
+    train = config.blend(config.train_data)
+    valid = {name: config.blend(items) for name, items in config.valid_data.items()}
     cache = config.index_cache()
-    survey = DataSurvey(cache, train, valid, {}, {})
+    eod_id = _end_of_text_id(config) if config.marks_documents else None
+    chat_template = _chat_template(train) if config.is_chats else None
+    survey = DataSurvey(cache, train, valid, {}, {}, eod_id=eod_id, chat_template=chat_template)
     parts = [] if config.applied_split is None else split_bounds(config.applied_split)
     bounds = {number: part for number, part in enumerate(parts) if part is not None}
     for source in dict.fromkeys(source for blend in (train, *valid.values()) for source in blend.sources):
+        if config.is_chats:
+            survey.chats[source.paths[0]] = _chat_facts(source.paths[0], vocab_size, cache)
+            continue
         if source.is_npy:
             files = open_npy_files(source.paths, config.npy_dtype)
             survey.npy_files.update({file.path: file for file in files})
@@ -86,12 +114,57 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
     return survey
 
 
+def _end_of_text_id(config: DataConfig) -> int:
+    """The id that ends the documents of all token files of a run: by their manifests, else by the tokenizer."""
+    told: dict[int, str] = {}
+    for prefix in config.prefixes():
+        if manifest := read_any_manifest(prefix):
+            told.setdefault(manifest.tokenizer.eod_id, str(manifest_path(prefix)))
+        elif config.tokenizer:
+            told.setdefault(load_tokenizer(config.tokenizer).eod_id, config.tokenizer)
+        else:
+            raise InputError(
+                f"{prefix} has no manifest that says which id ends a document, as data.reset_attention_mask and "
+                "data.eod_mask_loss need; set data.tokenizer to the one that made it"
+            )
+        if len(told) > 1:
+            ends = " and ".join(f"{eod_id} ({source})" for eod_id, source in told.items())
+            raise InputError(f"documents end with ids {ends}, which must be one; prepare them with one tokenizer")
+    (eod_id,) = told
+    return eod_id
+
+
+def _chat_template(train: Blend) -> str | None:
+    """The one template of all chats to train on that have a manifest."""
+    found: dict[str, str] = {}
+    for (prefix,) in (source.paths for source in train.sources):
+        manifest = read_any_manifest(prefix)
+        if manifest is not None and (settings := manifest.settings.chat) is not None:
+            template = ChatTemplate(settings.template, settings.template_variables)
+            found.setdefault(template.with_variables(), prefix)
+    if len(found) > 1:
+        first, second, *_ = found.values()
+        raise InputError(f"{first} and {second} were prepared with different chat templates; prepare both with one")
+    return next(iter(found), None)
+
+
+def _chat_facts(prefix: str, vocab_size: int | None, cache: Path) -> ChatFacts:
+    chats = open_chats(prefix)
+    if vocab_size is not None:
+        chats.check_ids(vocab_size, cache=cache)
+    tokens = int(chats.lengths.sum())
+    identity = f"{chats.dtype} {len(chats)} {tokens} {zlib.crc32(chats.lengths.tobytes()):08x}"
+    return ChatFacts(tokens, identity, (str(chats.ids_path), str(chats.mask_path)))
+
+
 def _tell(survey: DataSurvey, seconds: float) -> None:
     tokens = sum(pair.tokens for pair in survey.pairs.values()) + sum(file.tokens for file in survey.npy_files.values())
+    tokens += sum(chats.tokens for chats in survey.chats.values())
     logger.debug(
-        "checked %d pairs and %d .npy files of %s tokens in %.1f s",
+        "checked %d pairs, %d .npy files and %d files of chats of %s tokens in %.1f s",
         len(survey.pairs),
         len(survey.npy_files),
+        len(survey.chats),
         f"{tokens:,}",
         seconds,
     )

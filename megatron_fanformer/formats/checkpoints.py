@@ -8,6 +8,7 @@ import torch
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of, open_full_tensors, write_full_tensors
+from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, own_template
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.formats.huggingface import (
     MAX_SHARD_SIZE,
@@ -40,6 +41,11 @@ class Checkpoint(NamedTuple):
     not_converted: tuple[str, ...] = ()
     """Files of an optimizer's state next to the weights."""
 
+    @property
+    def chat_template(self) -> str | None:
+        """The template next to the weights, in Jinja, if there is one."""
+        return own_template(self.path)
+
     def weight_files(self) -> list[Path]:
         """The files that hold the tensors."""
         return sorted(self.path.glob("*.distcp")) if self.format == "megatron" else weight_files(self.path)
@@ -56,6 +62,8 @@ class Extras(NamedTuple):
     max_shard_size: str = MAX_SHARD_SIZE
     training: str = ""
     """What a model card says about how the model was trained."""
+    chat_template: str | None = None
+    """In Jinja; left out where there is no tokenizer."""
 
     @property
     def end_of_text_id(self) -> int | None:
@@ -94,12 +102,21 @@ def write_checkpoint(
     if format == "megatron":
         dtype = next(iter(meta_of(tensors).values())).dtype
         saved = {"model": dataclasses.asdict(config), **_precision(dtype)}
-        write_full_tensors(folder, tensors, saved, [extras.tokenizer] if extras.tokenizer else [])
+        write_full_tensors(folder, tensors, saved, _attachments(folder, extras))
     elif format == "hf":
-        end_of_text_id, rest = extras.end_of_text_id, (extras.max_shard_size, extras.training)
+        end_of_text_id, rest = extras.end_of_text_id, (extras.max_shard_size, extras.training, extras.chat_template)
         write_huggingface(folder, config, tensors, extras.name, extras.tokenizer, end_of_text_id, *rest)
     else:
         write_reference(folder, config, tensors, extras.end_of_text_id)
+
+
+def _attachments(run: Path, extras: Extras) -> list[Path]:
+    """What goes into the checkpoint besides the weights; the chat template is written into the run's folder for it."""
+    if extras.tokenizer is None or extras.chat_template is None:
+        return [extras.tokenizer] if extras.tokenizer else []
+    template = run / CHAT_TEMPLATE_JINJA
+    template.write_text(extras.chat_template, encoding="utf-8")
+    return [extras.tokenizer, template]
 
 
 def _precision(dtype: torch.dtype) -> dict[str, dict[str, str]]:

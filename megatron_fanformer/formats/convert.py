@@ -11,6 +11,7 @@ import torch
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.checkpoint.store import CHECKPOINTS
+from megatron_fanformer.data.chat_template import own_template
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.durable_files import new_folder, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
@@ -52,7 +53,8 @@ def convert_checkpoint(
     """Convert `source`, whose kind is recognised, into a new folder `destination`, which appears once it is verified.
 
     Args:
-        tokenizer: a file to put next to the weights; None: the source's own, if it has one.
+        tokenizer: a file to put next to the weights, with the chat template beside it; None: the source's own, if it
+            has one. The source's own template stays where there is no other.
         eod_id: the id that ends a document; None: the tokenizer's own.
         dtype: `fp32` or `bf16`; None: the source's own.
         padded_vocab_size: rows of the embedding and the head at the destination; None: the source's own, or
@@ -70,9 +72,11 @@ def convert_checkpoint(
         raise InputError(f"{destination} already exists; name a folder that does not, or remove it")
     shard_bytes(max_shard_size)  # refused before anything is read
     opened = open_checkpoint(source)
+    own = tokenizer_file(tokenizer) if tokenizer else None
     extras = Extras(
         name=destination.name,
-        tokenizer=tokenizer_file(tokenizer) if tokenizer else opened.tokenizer,
+        tokenizer=own or opened.tokenizer,
+        chat_template=(own_template(own.parent) if own else None) or opened.chat_template,
         eod_id=eod_id,
         max_shard_size=max_shard_size,
         training=training_record(opened.format, opened.path) if to == "hf" else "",

@@ -45,25 +45,33 @@ def write_huggingface(
     end_of_text_id: int | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
     training: str = "Not known.",
+    chat_template: str | None = None,
 ) -> None:
     """Fill an empty folder; `tensors` are transformers', and are requested one at a time.
 
     Args:
         name: what the model card calls it.
         training: what the card says about how it was trained, in Markdown.
+        chat_template: in Jinja, for the tokenizer.
 
     Raises:
         InputError: the tokenizer cannot be written or does not fit the model, or the shard size is invalid.
     """
     if tokenizer_path is not None:
-        _write_tokenizer(folder, tokenizer_path, config, end_of_text_id)
+        _write_tokenizer(folder, tokenizer_path, config, end_of_text_id, chat_template)
     dtype = next(iter(meta_of(tensors).values())).dtype
     _write_configuration(folder, config, dtype, end_of_text_id)
     for module in (configuration_fanformer, modeling_fanformer):
         shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)
     write_shards(folder, tensors, max_shard_size=max_shard_size)
     has_tokenizer = tokenizer_path is not None
-    card = Card(name, training, has_tokenizer, has_padding=has_tokenizer and end_of_text_id is not None)
+    card = Card(
+        name,
+        training,
+        has_tokenizer,
+        has_padding=has_tokenizer and end_of_text_id is not None,
+        has_chat_template=has_tokenizer and chat_template is not None,
+    )
     (folder / MODEL_CARD).write_text(model_card(config, card), encoding="utf-8")
 
 
@@ -190,10 +198,18 @@ def _v_p_ratio(stated: HuggingFaceConfig) -> float:
     return stated.p_ratio if own is None else own
 
 
-def _write_tokenizer(folder: Path, source: Path, config: FANformerConfig, end_of_text_id: int | None) -> None:
+def _write_tokenizer(
+    folder: Path, source: Path, config: FANformerConfig, end_of_text_id: int | None, chat_template: str | None
+) -> None:
     if not source.is_file():
         raise InputError(f"tokenizer {source} does not exist; name a .model file or a tokenizer.json")
-    size = write_tokenizer(folder, source, end_of_text_id=end_of_text_id, model_max_length=config.seq_length)
+    size = write_tokenizer(
+        folder,
+        source,
+        end_of_text_id=end_of_text_id,
+        model_max_length=config.seq_length,
+        chat_template=chat_template,
+    )
     if size > config.vocab_size:
         raise InputError(
             f"tokenizer {source} has {size} ids, the model's vocabulary {config.vocab_size}; name the "

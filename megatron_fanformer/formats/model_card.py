@@ -21,6 +21,7 @@ class Card(NamedTuple):
     has_tokenizer: bool = False
     has_padding: bool = False
     """Whether the tokenizer has a piece to pad with."""
+    has_chat_template: bool = False
 
 
 def model_card(config: FANformerConfig, card: Card) -> str:
@@ -64,6 +65,7 @@ print(model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=50))
 
 There is no tokenizer in this folder: pass the ids of the one that the model was trained with.
 """
+    chat = "" if not card.has_chat_template else _CHAT
     pad = "" if card.has_padding else " The tokenizer has no padding token: set `tokenizer.pad_token` first."
     return f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -76,11 +78,23 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 
 In batches, prompts are padded on the left, and the attention mask is passed on: \
 `inputs = tokenizer(prompts, padding=True, return_tensors="pt")` gives both, and `**inputs` passes them.{pad}
-
+{chat}
 [lm-eval](https://pypi.org/project/lm-eval/) scores it:
 
 ```bash
 lm_eval --model hf --model_args pretrained={card.name},trust_remote_code=True --tasks lambada_openai
+```
+"""
+
+
+_CHAT = """
+It was fine-tuned on chats, whose form is in `chat_template.jinja`:
+
+```python
+messages = [{"role": "user", "content": "Hello"}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+answer = model.generate(**inputs, max_new_tokens=200)[0, inputs.input_ids.shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))
 ```
 """
 

@@ -1,7 +1,7 @@
 """What a path holds: the one answer for every command, decided from names and small files alone.
 
     convert       a run, a checkpoint, a Hugging Face folder, a checkpoint of the authors
-    generate      the first three of these
+    generate      the first three of these; chat, too
     train         a run or a checkpoint, to start from or to resume
     inspect       all of these, and token files
 

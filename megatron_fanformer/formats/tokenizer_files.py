@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, TOKENIZER_CONFIG
 from megatron_fanformer.data.tokenizer import (
     SPACE_MARK,
     TOKENIZER_JSON,
@@ -25,8 +26,6 @@ from megatron_fanformer.data.tokenizer import (
     SentencePieceTokenizer,
 )
 from megatron_fanformer.errors import InputError
-
-TOKENIZER_CONFIG = "tokenizer_config.json"
 
 # Spaces in every place, line ends, code, several scripts, combining marks, rare characters, look-alikes.
 SAMPLE_TEXTS = (
@@ -44,8 +43,17 @@ SAMPLE_TEXTS = (
 )
 
 
-def write_tokenizer(folder: Path, source: Path, *, end_of_text_id: int | None, model_max_length: int) -> int:
+def write_tokenizer(
+    folder: Path,
+    source: Path,
+    *,
+    end_of_text_id: int | None,
+    model_max_length: int,
+    chat_template: str | None = None,
+) -> int:
     """Write the files of the tokenizer `source` (a `tokenizer.json` or sentencepiece `.model`) into `folder`.
+
+    With a chat template (Jinja), special pieces that stand in a text are recognised, as `apply_chat_template` needs.
 
     Returns one more than its largest id.
 
@@ -66,12 +74,14 @@ def write_tokenizer(folder: Path, source: Path, *, end_of_text_id: int | None, m
         "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
-        "split_special_tokens": not special_in_text,
+        "split_special_tokens": not special_in_text and chat_template is None,
     }
     if end_of_text_id is not None:
         config["eos_token"] = config["pad_token"] = _piece_of(end_of_text_id, vocabulary, source)
     (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    _verify(folder, source, original)
+    if chat_template is not None:
+        (folder / CHAT_TEMPLATE_JINJA).write_text(chat_template, encoding="utf-8")
+    _verify(folder, source, original, special_in_text)
     return max(vocabulary.values()) + 1
 
 
@@ -173,11 +183,11 @@ def _merges(scores: Mapping[str, float]) -> Iterator[tuple[str, str]]:
                 yield piece[:cut], piece[cut:]
 
 
-def _verify(folder: Path, source: Path, original: Callable[[str], list[int]]) -> None:
-    """Read the files back as transformers does, and compare the ids with the original's."""
+def _verify(folder: Path, source: Path, original: Callable[[str], list[int]], special_in_text: bool) -> None:
+    """Read the files back as transformers does, and compare the ids of plain texts with the original's."""
     from transformers import PreTrainedTokenizerFast
 
-    written = PreTrainedTokenizerFast.from_pretrained(folder)
+    written = PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=not special_in_text)
     for text in SAMPLE_TEXTS:
         wanted = original(text)  # first: it takes a bounded time
         ids = written.encode(text, add_special_tokens=False, verbose=False)

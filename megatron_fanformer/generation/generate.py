@@ -3,13 +3,12 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_fanformer.errors import InputError, noting
+from megatron_fanformer.data.tokenizer import Tokenizer
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.generation.continuation import Continuation, EndedBy, new_continuation
 from megatron_fanformer.generation.decoding import continue_together
-from megatron_fanformer.generation.models import ModelSource, find_model, load_model
+from megatron_fanformer.generation.models import ModelSource, find_model_and_tokenizer, load_model
 from megatron_fanformer.generation.sampling import SamplingConfig
 
 
@@ -115,23 +114,10 @@ def generate(
 def _find(config: GenerateConfig) -> tuple[ModelSource, Tokenizer]:
     """The model and its tokenizer; all problems of the settings and of both are reported together."""
     problems = config.problems()
-    source = noting(problems, lambda: find_model(Path(config.checkpoint)))
-    tokenizer = None
-    if source is not None or config.tokenizer is not None:
-        tokenizer = noting(problems, lambda: _read_tokenizer(source, config.tokenizer))
-    if source is not None and tokenizer is not None:
-        problems += source.tokenizer_problems(tokenizer)
+    source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, problems)
     if problems or source is None or tokenizer is None:
         raise InputError("\n".join(problems))
     return source, tokenizer
-
-
-def _read_tokenizer(source: ModelSource | None, stated: str | None) -> Tokenizer:
-    path = stated or (source and source.tokenizer)
-    if not path:
-        assert source is not None
-        raise InputError(f"{source.path} holds no tokenizer; name one with --tokenizer")
-    return load_tokenizer(path, eod_id=source.end_of_text_id if source else None)
 
 
 def _check_lengths(prompts: Sequence[Sequence[int]], new_tokens: int, seq_length: int) -> None:

@@ -19,12 +19,14 @@ from torch import Tensor
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.training_state import load_weights
-from megatron_fanformer.data.tokenizer import Tokenizer
+from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_fanformer.errors import noting
 from megatron_fanformer.formats.huggingface import open_huggingface, stated_model
 from megatron_fanformer.formats.name_table import convert
 from megatron_fanformer.formats.recognition import RUNNABLE, checkpoint_of, recognise
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.local_layers import TorchCoreAttention
 from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, distributed
 from megatron_fanformer.runtime.seeding import seed_everything
@@ -79,6 +81,28 @@ def find_model(checkpoint: Path) -> ModelSource:
     )
 
 
+def find_model_and_tokenizer(
+    checkpoint: str, stated_tokenizer: str | None, problems: list[str]
+) -> tuple[ModelSource | None, Tokenizer | None]:
+    """Find a model as `find_model`, and the tokenizer that is stated, or else lies next to it.
+
+    What is wrong with either is noted as problems, one a line; then it may be None.
+
+    Raises:
+        CorruptError: as `find_model`.
+    """
+    source = noting(problems, lambda: find_model(Path(checkpoint)))
+    path = stated_tokenizer or (source.tokenizer if source else None)
+    if path is None:
+        if source is not None:
+            problems.append(f"{source.path} holds no tokenizer; name one with --tokenizer")
+        return source, None
+    tokenizer = noting(problems, lambda: load_tokenizer(path, eod_id=source.end_of_text_id if source else None))
+    if source is not None and tokenizer is not None:
+        problems += source.tokenizer_problems(tokenizer)
+    return source, tokenizer
+
+
 def _huggingface_source(folder: Path) -> ModelSource:
     stated = stated_model(folder)
     return ModelSource(
@@ -104,6 +128,8 @@ class TrainedModel:
 
     def __init__(self, stage: torch.nn.Module, config: FANformerConfig, device: torch.device) -> None:
         self.config = config
+        self.reads_on = any(isinstance(module, TorchCoreAttention) for module in stage.modules())
+        """Whether its attention masks several tokens behind a filled cache."""
         self._stage = stage.eval()
         self._device = device
 
@@ -136,14 +162,22 @@ class Decoder:
         self._model, self._cache = model, cache
 
     def next_logits(self, ids_bs: Tensor) -> Tensor:
-        """Logits [b, v] of the token after `ids_bs`: the prompts [b, s] at first, then one token [b, 1] per call."""
-        length = self._cache.sequence_len_offset
-        # A filled cache turns megatron-core's causal mask off: several queries would see each other's future.
-        assert length == 0 or ids_bs.shape[1] == 1, "after the prompt, one token per call"
-        logits = self._model._forward(ids_bs, first_position=length, cache=self._cache)
-        self._cache.increment_sequence_len_offset(ids_bs.shape[1])
-        self._cache.enable_decode_mode()
+        """Logits [b, v] of the token after `ids_bs` [b, s], which follow what was given so far."""
+        # A filled cache turns megatron-core's causal mask off. Where the attention does not put it back, several
+        # queries would see each other's future.
+        one_by_one = self._cache.sequence_len_offset > 0 and not self._model.reads_on
+        for part_bs in ids_bs.split(1 if one_by_one else ids_bs.shape[1], dim=1):
+            length = self._cache.sequence_len_offset
+            logits = self._model._forward(part_bs, first_position=length, cache=self._cache)
+            self._cache.increment_sequence_len_offset(part_bs.shape[1])
+            self._cache.enable_decode_mode()
         return logits[:, -1]
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first `length` tokens of each row."""
+        if length == 0:
+            self._cache.reset()
+        self._cache.sequence_len_offset = length
 
     def keep(self, rows: list[int]) -> None:
         """Go on with these rows of the batch alone, in this order."""

@@ -40,20 +40,22 @@ class FANformerRMSNorm(nn.Module):
         return self.weight * normed.to(x.dtype)
 
 
-class FANProjection(nn.Module):
-    """x -> [cos p, sin p, g] with [p | g] = W x + b; `width` wide, of which p is the share `p_ratio`."""
+class FANActivation(nn.Module):
+    """[p | g] -> [cos p, sin p, g]; `width` wide, of which p is the share `p_ratio`.
+
+    The map that makes p | g is an `nn.Linear` of the attention's own, as quantisers and adapters (peft) look for: what
+    they put in its place gives p | g, too.
+    """
 
     def __init__(self, config: FANformerConfig, width: int, p_ratio: float) -> None:
         super().__init__()
         periodic_size = int(p_ratio * width)
         self.sizes = [periodic_size, width - 2 * periodic_size]
         self.gelu = config.fan_activation == "gelu"
-        self.weight = nn.Parameter(torch.empty(sum(self.sizes), config.hidden_size))
-        self.bias = nn.Parameter(torch.empty(sum(self.sizes))) if config.fan_bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, width]; cos and sin are taken in float32, whatever the dtype of `x`."""
-        p, g = F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+    def forward(self, pre_activation: Tensor) -> Tensor:
+        """[b, s, P + G] -> [b, s, width]; cos and sin are taken in float32, whatever the dtype."""
+        p, g = pre_activation.split(self.sizes, dim=-1)
         phase = p.float()
         activated = F.gelu(g) if self.gelu else g
         return torch.cat([phase.cos().to(g.dtype), phase.sin().to(g.dtype), activated], dim=-1)
@@ -107,9 +109,9 @@ def eager_attention_forward(
 
 
 class FANformerAttention(nn.Module):
-    """Self-attention whose queries, keys and values are projected from the FAN projection's output.
+    """Self-attention whose queries, keys and values are projected from FAN's output.
 
-    At placement `qk_and_v` the values are the output of a FAN projection of their own instead.
+    At placement `qk_and_v` the values are the output of a FAN of their own instead.
     """
 
     def __init__(self, config: FANformerConfig, layer_idx: int) -> None:
@@ -123,11 +125,13 @@ class FANformerAttention(nn.Module):
         self.is_causal = True
         value_size = groups * self.head_dim
         if config.fan_placement != "none":
-            self.fan = FANProjection(config, config.hidden_size, config.p_ratio)
+            self.fan_activation = FANActivation(config, config.hidden_size, config.p_ratio)
+            self.fan = nn.Linear(config.hidden_size, sum(self.fan_activation.sizes), bias=config.fan_bias)
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, value_size, bias=False)
         if config.fan_placement == "qk_and_v":
-            self.v_fan = FANProjection(config, value_size, config.value_p_ratio)
+            self.v_fan_activation = FANActivation(config, value_size, config.value_p_ratio)
+            self.v_fan = nn.Linear(config.hidden_size, sum(self.v_fan_activation.sizes), bias=config.fan_bias)
         else:
             self.v_proj = nn.Linear(config.hidden_size, value_size, bias=False)
         self.o_proj = ResidualLinear(heads * self.head_dim, config.hidden_size, layer_idx)
@@ -143,8 +147,9 @@ class FANformerAttention(nn.Module):
         """[b, s, h] -> [b, s, h] and, if the implementation returns them, the weights [b, n, s, t]."""
         shape = hidden_states.shape[:-1]
         placement = self.config.fan_placement
-        x = hidden_states if placement == "none" else self.fan(hidden_states)
-        values = self.v_fan(hidden_states) if placement == "qk_and_v" else self.v_proj(x)
+        x = hidden_states if placement == "none" else self.fan_activation(self.fan(hidden_states))
+        own_values = placement == "qk_and_v"
+        values = self.v_fan_activation(self.v_fan(hidden_states)) if own_values else self.v_proj(x)
         query, key, value = (
             heads.view(*shape, -1, self.head_dim).transpose(1, 2) for heads in (self.q_proj(x), self.k_proj(x), values)
         )
@@ -220,7 +225,7 @@ class FANformerPreTrainedModel(PreTrainedModel):
         """
         if isinstance(module, FANformerRMSNorm):
             init.ones_(module.weight)
-        if not isinstance(module, nn.Linear | nn.Embedding | FANProjection):
+        if not isinstance(module, nn.Linear | nn.Embedding):
             return
         variance = 1.0 / module.weight.shape[1]
         if isinstance(module, ResidualLinear):

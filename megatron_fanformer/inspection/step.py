@@ -4,19 +4,21 @@ Datasets and order are the trainer's own (`training.samples`); `data.origins` sa
 and the ledger of their token files which document they belong to.
 """
 
+import dataclasses
 import os.path
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_fanformer.data.blends import parse_blend
+from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.ledger import Ledger, LedgerRow, ledger_path
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest
-from megatron_fanformer.data.origins import sample_spans
+from megatron_fanformer.data.origins import Span, sample_spans
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import Target
 from megatron_fanformer.model.layout_rules import batch_problems
+from megatron_fanformer.training.chats import with_steps
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.samples import MicroBatch, consumed_before, run_datasets, step_micro_batches
 
@@ -31,6 +33,8 @@ class Passage:
     ids: list[int]
     document: LedgerRow | None
     """None where the token files have no ledger."""
+    learned: list[bool] | None = None
+    """Of chats: which of the tokens have a loss where they are the label."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,9 @@ class StepSamples:
     """
 
     def __init__(self, config: RunConfig, step: int, only: Target | None = None) -> None:
-        self.config, self.step = config, step
         self.data_parallel_size = config.parallel.resolve_data_parallel_size(None)
-        _check(config, step, self.data_parallel_size)
+        self.config, self.step = _checked(config, step, self.data_parallel_size), step
+        config = self.config
         self.only = _checked_prefixes(config, only) if only else None
         self.dataset = run_datasets(config).train
         self.first = consumed_before(config, step)
@@ -95,6 +99,8 @@ class StepSamples:
         item = self.dataset[number]
         spans = sample_spans(self.dataset, number)
         ids = item["tokens"].tolist()
+        if isinstance(self.dataset, ChatDataset):
+            return self._packed_sample(number, ids, [False, *(item["loss_mask"] > 0).tolist()], spans)
         if sum(span.length for span in spans) > len(ids):  # it reads one more, as the last label
             ids.append(int(item["labels"][-1]))
         passages: list[Passage] = []
@@ -105,6 +111,21 @@ class StepSamples:
             position += span.length
         assert position == len(ids), "the spans of a sample are all that it reads"
         return Sample(number, ids, passages)
+
+    def _packed_sample(self, number: int, ids: list[int], learned: list[bool], spans: list[Span]) -> Sample:
+        """One of chats: a passage for each conversation, without the padding behind them.
+
+        Args:
+            learned: for each token whether the position before it has a loss.
+        """
+        passages: list[Passage] = []
+        position = 0
+        for span in spans:
+            for passage in self._passages(span.prefix, span.first_token, ids[position : position + span.length]):
+                end = position + len(passage.ids)
+                passages.append(dataclasses.replace(passage, learned=learned[position:end]))
+                position = end
+        return Sample(number, ids[:position], passages)
 
     def _passages(self, prefix: str, first_token: int, ids: list[int]) -> Iterator[Passage]:
         ledger = self._ledger(prefix)
@@ -138,23 +159,29 @@ class StepSamples:
         return self._tokenizers[path]
 
 
-def _check(config: RunConfig, step: int, data_parallel_size: int) -> None:
-    """Check what decides the samples; the layout is not checked against this machine, which need not train."""
+def _checked(config: RunConfig, step: int, data_parallel_size: int) -> RunConfig:
+    """The configuration with its number of steps, once what decides the samples has been checked.
+
+    The layout is not checked against this machine, which need not train.
+    """
     training = config.training
     found = [*config.model.problems(), *config.data.problems(), *training.problems()]
     if not found:
         found = batch_problems(
             config.parallel, data_parallel_size, training.global_batch_size, training.micro_batch_size
         )
-    if not 1 <= step <= training.train_iters:
-        found.append(f"--step is {step}; the run has steps 1 to {training.train_iters} (training.train_iters)")
+    if not found:
+        config = with_steps(config)
+        if not 1 <= step <= config.training.steps:
+            found.append(f"--step is {step}; the run has steps 1 to {config.training.steps} (training.train_iters)")
     if found:
         raise InputError("\n".join(found))
+    return config
 
 
 def _checked_prefixes(config: RunConfig, only: Target) -> Collection[str]:
     wanted = {os.path.abspath(part) for prefix in only.prefixes for part in _parts(prefix)}
-    sources = parse_blend(config.data.train_data).sources
+    sources = config.data.blend(config.data.train_data).sources
     training = {os.path.abspath(prefix): prefix for source in sources for prefix in source.prefixes}
     if not wanted & training.keys():
         raise InputError(

@@ -1,5 +1,7 @@
 """Shows the samples of a training step: as text, one micro batch after the other, or as one object."""
 
+import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +41,7 @@ def _heading(samples: StepSamples) -> Iterator[str]:
     config = samples.config
     batches = config.num_micro_batches(samples.data_parallel_size)
     yield (
-        f"step {samples.step} of {config.training.train_iters}: samples {samples.first} to {samples.end - 1}, "
+        f"step {samples.step} of {config.training.steps}: samples {samples.first} to {samples.end - 1}, "
         f"of {config.model.seq_length} tokens"
     )
     yield (
@@ -68,6 +70,23 @@ def _sample_lines(samples: StepSamples, sample: Sample, *, full: bool) -> Iterat
             yield from (f"      {line}" for line in escaped(text).split("\n"))
         else:
             yield f"      {escaped(shortened(text))}"
+        for begin, end in learned_spans(passage):
+            yield f"      learned {begin}:{end}{_learned_text(samples, passage, begin, end, full=full)}"
+
+
+def learned_spans(passage: Passage) -> list[tuple[int, int]]:
+    """The runs of learned tokens of a conversation, by their places in it; none of what is no chat."""
+    groups = itertools.groupby(enumerate(passage.learned or ()), key=lambda pair: pair[1])
+    runs = [[place for place, _ in group] for is_learned, group in groups if is_learned]
+    return [(run[0], run[-1] + 1) for run in runs]
+
+
+def _learned_text(samples: StepSamples, passage: Passage, begin: int, end: int, *, full: bool) -> str:
+    part = dataclasses.replace(passage, ids=passage.ids[begin:end])
+    text = samples.text_of(part)
+    if text is None:
+        return ""
+    return f"  {escaped(json.dumps(text, ensure_ascii=False) if full else shortened(text))}"
 
 
 def _origin(passage: Passage) -> str:
@@ -111,6 +130,7 @@ def _facts(samples: StepSamples, passage: Passage, *, full: bool) -> dict[str, A
             "first_token": passage.first_token - document.first_token,
             "length": document.length,
         },
+        **({} if passage.learned is None else {"learned": learned_spans(passage)}),
         "text": text if full or text is None else text[:HEAD_CHARACTERS],
     }
     return {**facts, "ids": passage.ids} if full else facts

@@ -148,6 +148,28 @@ def graph_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str
     return []
 
 
+def document_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str]:
+    """What keeps attention within documents (`data.reset_attention_mask`), one line each."""
+    found = []
+    if parallel.context_parallel_size > 1:
+        found.append(
+            f"data.reset_attention_mask with parallel.context_parallel_size {parallel.context_parallel_size}, whose "
+            "ranks would split every document in equal chunks, into which documents of any length do not divide; set "
+            "one of them to false or 1"
+        )
+    if kernels.cuda_graph_impl == "local":
+        found.append(
+            "data.reset_attention_mask with kernels.cuda_graph_impl local, whose graphs cannot be replayed for other "
+            "bounds of documents; set one of them to false or none"
+        )
+    if kernels.fused_single_qkv_rope:
+        found.append(
+            "data.reset_attention_mask with kernels.fused_single_qkv_rope, which has no kernel for documents; set one "
+            "of them to false"
+        )
+    return found
+
+
 def batch_problems(
     parallel: ParallelConfig, data_parallel_size: int, global_batch_size: int, micro_batch_size: int
 ) -> list[str]:

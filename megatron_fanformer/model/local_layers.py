@@ -5,6 +5,7 @@ o those of a linear layer, w an output's width.
 """
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -123,8 +124,11 @@ class TorchCoreAttention(MegatronModule):
     Under context parallelism each rank gathers the keys and values of the whole sequence, and attends to them from its
     own two chunks of it (`runtime.parallel.context_chunks`).
 
-    Takes what Megatron passes to any core attention; masks other than causal and none, packed sequences and dropout
-    are refused.
+    Packed sequences (documents) are attended to one after the other, those that follow one another with the same length
+    at once: the work is the sum of their lengths' squares.
+
+    Takes what Megatron passes to any core attention; masks other than causal and none, packed sequences under context
+    parallelism and dropout are refused.
     """
 
     def __init__(
@@ -157,17 +161,27 @@ class TorchCoreAttention(MegatronModule):
         packed_seq_params: Any = None,
         **_ignored: Any,
     ) -> Tensor:
-        """Queries [s, b, n, d], keys and values [s, b, n or fewer, d] -> [s, b, n * d]."""
+        """Queries [s, b, n, d], keys and values [s, b, n or fewer, d] -> [s, b, n * d].
+
+        With `packed_seq_params` of format `thd`, [t, n, d] of the tokens of all sequences -> [t, n * d].
+        """
         mask_type = attn_mask_type or self.attn_mask_type
-        if (
-            mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask)
-            or packed_seq_params
-            or attention_bias is not None
-        ):
+        if mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask) or attention_bias is not None:
             raise ValueError(f"the local core attention has only causal masks, not {mask_type}")
-        if self.cp_group is not None and self.cp_group.size() > 1:
+        is_causal = mask_type == AttnMaskType.causal
+        is_spread = self.cp_group is not None and self.cp_group.size() > 1
+        if packed_seq_params is not None:
+            if is_spread or packed_seq_params.qkv_format != "thd":
+                raise ValueError("the local core attention takes packed sequences as thd, without context parallelism")
+            return self._attend_within(packed_seq_params.cu_seqlens_q, query, key, value, is_causal=is_causal)
+        if is_spread:
             return self._attend_to_whole_sequence(query, key, value)
-        return self._attend(query, key, value, is_causal=mask_type == AttnMaskType.causal)
+        if not is_causal and len(query) > 1:
+            # megatron-core's word for a filled cache, as if one query stood behind it. Each of several sees the keys
+            # up to its own.
+            seen = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
+            return self._attend(query, key, value, attn_mask=seen.tril(diagonal=len(key) - len(query)))
+        return self._attend(query, key, value, is_causal=is_causal)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, **masking: Any) -> Tensor:
         # Heads shared by several queries are repeated: with enable_gqa torch leaves its fused CPU kernel.
@@ -177,6 +191,17 @@ class TorchCoreAttention(MegatronModule):
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         context_bnsd = F.scaled_dot_product_attention(query, key, value, scale=self.softmax_scale, **masking)
         return context_bnsd.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_within(self, bounds: Tensor, *qkv: Tensor, is_causal: bool) -> Tensor:
+        """Attention within each of the sequences that begin and end at `bounds`, [t, n, d] of all -> [t, n * d]."""
+        runs = [(length, len(list(run))) for length, run in itertools.groupby(bounds.diff().tolist())]
+        # Split, not sliced: backward then joins the parts' gradients once, and adds no whole tensor for each.
+        parts = zip(*(x.split([length * count for length, count in runs]) for x in qkv), strict=True)
+        contexts = []
+        for (length, count), part in zip(runs, parts, strict=True):
+            query, key, value = (x.unflatten(0, (count, length)).transpose(0, 1) for x in part)
+            contexts.append(self._attend(query, key, value, is_causal=is_causal).transpose(0, 1).flatten(0, 1))
+        return torch.cat(contexts)
 
     def _attend_to_whole_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention of this rank's two chunks of the sequence, [s / cp, b, n, d] each."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.kernels import TransformerImpl
-from megatron_fanformer.model.layout_rules import batch_problems, layout_problems
+from megatron_fanformer.model.layout_rules import batch_problems, document_problems, layout_problems
 from megatron_fanformer.model.layouts import Layout, own_layout, parse_layout
 from megatron_fanformer.training.config import RunConfig, load_config
 
@@ -68,5 +68,6 @@ def _problems(run: RunConfig, layout: Layout) -> list[str]:
     return [
         *layout.problems(),
         *layout_problems(run.model, layout.parallel),
+        *(document_problems(layout.parallel, layout.kernels) if run.data.reset_attention_mask else ()),
         *batch_problems(layout.parallel, layout.parallel.data_parallel_size or 1, batch, micro),
     ]

@@ -1,9 +1,11 @@
 """Records the outputs of modules in a forward pass, by sample and position, whatever the layout.
 
 Shapes: s sequence, b micro batch, w a module's width; outputs are [s, b, w], or [b, s] for the loss of each token.
+Where attention stays within documents, they are [b * s, 1, w] and [1, b * s]: one row of the samples.
 """
 
 import functools
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -91,7 +93,19 @@ class OutputRecorder:
         samples = list(range(first, first + shape.micro_batch_size))
         whole = (self._global_batch_size, shape.seq_length, output_sbw.shape[-1])
         values = as_array(output_sbw.transpose(0, 1))
+        if len(values) < shape.micro_batch_size:
+            self.parts += [TensorPart(name, whole, *part) for part in self._of_one_row(values, samples)]
+            return
         self.parts.append(TensorPart(name, whole, (samples, self._positions(output_sbw.shape[0])), values))
+
+    def _of_one_row(self, values: np.ndarray, samples: list[int]) -> Iterator[tuple[Any, np.ndarray]]:
+        """The parts that the samples have in the one row of them, or in this tensor parallel rank's part of it."""
+        tokens, length = len(samples) * self._shape.seq_length, values.shape[1]
+        first = 0 if length == tokens else self._grid.groups.tp.rank() * length
+        places, positions = divmod(np.arange(first, first + length), self._shape.seq_length)
+        for place in np.unique(places):
+            own = places == place
+            yield ([samples[place]], positions[own]), values[:, own]
 
     def _positions(self, length: int) -> np.ndarray:
         """Which positions of the sequence an output of `length` has, by its length alone."""

@@ -183,6 +183,7 @@ def calibrate(
         steps=config.steps,
         dtype=config.dtype,
         device=pool.device,
+        within_documents=run.data.reset_attention_mask,
         kernels=single.kernels,
         runtime=run.runtime,
     )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fanformer.data.batches import micro_batches
+from megatron_fanformer.data.batches import DOCUMENT_IDS, micro_batches
 from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.dtypes import DTYPES
@@ -41,6 +41,8 @@ from megatron_fanformer.training.step import (
 )
 
 SEED = 1234
+DOCUMENT_TOKENS = 8
+"""The mean length of a document, where attention stays within them: several in each sample of any length."""
 SHAKE = 0.1
 """Norms and biases start away from 1 and 0, by a normal of this std: else a dropped one would not show."""
 
@@ -56,6 +58,8 @@ class TrialConfig:
     steps: int
     dtype: str
     device: DeviceKind
+    within_documents: bool = False
+    """Whether attention stays within documents, as `data.reset_attention_mask` has it."""
     kernels: KernelsConfig = DEFAULT_KERNELS
     runtime: RuntimeConfig = DEFAULT_RUNTIME
 
@@ -185,9 +189,13 @@ class _Samples:
         noise = torch.rand(model.seq_length + 1, generator=generator) < 0.1
         tokens = (start + (stride % 8) * torch.arange(model.seq_length + 1) + noise) % model.vocab_size
         tokens = self._order.tokens(tokens)
-        return {
+        sample = {
             "tokens": tokens[:-1],
             "labels": tokens[1:],
             "loss_mask": (torch.rand(model.seq_length, generator=generator) < 0.9).float(),
             "position_ids": torch.arange(model.seq_length),
         }
+        if self._trial.within_documents:
+            begins = torch.rand(model.seq_length, generator=generator) < 1 / DOCUMENT_TOKENS
+            sample[DOCUMENT_IDS] = begins.cumsum(0).int()
+        return sample

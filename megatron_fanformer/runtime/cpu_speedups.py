@@ -22,7 +22,7 @@ def _write_out_rotary_embedding() -> None:
     """Without Transformer Engine's kernel it takes a dozen passes over memory, and as many in backward."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    plain = rope_utils._apply_rotary_pos_emb_bshd
+    plain, plain_packed = rope_utils._apply_rotary_pos_emb_bshd, rope_utils._apply_rotary_pos_emb_thd
 
     def apply(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         mscale = kwargs.pop("mscale", 1.0)
@@ -30,7 +30,16 @@ def _write_out_rotary_embedding() -> None:
             return plain(t, freqs, *args, mscale=mscale, **kwargs)  # interleaved pairs, a part of the head, …
         return rotate(t, freqs)
 
+    def apply_packed(t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        cp_group = kwargs.pop("cp_group")
+        if cp_group.size() > 1:
+            return plain_packed(t, cu_seqlens, freqs, cp_group=cp_group, **kwargs)
+        # All sequences at once: megatron-core 0.19 goes through them, and its backward copies all for each.
+        positions = torch.arange(len(t)) - cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
+        return apply(t.unsqueeze(1), freqs[positions], **kwargs).squeeze(1)
+
     rope_utils._apply_rotary_pos_emb_bshd = apply
+    rope_utils._apply_rotary_pos_emb_thd = apply_packed
 
 
 def _skip_collectives_of_one_rank() -> None:

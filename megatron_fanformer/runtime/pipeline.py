@@ -1,5 +1,8 @@
 """A stage's chunks over micro batches, by megatron-core's pipeline schedules: how training and evaluation run forward.
 
+Where attention stays within documents, a micro batch is one row of its samples one after the other, [1, b * s], as
+megatron-core's packed sequences (`thd`) are: attention reads the bounds of the documents, and nothing else differs.
+
 Shapes: b micro batch, s sequence.
 """
 
@@ -9,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -34,7 +38,8 @@ def run_schedule(
 
     Args:
         stages: the chunks of this rank's stage, in megatron-core's data parallelism or without.
-        batches: `tokens`, `labels`, `loss_mask` and `position_ids` of whole samples, each [b, s] (`data/batches.py`).
+        batches: `tokens`, `labels`, `loss_mask` and `position_ids` of whole samples, each [b, s] (`data/batches.py`);
+            attention stays within documents where all of them have `document_ids`, too.
         of_losses: called with this rank's losses and loss mask, [b, s / context parallel size], of each micro batch;
             returns what is reported, or, where there is a backward, megatron-core's triple: the sum to differentiate,
             the number of tokens, and what is reported.
@@ -43,8 +48,13 @@ def run_schedule(
     Returns:
         What was reported of each micro batch, in order; nothing on ranks that do not have the last stage.
     """
+    heartbeat.tell("loading samples")
+    first = next(batches)
+    if "document_ids" in first:  # what stages send one another is as long as their one row
+        micro_batch_size, seq_length = 1, micro_batch_size * seq_length
     # Each chunk of a stage takes all micro batches; the first to ask for one has it loaded.
-    iterators = itertools.tee(itertools.islice(batches, num_micro_batches), len(stages))
+    taken = itertools.chain([first], itertools.islice(batches, num_micro_batches - 1))
+    iterators = itertools.tee(taken, len(stages))
     reports: list[Any] = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, grid, of_losses),
         data_iterator=list(iterators) if len(stages) > 1 else iterators[0],
@@ -61,12 +71,41 @@ def run_schedule(
 def _forward_step(grid: RankGrid, of_losses: OfLosses, batches: Batches, stage: Any) -> tuple[Tensor, Any]:
     device = grid.torch_device
     heartbeat.tell("loading samples")
-    batch = {name: own_positions(tensor, grid).to(device, non_blocking=True) for name, tensor in next(batches).items()}
-    loss_mask = batch["loss_mask"]  # the loss head takes the gradient of the losses' sum over it
+    batch = dict(next(batches))
+    packed = None
+    if (document_ids := batch.pop("document_ids", None)) is not None:
+        packed = packed_documents(document_ids, device)
+    batch = {name: own_positions(tensor, grid).to(device, non_blocking=True) for name, tensor in batch.items()}
+    loss_mask = batch["loss_mask"]
+    rows = batch if packed is None else {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
     heartbeat.tell("forward")
-    output = stage(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=loss_mask)
+    output = stage(
+        rows["tokens"],
+        rows["position_ids"],
+        None,
+        labels=rows["labels"],
+        loss_mask=rows["loss_mask"],  # the loss head takes the gradient of the losses' sum over it
+        packed_seq_params=packed,
+    )
     heartbeat.tell("backward" if torch.is_grad_enabled() else "forward")
-    return output, lambda losses_bs, **_: of_losses(losses_bs, loss_mask)
+    return output, lambda losses, **_: of_losses(losses.view_as(loss_mask), loss_mask)
+
+
+def packed_documents(document_ids_bs: Tensor, device: torch.device | str) -> PackedSeqParams:
+    """The bounds of a micro batch's documents in its one row, for attention.
+
+    Args:
+        document_ids_bs: [b, s] on the CPU, where the longest document is found without waiting for the device; a
+            document ends where the number changes, and where a sample does.
+    """
+    begins_bs = torch.ones_like(document_ids_bs, dtype=torch.bool)
+    begins_bs[:, 1:] = document_ids_bs[:, 1:] != document_ids_bs[:, :-1]
+    bounds = torch.cat([begins_bs.view(-1).nonzero().view(-1), torch.tensor([begins_bs.numel()])]).int()
+    longest = int(bounds.diff().max())
+    bounds = bounds.to(device, non_blocking=True)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
 
 
 def own_positions(tensor_bs: Tensor, grid: RankGrid) -> Tensor:

@@ -101,7 +101,7 @@ def take_steps(
         optimizer,
         lr=config.optimizer.lr,
         weight_decay=config.optimizer.weight_decay,
-        train_iters=config.training.train_iters,
+        train_iters=config.training.steps,
     )
     shape = StepShape(
         num_micro_batches=job.num_micro_batches,

@@ -1,5 +1,6 @@
 """What `plan` is asked, read and checked before anything is judged; torch is not imported."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from megatron_fanformer.planning.machines import Machine, known_machines, load_m
 from megatron_fanformer.sizing.candidates import laid_out, layout_name
 from megatron_fanformer.sizing.estimate import for_machine
 from megatron_fanformer.sizing.options import ALL_STAGES
+from megatron_fanformer.training.chats import with_steps, with_train_iters
 from megatron_fanformer.training.config import RunConfig, load_config
 
 
@@ -54,6 +56,8 @@ def read_request(
         found.append(str(error))
     config = load_config(file, overrides)
     found += config.section_problems(leaving=("data", "parallel"))
+    if not found:
+        config = _of_known_length(config, tokens)
     named: list[tuple[str, RunConfig]] = []
     for text in layouts:
         try:
@@ -84,6 +88,24 @@ def read_request(
         machine=machine,
         named=tuple((name, for_machine(each, machine, on_cpu=on_cpu)) for name, each in named),
         simulated_ranks=tuple(simulated_ranks),
-        tokens=tokens or training.train_iters * training.global_batch_size * config.model.seq_length,
+        tokens=tokens or training.steps * training.global_batch_size * config.model.seq_length,
         price=price,
     )
+
+
+def _of_known_length(config: RunConfig, tokens: int | None) -> RunConfig:
+    """With the steps of its epochs, by the conversations' lengths, or by the tokens that `plan` was told."""
+    training = config.training
+    if training.epochs is None:
+        return config
+    if tokens is not None:
+        return with_train_iters(config, math.ceil(tokens / (training.global_batch_size * config.model.seq_length)))
+    if not config.data.is_chats:
+        raise InputError(
+            f"training.epochs is {training.epochs}, which counts conversations (data.format sft) alone; state "
+            "training.train_iters"
+        )
+    try:
+        return with_steps(config)
+    except InputError as error:
+        raise InputError(f"{error} (training.epochs is {training.epochs}; or give --tokens)") from None

@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Any
 from megatron_fanformer.checkpoint.config import CheckpointConfig
 from megatron_fanformer.configuration import build, described_fields, moved_names, overlaid, read_overrides, read_values
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.config import EvaluationConfig
-from megatron_fanformer.model.config import PRESETS, FANformerConfig, PrecisionConfig
+from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
-from megatron_fanformer.model.layout_rules import batch_problems, graph_problems, layout_problems
+from megatron_fanformer.model.layout_rules import (
+    batch_problems,
+    document_problems,
+    graph_problems,
+    layout_problems,
+)
 from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.device import has_bf16_matrix_units
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
@@ -25,13 +29,12 @@ from megatron_fanformer.training import foreign_names
 from megatron_fanformer.training.fp8_rules import fp8_problems
 from megatron_fanformer.training.logging_config import LoggingConfig
 from megatron_fanformer.training.optimizer_config import OptimizerConfig
+from megatron_fanformer.training.presets import with_preset
 from megatron_fanformer.training.recovery_config import RecoveryConfig
 from megatron_fanformer.training.schedule import ScheduleConfig
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before
     import torch
-
-PRESET_KEY = "model.preset"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +43,11 @@ class TrainingConfig:
 
     run_dir: str
     """The run's folder: configuration, metrics, TensorBoard and checkpoints."""
-    train_iters: int
-    """Training steps of the whole run."""
+    train_iters: int | None = None
+    """Training steps of the whole run; it or `epochs` must be given."""
+    epochs: float | None = None
+    """Instead of `train_iters`, with `data.format` sft: how many times each conversation is learned from. The steps
+    that this takes, rounded up to whole ones, are computed and told at the start."""
     global_batch_size: int
     """Samples per training step, over all replicas."""
     micro_batch_size: int = 1
@@ -61,6 +67,12 @@ class TrainingConfig:
     """How many times in a row, without a new checkpoint in between, `train` started directly starts its ranks again
     after one crashed or was killed (docs/clusters.md#restarts)."""
 
+    @property
+    def steps(self) -> int:
+        """`train_iters`, where it is known: `epochs` has become a number of steps when a run starts."""
+        assert self.train_iters is not None, "training.epochs was not turned into steps"
+        return self.train_iters
+
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
         names = (
@@ -76,6 +88,11 @@ class TrainingConfig:
             for name in names
             if (value := getattr(self, name)) is not None and value < 1
         ]
+        if (self.train_iters is None) == (self.epochs is None):
+            stated = "neither is given" if self.epochs is None else "both are given"
+            found.append(f"training.train_iters, training.epochs: {stated}, which say how long the run is; give one")
+        if self.epochs is not None and self.epochs <= 0:
+            found.append(f"training.epochs is {self.epochs}; it must be above 0")
         if self.exit_duration_in_mins is not None and not self.exit_duration_in_mins > 0:
             found.append(f"training.exit_duration_in_mins is {self.exit_duration_in_mins}; it must be above 0, or null")
         if self.max_restarts < 0:
@@ -159,6 +176,8 @@ class RunConfig:
     def problems_of_layout(self) -> list[str]:
         """The rules between sections that it breaks and that hold for any batch, one line each."""
         found = [*layout_problems(self.model, self.parallel), *graph_problems(self.parallel, self.kernels)]
+        if self.data.reset_attention_mask:
+            found += document_problems(self.parallel, self.kernels)
         if self.kernels.cuda_graph_impl == "local" and not self.evaluation.is_empty:
             found.append(
                 "kernels.cuda_graph_impl is local, whose graphs take micro batches of one shape, and the tasks and "
@@ -169,7 +188,14 @@ class RunConfig:
     def problems_of_steps(self, data_parallel_size: int) -> list[str]:
         """Those of batches and of their number."""
         training = self.training
+        no_epochs = []
+        if training.epochs is not None and not self.data.is_chats:
+            no_epochs = [
+                f"training.epochs is {training.epochs}, which counts conversations (data.format sft) alone; state "
+                "training.train_iters"
+            ]
         return [
+            *no_epochs,
             *fp8_problems(self.model, self.parallel, self.precision, training.micro_batch_size, self.kernels),
             *batch_problems(self.parallel, data_parallel_size, training.global_batch_size, training.micro_batch_size),
             *self.schedule.joint_problems(lr=self.optimizer.lr, train_iters=training.train_iters),
@@ -218,7 +244,15 @@ def _tell_moved(names: list[str], tell: Callable[[str], None]) -> None:
 def _built(values: dict[str, Any]) -> RunConfig:
     # YAML reads a section whose lines are all commented out as null: it has its defaults.
     values = {name: value for name, value in values.items() if value is not None}
-    return build(_with_preset(values), RunConfig, advice=advice)
+    return build(_with_documents_apart(with_preset(values)), RunConfig, advice=advice)
+
+
+def _with_documents_apart(values: dict[str, Any]) -> dict[str, Any]:
+    """For fine-tuning the fields of `data` that keep conversations apart are on, unless they are stated."""
+    data = values.get("data")
+    if not isinstance(data, dict) or data.get("format") != "sft":
+        return values
+    return {**values, "data": {"reset_attention_mask": True, "reset_position_ids": True, **data}}
 
 
 def advice(name: str) -> str | None:
@@ -226,19 +260,3 @@ def advice(name: str) -> str | None:
     plain = foreign_names.plain(name)
     same = [field.name for field in described_fields(RunConfig) if field.name.rpartition(".")[2] == plain]
     return f"did you mean {' or '.join(same)}?" if same else foreign_names.answer(plain)
-
-
-def _with_preset(values: dict[str, Any]) -> dict[str, Any]:
-    model = values.get("model")
-    if not isinstance(model, dict) or model.get("preset") is None:
-        return values
-    name = model["preset"]
-    if not isinstance(name, str) or name not in PRESETS:
-        raise InputError(f"{PRESET_KEY} is {name}; it must be one of {', '.join(PRESETS)}")
-    merged = dataclasses.asdict(PRESETS[name])
-    for key, value in model.items():
-        if key == "fan" and isinstance(value, dict):
-            merged["fan"] = {**merged["fan"], **value}
-        elif key != "preset":
-            merged[key] = value
-    return {**values, "model": merged}

@@ -12,7 +12,8 @@ import yaml
 from megatron_fanformer.configuration import FieldDescription, described_fields, field_texts, json_schema
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
 from megatron_fanformer.runtime.layout import MOVED_FIELDS
-from megatron_fanformer.training.config import PRESET_KEY, RunConfig, load_config
+from megatron_fanformer.training.config import RunConfig, load_config
+from megatron_fanformer.training.presets import FROM_CHECKPOINT, PRESET_KEY
 
 WIDTH = 80  # columns
 PRESET = FieldDescription(
@@ -20,7 +21,9 @@ PRESET = FieldDescription(
     type="text or null",
     default="null",
     text="One of the paper's sizes to start from (docs/configuration.md#presets); the other keys of `model`, and of "
-    "`model.fan` one by one, replace its values. A run records the fields below in its place.",
+    "`model.fan` one by one, replace its values. Or `from-checkpoint`: the model of `checkpoint.load`, or of the run's "
+    "own checkpoint once it has one, beside which `seq_length` alone may differ. A run records the fields below in its "
+    "place.",
 )
 
 
@@ -53,7 +56,7 @@ def run_schema() -> dict[str, Any]:
     """The JSON schema of a configuration file: `RunConfig`, with presets and the earlier names of fields."""
     schema = json_schema(RunConfig)
     model = schema["$defs"][FANformerConfig.__name__]
-    preset = {"description": PRESET.text, "enum": [*PRESETS, None], "default": None}
+    preset = {"description": PRESET.text, "enum": [*PRESETS, FROM_CHECKPOINT, None], "default": None}
     model["properties"] = {"preset": preset, **model["properties"]}
     model["anyOf"] = [{"required": ["preset"]}, {"required": model.pop("required")}]
     hints = get_type_hints(RunConfig)

@@ -56,7 +56,7 @@ class Evaluation:
         self._batch_tokens = config.evaluation_batch_tokens
         self._validation_interval = config.training.eval_interval
         self._interval = config.evaluation.interval or config.training.eval_interval
-        self._last_step = config.training.train_iters
+        self._last_step = config.training.steps
         self._started, self._seconds = time.monotonic(), 0.0
         self.was_stopped = False  # the latest one
 

@@ -120,7 +120,7 @@ class Loggers:
             raise InputError(f"training.run_dir {self._run} {reason}") from error
         self._needed.append(
             ProgressLine(
-                total_steps=training.train_iters,
+                total_steps=training.steps,
                 done_steps=step,
                 log_interval=logging_config.log_interval,
                 console=self._console,

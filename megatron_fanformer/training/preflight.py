@@ -21,6 +21,7 @@ from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.evaluation.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.formats.recognition import find_checkpoint, refuse_other_kinds
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.training.chats import with_steps
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.machine_rules import machine_problems
 from megatron_fanformer.training.recovery import read_events
@@ -45,6 +46,8 @@ class RunStart:
     """The token files."""
     identity: DataIdentity
     """Which data they are."""
+    train_iters: int
+    """Steps of the whole run; where `training.epochs` says them, computed."""
     evaluation: EvaluationSurvey = field(default_factory=EvaluationSurvey)
     """What it is evaluated on, besides its validation data."""
     events: tuple[dict[str, Any], ...] = ()
@@ -68,7 +71,13 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
         except InputError as error:
             found.append(str(error))
     of_sections = config.section_problems()
-    found += of_sections or config.joint_problems(data_parallel_size)
+    found += of_sections
+    if not of_sections:
+        try:
+            config = with_steps(config, tell=logger.info)
+        except InputError as error:
+            found.append(str(error))
+        found += config.joint_problems(data_parallel_size)
     of_tokenizer = _tokenizer_problems(config)
     found += of_tokenizer
     evaluation = EvaluationSurvey()
@@ -89,9 +98,10 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
     if found:
         raise InputError("\n".join(found))
     data = survey_data(config.data, config.model.vocab_size)
-    train_samples, valid_samples = drawn_samples(config)
-    counts = SampleCounts(data, config.model.seq_length)
-    counts.check(config.data, train_samples=train_samples, valid_samples=valid_samples)
+    if not config.data.is_chats:  # those have been packed
+        train_samples, valid_samples = drawn_samples(config)
+        counts = SampleCounts(data, config.model.seq_length)
+        counts.check(config.data, train_samples=train_samples, valid_samples=valid_samples)
     identity = _identity(config, data, resuming.checkpoint, allowed=config.data.allow_change)
     return _start(config, resuming, loaded, data, identity, evaluation)
 
@@ -103,6 +113,7 @@ def find_start(config: RunConfig) -> RunStart:
         InputError, CorruptError: a file that it would start from is missing or damaged.
     """
     resuming, loaded = _starting_points(config)
+    config = with_steps(config)
     data = survey_data(config.data)
     identity = _identity(config, data, resuming.checkpoint, allowed=None)
     return _start(config, resuming, loaded, data, identity, _evaluation(config))
@@ -123,7 +134,7 @@ def _identity(
 ) -> DataIdentity:
     """Which data a run has from here on, and what of them has changed; raises like `resumed_identity`."""
     train_samples, valid_samples = drawn_samples(config)
-    is_repeated = SampleCounts(data, config.model.seq_length).repeats_pairs(
+    is_repeated = not config.data.is_chats and SampleCounts(data, config.model.seq_length).repeats_pairs(
         config.data, train_samples=train_samples, valid_samples=valid_samples
     )
     present = identify_data(config.data, data, samples=train_samples if is_repeated else None)
@@ -151,7 +162,7 @@ def _identity(
 def drawn_samples(config: RunConfig) -> tuple[int, int]:
     """Samples that a run draws from its training data, and from each validation set."""
     training = config.training
-    return training.train_iters * training.global_batch_size, training.eval_iters * training.global_batch_size
+    return training.steps * training.global_batch_size, training.eval_iters * training.global_batch_size
 
 
 class _Resuming(NamedTuple):
@@ -178,6 +189,7 @@ def _start(
         loaded=loaded,
         data=data,
         identity=identity,
+        train_iters=config.training.steps,
         evaluation=evaluation,
         events=tuple(read_events(Path(config.training.run_dir))) if checkpoint else (),
     )
@@ -261,9 +273,10 @@ def _resume_problems(checkpoint: Path, config: RunConfig) -> list[str]:
         ]
     found = _model_problems(checkpoint, config)
     step = store.step_of(checkpoint) or 0
-    if step > config.training.train_iters:
+    steps = config.training.train_iters
+    if steps is not None and step > steps:
         found.append(
-            f"training.train_iters is {config.training.train_iters}, but the run in {config.training.run_dir} is at "
+            f"training.train_iters is {steps}, but the run in {config.training.run_dir} is at "
             f"step {step}; raise it, or name another training.run_dir"
         )
     for name in ("seed", "global_batch_size"):

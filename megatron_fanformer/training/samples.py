@@ -32,7 +32,7 @@ def run_datasets(config: RunConfig, survey: DataSurvey | None = None) -> Dataset
         valid_samples=valid_samples,
         seed=config.training.seed,
         vocab_size=config.model.vocab_size,
-        eod_id=config.model.vocab_size - 1,  # no document boundary is looked for: samples run over them
+        eod_id=config.model.vocab_size - 1,  # any: GPTDataset looks for no document boundary (`document_masks` does)
         survey=survey,
     )
 

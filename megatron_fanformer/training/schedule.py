@@ -19,6 +19,9 @@ class ScheduleConfig:
     """`WSD` holds the peak and decays over the last `lr_wsd_decay_iters` steps."""
     lr_warmup_iters: int = 0
     """Steps of linear warm-up from 0."""
+    lr_warmup_fraction: float | None = None
+    """The same as a share of the steps up to the end of the decay, in [0, 1), rounded to whole steps; null:
+    `lr_warmup_iters` says it."""
     lr_decay_iters: int | None = None
     """The step at which `min_lr` is reached; null: the last one."""
     min_lr: float | None = None
@@ -33,6 +36,16 @@ class ScheduleConfig:
         found = []
         if self.lr_warmup_iters < 0:
             found.append(f"schedule.lr_warmup_iters is {self.lr_warmup_iters}; it must not be negative")
+        if self.lr_warmup_fraction is not None:
+            if not 0 <= self.lr_warmup_fraction < 1:
+                found.append(
+                    f"schedule.lr_warmup_fraction is {self.lr_warmup_fraction}; it must lie in [0, 1), or null"
+                )
+            if self.lr_warmup_iters:
+                found.append(
+                    f"schedule.lr_warmup_fraction is {self.lr_warmup_fraction} and lr_warmup_iters "
+                    f"{self.lr_warmup_iters}, which both say how long the warm-up is; leave one out"
+                )
         for name in ("lr_decay_iters", "lr_wsd_decay_iters"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -41,13 +54,19 @@ class ScheduleConfig:
             found.append(f"schedule.min_lr is {self.min_lr}; it must not be negative")
         return found
 
-    def joint_problems(self, *, lr: float, train_iters: int) -> list[str]:
-        """Rules between this configuration, the peak rate and the length of the run that are broken."""
+    def warmup_steps(self, decay_steps: int) -> int:
+        """Steps of warm-up before a decay that ends at a step."""
+        fraction = self.lr_warmup_fraction
+        return self.lr_warmup_iters if fraction is None else round(fraction * decay_steps)
+
+    def joint_problems(self, *, lr: float, train_iters: int | None) -> list[str]:
+        """Rules between this configuration, the peak rate and the length of the run (None: open) that are broken."""
         found = []
         decay = self.lr_decay_iters or train_iters
-        if self.lr_warmup_iters >= decay:
+        if decay is not None and (warmup := self.warmup_steps(decay)) >= decay:
+            stated = f"iters {warmup}" if self.lr_warmup_fraction is None else f"fraction {self.lr_warmup_fraction}"
             found.append(
-                f"schedule.lr_warmup_iters {self.lr_warmup_iters} is not below the end of the decay, step {decay}; "
+                f"schedule.lr_warmup_{stated} is not below the end of the decay, step {decay}; "
                 "shorten the warm-up or raise training.train_iters"
             )
         if self.min_lr is not None and self.min_lr > lr:
@@ -70,7 +89,7 @@ def build_scheduler(
         init_lr=0.0,
         max_lr=lr,
         min_lr=min_lr,
-        lr_warmup_steps=config.lr_warmup_iters,
+        lr_warmup_steps=config.warmup_steps(decay_steps),
         lr_decay_steps=decay_steps,
         lr_decay_style=config.lr_decay_style,
         start_wd=weight_decay,

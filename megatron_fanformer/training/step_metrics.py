@@ -22,7 +22,10 @@ class StepMetrics:
     """
 
     def __init__(self, config: RunConfig, grid: RankGrid) -> None:
-        self._flops_per_token = training_flops_per_token(config.model)
+        # Within documents the scores are as many as their lengths make them, which nobody counts: at least those of a
+        # token with itself, so that the metrics say no more than was computed.
+        shortest = 1 if config.data.reset_attention_mask else None
+        self._flops_per_token = training_flops_per_token(config.model, shortest)
         self._peak_flops_per_second = _peak_flops_per_second(config, grid)
         self._norm_interval = config.logging.norm_interval
         self._grid = grid

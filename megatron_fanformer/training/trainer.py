@@ -26,6 +26,7 @@ from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.pipeline import Batches
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.attempts import Attempts, StepBatches
+from megatron_fanformer.training.chats import template_file, with_train_iters, write_template
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.evaluation import Evaluation
 from megatron_fanformer.training.loggers import Loggers
@@ -71,8 +72,9 @@ class Trainer:
     def __init__(
         self, config: RunConfig, grid: RankGrid, start: RunStart | None = None, console: Console | None = None
     ) -> None:
-        self.config, self._choices = choose_for_machine(config, grid)
         self._start = start or on_main(functools.partial(find_start, config))
+        config = with_train_iters(config, self._start.train_iters)
+        self.config, self._choices = choose_for_machine(config, grid)
         self.grid = grid
         self.run = Path(config.training.run_dir)
         self.step = 0
@@ -311,7 +313,7 @@ class Trainer:
 
     @property
     def _is_over(self) -> bool:
-        return self.step >= self.config.training.train_iters
+        return self.step >= self.config.training.steps
 
     def _shall_stop(self) -> Stopping | None:
         """Why to end after this step, the same on all ranks; None to continue."""
@@ -393,7 +395,7 @@ class Trainer:
             self._optimizer,
             lr=config.optimizer.lr,
             weight_decay=config.optimizer.weight_decay,
-            train_iters=config.training.train_iters,
+            train_iters=config.training.steps,
         )
 
     def _start_or_resume(self) -> None:
@@ -469,6 +471,8 @@ class Trainer:
 
     def _open_logs(self) -> None:
         self._logs.open(self._resolved_config(), step=self.step, tokens=self.consumed_tokens)
+        if self.grid.is_main:
+            write_template(self.run, self._start.data.chat_template)
 
     def _resolved_config(self) -> dict[str, Any]:
         values = self.config.as_dict()
@@ -479,7 +483,8 @@ class Trainer:
 
     def _attachments(self) -> list[Path]:
         tokenizer = self.config.data.tokenizer
-        return [tokenizer_file(Path(tokenizer))] if tokenizer else []
+        template = [template_file(self.run)] if self._start.data.chat_template else []
+        return [*([tokenizer_file(Path(tokenizer))] if tokenizer else []), *template]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from megatron_fanformer.parity.tensor_parts import TensorPart, gradient_parts
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.runtime.pipeline import packed_documents
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.training.step import wrap_stages
 from tests.engine_on_cpu import products
@@ -47,6 +48,10 @@ FIELDS = {
     X_F_RECOMPUTED: {**LAYOUTS["tp2 sp"], "recompute_granularity": "selective", "recompute_modules": ["fan"]},
 }
 """The layouts, and one that computes the same as another, bit for bit."""
+
+
+DOCUMENTS = (50, 1, 37, 40, 64, 64)
+"""The lengths of the documents in the two samples."""
 
 
 class Pass(NamedTuple):
@@ -94,19 +99,35 @@ def one_pass(
     dtype: torch.dtype = torch.bfloat16,
     scaled_norms: tuple[str, ...] = (),
     passes: int = 1,
+    within_documents: bool = False,
 ) -> Pass:
-    """The last of so many passes; `scaled_norms` names norms whose weights are taken times 1.5 before."""
+    """The last of so many passes; `scaled_norms` names norms whose weights are taken times 1.5 before.
+
+    `within_documents`: attention stays within those of `DOCUMENTS`.
+    """
     with model_on_rank(implementation, VARIANTS[variant], layout, precision, dtype) as (stage, grid):
         for shard in local_shards(model_state([stage], grid)["model0"]):
             if shard.key.endswith(scaled_norms):
                 shard.data.data.mul_(1.5)
         (wrapped,) = wrap_stages([stage], ParallelConfig(**FIELDS[layout], use_distributed_optimizer=False))
         tokens, positions = batch()
+        packed = None
+        if within_documents:
+            tokens, positions = tokens.view(1, -1), positions.reshape(1, -1)
+            ids = torch.arange(len(DOCUMENTS)).repeat_interleave(torch.tensor(DOCUMENTS))
+            packed = packed_documents(ids.unsqueeze(0), "cpu")
         for _ in range(passes):
             wrapped.zero_grad_buffer()
             stage.set_is_first_microbatch()  # as the schedules do: the Engine then makes the FP8 weights anew
             with recorded_products() as seen:
-                losses = wrapped(tokens, positions, None, labels=tokens.roll(-1, 1), loss_mask=torch.ones(tokens.shape))
+                losses = wrapped(
+                    tokens,
+                    positions,
+                    None,
+                    labels=tokens.roll(-1, 1),
+                    loss_mask=torch.ones(tokens.shape),
+                    packed_seq_params=packed,
+                )
                 losses.float().sum().backward()
         finalize_model_grads([wrapped], pg_collection=grid.groups)
         return Pass(losses.float().mean().item(), gradient_parts([stage], grid, Reordering(MODEL, 1, 0)), seen)

@@ -174,6 +174,47 @@ def test_fused_attention(layout: str, mask: str) -> None:
         assert_near(found, given.grad, 2 * BF16)  # probabilities and their gradients are rounded, too
 
 
+def test_packed_sequences() -> None:
+    """Attention and rotary embedding of each are its own; the conversions to padded ones are there and back."""
+    real = extension.build()
+    thd, sbhd = real.NVTE_QKV_Layout.NVTE_THD_THD_THD, real.NVTE_QKV_Layout.NVTE_SBHD_SBHD_SBHD
+    lengths = [5, 1, 8, 2]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    packed = [random(16, heads, 16, dtype=torch.bfloat16, seed=seed) for seed, heads in enumerate((6, 3, 3, 6))]
+
+    def both_ways(kind: Any, form: Any, mask: Any, tensors: list[Tensor], bounds: Tensor) -> list[Tensor]:
+        q, k, v, grad = tensors
+        common = (None, mask, None, (-1, -1), False)
+        output, *kept = attention.fused_attn_fwd(
+            *(8, 8, True, 0.25, 0.0, False, kind, form, None, *common, bounds, bounds),
+            *(q, k, v, q.dtype, *([None] * 9), 0, False, False),
+        )
+        grads = attention.fused_attn_bwd(
+            *(8, 8, 0.25, 0.0, False, kind, form, form, kind, None, None, *common, False, bounds, bounds),
+            *(q, k, v, output, grad, q.dtype, kept, None, None, None, None, None, False),
+        )
+        return [output, *grads[:3]]
+
+    masks, forms = real.NVTE_Mask_Type, real.NVTE_QKV_Format
+    found = both_ways(thd, forms.NVTE_THD, masks.NVTE_PADDING_CAUSAL_MASK, packed, bounds)
+    alone = [
+        both_ways(sbhd, forms.NVTE_SBHD, masks.NVTE_CAUSAL_MASK, [t.unsqueeze(1) for t in own], torch.tensor([0, 1]))
+        for own in zip(*(t.split(lengths) for t in packed), strict=True)
+    ]
+    for whole, parts in zip(found, zip(*alone, strict=True), strict=True):
+        assert torch.equal(whole, torch.cat(parts).squeeze(1))
+    freqs = angles(8, 16)
+    turned = rotary.fused_rope_forward(packed[0], freqs, None, forms.NVTE_THD, False, bounds, 1, 0)
+    each = [
+        rotary.fused_rope_forward(own.unsqueeze(1), freqs, None, forms.NVTE_SBHD, False, None, 1, 0)
+        for own in packed[0].split(lengths)
+    ]
+    assert torch.equal(turned, torch.cat(each).squeeze(1))
+    padded = attention.convert_thd_to_bshd(packed[0], bounds, 4, 8)
+    assert torch.equal(padded[2], packed[0][6:14]) and not padded[0, 5:].any()
+    assert torch.equal(attention.convert_bshd_to_thd(padded, bounds, 16), packed[0])
+
+
 @pytest.mark.parametrize(
     "name", ["scaled", "scaled_masked", "scaled_upper_triang_masked", "scaled_aligned_causal_masked"]
 )

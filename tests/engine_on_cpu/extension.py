@@ -26,6 +26,8 @@ GROUPS: dict[types.ModuleType, tuple[str, ...]] = {
         "get_fused_attn_backend",
         "fused_attn_fwd",
         "fused_attn_bwd",
+        "convert_thd_to_bshd",
+        "convert_bshd_to_thd",
         "scaled_softmax_forward",
         "scaled_softmax_backward",
         "scaled_masked_softmax_forward",

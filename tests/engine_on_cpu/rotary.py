@@ -1,6 +1,7 @@
 """Rotary embedding of the stand-in: angles and products in float32, the output rounded once.
 
-Shapes: s sequence, b batch, h heads, d head size, r rotated part of it, S longest sequence.
+Shapes: s sequence, b batch, h heads, d head size, r rotated part of it, S longest sequence, n tokens of all packed
+sequences.
 """
 
 from typing import Any
@@ -19,9 +20,9 @@ def fused_rope_forward(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    """[s, b, h, d] (or [b, s, h, d]) rotated by the angles [S, 1, 1, r] of its positions."""
-    _refuse(start_positions, qkv_format, interleaved, cu_seqlens)
-    return _rotated(t, _own_angles(t, freqs, qkv_format, cp_size, cp_rank), 1.0)
+    """[s, b, h, d] (or [b, s, h, d], or [n, h, d]) rotated by the angles [S, 1, 1, r] of its positions."""
+    _refuse(start_positions, qkv_format, interleaved, cu_seqlens, cp_size)
+    return _rotated(t, _own_angles(t, freqs, qkv_format, cp_size, cp_rank, cu_seqlens), 1.0)
 
 
 def fused_rope_backward(
@@ -35,8 +36,8 @@ def fused_rope_backward(
     cp_rank: int,
 ) -> Tensor:
     """The same, rotated back."""
-    _refuse(start_positions, qkv_format, interleaved, cu_seqlens)
-    return _rotated(grad, _own_angles(grad, freqs, qkv_format, cp_size, cp_rank), -1.0)
+    _refuse(start_positions, qkv_format, interleaved, cu_seqlens, cp_size)
+    return _rotated(grad, _own_angles(grad, freqs, qkv_format, cp_size, cp_rank, cu_seqlens), -1.0)
 
 
 def fused_qkv_rope_forward(
@@ -82,14 +83,19 @@ def fused_qkv_rope_backward(
     return torch.cat([query, key, grad_v], dim=-1)
 
 
-def _refuse(start_positions: Any, qkv_format: Any, interleaved: bool, cu_seqlens: Any) -> None:
-    is_known = qkv_format.name in ("NVTE_SBHD", "NVTE_BSHD")
-    if start_positions is not None or cu_seqlens is not None or interleaved or not is_known:
-        raise NotImplementedError("rotary embedding of packed or interleaved tensors is not in the stand-in")
+def _refuse(start_positions: Any, qkv_format: Any, interleaved: bool, cu_seqlens: Any, cp_size: int = 1) -> None:
+    is_packed = qkv_format.name == "NVTE_THD" and cu_seqlens is not None and cp_size == 1
+    is_known = is_packed or (qkv_format.name in ("NVTE_SBHD", "NVTE_BSHD") and cu_seqlens is None)
+    if start_positions is not None or interleaved or not is_known:
+        raise NotImplementedError("rotary embedding of interleaved or spread packed tensors is not in the stand-in")
 
 
-def _own_angles(t: Tensor, freqs: Tensor, qkv_format: Any, cp_size: int, cp_rank: int) -> Tensor:
-    """The angles of this rank's two chunks of the sequence, broadcast over t's axes."""
+def _own_angles(
+    t: Tensor, freqs: Tensor, qkv_format: Any, cp_size: int, cp_rank: int, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """The angles of this rank's two chunks of the sequence, or of each packed sequence, broadcast over t's axes."""
+    if cu_seqlens is not None:
+        return torch.cat([freqs[:length] for length in cu_seqlens.diff().tolist()]).squeeze(1).float()
     is_sbhd = qkv_format.name == "NVTE_SBHD"
     length = t.shape[0 if is_sbhd else 1]
     if cp_size > 1:

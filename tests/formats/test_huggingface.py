@@ -13,8 +13,9 @@ import pytest
 import sentencepiece
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from megatron_fanformer.data.chat_template import encode_chat, find_template
 from megatron_fanformer.data.tokenizer import load_tokenizer, train_sentencepiece
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats import tokenizer_files
@@ -171,6 +172,32 @@ def test_an_export_holds_what_transformers_asks_for(exported):
         "tokenizer.model",
         "tokenizer_config.json",
     }
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "json"])
+def test_transformers_gives_a_chat_the_ids_that_it_is_trained_on(kind, sentencepiece_model, tmp_path):
+    """Also where another program's tokenizer states another end of text."""
+    source = sentencepiece_model if kind == "sentencepiece" else OLMO_TOKENIZER
+    original, template = load_tokenizer(source), find_template(source, "olmo")
+    tokenizer_files.write_tokenizer(
+        tmp_path,
+        source,
+        end_of_text_id=original.eod_id,
+        model_max_length=64,
+        chat_template=template.with_variables(),
+    )
+    written = PreTrainedTokenizerFast.from_pretrained(tmp_path, eos_token="<unk>")
+    chat = [
+        ("system", ""),
+        ("user", "Größe 北京 🙂\n"),
+        ("assistant", "two  <|endoftext|>\u2581"),
+        ("user", "{% if %}"),
+    ]
+    messages = [{"role": role, "content": content} for role, content in chat]
+    wanted, _ = encode_chat(original, template.render(messages, add_generation_prompt=True))
+    assert written.apply_chat_template(messages, add_generation_prompt=True).input_ids == wanted.tolist()
+    text = "plain <|endoftext|> text"
+    assert written(text, split_special_tokens=kind == "sentencepiece").input_ids == original.encode(text)
 
 
 def test_the_code_is_copied_verbatim(exported):

@@ -78,7 +78,7 @@ def write_checkpoint(run: Path, case: str, tokenizer: Path, precision: str = "fp
         return write_full_tensors(run, tensors, saved, [tokenizer])
 
 
-def write_export(folder: Path, case: str, tokenizer: Path) -> None:
+def write_export(folder: Path, case: str, tokenizer: Path, chat_template: str | None = None) -> None:
     config, tensors = model_and_tensors(case)
     export_huggingface(
         config,
@@ -87,6 +87,7 @@ def write_export(folder: Path, case: str, tokenizer: Path) -> None:
         dtype=torch.float32,
         tokenizer_path=tokenizer,
         end_of_text_id=END_OF_TEXT_ID,
+        chat_template=chat_template,
     )
 
 
@@ -123,6 +124,21 @@ def new_ids_of_many(
 
 def all_logits(model: TrainedModel, ids_bs: list[list[int]]) -> list[Any]:
     return model.logits(torch.tensor(ids_bs)).tolist()
+
+
+def logits_read_on(model: TrainedModel, ids_bs: list[list[int]], reads_on: bool) -> list[Any]:
+    """Logits [b, 3, v] after 3 tokens; after the fourth and the first twice; and after all, read behind the fourth.
+
+    Args:
+        reads_on: False: as with an attention that takes one query alone behind a filled cache.
+    """
+    assert model.reads_on
+    model.reads_on = reads_on
+    ids = torch.tensor(ids_bs)
+    decoder = model.decoder(ids.shape[0], ids.shape[1])
+    found = [decoder.next_logits(ids[:, :3]), decoder.next_logits(ids[:, [3, 0, 0]])]
+    decoder.rewind(4)
+    return torch.stack([found[0], found[1], decoder.next_logits(ids[:, 4:])], dim=1).tolist()
 
 
 def cached_logits(model: TrainedModel, ids_bs: list[list[int]], prompt_length: int) -> list[Any]:

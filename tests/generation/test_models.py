@@ -11,7 +11,7 @@ from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.generation.models import find_model
 from megatron_fanformer.generation.sampling import SamplingConfig
-from tests.generation.making import all_logits, cached_logits, new_ids, with_model, write_checkpoint
+from tests.generation.making import all_logits, cached_logits, logits_read_on, new_ids, with_model, write_checkpoint
 from tests.training.layouts import REFERENCE
 
 PROMPT_IDS = [7, 99, 3, 200, 41]
@@ -30,6 +30,17 @@ def test_the_cache_gives_the_logits_of_a_whole_pass(case, tmp_path, tokenizer_fi
     (whole,) = run_on_ranks(1, with_model, tmp_path, all_logits, ids)
     (cached,) = run_on_ranks(1, with_model, tmp_path, cached_logits, ids, 3)
     assert torch.allclose(torch.tensor(cached), torch.tensor(whole)[:, 2:], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("reads_on", [True, False], ids=["together", "one by one"])
+def test_several_tokens_behind_the_cache_see_their_past_alone(reads_on, run_folder, run_on_ranks):
+    ids = [[7, 99, 3, 200, 41, 5, 6, 149], [1, 2, 3, 4, 5, 6, 7, 8]]
+    others = [[*row[:4], row[0], row[0]] for row in ids]
+    (whole,) = run_on_ranks(1, with_model, run_folder, all_logits, ids)
+    (branch,) = run_on_ranks(1, with_model, run_folder, all_logits, others)
+    (found,) = run_on_ranks(1, with_model, run_folder, logits_read_on, ids, reads_on)
+    expected = torch.stack([torch.tensor(whole)[:, 2], torch.tensor(branch)[:, 5], torch.tensor(whole)[:, 7]], dim=1)
+    assert torch.allclose(torch.tensor(found), expected, rtol=0, atol=2e-5)
 
 
 def test_the_cache_gives_the_greedy_ids_of_recomputing(run_folder, run_on_ranks):

@@ -56,7 +56,7 @@ def test_the_values_p_is_that_of_the_queries_where_not_stated():
 def test_rows_are_truncated_as_megatrons_are():
     model = build(fan_placement="qk_and_v", p_ratio=0.3)
     attention = model.model.layers[0].self_attn
-    assert (attention.fan.sizes, attention.v_fan.sizes) == ([9, 14], [4, 8])
+    assert (attention.fan_activation.sizes, attention.v_fan_activation.sizes) == ([9, 14], [4, 8])
 
 
 @pytest.mark.parametrize("fields", PLACEMENTS.values(), ids=PLACEMENTS.keys())

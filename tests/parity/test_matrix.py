@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.parity.config import ParityConfig, read_layouts
 from megatron_fanformer.parity.run import ParityResult
 from megatron_fanformer.runtime.rank_pool import RankPool
 from tests.parity.test_parity import compare, write_config
@@ -53,6 +55,7 @@ MORE_LAYOUTS = (
     "tp=2,cp=2,pp=2,sp=true,recompute=full",
     "tp=2,dp=2,distributed_optimizer=true,overlap=true,recompute=selective",
 )
+WITHIN_DOCUMENTS = ("tp=2", "tp=2,sp=true,fan=sequence", "pp=2", "pp=2,vpp=2,recompute=full", "dp=2")
 PLACEMENTS: dict[str, dict[str, object]] = {
     "qkv": {},
     "qk_and_v": {"placement": "qk_and_v", "v_p_ratio": 0.125},
@@ -117,6 +120,23 @@ def test_fan_recomputed_in_more_layouts(long_pool: RankPool, tmp_path: Path) -> 
 @pytest.mark.timeout(900)
 def test_more_combinations(long_pool: RankPool, config_file: Path) -> None:
     assert_close(compare(long_pool, config_file, *MORE_LAYOUTS, steps=5))
+
+
+def within_documents(folder: Path) -> Path:
+    """Two samples a micro batch: they are one row then, of which a rank's part ends within a sample."""
+    training = {"run_dir": str(folder), "train_iters": 10, "global_batch_size": 32, "micro_batch_size": 2}
+    return write_config(folder, data={"train_data": ["none"], "reset_attention_mask": True}, training=training)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_attention_within_documents_for_two_steps(long_pool: RankPool, tmp_path: Path) -> None:
+    assert_close(compare(long_pool, within_documents(tmp_path), *WITHIN_DOCUMENTS, steps=2))
+
+
+def test_a_layout_that_cannot_keep_attention_within_documents(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"layout 'cp=2': data\.reset_attention_mask with parallel\.context"):
+        read_layouts(ParityConfig(file=within_documents(tmp_path), layouts=("cp=2",)))
 
 
 @pytest.fixture(scope="module")

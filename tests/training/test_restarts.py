@@ -21,7 +21,9 @@ def begun(step: int) -> RunStart:
     """What a run starts from when its last checkpoint is of that step."""
     resumed = Path(f"step-{step}") if step else None
     identity = DataIdentity(train=SetIdentity(sources=[]))
-    return RunStart(resumed=resumed, loaded=None, data=mock.create_autospec(DataSurvey), identity=identity)
+    return RunStart(
+        resumed=resumed, loaded=None, data=mock.create_autospec(DataSurvey), identity=identity, train_iters=1
+    )
 
 
 class Launches:

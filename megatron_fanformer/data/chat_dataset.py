@@ -1,0 +1,71 @@
+"""Samples of chats for fine-tuning: whole conversations packed to seq_length, each a document of its own.
+
+A sample has every token of its conversations as an input. A label is the next token of the same conversation, so that
+the last one predicts nothing; whether it is learned is what the files say about that very token, whatever its id: an
+end of text that is learned counts, also where padding has the same id. The conversations of a set are packed once;
+each epoch takes all samples once, in an order of its own.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_fanformer.data.batches import DOCUMENT_IDS
+from megatron_fanformer.data.conversations import Conversations
+from megatron_fanformer.data.npy_dataset import epoch_order
+from megatron_fanformer.data.packing import pack
+
+
+class ChatDataset:
+    """Samples of packed conversations, epoch after epoch: a map-style dataset for a DataLoader.
+
+    Sample n depends on the files, their order, seq_length and the seed alone. Some 35 bytes a conversation are held in
+    memory, which forked loader processes share.
+    """
+
+    def __init__(self, conversations: Conversations, *, seq_length: int, seed: int, samples: int | None = None) -> None:
+        """`samples` is the length, over as many epochs as it takes; None: one epoch."""
+        self.conversations = conversations
+        self.seq_length = seq_length
+        self._seed = seed
+        self._packing = pack(conversations.lengths, seq_length, seed=seed)
+        self.epoch_samples = len(self._packing)
+        self._length = self.epoch_samples if samples is None else samples
+        self._order: tuple[int, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """`tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32) and `document_ids` (int32), [seq_length].
+
+        What is left behind the last conversation is a document of zeros, without a loss.
+        """
+        tokens, labels, positions = (np.zeros(self.seq_length, np.int64) for _ in range(3))
+        mask, documents = np.zeros(self.seq_length, np.float32), np.zeros(self.seq_length, np.int32)
+        begin, members = 0, self.members(index)
+        for document, number in enumerate(members):
+            chats, own = self.conversations.place(number)
+            ids, learned = (part[: self.seq_length] for part in chats[own])
+            end = begin + len(ids)
+            tokens[begin:end], positions[begin:end], documents[begin:end] = ids, np.arange(len(ids)), document
+            labels[begin : end - 1], mask[begin : end - 1] = ids[1:], learned[1:]
+            begin = end
+        positions[begin:], documents[begin:] = np.arange(self.seq_length - begin), len(members)
+        arrays = {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": positions}
+        return {name: torch.from_numpy(array) for name, array in {**arrays, DOCUMENT_IDS: documents}.items()}
+
+    def members(self, index: int) -> Sequence[int]:
+        """The numbers of a sample's conversations, in the order in which they stand in it."""
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        epoch, position = divmod(int(index), self.epoch_samples)
+        members: list[int] = self._packing.of(int(self._order_of(epoch)[position])).tolist()
+        return members
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, epoch_order(self.epoch_samples, seed=self._seed, epoch=epoch))
+        return self._order[1]

@@ -1,0 +1,174 @@
+"""`chat`: a conversation with a model, whose key/value cache is kept from turn to turn."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fanformer.data.chat_template import (
+    ChatTemplate,
+    Message,
+    encode_chat,
+    find_template,
+    refuse_spaces_between,
+)
+from megatron_fanformer.data.tokenizer import Tokenizer
+from megatron_fanformer.errors import InputError, noting
+from megatron_fanformer.generation.continuation import new_continuation
+from megatron_fanformer.generation.models import ModelSource, TrainedModel, find_model_and_tokenizer, load_model
+from megatron_fanformer.generation.sampling import SamplingConfig
+
+FREE_SHARE = 4
+"""The part of the context, one in so many, that an answer of unstated length finds free."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(SamplingConfig):
+    """With which model to talk, and how it answers."""
+
+    checkpoint: str
+    """A run's folder, one checkpoint, or an exported Hugging Face folder."""
+    system: str | None = None
+    """What the model is told before the conversation."""
+    chat_template: str | None = None
+    """A Jinja file, or `olmo`; None: the template next to the tokenizer."""
+    max_new_tokens: int | None = None
+    """Of an answer; None: as many as the context holds."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer, without being part of it."""
+    tokenizer: str | None = None
+    """A .model, a tokenizer.json or a folder that holds one; None: the checkpoint's own."""
+
+    def problems(self) -> list[str]:
+        """Rules of single fields that this configuration breaks, one line each."""
+        found = super().problems()
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            found.append(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        if "" in self.stop:
+            found.append("a stop string is empty; leave it out")
+        return found
+
+
+@contextmanager
+def open_chat(config: ChatConfig) -> Iterator["Chat"]:
+    """Load a model to talk to, in a process group of this process alone.
+
+    Raises:
+        InputError: settings are wrong, the checkpoint, its tokenizer or its template is missing: all problems
+            together, before weights are read.
+        CorruptError: the checkpoint is damaged.
+    """
+    source, tokenizer, template = _find(config)
+    with load_model(source.path) as model:
+        yield Chat(model, tokenizer, template, config)
+
+
+def _find(config: ChatConfig) -> tuple[ModelSource, Tokenizer, ChatTemplate]:
+    problems = config.problems()
+    source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, problems)
+    template = None
+    if source is not None:
+        if (config.max_new_tokens or 0) >= source.config.seq_length:
+            problems.append(
+                f"max_new_tokens is {config.max_new_tokens}, which leaves no room for a message in the "
+                f"{source.config.seq_length} tokens that the model was trained on; set it lower"
+            )
+        if tokenizer is not None:
+            path = config.tokenizer or tokenizer.path
+            named, end = config.chat_template, source.end_of_text_id
+            template = noting(problems, lambda: find_template(path, named, eod_id=end))
+            noting(problems, lambda: refuse_spaces_between(tokenizer))
+    if problems or source is None or tokenizer is None or template is None:
+        raise InputError("\n".join(problems))
+    return source, tokenizer, template
+
+
+class Chat:
+    """A conversation: its messages, and the tokens that the model's cache holds of it."""
+
+    def __init__(self, model: TrainedModel, tokenizer: Tokenizer, template: ChatTemplate, config: ChatConfig) -> None:
+        self._tokenizer, self._template, self._config = tokenizer, template, config
+        self._context_tokens = model.config.seq_length
+        self._decoder = model.decoder(1, self._context_tokens)
+        self._read: list[int] = []  # the tokens in the cache
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew; what the model is told before the conversation stays."""
+        system = self._config.system
+        self.forgotten = 0
+        """Turns that were left out, to make room."""
+        self._messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+
+    def answer(self, text: str) -> Iterator[str]:
+        """Take a message, and give the answer as it comes: with each token its new text, which may be none.
+
+        The answer is part of the conversation as far as it came, even where the caller breaks off.
+
+        Raises:
+            InputError: the message is too long for the model's context, or the template refuses it; the conversation
+                is as before then.
+            DivergenceError: the model's logits are not finite.
+        """
+        ids = self._with_room([*self._messages, {"role": "user", "content": text}])
+        room = self._context_tokens - len(ids)
+        answer = new_continuation(
+            self._tokenizer,
+            ids,
+            self._config,
+            max_new_tokens=min(self._config.max_new_tokens or room, room),
+            stop=self._config.stop,
+        )
+        written = 0
+        try:
+            while answer.ended_by is None:
+                answer.take(self._logits_after([*ids, *answer.ids]))
+                settled = answer.settled_text
+                yield settled[written:]
+                written = len(settled)
+        finally:
+            self._messages.append({"role": "assistant", "content": answer.text})
+
+    def _with_room(self, messages: list[Message]) -> list[int]:
+        """The tokens of a conversation, whose oldest turns are left out until an answer has room."""
+        wanted = self._config.max_new_tokens or self._context_tokens // FREE_SHARE
+        left_out = 0
+        while len(ids := self._ids(messages)) + wanted > self._context_tokens:
+            rest = _without_oldest_turn(messages)
+            if rest is None:
+                break
+            messages, left_out = rest, left_out + 1
+        if len(ids) >= self._context_tokens:
+            raise InputError(
+                f"the message makes {len(ids)} tokens with what stands before it, and the model was trained on "
+                f"{self._context_tokens}; write a shorter one"
+            )
+        self._messages, self.forgotten = messages, self.forgotten + left_out
+        return ids
+
+    def _ids(self, messages: Sequence[Message]) -> list[int]:
+        ids, _ = encode_chat(self._tokenizer, self._template.render(messages, add_generation_prompt=True))
+        return [int(token) for token in ids]
+
+    def _logits_after(self, ids: list[int]) -> Tensor:
+        """The logits [v] of the token after `ids`, of which the model reads what the cache does not hold."""
+        known = min(_common(self._read, ids), len(ids) - 1)
+        self._decoder.rewind(known)
+        self._read = ids[:known]  # should the reading be broken off
+        (logits_v,) = self._decoder.next_logits(torch.tensor([ids[known:]]))
+        self._read = ids
+        return logits_v
+
+
+def _without_oldest_turn(messages: Sequence[Message]) -> list[Message] | None:
+    """The messages without the first of the user's and its answer; None where only the last one would be left out."""
+    starts = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    return None if len(starts) < 2 else [*messages[: starts[0]], *messages[starts[1] :]]
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two sequences begin with together."""
+    shorter = min(len(left), len(right))
+    return next((place for place in range(shorter) if left[place] != right[place]), shorter)

@@ -1,0 +1,61 @@
+"""What fine-tuning on chats adds to a run: epochs as steps, and the template that goes with its checkpoints."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA
+from megatron_fanformer.data.conversations import training_conversations, validation_conversations
+from megatron_fanformer.data.packing import pack
+from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.training.config import RunConfig
+
+
+def with_steps(config: RunConfig, *, tell: Callable[[str], None] = lambda _: None) -> RunConfig:
+    """The configuration with `training.epochs` as `train_iters`, where it is of chats; else as it is.
+
+    Args:
+        tell: is called with a line about the samples that the conversations make, and one about the steps.
+
+    Raises:
+        InputError: there are no such files, or no conversations to train or to validate on.
+        CorruptError: files disagree with one another.
+    """
+    if not config.data.is_chats:
+        return config
+    training = config.training
+    validation_conversations(config.data)  # refused now, where there are none
+    packing = pack(training_conversations(config.data).lengths, config.model.seq_length, seed=training.seed)
+    tell(packing.in_words())
+    if training.epochs is None:
+        return config
+    steps = math.ceil(training.epochs * len(packing) / training.global_batch_size)
+    tell(f"{training.epochs:g} epochs are {steps:,} steps of {training.global_batch_size:,} samples")
+    return with_train_iters(config, steps)
+
+
+def with_train_iters(config: RunConfig, steps: int) -> RunConfig:
+    """The configuration of a run of so many steps, however it says its length itself."""
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, train_iters=steps, epochs=None))
+
+
+def template_file(run: Path) -> Path:
+    """Where a run keeps the template of its chats, for its checkpoints."""
+    return run / CHAT_TEMPLATE_JINJA
+
+
+def write_template(run: Path, template: str | None) -> None:
+    """Write it there, if there is one.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    if template is None:
+        return
+    try:
+        write_atomically(template_file(run), template)
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror}); free space, or name another"
+        raise InputError(f"training.run_dir {run} {reason}") from error

@@ -1,0 +1,98 @@
+"""What `model.preset` stands for: one of the paper's sizes, or the model of the checkpoint that a run starts from."""
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.remote import asked, is_url, url_problem
+from megatron_fanformer.errors import CorruptError, InputError, redacted
+from megatron_fanformer.formats.recognition import find_checkpoint
+from megatron_fanformer.model.config import PRESETS, FANformerConfig
+
+PRESET_KEY = "model.preset"
+FROM_CHECKPOINT = "from-checkpoint"
+OF_THE_RUN = ("seq_length",)
+"""What a run may state beside `from-checkpoint`: weights fit any length."""
+
+
+def with_preset(values: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's plain values with all of the model's in the place of `model.preset`.
+
+    Raises:
+        InputError: there is no such preset, no checkpoint, or one of another model than `model` states beside it.
+        CorruptError: the checkpoint does not say what its model is.
+    """
+    model = values.get("model")
+    if not isinstance(model, dict) or model.get("preset") is None:
+        return values
+    name = model["preset"]
+    if not isinstance(name, str) or name not in (*PRESETS, FROM_CHECKPOINT):
+        raise InputError(f"{PRESET_KEY} is {name}; it must be one of {', '.join((*PRESETS, FROM_CHECKPOINT))}")
+    stated = {key: value for key, value in model.items() if key != "preset"}
+    if name == FROM_CHECKPOINT:
+        checkpoint, shape = _checkpoint_and_model(values)
+        if found := list(_disagreements(stated, dataclasses.asdict(shape), "model.", checkpoint)):
+            raise InputError("\n".join(found))
+    else:
+        shape = PRESETS[name]
+    merged = {**dataclasses.asdict(shape), **stated}
+    if isinstance(stated.get("fan"), dict):
+        merged["fan"] = {**dataclasses.asdict(shape.fan), **stated["fan"]}
+    return {**values, "model": merged}
+
+
+def _disagreements(stated: dict[str, Any], shape: dict[str, Any], prefix: str, checkpoint: str) -> Iterator[str]:
+    """A line for each stated field that is not the checkpoint's. Keys that no model has are refused elsewhere."""
+    for name, value in stated.items():
+        if isinstance(value, dict) and isinstance(shape.get(name), dict):
+            yield from _disagreements(value, shape[name], f"{prefix}{name}.", checkpoint)
+        elif name in shape and name not in OF_THE_RUN and value != shape[name]:
+            yield (
+                f"{prefix}{name} is {value}, but {PRESET_KEY} is {FROM_CHECKPOINT}, and {checkpoint} was saved with "
+                f"{shape[name]}; leave it out"
+            )
+
+
+def _checkpoint_and_model(values: dict[str, Any]) -> tuple[str, FANformerConfig]:
+    """What the run starts from: its own newest checkpoint where it has begun, as for `checkpoint.load` itself."""
+    run, load = _text(values, "training", "run_dir"), _text(values, "checkpoint", "load")
+    for checkpoint in reversed(store.complete_checkpoints(Path(run))) if run else ():
+        try:
+            return str(checkpoint), store.saved_model(checkpoint)
+        except CorruptError:
+            continue  # which the start of the run tells
+    if load is None:
+        raise InputError(f"{PRESET_KEY} is {FROM_CHECKPOINT}, but checkpoint.load names none; name one")
+    if is_url(load):
+        return redacted(load), _model_on_another_store(load)
+    try:
+        found = find_checkpoint(load)
+    except InputError as error:
+        raise InputError(f"checkpoint.load: {error} ({PRESET_KEY} is {FROM_CHECKPOINT})") from None
+    return str(found), store.saved_model(found)
+
+
+def _model_on_another_store(url: str) -> FANformerConfig:
+    """By the configuration of a run or of a checkpoint there, which is all that is fetched."""
+    if problem := url_problem("checkpoint.load", url):
+        raise InputError(problem)
+    folder_url = url.rstrip("/").removesuffix(f"/{store.CHECKPOINTS}")
+    content = asked(folder_url, lambda remote: remote.fetch_record(store.CONFIG))
+    if content is None:
+        raise InputError(f"checkpoint.load: {folder_url} has no {store.CONFIG}; name a run or a checkpoint")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / store.CONFIG).write_bytes(content)
+        try:
+            return store.saved_model(Path(folder))
+        except CorruptError as error:
+            raise CorruptError(str(error).replace(folder, folder_url)) from None
+
+
+def _text(values: dict[str, Any], section: str, name: str) -> str | None:
+    """A field that has not been checked yet; None where it is no text, which is refused elsewhere."""
+    fields = values.get(section)
+    value = fields.get(name) if isinstance(fields, dict) else None
+    return value if isinstance(value, str) and "\0" not in value else None

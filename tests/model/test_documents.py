@@ -1,0 +1,246 @@
+"""Attention within documents: the model computes of packed documents what it computes of each alone."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_fanformer.model.build import build_stages
+from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.model.layout_rules import document_problems
+from megatron_fanformer.model.local_layers import TorchCoreAttention
+from megatron_fanformer.parity.reordering import Reordering
+from megatron_fanformer.parity.tensor_parts import gather_gradients, gradient_parts
+from megatron_fanformer.parity.trial import TrialConfig, prepared
+from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.runtime.pipeline import packed_documents
+from megatron_fanformer.training.optimizer import OptimizerConfig
+from megatron_fanformer.training.step import compute_gradients, read_sums
+from tests.tiny import tiny_model
+
+SAME = 1e-6  # a loss, or the norm of a gradient's difference, relative: float32 sums in another order
+SEQ_LENGTH, SAMPLES, MICRO_BATCH = 32, 4, 2
+# Of each sample; documents of one token, of equal length side by side, and a sample that is one document.
+LENGTHS = ([7, 1, 12, 12], [32], [1, 1, 1, 9, 20], [5, 8, 8, 11])
+TRIAL = TrialConfig(
+    model=tiny_model(seq_length=SEQ_LENGTH, num_query_groups=2),
+    optimizer=OptimizerConfig(lr=1e-3),
+    global_batch_size=SAMPLES,
+    micro_batch_size=MICRO_BATCH,
+    steps=1,
+    dtype="fp32",
+    device="cpu",
+    kernels=KernelsConfig(transformer_impl="local"),
+)
+
+RunOnRanks = Callable[..., list[Any]]
+
+
+def samples() -> dict[str, Tensor]:
+    """All samples, [samples, s] each; no loss where a document ends, as by `data.eod_mask_loss`."""
+    tokens = torch.randint(100, (SAMPLES, SEQ_LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    ids = torch.stack([torch.arange(len(own)).repeat_interleave(torch.tensor(own)) for own in LENGTHS])
+    is_last = torch.cat([ids[:, 1:] != ids[:, :-1], torch.zeros(SAMPLES, 1, dtype=torch.bool)], 1)
+    return {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "loss_mask": (~is_last).float(),
+        "position_ids": torch.arange(SEQ_LENGTH).expand(SAMPLES, -1),
+        "document_ids": ids.int(),
+    }
+
+
+def packed(rank: int, replicas: int) -> Iterator[dict[str, Tensor]]:
+    """A replica's micro batches of whole samples."""
+    for first in range(rank * MICRO_BATCH, SAMPLES, replicas * MICRO_BATCH):
+        yield {name: tensor[first : first + MICRO_BATCH] for name, tensor in samples().items()}
+
+
+def unpacked() -> list[dict[str, Tensor]]:
+    """Each document as a micro batch of its own, in today's form."""
+    alone = []
+    for sample, lengths in enumerate(LENGTHS):
+        for own in torch.arange(SEQ_LENGTH).split(lengths):
+            parts = {name: tensor[sample : sample + 1, own] for name, tensor in samples().items()}
+            del parts["document_ids"]
+            alone.append({**parts, "position_ids": torch.arange(len(own)).unsqueeze(0)})
+    return alone
+
+
+def one_step(layout: ParallelConfig, placement: str, alone: bool = False) -> tuple[float, int, list[Any]]:
+    """A step's mean loss, its tokens, and this rank's parts of the gradients."""
+    fan = dataclasses.replace(TRIAL.model.fan, placement=placement)
+    trial = dataclasses.replace(TRIAL, model=dataclasses.replace(TRIAL.model, fan=fan))
+    order = Reordering(trial.model, SAMPLES, 0)
+    with prepared(trial, layout, order) as (grid, stages, wrapped, optimizer, _, shape, _):
+        if alone:
+            batches = iter(unpacked())
+            shape = dataclasses.replace(shape, num_micro_batches=len(unpacked()), micro_batch_size=1)
+        else:
+            batches = packed(grid.data_parallel_rank, grid.data_parallel_size)
+        sums = compute_gradients(wrapped, optimizer, batches, grid, shape)
+        gather_gradients(wrapped)
+        loss, tokens, _ = read_sums(sums)
+        return loss, tokens, gradient_parts(stages, grid, order)
+
+
+def whole(ranks: list[tuple[float, int, list[Any]]]) -> dict[str, Tensor]:
+    gradients: dict[str, Tensor] = {}
+    for _, _, parts in ranks:
+        for part in parts:
+            gradients.setdefault(part.name, torch.full(part.shape, torch.nan))[part.where] = torch.from_numpy(
+                part.values
+            )
+    return gradients
+
+
+TP2 = {"tensor_model_parallel_size": 2}
+SP = {**TP2, "sequence_parallel": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "core attention recomputed": {"recompute_granularity": "selective"},
+    "tp2 sp, recomputed": {
+        **SP,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "tp2": TP2,
+    "tp2 sp, FAN sequence": {**SP, "fan_form": "sequence"},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "dp2": {"data_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "placement"),
+    [
+        ("one process", "qkv"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (*((name, "qkv") for name in LAYOUTS if name != "one process"), ("tp2", "qk_and_v"))
+        ),
+    ],
+)
+def test_packed_equals_unpacked(run_on_ranks: RunOnRanks, layout: str, placement: str) -> None:
+    parallel = ParallelConfig(**LAYOUTS[layout])
+    one_by_one = run_on_ranks(1, one_step, ParallelConfig(), placement, True)
+    ranks = parallel.model_parallel_size * (parallel.data_parallel_size or 1)
+    together = run_on_ranks(ranks, one_step, parallel, placement)
+    (loss, tokens, _), expected, found = one_by_one[0], whole(one_by_one), whole(together)
+    assert {rank[1] for rank in together} == {tokens}
+    assert together[0][0] == pytest.approx(loss, rel=SAME, abs=0)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= SAME * gradient.norm(), name
+
+
+# -- one document and the others
+
+
+def all_logits(lengths: list[int], tokens: Tensor) -> list[Tensor]:
+    """The logits of each document of one row, [tokens, vocabulary] each."""
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).unsqueeze(0)
+    positions = torch.arange(len(tokens)).unsqueeze(0)
+    with rank_grid(ParallelConfig(), "cpu") as grid, torch.no_grad():
+        (stage,) = build_stages(TRIAL.model, ParallelConfig(), grid, dtype=torch.float32, seed=3, kernels=TRIAL.kernels)
+        logits = stage(tokens.unsqueeze(0), positions, None, packed_seq_params=packed_documents(ids, "cpu"))
+    return list(logits.squeeze(0).split(lengths))
+
+
+def changed_documents() -> dict[str, list[bool]]:
+    """Which documents' logits keep every bit when the second one changes: its tokens, or its length."""
+    lengths, shorter = [7, 9, 9, 5, 2], [7, 4, 9, 5, 2]
+    tokens = torch.randint(100, (sum(lengths),), generator=torch.Generator().manual_seed(2))
+    other = tokens.clone()
+    other[7] = (other[7] + 1) % 100
+    cut = torch.cat([tokens[:11], tokens[16:]])
+    before = all_logits(lengths, tokens)
+    return {
+        what: [torch.equal(old, new) for old, new in zip(before, all_logits(*after), strict=True)]
+        for what, after in {"tokens": (lengths, other), "length": (shorter, cut)}.items()
+    }
+
+
+def test_a_changed_document_leaves_every_bit_of_the_others(run_on_ranks: RunOnRanks) -> None:
+    (kept,) = run_on_ranks(1, changed_documents)
+    assert kept == {"tokens": [True, False, True, True, True], "length": [True, False, True, True, True]}
+
+
+# -- the parts
+
+
+def bounds_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def test_attention_is_that_of_the_mask_and_does_no_work_for_other_documents() -> None:
+    lengths, heads, groups, size = [3, 3, 1, 20, 4, 4, 4, 9], 4, 2, 8
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(sum(lengths), n, size, dtype=torch.float64, generator=generator, requires_grad=True)
+        for n in (heads, groups, groups, heads)
+    )
+    pairs, plain = [], F.scaled_dot_product_attention
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        pairs.append(query[..., 0].numel() // heads * key.shape[-2])
+        return plain(query, key, value, **options)
+
+    attention = TorchCoreAttention.__new__(TorchCoreAttention)
+    torch.nn.Module.__init__(attention)
+    attention.softmax_scale = None
+    with mock.patch.object(F, "scaled_dot_product_attention", watched):
+        found = attention._attend_within(bounds_of(lengths), query, key, value, is_causal=True)
+    assert len(pairs) == 5  # documents side by side of one length at once
+    assert sum(pairs) == sum(length**2 for length in lengths)
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    mask = (ids[:, None] == ids[None]).tril()
+    whole_row = (x.repeat_interleave(heads // x.shape[1], 1).transpose(0, 1) for x in (query, key, value))
+    expected = F.scaled_dot_product_attention(*whole_row, attn_mask=mask).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    grads = [torch.autograd.grad(x, (query, key, value), grad.flatten(1)) for x in (found, expected)]
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_rotary_positions_begin_anew_in_every_document() -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    lengths = [3, 1, 8, 4]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(lengths), 2, 8, generator=generator, requires_grad=True)
+    angles = torch.rand(16, 1, 1, 4, generator=generator).repeat(1, 1, 1, 2)  # of as many positions as there are tokens
+    group = mock.Mock(size=lambda: 1, rank=lambda: 0)
+    packed = rope_utils._apply_rotary_pos_emb_thd(x, bounds_of(lengths), angles, cp_group=group)
+    alone = [
+        rope_utils._apply_rotary_pos_emb_bshd(own.unsqueeze(1), angles[: len(own)]).squeeze(1)
+        for own in x.split(lengths)
+    ]
+    assert torch.equal(packed, torch.cat(alone))
+
+
+def test_documents_end_where_samples_do() -> None:
+    ids = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 2, 2]])
+    packed = packed_documents(ids, "cpu")
+    assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 2, 4, 8, 9, 10, 12]
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == 4
+
+
+@pytest.mark.parametrize(
+    ("parallel", "kernels", "part"),
+    [
+        ({"context_parallel_size": 2}, {}, "parallel.context_parallel_size 2"),
+        ({}, {"cuda_graph_impl": "local"}, "kernels.cuda_graph_impl local"),
+        ({}, {"fused_single_qkv_rope": True}, "kernels.fused_single_qkv_rope"),
+    ],
+)
+def test_what_cannot_is_refused_by_name(parallel: dict[str, Any], kernels: dict[str, Any], part: str) -> None:
+    (problem,) = document_problems(ParallelConfig(**parallel), KernelsConfig(**kernels))
+    assert part in problem

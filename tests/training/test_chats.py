@@ -1,0 +1,170 @@
+"""Fine-tuning on packed chats: the loss per learned token, epochs, resuming, and what a checkpoint gets."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.training.config import config_from_dict
+from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.training.preflight import check_run
+from tests.chat_pairs import Chat, random_chats, write_chats
+from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run
+from tests.training.test_resume import STEPS, resumed_after
+from tests.training.test_trainer import train
+
+SAME = 1e-6  # relative: float32 sums in another order
+
+RunOnRanks = Callable[..., list[Any]]
+
+
+def chats_run(folder: Path, chats: list[Chat], **sections: dict[str, Any]) -> dict[str, Any]:
+    prefix = write_chats(folder / "chats", chats)
+    data = {"format": "sft", "train_data": [prefix], **sections.pop("data", {})}
+    return small_run(prefix, folder / "run", data=data, **sections)
+
+
+# -- one step, on every rank
+
+
+def step(values: dict[str, Any]) -> tuple[float, float, int]:
+    """Loss, gradient norm and learned tokens of the first step."""
+    from megatron_fanformer.training.step import train_step
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid)
+        result = train_step(trainer._wrapped, trainer._optimizer, trainer._batches, grid, trainer._shape)
+        trainer.close()
+        return result.loss, result.grad_norm, result.tokens
+
+
+def step_by_hand(values: dict[str, Any]) -> tuple[float, float, int, list[int]]:
+    """The same from each conversation by itself, and the learned tokens of each sample; one rank."""
+    from megatron_fanformer.training.trainer import Trainer
+
+    config = config_from_dict(values)
+    with rank_grid(config.parallel, "cpu") as grid:
+        trainer = Trainer(config, grid)
+        (model,), dataset = trainer._stages, trainer._data.train
+        losses, counts = [], []
+        for sample in range(config.training.global_batch_size):
+            counts.append(0)
+            for number in dataset.members(sample):
+                files, own = dataset.conversations.place(number)
+                ids, learned = map(torch.from_numpy, files[own])
+                logits_tv = model(ids[None, :-1], torch.arange(len(ids) - 1)[None], None)[0]
+                losses.append(
+                    torch.nn.functional.cross_entropy(logits_tv, ids[1:], reduction="none")[learned[1:]].sum()
+                )
+                counts[-1] += int(learned[1:].sum())
+        loss = torch.stack(losses).sum() / sum(counts)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        trainer.close()
+        return loss.item(), math.sqrt(sum(float(each.square().sum()) for each in gradients)), sum(counts), counts
+
+
+def test_the_loss_is_the_mean_over_learned_tokens_in_every_layout(tmp_path: Path, run_on_ranks: RunOnRanks) -> None:
+    """Of micro batches with different numbers of them, and of one without any."""
+    silent: Chat = (list(range(SEQ_LENGTH)), [False] * SEQ_LENGTH)
+    values = chats_run(
+        tmp_path,
+        [*random_chats(5, vocab_size=VOCAB_SIZE), silent],
+        training={"global_batch_size": 4, "micro_batch_size": 1, "seed": 3},
+    )
+    ((loss, norm, tokens, counts),) = run_on_ranks(1, step_by_hand, values)
+    assert 0 in counts and len(set(counts)) > 2
+    for layout in ({}, {"data_parallel_size": 2}, {"pipeline_model_parallel_size": 2}):
+        for found in run_on_ranks(2 if layout else 1, step, {**values, "parallel": layout}):
+            assert found == pytest.approx((loss, norm, tokens), rel=SAME)
+
+
+def test_a_step_without_a_learned_token_changes_nothing(tmp_path: Path, run_on_ranks: RunOnRanks) -> None:
+    silent: list[Chat] = [(ids, [False] * len(ids)) for ids, _ in random_chats(20, vocab_size=VOCAB_SIZE)]
+    values = chats_run(
+        tmp_path,
+        silent,
+        optimizer={"weight_decay": 0.0},
+        schedule={"lr_warmup_iters": 0},
+        training={"train_iters": 2},
+    )
+    ((before, after),) = run_on_ranks(1, train, values)
+    assert [entry["loss"] for entry in read_metrics(tmp_path / "run")] == [0.0, 0.0]
+    assert all(torch.equal(old[-1], new[-1]) for old, new in zip(before, after, strict=True))
+
+
+# -- runs
+
+
+def test_epochs_become_steps_which_the_run_records(tmp_path: Path, run_on_ranks: RunOnRanks) -> None:
+    values = chats_run(
+        tmp_path,
+        random_chats(25, vocab_size=VOCAB_SIZE),
+        data={"split": "8,2"},
+        training={"train_iters": None, "epochs": 1.5},
+        schedule={"lr_warmup_iters": 0, "lr_warmup_fraction": 0.5, "lr_decay_style": "constant"},
+    )
+    start = check_run(config_from_dict(values), None)
+    run_on_ranks(1, train, values)
+    (checkpoint,) = store.complete_checkpoints(tmp_path / "run")
+    saved = store.saved_config(checkpoint)
+    metrics = read_metrics(tmp_path / "run")
+    assert (saved["training"]["train_iters"], saved["training"]["epochs"]) == (start.train_iters, None)
+    assert len(metrics) == start.train_iters and "validation_loss/validation" in metrics[-1]
+    samples = saved["training"]["train_iters"] * values["training"]["global_batch_size"]
+    packed = math.ceil(sum(len(ids) for ids, _ in random_chats(25, vocab_size=VOCAB_SIZE)[:20]) / SEQ_LENGTH)
+    assert 1.5 * packed <= samples < 1.5 * 2 * packed + values["training"]["global_batch_size"]
+    warmup = round(0.5 * start.train_iters)
+    rates = [entry["learning_rate"] for entry in metrics]
+    assert rates == pytest.approx([1e-2 * min(1, step / warmup) for step in range(1, len(rates) + 1)])
+    assert check_run(config_from_dict(values), None).resumed == checkpoint  # the same command finds it complete
+
+
+def test_a_stop_and_loader_processes_leave_no_trace(tmp_path: Path, run_on_ranks: RunOnRanks) -> None:
+    """In the second epoch, too: a step takes four of some thirty samples."""
+    values = chats_run(
+        tmp_path,
+        random_chats(60, vocab_size=VOCAB_SIZE),
+        training={"train_iters": STEPS, "run_dir": str(tmp_path / "straight")},
+        checkpoint={"save_interval": 1},
+    )
+    run_on_ranks(1, train, values)
+    resuming = {**values, "checkpoint": {}, "data": {**values["data"], "num_workers": 2}}
+    assert run_on_ranks(1, resumed_after, (5, 10), resuming, tmp_path / "straight", tmp_path) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"training": {"epochs": 2}}, "training.train_iters, training.epochs: both are given"),
+        ({"training": {"train_iters": None}}, "training.train_iters, training.epochs: neither is given"),
+        ({"training": {"train_iters": None, "epochs": 0}}, "training.epochs is 0.0; it must be above 0"),
+        (
+            {"training": {"train_iters": None, "epochs": 1}, "data": {"format": "pretraining"}},
+            "training.epochs is 1.0, which counts conversations (data.format sft) alone",
+        ),
+        ({"schedule": {"lr_warmup_fraction": 0.1}}, "schedule.lr_warmup_fraction is 0.1 and lr_warmup_iters 5"),
+        (
+            {"schedule": {"lr_warmup_fraction": 1.0, "lr_warmup_iters": 0}},
+            "schedule.lr_warmup_fraction is 1.0; it must lie in [0, 1), or null",
+        ),
+        (
+            {"schedule": {"lr_warmup_fraction": 0.99, "lr_warmup_iters": 0}},
+            "schedule.lr_warmup_fraction 0.99 is not below the end of the decay, step 20",
+        ),
+        ({"data": {"reset_attention_mask": False, "reset_position_ids": False}}, "data.reset_attention_mask: false"),
+        ({"model": {"vocab_size": 64}}, "64"),  # an id is outside
+    ],
+)
+def test_bad_input_is_refused_before_a_run(tmp_path: Path, sections: dict[str, Any], said: str) -> None:
+    values = chats_run(tmp_path, random_chats(20, vocab_size=VOCAB_SIZE), **sections)
+    with pytest.raises(InputError) as refused:
+        check_run(config_from_dict(values), None)
+    assert said in str(refused.value)
