@@ -9,7 +9,7 @@ import torch
 from megatron_fanformer.experiments.probes import mod
 from megatron_fanformer.experiments.probes.settings import ModSettings
 
-FACTOR = 0.6  # of the MLP's error outside; measured: docs/experiments.md
+FACTOR = 0.75  # of the error of the MLP outside; seeds 0 to 2 came to 0.57, 0.39 and 0.47
 VARIANCE = 25 / 12  # of t mod 5
 TINY = ModSettings(seeds=2, control_size=8, control_steps=3, model_layers=1, model_size=16, model_steps=2, batch_size=8)
 
