@@ -124,7 +124,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         ("one process", "qkv"),
         *(
             pytest.param(*case, marks=pytest.mark.full)
-            for case in (*((name, "qkv") for name in LAYOUTS if name != "one process"), ("tp2", "qk_and_v"))
+            for case in (*((name, "qkv") for name in LAYOUTS if name != "one process"), ("one process", "qk_and_v"))
         ),
     ],
 )
