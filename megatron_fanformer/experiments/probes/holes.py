@@ -30,7 +30,8 @@ from torch import Tensor
 
 from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import CorruptError
-from megatron_fanformer.experiments.probes.outcome import Measured, Tell, above, mean_interval
+from megatron_fanformer.experiments.intervals import mean_of
+from megatron_fanformer.experiments.probes.outcome import Measured, Tell, above
 from megatron_fanformer.experiments.probes.pictures import drawn
 from megatron_fanformer.experiments.probes.settings import HolesSettings, Task
 from megatron_fanformer.experiments.probes.twins import SAME_PARAMETERS, TRANSFORMER, fresh_model, twins
@@ -280,7 +281,7 @@ def _differences(settings: HolesSettings, runs: Runs) -> Iterator[Finding]:
             for architecture in ARCHITECTURES
         }
         apart = [100 * (fan - none) for fan, none in zip(in_hole[SAME_PARAMETERS], in_hole[TRANSFORMER], strict=True)]
-        interval = mean_interval(apart)
+        interval = mean_of(apart).interval
         means = {architecture: statistics.fmean(values) for architecture, values in in_hole.items()}
         spread = "" if interval is None else f" (difference {interval[0]:+.1f} to {interval[1]:+.1f} points)"
         yield Finding(

@@ -1,21 +1,15 @@
 """What a probe came to, before it is written; differences over seeds with their intervals; the folder's README."""
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from megatron_fanformer.experiments.intervals import mean_of
 from megatron_fanformer.experiments.result import Cell, Finding, Result, Table
 
 Tell = Callable[[str], None]
 """Is told how far a probe has come."""
 
-# Student's t at 97.5%, by degrees of freedom from 1.
-T_QUANTILES = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-)
-NORMAL_QUANTILE = 1.960
 MOST_DIGITS = 4
 
 
@@ -29,21 +23,9 @@ class Measured:
     """PNG files by their names."""
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """95% of the mean of what independent seeds gave, by Student's t; None for fewer than two."""
-    if len(values) < 2:
-        return None
-    freedom = len(values) - 1
-    # Beyond the table the quantile falls from 2.08 to 1.96: its last entry is on the safe side up to the normal's.
-    quantile = T_QUANTILES[min(freedom, len(T_QUANTILES)) - 1]
-    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
-    mean = statistics.fmean(values)
-    return mean - half, mean + half
-
-
 def ratio_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The same of the geometric mean of ratios: of their logarithms."""
-    interval = mean_interval([math.log(value) for value in values])
+    """95% of the geometric mean of one ratio for each seed: of their logarithms; None for fewer than two."""
+    interval = mean_of([math.log(value) for value in values]).interval
     return None if interval is None else (math.exp(interval[0]), math.exp(interval[1]))
 
 

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from megatron_fanformer import cli
+from megatron_fanformer.experiments.intervals import mean_of
 from megatron_fanformer.experiments.probes import mod
-from megatron_fanformer.experiments.probes.outcome import Measured, above, below, mean_interval, ratio_interval
+from megatron_fanformer.experiments.probes.outcome import Measured, above, below, ratio_interval
 from megatron_fanformer.experiments.probes.settings import PROBES
 from megatron_fanformer.experiments.result import Finding
 
@@ -20,7 +21,7 @@ COVERAGE_ERROR = 0.02  # three and a half standard errors of 95% in that many
 def test_intervals_cover_the_mean_and_a_tie_is_called_a_win_as_often_as_stated(seeds):
     draw = random.Random(seeds)
     samples = [[draw.gauss(0.0, 2.0) for _ in range(seeds)] for _ in range(SIMULATIONS)]
-    intervals = [mean_interval(sample) for sample in samples]
+    intervals = [mean_of(sample).interval for sample in samples]
     covered = sum(low <= 0.0 <= high for low, high in intervals) / SIMULATIONS
     assert abs(covered - 0.95) < COVERAGE_ERROR
     for rule in (above, below):
@@ -30,7 +31,7 @@ def test_intervals_cover_the_mean_and_a_tie_is_called_a_win_as_often_as_stated(s
 
 
 def test_one_seed_tells_nothing():
-    assert mean_interval([3.0]) is None
+    assert mean_of([3.0]).interval is None
     assert above(None, 0.0) is None and below(None, 0.0) is None
 
 
