@@ -5,9 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 # Test processes side by side, each with ranks of its own: one a core, and four at most, which take 2 GB each. A module
-# stays in one process, so that what its tests share is made once.
+# stays in one process, so that what its tests share is made once. Bytecode is kept whatever the environment says, or each
+# of some hundred processes would compile the package again.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0))))' 2>/dev/null)
-PYTEST := $(BIN)/python -m pytest --numprocesses=$(or $(WORKERS),1) --dist=loadscope --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=$(or $(WORKERS),1) --dist=loadscope --no-loadscope-reorder
 
 # The constraints file of this interpreter: py310, py311, or py312 for 3.12 and later; `old` below 3.10.
 SERIES := $(shell $(PYTHON) -c 'import sys; v = sys.version_info; \

@@ -266,6 +266,7 @@ def test_the_slurm_script_requeues_a_check_that_its_signal_ended(tmp_path: Path)
     assert (code, srun, scontrol[-1]) == (5, [], "requeue 12345")
 
 
+@pytest.mark.full
 def test_the_tasks_of_an_array_prepare_a_list_each_and_their_outputs_are_one_blend(tmp_path: Path) -> None:
     for shard in range(3):
         line = json.dumps({"id": str(shard), "text": f"shard {shard} " * 20})

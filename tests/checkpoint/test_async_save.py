@@ -196,7 +196,7 @@ def sizes_written(layout: str, fully_parallel: bool, folder: Path) -> dict[int, 
     ("layout", "dtype"),
     [
         pytest.param("tp1-plain", torch.float32, marks=pytest.mark.full),
-        ("dp2", torch.float32),
+        pytest.param("dp2", torch.float32, marks=pytest.mark.full),
         ("dp2", torch.bfloat16),
     ],
 )

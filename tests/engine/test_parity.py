@@ -17,15 +17,15 @@ GRADIENTS = 1e-5  # norm of the difference over the norm
 
 # In each run, beside those that faults are planted in.
 LAYOUTS = (
-    "gradient_accumulation_fusion=true",
-    "recompute=full",
-    "recompute=selective",
     "recompute=selective,recompute_modules=[fan]",
     "fused_single_qkv_rope=true",
     "pp=2,vpp=2",
     "tp=2,gradient_accumulation_fusion=true",
 )
 MORE_LAYOUTS = (
+    "gradient_accumulation_fusion=true",
+    "recompute=full",
+    "recompute=selective",
     "tp=4",
     "pp=4",
     "tp=2,pp=2,sp=true",

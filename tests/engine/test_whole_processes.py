@@ -31,6 +31,7 @@ def test_a_process_that_hides_gpus_has_none() -> None:
     assert printed(HIDDEN, CUDA_VISIBLE_DEVICES="") == "False"
 
 
+@pytest.mark.full
 def test_a_run_has_the_engines_layers(tmp_path: Path) -> None:
     run = tmp_path / "run"
     values = small_run(

@@ -27,7 +27,7 @@ RunOnRanks = Callable[..., list[Any]]
 
 SAME_AS_TRANSFORMERS = 1e-4  # nats, of up to eight tokens, in float32
 MODEL = tiny_model(num_layers=4, seq_length=48)
-SOME_LAYOUTS = ("tp=2,chunked_loss_head=false", "tp=2,sp=true,fan=sequence", "cp=2", "pp=2", "pp=2,vpp=2", "dp=2")
+SOME_LAYOUTS = ("tp=2,sp=true,fan=sequence", "cp=2", "pp=2,vpp=2", "dp=2")
 """Of two ranks: each way of spreading a row, a layer or the requests once."""
 
 

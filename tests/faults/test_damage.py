@@ -89,7 +89,7 @@ def unseen_damage(values: dict[str, Any], damage: Damage, count: int) -> list[st
 
 @pytest.mark.parametrize(
     ("damage", "count"),
-    [(flipped, 150), (punched, 30), (cut_off, 30), pytest.param(flipped, 10_000, marks=pytest.mark.full)],
+    [(flipped, 60), (punched, 15), (cut_off, 15), pytest.param(flipped, 10_000, marks=pytest.mark.full)],
 )
 @pytest.mark.timeout(900)
 def test_no_damage_goes_unseen(values: dict[str, Any], damage: Damage, count: int) -> None:

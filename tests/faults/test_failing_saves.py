@@ -25,7 +25,7 @@ from tests.small_runs import small_run, write_config
 STEPS = 3
 REMOVAL_SECONDS = 30
 SEED = 14
-SOME = 4  # of a kind's calls, in every run of the tests
+SOME = 2  # of a kind's calls, in every run of the tests
 STRIDE = full_size(1, 5)  # one call of so many fails
 
 RunOnRanks = Callable[..., list[Any]]

@@ -128,7 +128,8 @@ def test_generation_stops_at_the_end_of_text():
     assert stopped[0, -1] == stop and len(stopped[0]) <= 11 + 4
 
 
-@pytest.mark.parametrize("placement", ["qkv", pytest.param("qk_and_v", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("placement", ["qkv", "qk_and_v"])
 @torch.no_grad()
 def test_the_forward_compiles_without_graph_breaks(placement):
     """`fullgraph` refuses a break. The backend `eager` runs the traced graph: what counts is that it can be traced."""

@@ -76,6 +76,7 @@ def random_batches(vocab_size: int) -> Iterator[dict[str, Any]]:
         yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask, "position_ids": positions}
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed; the extra `dev` brings it on Linux"
 )

@@ -229,7 +229,6 @@ def assert_formula_is_the_count(case: Case, ranks: list[CountedRank]) -> None:
 
 # Each term of the formula at least once, on two ranks at most.
 ALWAYS = (
-    "one rank",
     "tp, no bias, bf16",
     "sp, transformer",
     "sp, own values, grouped",

@@ -46,6 +46,7 @@ def test_the_same_texts_give_the_same_shards(tool: ModuleType, tmp_path: Path, t
     assert first == second
 
 
+@pytest.mark.full
 def test_stages_and_commands_are_measured(
     tool: ModuleType,
     tmp_path: Path,

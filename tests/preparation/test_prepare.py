@@ -207,7 +207,7 @@ def test_inputs_without_a_document_are_an_input_error(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_worker_that_dies_has_its_file_tried_once_more(
     tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path, times: int
 ) -> None:

@@ -155,6 +155,7 @@ for line in open("/proc/self/smaps"):
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not HUGE_PAGES.exists(), reason="this kernel has no huge pages")
 def test_large_tensors_ask_for_huge_pages() -> None:
     """Whether the kernel finds some depends on how its memory is cut up at the time."""

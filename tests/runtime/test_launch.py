@@ -70,15 +70,16 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(metrics["step"], metrics["loss"]) for metrics in read_metrics(run)]
 
 
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
-    run_on_ranks: Callable[..., list[Any]], tmp_path: Path, tokens: str
+    run_on_ranks: Callable[..., list[Any]], tmp_path: Path, tokens: str, workers: int
 ) -> None:
     """The signal reaches loader workers too, whose batches the step in progress still needs."""
     sections: dict[str, Any] = {
         "parallel": TP2,
         "training": {"train_iters": 25, "global_batch_size": 16, "micro_batch_size": 4},
     }
-    values = small_run(tokens, tmp_path / "stopped", data={"num_workers": 1}, **sections)
+    values = small_run(tokens, tmp_path / "stopped", data={"num_workers": workers}, **sections)
     config = str(write_config(tmp_path / "config.yaml", values))
     process = start_command("train", "--config", config)
     wait_for_first_step(tmp_path / "stopped", process)
@@ -97,6 +98,7 @@ def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
     assert losses(tmp_path / "stopped") == losses(tmp_path / "straight")
 
 
+@pytest.mark.full
 def test_the_error_of_the_rank_that_failed_is_shown_and_no_others(tmp_path: Path, tokens: str) -> None:
     """Rank 0 alone writes metrics; rank 1 only sees that it is gone."""
     values = small_run(tokens, tmp_path / "run", parallel=TP2, training=ENDLESS)

@@ -127,7 +127,8 @@ def test_epochs_become_steps_which_the_run_records(tmp_path: Path, run_on_ranks:
     assert check_run(config_from_dict(values), None).resumed == checkpoint  # the same command finds it complete
 
 
-def test_a_stop_and_loader_processes_leave_no_trace(tmp_path: Path, run_on_ranks: RunOnRanks) -> None:
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_a_stop_and_loader_processes_leave_no_trace(tmp_path: Path, run_on_ranks: RunOnRanks, workers: int) -> None:
     """In the second epoch, too: a step takes four of some thirty samples."""
     values = chats_run(
         tmp_path,
@@ -136,7 +137,7 @@ def test_a_stop_and_loader_processes_leave_no_trace(tmp_path: Path, run_on_ranks
         checkpoint={"save_interval": 1},
     )
     run_on_ranks(1, train, values)
-    resuming = {**values, "checkpoint": {}, "data": {**values["data"], "num_workers": 2}}
+    resuming = {**values, "checkpoint": {}, "data": {**values["data"], "num_workers": workers}}
     assert run_on_ranks(1, resumed_after, (5, 10), resuming, tmp_path / "straight", tmp_path) == [[]]
 
 

@@ -134,7 +134,7 @@ def test_a_single_process_has_what_plain_formulas_say(
         assert found["linear_weight_norm"][layer] == pytest.approx(weight[others].norm().item(), rel=1e-12)
 
 
-SHOWN = ["tp2", "tp2-sequence", "cp2", "dp2-overlap", "pp2-interleaved", "recompute", "recompute-fan"]
+SHOWN = ["tp2-sequence", "dp2-overlap", "pp2-interleaved", "recompute-fan"]
 
 
 @pytest.mark.parametrize(

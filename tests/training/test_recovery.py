@@ -191,6 +191,7 @@ def test_several_bad_steps_in_a_row_send_the_run_back(
     assert read_metrics(tmp_path / "run")[-1]["recovery/rewinds"] == 1
 
 
+@pytest.mark.full
 def test_a_run_that_was_killed_after_it_went_back_still_skips_the_steps(
     run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]], without: Callable[..., Path]
 ) -> None:
@@ -204,6 +205,7 @@ def test_a_run_that_was_killed_after_it_went_back_still_skips_the_steps(
     assert_same_end(run_on_ranks, run, without(7, 8, 9))
 
 
+@pytest.mark.full
 def test_a_run_goes_back_only_so_often(
     run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]]
 ) -> None:

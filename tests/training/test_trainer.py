@@ -35,7 +35,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
         "model": {"fan": {"placement": "ffn", "activation": "gelu"}},
     },
 }
-FULL = ("tp1-plain", "tp2-sp-dp2, FAN layers for the MLP")
+FULL = ("tp1-plain", "tp2", "tp2-sp-dp2, FAN layers for the MLP")
 SOME_LAYOUTS = [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
 
 RunOnRanks = Callable[..., list[Any]]

@@ -81,6 +81,7 @@ def test_the_probability_is_the_share_of_right_samples_at_that_temperature():
     assert torch.allclose(probability.float(), shares[pairs.answers_n], atol=3e-3)
 
 
+@pytest.mark.full
 def test_a_probe_that_was_stopped_goes_on_with_the_runs_that_are_left(tmp_path, monkeypatch):
     real, trained = holes.train, []
 

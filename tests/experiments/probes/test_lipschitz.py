@@ -54,6 +54,7 @@ def test_power_iteration_finds_the_largest_singular_value_of_the_worst_sequence(
     assert largest_singular_value(run, at, ITERATIONS) == pytest.approx(expected, rel=CONVERGED)
 
 
+@pytest.mark.full
 def test_jacobians_of_a_checkpoint_are_those_written_out(tmp_path):
     write_export(tmp_path / "export", "grouped-queries", write_tokenizer(tmp_path))
     model = load_model(open_checkpoint(tmp_path / "export"))
