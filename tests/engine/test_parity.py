@@ -103,7 +103,7 @@ def test_bf16_layouts_are_the_same(engine_pool: RankPool, tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", [p for p in PLACEMENTS if p != "ffn"])  # whose FAN layers are local ones alone
 def test_more_layouts_of_every_placement(engine_pool: RankPool, tmp_path: Path, placement: str) -> None:
     file = write_config(tmp_path, model={"preset": "fanformer-1b", "fan": PLACEMENTS[placement]})
     without = {"qkv": ("-",), "qk_and_v": ("[fan]", "rope"), "none": ("fan",)}[
