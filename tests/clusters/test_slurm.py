@@ -1,5 +1,6 @@
 """`examples/slurm.sh` on a real Slurm: stopped and requeued three times, and with a node that is lost or unhealthy."""
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,10 +77,12 @@ class Job:
 
 
 @pytest.fixture
-def cluster(slurm_packages: Path, program_environment: dict[str, str], tmp_path: Path) -> Iterator[SlurmCluster]:
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-    with SlurmCluster(slurm_packages, folder, program_environment) as cluster:
+def cluster(slurm_packages: Path, program_environment: dict[str, str]) -> Iterator[SlurmCluster]:
+    # Not in pytest's folder: the path of a socket has 108 bytes at most, and Slurm ends no job whose socket has more.
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder,
+        SlurmCluster(slurm_packages, Path(folder), program_environment) as cluster,
+    ):
         yield cluster
 
 
