@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from megatron_fanformer.data.tokenizer import train_sentencepiece
 from megatron_fanformer.preparation.document_files import read_documents
+from megatron_fanformer.processes import SAVE_SIGNAL, STOP_SIGNALS
 from megatron_fanformer.runtime import device, megatron_cpu
 from megatron_fanformer.runtime.rank_pool import RankPool
 
@@ -38,6 +40,17 @@ def groups_let_go() -> Iterator[None]:
         gc.collect()
     if len(sys.modules) > modules + MANY_MODULES:
         keep_what_is_imported()
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """A test may hold signals as a command's process does; the commands that later tests start would inherit that."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, SAVE_SIGNAL)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def pytest_collection_finish() -> None:
