@@ -32,11 +32,11 @@ from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.experiments.intervals import mean_of
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell, above
-from megatron_fanformer.experiments.probes.pictures import drawn
 from megatron_fanformer.experiments.probes.settings import HolesSettings, Task
 from megatron_fanformer.experiments.probes.twins import SAME_PARAMETERS, TRANSFORMER, fresh_model, twins
 from megatron_fanformer.experiments.result import Finding, Table
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.pictures import draw_heat_map, drawn
 
 NUMBERS = 113  # of each operand, from 0
 LARGEST_ANSWER = 3 * (NUMBERS - 1) + 3
@@ -333,13 +333,13 @@ def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
                 found = runs[task, decay, architecture]
                 mean = torch.tensor([run.map for run in found]).mean(0).numpy()
                 extent = (low - 0.5, high + 0.5, low - 0.5, high + 0.5)
-                image = axes.imshow(mean, vmin=0, vmax=1, origin="lower", extent=extent, cmap="viridis")
+                draw_heat_map(axes, mean, vmin=0, vmax=1, extent=extent)
                 side = 2 * settings.half_side + 1
                 corner = centre(task) - settings.half_side - 0.5
                 axes.plot(*_square(corner, side), color="white", linewidth=1)
-                axes.set(title=f"{architecture}\nweight decay {decay:g}, {len(found)} seeds", xlabel="b", ylabel="a")
-                axes.title.set_fontsize("small")
-                axes.figure.colorbar(image, ax=axes, shrink=0.8)
+                title = f"{architecture}\nweight decay {decay:g}, {len(found)} seeds"
+                axes.set_title(title, fontsize="small")
+                axes.set(xlabel="b", ylabel="a")
 
     return drawn(draw, rows=len(ARCHITECTURES), columns=len(settings.weight_decays), size=(3.6, 3.2))
 

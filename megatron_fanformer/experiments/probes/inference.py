@@ -22,12 +22,12 @@ from transformers import DynamicCache
 
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell, ratio_interval
-from megatron_fanformer.experiments.probes.pictures import drawn
 from megatron_fanformer.experiments.probes.settings import InferenceSettings
 from megatron_fanformer.experiments.probes.twins import SAME_PARAMETERS, SAME_SIZE, TRANSFORMER, fresh_model, twins
 from megatron_fanformer.experiments.result import Cell, Finding, Table
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
+from megatron_fanformer.pictures import drawn
 from megatron_fanformer.runtime.device import resolve_device
 from megatron_fanformer.simulation.memory_tracker import MemoryTracker
 

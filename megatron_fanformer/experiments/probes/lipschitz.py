@@ -22,17 +22,18 @@ Shapes: b inputs, s points or tokens, h width, n heads, c channels (h), y and x 
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell, above, ratio_interval
-from megatron_fanformer.experiments.probes.pictures import drawn, lines_by_depth
 from megatron_fanformer.experiments.probes.settings import LipschitzSettings
 from megatron_fanformer.experiments.result import Cell, Finding, Table
+from megatron_fanformer.pictures import drawn, set_logarithmic
 
 MODELS = ("MLP", "Transformer", "FANformer")
 PRINTED = {  # by the notebook, for its settings and seed 0
@@ -261,5 +262,14 @@ def _table(settings: LipschitzSettings, found: Constants) -> Table:
 def _picture(settings: LipschitzSettings, found: Constants) -> bytes:
     lines = {f"{model}, {dtype}": found[model, dtype] for dtype in DTYPES for model in MODELS}
     return drawn(
-        lambda panels: lines_by_depth(panels[0, 0], settings.depths, lines, title="Lipschitz constant, random weights")
+        lambda panels: draw_by_depth(panels[0, 0], settings.depths, lines, title="Lipschitz constant, random weights")
     )
+
+
+def draw_by_depth(axes: Any, depths: Sequence[int], lines: Mapping[str, Sequence[float]], *, title: str) -> None:
+    """Positive figures over the number of layers, dashed where they are of float64."""
+    for name, values in lines.items():
+        axes.plot(depths, values, marker=".", label=name, linestyle="--" if "float64" in name else "-")
+    axes.set(xlabel="layers", title=title)
+    set_logarithmic(axes.yaxis)
+    axes.legend()

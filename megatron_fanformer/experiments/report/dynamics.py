@@ -18,6 +18,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.intervals import Mean, mean_of, t_quantile
 from megatron_fanformer.experiments.report.page import as_markdown
 from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine, write_result
+from megatron_fanformer.pictures import drawn
 from megatron_fanformer.training.metrics import read_metrics
 
 SMOOTHED_SHARE = 0.05  # of the steps, over which a difference is averaged
@@ -226,28 +227,16 @@ def _csv(found: Dynamics) -> str:
 
 
 def _picture(found: Dynamics) -> bytes:
-    import matplotlib
+    def draw(panels: Any) -> None:
+        axes = panels[0, 0]
+        for seed, row in zip(found.seeds, found.differences, strict=True):
+            axes.plot(found.steps, row, linewidth=0.7, alpha=0.6, label=f"seed {seed}")
+        if len(found.seeds) > 1:
+            axes.plot(found.steps, found.differences.mean(axis=0), color="black", label="mean")
+            axes.fill_between(found.steps, *_band(found), color="black", alpha=0.12, label="95% interval")
+        axes.axhline(0, color="gray", linestyle="--", linewidth=1)
+        axes.set(xlabel="step", ylabel=f"loss of B − A, nats per token, mean of {found.window} steps")
+        axes.set_title(f"A: {found.names[0]}\nB: {found.names[1]}", fontsize="small")
+        axes.legend()
 
-    matplotlib.use("Agg")  # needs no display
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), dpi=110)
-    for seed, row in zip(found.seeds, found.differences, strict=True):
-        axes.plot(found.steps, row, linewidth=0.7, alpha=0.6, label=f"seed {seed}")
-    if len(found.seeds) > 1:
-        axes.plot(found.steps, found.differences.mean(axis=0), color="black", label="mean")
-        axes.fill_between(found.steps, *_band(found), color="black", alpha=0.12, label="95% interval")
-    axes.axhline(0, color="gray", linestyle="--", linewidth=1)
-    axes.set(
-        xlabel="step",
-        ylabel=f"loss of B − A, nats per token, mean of {found.window} steps",
-        title=f"A: {found.names[0]}\nB: {found.names[1]}",
-    )
-    axes.title.set_fontsize("small")
-    axes.legend(fontsize="x-small")
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    pyplot.close(figure)
-    return picture.getvalue()
+    return drawn(draw)
