@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_fanformer import markdown
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.plain_values import SavedProgress, saved_progress
 from megatron_fanformer.checkpoint.tensor_table import read_table
@@ -44,7 +45,7 @@ def training_record(format: Format, checkpoint: Path) -> str:
             f"Not known: the weights were converted from {ORIGINS[format]}, which holds no record of the steps, the "
             "data and the losses of their training."
         )
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {_cell(text)} |" for name, text in rows)])
+    return markdown.table(["", ""], ((markdown.as_text(name), markdown.as_text(text)) for name, text in rows))
 
 
 def training_rows(checkpoint: Path) -> Rows:
@@ -109,7 +110,7 @@ def _losses(metrics: Path, step: int) -> dict[str, tuple[int, float]]:
             kind, _, dataset = name.partition("/")
             is_number = isinstance(value, int | float) and math.isfinite(value)
             if is_number and kind == store.VALIDATION_LOSS and dataset:
-                found[f"validation loss, {_cell(dataset)}"] = at, value
+                found[f"validation loss, {dataset}"] = at, value
             elif is_number and name == "loss" and at == step:
                 found = {"training loss": (at, value), **found}
     return found if "training loss" in found else {}
@@ -161,7 +162,7 @@ def _schedule(schedule: Saved) -> str:
 def _data_rows(data: Saved) -> Rows:
     rows = [("training data", _names(data.get("train_data")))]
     for name, words in _section(data, "valid_data").items():
-        rows.append((f"validation data, {_cell(str(name))}", _names(words)))
+        rows.append((f"validation data, {name}", _names(words)))
     if data.get("split"):
         rows.append(("split", str(data["split"])))
     return [(name, text) for name, text in rows if text]
@@ -185,9 +186,3 @@ def _is_number(word: str) -> bool:
         return math.isfinite(float(word))
     except ValueError:
         return False
-
-
-def _cell(text: str) -> str:
-    """Untrusted text as a cell of a Markdown table, which it cannot break out of."""
-    plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return plain.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
