@@ -21,8 +21,9 @@ from typing import Any
 from megatron_fanformer.configuration import build, read_overrides
 from megatron_fanformer.durable_files import take_lock, write_atomically
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.probes.outcome import Tell, readme
+from megatron_fanformer.experiments.probes.outcome import Tell
 from megatron_fanformer.experiments.probes.settings import PROBES
+from megatron_fanformer.experiments.report.page import as_markdown
 from megatron_fanformer.experiments.result import RESULT, Result, read_result, this_machine, write_result
 
 FOLDER = "runs/experiments"
@@ -107,7 +108,7 @@ def experiment(
             )
             for name, picture in measured.pictures.items():
                 write_atomically(folder / name, picture)
-            write_atomically(folder / README, readme(result, PROBES[options.name].about))
+            write_atomically(folder / README, as_markdown([(folder, result)], at=folder))
             write_result(folder, result)
     tell("\n".join([*(finding.sentence for finding in result.findings), f"{folder / README} has all of it"]))
 

@@ -58,7 +58,7 @@ def _markdown(experiments: Experiments, at: Path) -> Iterator[str]:
         yield from [f"## {as_text(result.experiment)}", ""]
         for finding in result.findings:
             yield f"- {as_text(finding.sentence)}"
-        yield from ["", _provenance(folder, result), ""]
+        yield from ["", as_text(_settings(result)), "", _provenance(folder, result), ""]
         for picture in result.pictures:
             target = quote(os.path.relpath(folder / picture, at))
             yield from [f"![{as_text(result.experiment)}: {as_text(picture)}]({target})", ""]
@@ -88,7 +88,8 @@ def _html(experiments: Experiments) -> Iterator[str]:
     for folder, result in experiments:
         yield f"<h2>{html.escape(result.experiment)}</h2><ul>"
         yield from (f"<li>{html.escape(finding.sentence)}</li>" for finding in result.findings)
-        yield f"</ul><p>{html.escape(_provenance(folder, result))}</p>"
+        yield "</ul>"
+        yield from (f"<p>{html.escape(told)}</p>" for told in (_settings(result), _provenance(folder, result)))
         for picture in result.pictures:
             content = base64.b64encode((folder / picture).read_bytes()).decode()
             yield f'<p><img alt="{html.escape(picture)}" src="data:image/png;base64,{content}"></p>'
@@ -146,6 +147,16 @@ def _interval(finding: Finding) -> str:
         return "–"
     low, high = finding.interval
     return f"{'−∞' if low is None else shown(low)} to {'∞' if high is None else shown(high)}"
+
+
+def _settings(result: Result) -> str:
+    """Those that are values or lists of them; a sweep's whole configuration is in its result alone."""
+    told = {
+        name: ", ".join(str(shown(each)) for each in value) or "none" if isinstance(value, list) else shown(value)
+        for name, value in result.settings.items()
+        if not isinstance(value, dict)
+    }
+    return f"Settings: {'; '.join(f'{name} {text}' for name, text in told.items())}."
 
 
 def _provenance(folder: Path, result: Result) -> str:
