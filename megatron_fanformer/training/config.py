@@ -22,6 +22,7 @@ from megatron_fanformer.model.layout_rules import (
     graph_problems,
     layout_problems,
 )
+from megatron_fanformer.planning.job import Job, Layers
 from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.device import has_bf16_matrix_units
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
@@ -144,6 +145,20 @@ class RunConfig:
     def num_micro_batches(self, data_parallel_size: int) -> int:
         """Micro batches of one replica in a step."""
         return self.training.global_batch_size // (self.training.micro_batch_size * data_parallel_size)
+
+    def job(self, data_parallel_size: int, *, layers: Layers, on_cpu: bool) -> Job:
+        """A step, as the formulas are asked about it; no field that they read is open."""
+        return Job(
+            model=self.model,
+            parallel=self.parallel,
+            kernels=self.kernels,
+            precision=self.precision,
+            data_parallel_size=data_parallel_size,
+            micro_batch_size=self.training.micro_batch_size,
+            num_micro_batches=self.num_micro_batches(data_parallel_size),
+            layers=layers,
+            on_cpu=on_cpu,
+        )
 
     @property
     def evaluation_batch_tokens(self) -> int:
