@@ -82,6 +82,11 @@ def evaluate(options: argparse.Namespace, arguments: Sequence[str], local: Local
     """
     address = devices.rank_address()
     if options.prepare is not None:
+        if address is not None and address.world_size > 1:
+            raise InputError(
+                f"--prepare writes a file in one process, and {address.world_size} ranks were started; run it without "
+                "torchrun or srun"
+            )
         _prepare(options)
         return
     if address is None:
