@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.mirror import fetch_newer
 from megatron_fanformer.checkpoint.remote import fetched, is_url
+from megatron_fanformer.checkpoint.run_lock import file_of
 from megatron_fanformer.data.identity import DataIdentity, identify_data, identity_from_plain, resumed_identity
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.survey import DataSurvey, survey_data
@@ -52,6 +53,8 @@ class RunStart:
     """What it is evaluated on, besides its validation data."""
     events: tuple[dict[str, Any], ...] = ()
     """What the run has done so far about damage and bad numbers."""
+    folder: tuple[int, int] | None = None
+    """Which folder the run's is, by `run_lock.file_of`; None where it does not exist yet."""
 
 
 def check_run(config: RunConfig, world_size: int | None) -> RunStart:
@@ -192,6 +195,7 @@ def _start(
         train_iters=config.training.steps,
         evaluation=evaluation,
         events=tuple(read_events(Path(config.training.run_dir))) if checkpoint else (),
+        folder=file_of(config.training.run_dir),
     )
 
 

@@ -90,7 +90,9 @@ class Trainer:
         self._measure_steps()
         self._start_or_resume()
         self._load_data()
-        self._logs = Loggers(self.config, console or Console(markup=False), writes=grid.is_main)
+        self._logs = Loggers(
+            self.config, console or Console(markup=False), writes=grid.is_main, folder=self._start.folder
+        )
         self._open_logs()
         for line in choice_lines(self._choices):
             logger.info("%s", line)
