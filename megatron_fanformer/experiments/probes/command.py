@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.configuration import build, read_overrides
-from megatron_fanformer.durable_files import take_lock, write_atomically
+from megatron_fanformer.durable_files import take_lock
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell
 from megatron_fanformer.experiments.probes.settings import PROBES
-from megatron_fanformer.experiments.report.page import as_markdown
-from megatron_fanformer.experiments.result import RESULT, Result, read_result, this_machine, write_result
+from megatron_fanformer.experiments.report.folder import README, write_folder
+from megatron_fanformer.experiments.result import RESULT, Result, read_result, this_machine
 
 FOLDER = "runs/experiments"
-README = "README.md"
 # The options that stand for a field of the settings, by their name there.
 SHORT = {"seeds": "seeds", "checkpoint": "checkpoints", "rules": "rules"}
 
@@ -122,10 +121,7 @@ def _write(folder: Path, name: str, asked: dict[str, Any], measured: Measured, s
         tables=measured.tables,
         pictures=list(measured.pictures),
     )
-    for file, picture in measured.pictures.items():
-        write_atomically(folder / file, picture)
-    write_atomically(folder / README, as_markdown([(folder, result)], at=folder))
-    write_result(folder, result)
+    write_folder(folder, result, measured.pictures)
     return result
 
 

@@ -13,17 +13,16 @@ from typing import Any
 import numpy as np
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.intervals import Mean, mean_of, t_quantile
-from megatron_fanformer.experiments.report.page import as_markdown
-from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine, write_result
+from megatron_fanformer.experiments.report.folder import write_folder
+from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine
 from megatron_fanformer.pictures import drawn
 from megatron_fanformer.training.metrics import read_metrics
 
 SMOOTHED_SHARE = 0.05  # of the steps, over which a difference is averaged
 PART = 0.2  # of the steps: the first are "early", the last "late"
-PICTURE, CSV, README = "dynamics.png", "difference.csv", "README.md"
+PICTURE, CSV = "dynamics.png", "difference.csv"
 OF_A_SEED = ("training.run_dir", "training.seed")
 NOT_LEARNT = ("checkpoint", "logging", "runtime")  # sections that do not decide what is learnt
 
@@ -71,9 +70,6 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
         InputError: they are not two sides with seeds in common, of batches with as many tokens.
     """
     found = read_dynamics(runs)
-    output.mkdir(parents=True, exist_ok=True)
-    write_atomically(output / PICTURE, _picture(found))
-    write_atomically(output / CSV, _csv(found))
     crossings = [[seed, crossing] for seed, crossing in zip(found.seeds, found.crossings, strict=True)]
     result = Result(
         experiment="training dynamics",
@@ -96,8 +92,7 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
         ],
         pictures=[PICTURE],
     )
-    write_atomically(output / README, as_markdown([(output, result)], at=output))
-    write_result(output, result)
+    write_folder(output, result, {PICTURE: _picture(found), CSV: _csv(found)})
     return result
 
 
