@@ -270,6 +270,14 @@ def _with_documents_apart(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "data": {"reset_attention_mask": True, "reset_position_ids": True, **data}}
 
 
+def by_dotted_names(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A configuration's plain values without sections: `model.fan.p_ratio`, as overrides have it, for each field."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= by_dotted_names(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
 def advice(name: str) -> str | None:
     """What to tell about a name that is no field of RunConfig: another trainer's, or a field's in another section."""
     plain = foreign_names.plain(name)

@@ -18,6 +18,7 @@ from megatron_fanformer.experiments.intervals import Mean, mean_of, t_quantile
 from megatron_fanformer.experiments.report.folder import write_folder
 from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine
 from megatron_fanformer.pictures import drawn
+from megatron_fanformer.training.config import by_dotted_names
 from megatron_fanformer.training.metrics import read_metrics
 
 SMOOTHED_SHARE = 0.05  # of the steps, over which a difference is averaged
@@ -140,19 +141,9 @@ def _fields(run: Path) -> dict[str, Any]:
     """What decides what a run learns, its seed included, by dotted names."""
     if not (run / store.CONFIG).is_file():
         raise InputError(f"{run} is no run's folder: it has no {store.CONFIG}; name runs")
-    flat: dict[str, Any] = {}
-
-    def flatten(prefix: str, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, dict):
-                flatten(f"{prefix}{name}.", value)
-            else:
-                flat[prefix + name] = value
-
-    flatten("", store.read_mapping(run / store.CONFIG))
     return {
         name: value
-        for name, value in flat.items()
+        for name, value in by_dotted_names(store.read_mapping(run / store.CONFIG)).items()
         if name == "training.seed" or (name not in OF_A_SEED and name.partition(".")[0] not in NOT_LEARNT)
     }
 
