@@ -153,7 +153,7 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
     _check(config)
     files = expand_inputs(config.inputs, DOCUMENT_SUFFIXES if config.npy_dtype is None else NPY_SUFFIXES)
     tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
-    record = _tokenizer_record(tokenizer)
+    record = tokenizer_record(tokenizer)
     settings = _settings(config, tokenizer)
     existing = _existing(config, files, settings, record)
     if existing is not None:
@@ -208,7 +208,8 @@ def _check_chat(config: PrepareConfig, chat: ChatConfig) -> None:
             raise InputError(f"{name} is {value!r}; it must be one of {', '.join(values)}")
 
 
-def _tokenizer_record(tokenizer: Tokenizer) -> TokenizerRecord:
+def tokenizer_record(tokenizer: Tokenizer) -> TokenizerRecord:
+    """What a manifest says of a tokenizer, whose file is hashed."""
     return TokenizerRecord(
         path=str(tokenizer.path),
         sha256=sha256_of(tokenizer.path),

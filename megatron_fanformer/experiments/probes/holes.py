@@ -33,7 +33,7 @@ from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.experiments.intervals import mean_of
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell, above
 from megatron_fanformer.experiments.probes.settings import HolesSettings, Task
-from megatron_fanformer.experiments.probes.twins import SAME_PARAMETERS, TRANSFORMER, fresh_model, twins
+from megatron_fanformer.experiments.probes.twins import FFN_RATIO, SAME_PARAMETERS, TRANSFORMER, fresh_model, twins
 from megatron_fanformer.experiments.result import Finding, Table
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.pictures import draw_heat_map, drawn
@@ -42,7 +42,6 @@ NUMBERS = 113  # of each operand, from 0
 LARGEST_ANSWER = 3 * (NUMBERS - 1) + 3
 SYMBOLS = ("+", "=", "(", ",", ")")
 VOCABULARY = LARGEST_ANSWER + 1 + len(SYMBOLS)
-FFN_MULTIPLE = 4
 SCORED_PAIRS = 2048  # in a forward pass without gradients
 WARM_UP = 0.01
 MARGIN = 10  # of the picture, around the hole
@@ -164,7 +163,7 @@ def model_config(settings: HolesSettings, architecture: str) -> FANformerConfig:
     shape = FANformerConfig(
         num_layers=settings.num_layers,
         hidden_size=settings.hidden_size,
-        ffn_hidden_size=FFN_MULTIPLE * settings.hidden_size,
+        ffn_hidden_size=FFN_RATIO * settings.hidden_size,
         num_attention_heads=settings.num_heads,
         vocab_size=VOCABULARY,
         make_vocab_size_divisible_by=1,

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell, above, ratio_interval
 from megatron_fanformer.experiments.probes.settings import LipschitzSettings
+from megatron_fanformer.experiments.probes.twins import FFN_RATIO
 from megatron_fanformer.experiments.result import Cell, Finding, Table
 from megatron_fanformer.pictures import drawn, set_logarithmic
 
@@ -47,7 +48,6 @@ PRINTED = {  # by the notebook, for its settings and seed 0
 }
 NOTEBOOK = LipschitzSettings()
 P_RATIO = 0.25
-FFN_MULTIPLE = 4
 GAIN = math.sqrt(2.0)
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 PAPER = "FANformer above the Transformer, by 27.3% in deep configurations"
@@ -107,7 +107,7 @@ class _Block(nn.Module):
         self.query, self.key, self.value = (_Projection(size, has_fan=has_fan) for _ in range(3))
         self.out = nn.Linear(size, size)
         self.norms = nn.ModuleList(nn.LayerNorm(size) for _ in range(2))
-        self.ffn = nn.Sequential(nn.Linear(size, FFN_MULTIPLE * size), nn.ReLU(), nn.Linear(FFN_MULTIPLE * size, size))
+        self.ffn = nn.Sequential(nn.Linear(size, FFN_RATIO * size), nn.ReLU(), nn.Linear(FFN_RATIO * size, size))
 
     def forward(self, x_bsh: Tensor) -> Tensor:
         b, s, h = x_bsh.shape
