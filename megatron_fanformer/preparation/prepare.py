@@ -28,7 +28,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.documents import DocumentParser, DocumentRules
 from megatron_fanformer.preparation.id_encoders import BACKENDS, SMALL_INPUT, Backend, EncoderChoice, choose_encoder
 from megatron_fanformer.preparation.inputs import DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
-from megatron_fanformer.preparation.pipeline import Job, ProgressListener, run
+from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressListener, run
 from megatron_fanformer.preparation.shards import is_unchanged
 from megatron_fanformer.preparation.work_folder import (
     folder_path,
@@ -158,7 +158,7 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
     existing = _existing(config, files, settings, record)
     if existing is not None:
         return PrepareReport(prefix=config.output, already_there=True, manifest=existing)
-    job = Job(
+    job = PreparationJob(
         files=files,
         output=config.output,
         tokenizer=record,
