@@ -93,7 +93,7 @@ def find_jobs(asked: "Asked") -> Jobs:
     choices, texts = _tasks(asked, requests, found)
     evaluation = replace(asked.evaluation, tasks=choices, requests=path if choices else None)
     surveys = _Surveys(evaluation, requests, asked.batch_tokens)
-    # where choice tasks are asked for, too, the file is held against the tokenizer by their survey
+    # where choice tasks are asked for, too, their survey checks the file against the tokenizer
     text_rules = _TextRules(asked, texts, None if choices else requests)
     jobs = []
     for checkpoint in asked.checkpoints:

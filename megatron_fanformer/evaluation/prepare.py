@@ -32,7 +32,7 @@ UNCONDITIONAL = 1_000_000  # what OLMES adds to the number of a document to ask 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedTask:
-    """What a task has come to."""
+    """What was written of a task."""
 
     name: str
     documents: int

@@ -1,4 +1,4 @@
-"""The rows that describe a model and what stands beside its weights, whatever its format."""
+"""The rows that describe a model and the files beside its weights, whatever its format."""
 
 from pathlib import Path
 from typing import Any

@@ -211,7 +211,7 @@ def compare_layouts(
     trial_function: Callable[..., Trace] = run_trial,
     communication: bool = False,
 ) -> ParityResult:
-    """Run layouts that the calibration's small form suits, and hold them against it.
+    """Run layouts that the calibration's small form suits, and compare them with it.
 
     Args:
         trial_function: what each rank runs; a test plants faults in it.

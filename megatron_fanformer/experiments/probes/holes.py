@@ -72,7 +72,7 @@ class Scores(NamedTuple):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """What one trained model came to, as its file has it."""
+    """The result of one trained model, as its file has it."""
 
     asked: dict[str, Any]
     """All that determines it."""

@@ -1,4 +1,4 @@
-"""What a probe came to, before it is written; differences over seeds with their intervals."""
+"""The results of a probe, before they are written; differences over seeds with their intervals."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a probe came to."""
+    """The results of a probe."""
 
     findings: list[Finding]
     tables: list[Table] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Two runs, or two of several seeds each, held against each other step by step: whose loss falls faster, and when.
+"""Two runs, or two of several seeds each, compared with each other step by step: whose loss falls faster, and when.
 
 The paper says of FANformer that its loss falls more slowly than a Transformer's at first, and faster later on.
 """

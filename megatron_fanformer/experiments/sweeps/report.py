@@ -1,4 +1,4 @@
-"""What a sweep came to: means with intervals over seeds, differences to the baseline, power laws, the missing cells.
+"""The results of a sweep: means with intervals over seeds, differences to the baseline, power laws, the missing cells.
 
 Every number is of the runs' folders alone, so that a sweep that was stopped and resumed has the report of one that was
 not, but for the seconds.
