@@ -4,7 +4,6 @@ It is read from a run's checkpoint, its saved configuration and the metrics in i
 none of them says is left out or reported as unknown: nothing is inferred. Only the last part of a path is reported.
 """
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -103,8 +102,8 @@ def _losses(metrics: Path, step: int) -> dict[str, tuple[int, float]]:
     """By name: the training loss of a step, and each validation set's last loss up to it."""
     found: dict[str, tuple[int, float]] = {}
     for entry in _entries(metrics):
-        at = entry.get("step")
-        if type(at) is not int or at > step:
+        at = entry["step"]
+        if at > step:
             continue
         for name, value in entry.items():
             kind, _, dataset = name.partition("/")
@@ -117,23 +116,12 @@ def _losses(metrics: Path, step: int) -> dict[str, tuple[int, float]]:
 
 
 def _entries(metrics: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a metrics file; lines that are incomplete or not JSON are left out."""
+    """What a metrics file says of steps; nothing where it cannot be read."""
     try:
-        with regular_file(metrics).open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                entry = _parsed(line)
-                if isinstance(entry, dict):
-                    yield entry
+        with regular_file(metrics).open("rb") as lines:
+            yield from filter(None, map(store.metrics_entry, lines))
     except OSError:
         return
-
-
-def _parsed(line: str) -> Any:
-    """What a line of a metrics file holds; None where it is not JSON."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
 
 
 # -- recipe

@@ -15,7 +15,6 @@ from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.formats.training_record import layout
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows, text_facts, text_row
 from megatron_fanformer.inspection.report import Report, plural, size, some
-from megatron_fanformer.training.metrics import metrics_entry
 
 METRICS_TAIL_BYTES = 1 << 16
 
@@ -110,7 +109,7 @@ def last_metrics(run: Path) -> dict[str, Any] | None:
     except OSError:
         return None
     # after the last line end: a partial line, or nothing
-    found = next((entry for line in reversed(lines[:-1]) if (entry := metrics_entry(line)) is not None), None)
+    found = next((entry for line in reversed(lines[:-1]) if (entry := store.metrics_entry(line)) is not None), None)
     return found and {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 

@@ -18,12 +18,12 @@ import yaml
 from rich.console import Console
 
 from megatron_fanformer.checkpoint.run_lock import FolderWatch, file_of
-from megatron_fanformer.checkpoint.store import CONFIG, METRICS, TENSORBOARD
+from megatron_fanformer.checkpoint.store import CONFIG, METRICS, TENSORBOARD, metrics_entry
 from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.logging_config import LoggingConfig
-from megatron_fanformer.training.metrics import ProgressLine, metrics_entry
+from megatron_fanformer.training.metrics import ProgressLine
 
 TABLE = "metrics.csv"
 BY_TOKENS = "by_tokens"  # a run beside the other in TensorBoard, whose axis is tokens, not steps
