@@ -64,6 +64,19 @@ def write_atomically(path: Path, content: str | bytes, *, aside: Path | None = N
         raise
 
 
+def file_problems(**options: Path | None) -> list[str]:
+    """Which of a command's options name a file that it could not write when it is done, one line each.
+
+    Args:
+        options: the files by the options' names; None: not given.
+    """
+    return [
+        f"--{name} {path} is not a file in a folder that exists; create the folder, or name another"
+        for name, path in options.items()
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir())
+    ]
+
+
 def publish(partial: Path, path: Path) -> None:
     """Give a complete file, or a folder of files, its name; a file of that name is replaced."""
     sync_all(partial)

@@ -255,7 +255,10 @@ def test_all_layouts_that_cannot_be_compared_are_named(refused: Refused, config:
 
 
 def test_a_parity_report_without_a_folder(refused: Refused, config: str) -> None:
-    one_line(refused("parity", "--config", config, "--report", "none/report.json"), "none is not a folder")
+    one_line(
+        refused("parity", "--config", config, "--report", "none/report.json"),
+        "--report none/report.json is not a file in a folder that exists",
+    )
 
 
 def test_a_gpu_that_is_not_there(refused: Refused, config: str) -> None:

@@ -8,11 +8,11 @@ of the scores is the sum of the squares of the lengths. Lengths take turns, so t
 all alike; a time is the least of its turns, of which the processor's seconds depend less on other processes.
 """
 
-import argparse
-import json
 import sys
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarking.turns import Clocked, clocked, parser_of, print_results
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +46,11 @@ class Result:
 
 def main() -> int:
     """Print a table, or one object per length."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, value in asdict(Row()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    parser.add_argument("--json", action="store_true")
-    options = vars(parser.parse_args())
+    options = vars(parser_of(__doc__.splitlines()[0], Row()).parse_args())
     as_json = options.pop("json")
     row = Row(**options)
-    if not as_json:
-        print(row)
-        print(f"{'tokens':>7} {'documents':>9} {'squares':>8} {'ms':>9} {'ratio':>7} {'CPU ms':>9} {'ratio':>7}")
-    for result in measure(row):
-        print(json.dumps({**asdict(result), **asdict(row)}) if as_json else _line(result), flush=True)
+    heading = f"{'tokens':>7} {'documents':>9} {'squares':>8} {'ms':>9} {'ratio':>7} {'CPU ms':>9} {'ratio':>7}"
+    print_results(measure(row), row, heading=heading, line=_line, as_json=as_json)
     return 0
 
 
@@ -101,27 +94,27 @@ def measure(row: Row) -> list[Result]:
     cuts = []
     while (mean := row.tokens >> len(cuts)) >= min(32, row.tokens):
         cuts.append(documents_of(row.tokens, mean))
-    least = [(float("inf"), float("inf"))] * len(cuts)
+    least = [Clocked(float("inf"), float("inf"))] * len(cuts)
     for _ in range(row.repeats + 1):  # the first warms up
         for number, lengths in enumerate(cuts):
             ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).unsqueeze(0)
             packed = packed_documents(ids, "cpu")
-            started, processor_started = time.perf_counter(), time.process_time()
-            torch.autograd.grad(attention(*qkv, packed_seq_params=packed), qkv, grad)
-            times = time.perf_counter() - started, time.process_time() - processor_started
-            least[number] = min(least[number][0], times[0]), min(least[number][1], times[1])
+
+            def turn(packed: Any = packed) -> None:
+                torch.autograd.grad(attention(*qkv, packed_seq_params=packed), qkv, grad)
+
+            least[number] = Clocked(*map(min, least[number], clocked(turn)))
     return [
         Result(
             document_tokens=row.tokens // len(lengths),
             documents=len(lengths),
             squares=(squares := sum(length**2 for length in lengths)),
-            seconds=seconds,
-            processor_seconds=processor_seconds,
+            **best._asdict(),
             squares_ratio=squares / row.tokens**2,
-            time_ratio=seconds / least[0][0],
-            processor_ratio=processor_seconds / least[0][1],
+            time_ratio=best.seconds / least[0].seconds,
+            processor_ratio=best.processor_seconds / least[0].processor_seconds,
         )
-        for lengths, (seconds, processor_seconds) in zip(cuts, least, strict=True)
+        for lengths, best in zip(cuts, least, strict=True)
     ]
 
 

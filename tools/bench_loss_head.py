@@ -7,15 +7,14 @@ seconds of the processor are printed beside it, which depend less on other proce
 held during a turn, less what was held before: resident on a CPU, allocated on a GPU.
 """
 
-import argparse
-import json
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
+
+from benchmarking.turns import Clocked, clocked, parser_of, print_results
 
 Backend = Literal["nccl", "gloo"]
 PLAIN = "plain"
@@ -54,23 +53,16 @@ class HeadResult:
 
 def main() -> int:
     """Print a table, or one object per case."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, value in asdict(HeadSize()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    parser = parser_of(__doc__.splitlines()[0], HeadSize())
     parser.add_argument("--chunk-tokens", type=int, nargs="*", default=[], help="besides the default")
     parser.add_argument("--distributed-backend", choices=("nccl", "gloo"), help="as runs use it (by the device)")
-    parser.add_argument("--json", action="store_true")
     options = vars(parser.parse_args())
     chunk_tokens, as_json = options.pop("chunk_tokens"), options.pop("json")
     backend = options.pop("distributed_backend")
     size = HeadSize(**options)
-    if not as_json:
-        print(size)
-        print(
-            f"{'head':14} {'tokens':>7} {'ms':>9} {'ratio':>6} {'CPU ms':>9} {'ratio':>6} {'peak MB':>9} {'ratio':>6}"
-        )
-    for result in measure(size, [None, *chunk_tokens], backend):
-        print(json.dumps({**asdict(result), **asdict(size)}) if as_json else _line(result), flush=True)
+    heading = f"{'head':14} {'tokens':>7} {'ms':>9} {'ratio':>6} {'CPU ms':>9} {'ratio':>6} {'peak MB':>9} {'ratio':>6}"
+    results = measure(size, [None, *chunk_tokens], backend)
+    print_results(results, size, heading=heading, line=_line, as_json=as_json)
     return 0
 
 
@@ -91,21 +83,19 @@ def measure(size: HeadSize, chunk_tokens: list[int | None], backend: Backend | N
         turns = {PLAIN: _turn(size, grid, None)}
         turns |= {f"chunked {number or ''}".strip(): _turn(size, grid, number or 0) for number in chunk_tokens}
         peaks = {case: _peak_bytes(turn, grid) for case, (turn, _) in turns.items()}  # the first, to warm up as well
-        clocked: dict[str, list[tuple[float, float]]] = {case: [] for case in turns}
+        taken: dict[str, list[Clocked]] = {case: [] for case in turns}
         for _ in range(size.repeats):
             for case, (turn, _) in turns.items():
-                clocked[case].append(_clocked(turn, grid))
-    medians = {case: tuple(map(median, zip(*pairs, strict=True))) for case, pairs in clocked.items()}
+                taken[case].append(clocked(turn, lambda: _wait(grid)))
+    medians = {case: Clocked(*map(median, zip(*each, strict=True))) for case, each in taken.items()}
     for case, (_, chunk) in turns.items():
-        seconds, processor_seconds = medians[case]
         yield HeadResult(
             case=case,
             chunk_tokens=chunk,
-            seconds=seconds,
-            processor_seconds=processor_seconds,
+            **medians[case]._asdict(),
             peak_memory_bytes=peaks[case],
-            time_ratio=seconds / medians[PLAIN][0],
-            processor_ratio=processor_seconds / medians[PLAIN][1],
+            time_ratio=medians[case].seconds / medians[PLAIN].seconds,
+            processor_ratio=medians[case].processor_seconds / medians[PLAIN].processor_seconds,
             memory_ratio=peaks[case] / peaks[PLAIN],
             logits_bytes=4 * size.tokens * size.vocab_size,
         )
@@ -174,14 +164,6 @@ def _turn(size: HeadSize, grid: Any, chunk_tokens: int | None) -> tuple[Callable
         losses.sum().backward()
 
     return turn, size.tokens if chunk_tokens is None else head.chunk_tokens
-
-
-def _clocked(turn: Callable[[], None], grid: Any) -> tuple[float, float]:
-    """Seconds, and seconds of the processor."""
-    started, processor_started = time.perf_counter(), time.process_time()
-    turn()
-    _wait(grid)
-    return time.perf_counter() - started, time.process_time() - processor_started
 
 
 def _wait(grid: Any) -> None:

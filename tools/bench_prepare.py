@@ -28,15 +28,15 @@ from typing import Any
 
 from isal import igzip
 
-from megatron_fanformer.data.manifest import Settings, TokenizerRecord
+from megatron_fanformer.data.manifest import Settings
 from megatron_fanformer.data.token_files import token_dtype
-from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.preparation.assembly import Assembler
 from megatron_fanformer.preparation.document_files import DocumentFile, read_documents
 from megatron_fanformer.preparation.documents import DocumentRules
 from megatron_fanformer.preparation.encoding import BlockEncoder
 from megatron_fanformer.preparation.id_encoders import SMALL_INPUT_BYTES, EncoderChoice, IdEncoder, choose_encoder
+from megatron_fanformer.preparation.prepare import tokenizer_record
 from megatron_fanformer.preparation.shards import ShardFiles, ShardWriter
 from megatron_fanformer.preparation.work_folder import work_folder
 
@@ -180,7 +180,7 @@ def measure_stages(files: Sequence[Path], tokenizer_path: str, backend: Any, fol
     prefix = str(folder / "stages")
     settings = Settings(text_field="text", dtype=token_dtype(tokenizer.vocab_size))
     with work_folder(prefix) as work:
-        assembler = Assembler(prefix, settings, _record(tokenizer), work)
+        assembler = Assembler(prefix, settings, tokenizer_record(tokenizer), work)
         for number, path in enumerate(files):
             record = _measure_file(path, ShardFiles(work.path, number), encoder, clock)
             with clock.stage("output: tokens, index, ledger, SHA-256"):
@@ -206,15 +206,6 @@ def _measure_file(path: Path, shard: ShardFiles, encoder: BlockEncoder, clock: C
             writer.add(encoded)
     with clock.stage("shard: tokens, rows, CRC-32"):
         return writer.finish(file.bytes_read, file.sha256)
-
-
-def _record(tokenizer: Tokenizer) -> TokenizerRecord:
-    return TokenizerRecord(
-        path=str(tokenizer.path),
-        sha256=sha256_of(tokenizer.path),
-        vocab_size=tokenizer.vocab_size,
-        eod_id=tokenizer.eod_id,
-    )
 
 
 # -- end to end

@@ -35,6 +35,7 @@ from benchmarking.matrix_rate import MatrixClock
 from benchmarking.peers import Peer, runnable_peers, start_peer
 from benchmarking.ranks import CaseProcesses, Timing, ranks_of, write_tokens
 
+from megatron_fanformer.durable_files import file_problems
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.model.config import PRESETS, FANformerConfig, as_transformer, with_same_parameters
 from megatron_fanformer.model.dtypes import DTYPES
@@ -92,8 +93,8 @@ def main() -> int:
         options.set = _settings(options.set)
         if options.peers and (device != "cpu" or "fp8" in options.dtypes):
             raise InputError("--peers is for a CPU, in fp32 and bf16; leave it out, or set --device cpu and --dtypes")
-        if options.json and not options.json.parent.is_dir():
-            raise InputError(f"--json {options.json}: {options.json.parent} is not a folder; create it first")
+        if found := file_problems(json=options.json):
+            raise InputError("\n".join(found))
     except FanformerError as error:
         print(f"bench_train: {error}", file=sys.stderr)
         return error.exit_code

@@ -35,9 +35,10 @@ def compare_layers(pool) -> None:  # type: ignore[no-untyped-def]
     """Against the local layers on one rank."""
     import torch
 
+    from megatron_fanformer import markdown
     from tests.engine.passes import LAYOUTS, VARIANTS, one_pass, ranks_of, worst_gradient
 
-    print("| variant | layout | loss, fp32 | gradient, fp32 | loss, bf16 | gradient, bf16 |\n|---|---|---|---|---|---|")
+    print(markdown.heading(["variant", "layout", "loss, fp32", "gradient, fp32", "loss, bf16", "gradient, bf16"]))
     for variant in VARIANTS:
         for layout in LAYOUTS:
             if variant == "Transformer" and "FAN" in layout:
@@ -47,17 +48,18 @@ def compare_layers(pool) -> None:  # type: ignore[no-untyped-def]
                 local = pool.run(1, one_pass, "local", variant, "one rank", None, dtype)
                 ours = pool.run(ranks_of(layout), one_pass, "transformer_engine", variant, layout, None, dtype)
                 row += [f"{abs(ours[0].loss - local[0].loss):.1e}", f"{worst_gradient(ours, local):.1e}"]
-            print(f"| {variant} | {layout} | {' | '.join(row)} |", flush=True)
+            print(markdown.row([variant, layout, *row]), flush=True)
 
 
 def compare_fp8(pool) -> None:  # type: ignore[no-untyped-def]
     """Against the same layout in bf16."""
     import torch
 
+    from megatron_fanformer import markdown
     from megatron_fanformer.model.config import PrecisionConfig
     from tests.engine.passes import LAYOUTS, one_pass, ranks_of, worst_gradient
 
-    print("\n| recipe | layout | fp8_fan | loss | gradient |\n|---|---|---|---|---|")
+    print(f"\n{markdown.heading(['recipe', 'layout', 'fp8_fan', 'loss', 'gradient'])}")
     for recipe, passes in FP8_RECIPES.items():
         for layout in LAYOUTS:
             given = (ranks_of(layout), one_pass, "transformer_engine", "paper", layout)
@@ -66,7 +68,8 @@ def compare_fp8(pool) -> None:  # type: ignore[no-untyped-def]
                 precision = PrecisionConfig(dtype="bf16", fp8="hybrid", fp8_recipe=recipe, fp8_fan=fp8_fan)
                 fp8 = pool.run(*given, precision, torch.bfloat16, (), passes)
                 loss, gradient = abs(fp8[0].loss - bf16[0].loss), worst_gradient(fp8, bf16)
-                print(f"| {recipe} | {layout} | {str(fp8_fan).lower()} | {loss:.1e} | {gradient:.2f} |", flush=True)
+                cells = [recipe, layout, str(fp8_fan).lower(), f"{loss:.1e}", f"{gradient:.2f}"]
+                print(markdown.row(cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from fp8_study.pictures import draw_errors, draw_losses
+from fp8_study.pictures import errors_picture, losses_picture
 from fp8_study.tables import tables
 from fp8_study.trainings import ARMS, FAN_ALL_FP8, Arm, Size, run_values, train, write_corpus
 
@@ -48,8 +48,8 @@ def main() -> int:
     device = torch.cuda.get_device_name() if has_fp8 else "tests/engine_on_cpu"
     report = {"size": size._asdict(), "recipe": options.recipe, "device": device, "trainings": results}
     write_atomically(folder / "fp8-phase.json", json.dumps(report) + "\n")
-    draw_losses(report, folder / "fp8-phase-loss.png")
-    draw_errors(report, folder / "fp8-phase-errors.png")
+    write_atomically(folder / "fp8-phase-loss.png", losses_picture(report))
+    write_atomically(folder / "fp8-phase-errors.png", errors_picture(report))
     print(tables(report))
     return 0
 

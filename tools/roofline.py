@@ -9,6 +9,7 @@ update, on one rank that holds the whole model.
 import argparse
 import dataclasses
 
+from megatron_fanformer import markdown
 from megatron_fanformer.model.config import PRESETS
 from megatron_fanformer.planning.roofline import step_parts
 
@@ -29,17 +30,14 @@ def main() -> None:
     parts = step_parts(model, tokens=tokens, element_bytes=options.element_bytes)
     rates = (options.tflops * 1e12, options.gigabytes_per_second * 1e9)
     total = sum(part.seconds(*rates) for part in parts)
-    print("| part | TFLOP | GB | FLOP per byte | ms, at least | share |")
-    print("|---|--:|--:|--:|--:|--:|")
-    for part in parts:
-        seconds = part.seconds(*rates)
-        print(
-            f"| {part.name} | {part.flops / 1e12:.2f} | {part.bytes / 1e9:.2f} | {part.flops / part.bytes:.0f} "
-            f"| {1000 * seconds:.2f} | {seconds / total:.1%} |"
-        )
     flops = sum(part.flops for part in parts)
     moved = sum(part.bytes for part in parts)
-    print(f"| together | {flops / 1e12:.2f} | {moved / 1e9:.2f} | {flops / moved:.0f} | {1000 * total:.2f} | |")
+    rows = [(part.name, part.flops, part.bytes, part.seconds(*rates)) for part in parts]
+    cells = [
+        [name, f"{flop / 1e12:.2f}", f"{size / 1e9:.2f}", f"{flop / size:.0f}", f"{1000 * s:.2f}", f"{s / total:.1%}"]
+        for name, flop, size, s in [*rows, ("together", flops, moved, total)]
+    ]
+    print(markdown.table(["part", "TFLOP", "GB", "FLOP per byte", "ms, at least", "share"], cells, align="lrrrrr"))
     print(f"\n{tokens:,} tokens; at most {tokens / total:,.0f} tokens/s, {flops / total / rates[0]:.1%} of the rate.")
 
 

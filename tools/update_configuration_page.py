@@ -12,6 +12,7 @@ import re
 import sys
 from pathlib import Path
 
+from megatron_fanformer import markdown
 from megatron_fanformer.configuration import FieldDescription
 from megatron_fanformer.training.config_reference import run_sections, schema_text
 from megatron_fanformer.training.foreign_names import MEGATRON_LM, ForeignName
@@ -61,12 +62,15 @@ def megatron_page(text: str) -> str:
 
 
 def _arguments(rows: tuple[ForeignName, ...]) -> str:
-    lines = [
-        f"| {', '.join(f'`{name}`' for name in row.names.split())} | {f'`{row.field}`' if row.field else 'not there'} "
-        f"| {row.note if row.field else f'because {row.note}'} |"
+    cells = [
+        [
+            ", ".join(f"`{name}`" for name in row.names.split()),
+            f"`{row.field}`" if row.field else "not there",
+            row.note if row.field else f"because {row.note}",
+        ]
         for row in rows
     ]
-    return "\n".join(["| Megatron-LM | here | |", "|---|---|---|", *lines]) + "\n"
+    return markdown.table(["Megatron-LM", "here", ""], cells) + "\n"
 
 
 def _tables() -> dict[str, str]:
@@ -78,11 +82,11 @@ def _tables() -> dict[str, str]:
 
 
 def _table(fields: list[FieldDescription]) -> str:
-    rows = [
-        f"| `{field.name.rpartition('.')[2]}` | {_cell(field.type)} | {_default(field)} | {_cell(field.text)} |"
+    rows = (
+        [f"`{field.name.rpartition('.')[2]}`", _cell(field.type), _default(field), _cell(field.text)]
         for field in fields
-    ]
-    return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
+    )
+    return markdown.table(["field", "type", "default", "meaning"], rows) + "\n"
 
 
 def _default(field: FieldDescription) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_fanformer import markdown
 from megatron_fanformer.planning.machines import load_machine
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.sizing.candidates import NAMED, layout_name
@@ -78,30 +79,26 @@ def planned(file: Path) -> str:
 
 def page(text: str) -> str:
     """The page with its table of weak scaling rebuilt."""
-    lines = [
-        "| model | GPUs | global batch | layout | s/step | tokens/s a GPU | MFU | of 8 GPUs' rate | GiB |",
-        "|---|--:|--:|---|--:|--:|--:|--:|--:|",
-        *(line for name in WEAK_MODELS for line in _weak_rows(name)),
-    ]
-    return TABLE.sub(lambda found: found[1] + "\n".join(lines) + "\n" + found[2], text)
+    columns = ["model", "GPUs", "global batch", "layout", "s/step", "tokens/s a GPU", "MFU", "of 8 GPUs' rate", "GiB"]
+    rows = (row for name in WEAK_MODELS for row in _weak_rows(name))
+    table = markdown.table(columns, rows, align="lrrlrrrrr")
+    return TABLE.sub(lambda found: f"{found[1]}{table}\n{found[2]}", text)
 
 
-def _weak_rows(name: str) -> Iterator[str]:
+def _weak_rows(name: str) -> Iterator[list[str]]:
     config = _without_layout(EXAMPLES / f"{name}.yaml")
     first = 0.0
     for gpus in WEAK_GPUS:
         training = dataclasses.replace(config.training, global_batch_size=SAMPLES_PER_GPU * gpus)
         best = search(dataclasses.replace(config, training=training), gpus, load_machine(GPU)).best
+        asked = [name, f"{gpus:,}", f"{training.global_batch_size:,}"]
         if best is None:
-            yield f"| {name} | {gpus:,} | {training.global_batch_size:,} | none fits | | | | | |"
+            yield [*asked, "none fits", *[""] * 5]
             continue
         rate = best.time.tokens_per_second / gpus
         first = first or rate
-        yield (
-            f"| {name} | {gpus:,} | {training.global_batch_size:,} | `{best.name}` | {best.time.seconds:.3f} "
-            f"| {rate:,.0f} | {best.time.model_flops_utilization:.1%} | {rate / first:.0%} "
-            f"| {best.needed_bytes / GIB:.1f} |"
-        )
+        times = [f"{best.time.seconds:.3f}", f"{rate:,.0f}", f"{best.time.model_flops_utilization:.1%}"]
+        yield [*asked, f"`{best.name}`", *times, f"{rate / first:.0%}", f"{best.needed_bytes / GIB:.1f}"]
 
 
 def _without_layout(file: Path) -> RunConfig:

@@ -5,9 +5,10 @@
     URL/checkpoints/step-00000100/manifest.json       written last and removed first: without it, it is no checkpoint
     URL/checkpoints/latest                            the name of the newest one
 
-Stores have no rename that is atomic, and no checksum that all of them share. So what was written is read back and held
-against the manifest before that is written; and what is read is as untrusted as any file: names and sizes are the
-manifest's, which is checked like a local one's, and the files are held against it before they get a checkpoint's name.
+Stores have no rename that is atomic, and no checksum that all of them share. So what was written is read back and
+checked against the manifest before that is written; and what is read is as untrusted as any file: names and sizes are
+the manifest's, which is checked like a local one's, and the files are checked against it before they get a
+checkpoint's name.
 
 torch is not imported here.
 """

@@ -239,11 +239,15 @@ def _start_time(pid: int) -> str | None:
 
 
 class FolderWatch:
-    """A run's folder as it is when a run begins to write into it."""
+    """A run's folder as it is when a run begins to write into it.
 
-    def __init__(self, run: Path) -> None:
+    Args:
+        seen: which folder it was before, by `file_of`; None: it did not exist, or nobody looked.
+    """
+
+    def __init__(self, run: Path, seen: tuple[int, int] | None = None) -> None:
         self._run, self._lock = str(run), str(run / LOCK)
-        self._seen, self._lock_seen = file_of(self._run), file_of(self._lock)
+        self._seen, self._lock_seen = seen or file_of(self._run), file_of(self._lock)
 
     def check(self) -> None:
         """Look whether the folder is still there, and nobody else's. It costs microseconds.

@@ -14,6 +14,7 @@ one is renamed before it is removed. So whatever has a checkpoint's name is comp
 it takes seconds (`saved_model` does).
 """
 
+import json
 import logging
 import os
 import re
@@ -44,7 +45,7 @@ CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 LOCK = "run.lock"
 LOADED = "loaded"  # a checkpoint that was fetched to start from
-SAVE_REQUEST = "save"  # a file of this name in a run's folder asks the run to save
+SAVE_FILE = "save"  # a file of this name in a run's folder asks the run to save
 VALIDATION_LOSS = "validation_loss"  # in the metrics, the first part of a validation loss's name, before its set's
 # An export's tokenizer.json is the .model rewritten: the original comes first.
 TOKENIZERS = (TOKENIZER_MODEL, TOKENIZER_JSON)
@@ -301,6 +302,15 @@ def saved_config(checkpoint: Path) -> dict[str, Any]:
         return moved_names(read_mapping(checkpoint / CONFIG), MOVED_FIELDS)[0]
     except InputError as error:
         raise CorruptError(f"{checkpoint / CONFIG}: {_on_one_line(error)}; use another checkpoint") from None
+
+
+def metrics_entry(line: bytes) -> dict[str, Any] | None:
+    """What a line of metrics.jsonl or recovery.jsonl says of a step; None for one that is not a step's."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None
 
 
 def read_mapping(file: Path) -> dict[str, Any]:

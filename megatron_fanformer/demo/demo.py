@@ -24,7 +24,8 @@ from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
 from megatron_fanformer.data.tokenizer import TOKENIZER_MODEL, load_tokenizer, train_sentencepiece
 from megatron_fanformer.demo.corpus import Corpus, pack_standard_library
-from megatron_fanformer.demo.loss_curve import draw_loss_curve
+from megatron_fanformer.demo.loss_curve import loss_picture
+from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.generation.generate import GenerateConfig, generate
@@ -120,7 +121,7 @@ def run_demo(output: Path) -> None:
         console.print(PROMPT + generated.text, markup=False, highlight=False, style="cyan")
     entropy = unigram_entropy(places.tokens(VALIDATION))
     metrics = read_metrics(places.run)
-    draw_loss_curve(metrics, places.loss_curve, entropy=entropy)
+    write_atomically(places.loss_curve, loss_picture(metrics, entropy=entropy))
     console.print(
         _summary(
             places,

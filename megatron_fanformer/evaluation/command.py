@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError, noting
 from megatron_fanformer.evaluation import results as result_files
 from megatron_fanformer.evaluation.comparison import Comparison, compare
@@ -82,6 +82,11 @@ def evaluate(options: argparse.Namespace, arguments: Sequence[str], local: Local
     """
     address = devices.rank_address()
     if options.prepare is not None:
+        if address is not None and address.world_size > 1:
+            raise InputError(
+                f"--prepare writes a file in one process, and {address.world_size} ranks were started; run it without "
+                "torchrun or srun"
+            )
         _prepare(options)
         return
     if address is None:
@@ -205,7 +210,7 @@ def read_options(options: argparse.Namespace, local: Local, *, world_size: int |
         InputError: every problem, one line each.
         CorruptError: a folder's configuration, the only way to tell what it is, cannot be read.
     """
-    found = [*_file_problems(options, "output", "picture"), *_without_effect(options)]
+    found = [*file_problems(output=options.output, picture=options.picture), *_without_effect(options)]
     compared = tuple(noting(found, partial(_compared, name, local)) for name in options.compare)
     named = [*_checkpoints(options.checkpoints, local, found), *(each for each in compared if isinstance(each, Path))]
     checkpoints = tuple(dict.fromkeys(named))
@@ -231,16 +236,6 @@ def read_options(options: argparse.Namespace, local: Local, *, world_size: int |
         dtype=options.dtype,
         batch_tokens=options.batch_tokens,
     )
-
-
-def _file_problems(options: argparse.Namespace, *names: str) -> list[str]:
-    """Of options that name a file to write."""
-    paths = {name: getattr(options, name) for name in names}
-    return [
-        f"--{name} {path} is not a file in a folder that exists; create the folder, or name another"
-        for name, path in paths.items()
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir())
-    ]
 
 
 def _without_effect(options: argparse.Namespace) -> list[str]:
@@ -422,7 +417,7 @@ def _prepare(options: argparse.Namespace) -> None:
 
     if options.checkpoints or options.compare:
         raise InputError("--prepare writes a request file and reads no model; evaluate checkpoints by another command")
-    if problems := [*_file_problems(options, "prepare"), *_without_effect(options)]:
+    if problems := [*file_problems(prepare=options.prepare), *_without_effect(options)]:
         raise InputError("\n".join(problems))
     if not options.tasks or options.tokenizer is None:
         raise InputError("--prepare needs --tasks and --tokenizer; name the tasks or groups, and the models' tokenizer")

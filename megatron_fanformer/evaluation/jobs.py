@@ -53,7 +53,7 @@ DIVISORS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class EvaluationJob:
     """One checkpoint, and what it is evaluated on."""
 
     source: ModelSource
@@ -67,7 +67,7 @@ class Job:
 class Jobs:
     """All of a command's."""
 
-    jobs: list[Job]
+    jobs: list[EvaluationJob]
     """In the order of the checkpoints."""
     texts: Documents
     """The documents of generation tasks, by task."""
@@ -93,7 +93,7 @@ def find_jobs(asked: "Asked") -> Jobs:
     choices, texts = _tasks(asked, requests, found)
     evaluation = replace(asked.evaluation, tasks=choices, requests=path if choices else None)
     surveys = _Surveys(evaluation, requests, asked.batch_tokens)
-    # where choice tasks are asked for, too, the file is held against the tokenizer by their survey
+    # where choice tasks are asked for, too, their survey checks the file against the tokenizer
     text_rules = _TextRules(asked, texts, None if choices else requests)
     jobs = []
     for checkpoint in asked.checkpoints:
@@ -106,7 +106,7 @@ def find_jobs(asked: "Asked") -> Jobs:
         digest = None if tokenizer is None else sha256_of(tokenizer_file(tokenizer))
         found += text_rules.broken_by(source, tokenizer, digest)
         if (survey := noting(found, partial(surveys.of, source, tokenizer, digest))) is not None:
-            jobs.append(Job(source=source, tokenizer=tokenizer, tokenizer_sha256=digest, survey=survey))
+            jobs.append(EvaluationJob(source=source, tokenizer=tokenizer, tokenizer_sha256=digest, survey=survey))
     if found:
         raise InputError("\n".join(dict.fromkeys(found)))  # checkpoints of a run have the same problems
     return Jobs(jobs=jobs, texts=texts, requests=None if requests is None else requests.sha256)
@@ -235,7 +235,9 @@ def _settings(asked: "Asked", source: ModelSource, grid: RankGrid) -> Settings:
     )
 
 
-def _built(asked: "Asked", jobs: Sequence[Job], grid: RankGrid, tell: Tell) -> Iterator[tuple[Job, list[Any]]]:
+def _built(
+    asked: "Asked", jobs: Sequence[EvaluationJob], grid: RankGrid, tell: Tell
+) -> Iterator[tuple[EvaluationJob, list[Any]]]:
     """Each job with the stages that hold its weights; models of one shape are built once."""
     seed_everything(0)  # megatron-core builds layers on a GPU from random states that must exist
     shape: tuple[Any, ...] = ()
@@ -288,7 +290,7 @@ def choice_result(task: TaskRequests, found: np.ndarray, unconditional: np.ndarr
 
 
 def _generated_results(
-    stages: list[Any], job: Job, texts: Documents, settings: GenerationSettings, grid: RankGrid, tell: Tell
+    stages: list[Any], job: EvaluationJob, texts: Documents, settings: GenerationSettings, grid: RankGrid, tell: Tell
 ) -> dict[str, TaskResult]:
     if not texts:
         return {}

@@ -1,40 +1,34 @@
 """Evaluations as a picture: tasks and perplexity sets over the steps of their checkpoints."""
 
-import io
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from megatron_fanformer.evaluation.comparison import is_share
 from megatron_fanformer.evaluation.results import Result, names_of
+from megatron_fanformer.pictures import drawn, set_logarithmic, use_many_colours
 
 STANDARD_ERRORS = 1.96  # on either side of a value: 95% of a normal distribution
 
 
 def results_picture(results: Sequence[Result]) -> bytes:
     """A PNG with a line for each task and each set, of each run over its steps where all checkpoints have one."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # needs no display
-    from matplotlib import pyplot
-
     metrics = [task.metric for result in results for task in result.tasks.values()]
-    panels: list[Callable[[Sequence[Result], Any], None]] = []
+    parts: list[Callable[[Sequence[Result], Any], None]] = []
     for are_shares in (True, False):
         if any(is_share(metric) == are_shares for metric in metrics):
-            panels.append(partial(_draw_tasks, are_shares))
+            parts.append(partial(_draw_tasks, are_shares))
     if any(result.perplexity for result in results):
-        panels.append(_draw_sets)
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(6.5 * len(panels), 4.8), dpi=120, squeeze=False)
-    for draw, panel in zip(panels, axes[0], strict=True):
-        panel.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)  # more lines than the usual ten colours
-        draw(results, panel)
-        _name_checkpoints(results, panel)
-        panel.legend(fontsize="x-small", bbox_to_anchor=(0.5, -0.14), loc="upper center", ncols=2)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", bbox_inches="tight")  # with the legends below
-    pyplot.close(figure)
-    return picture.getvalue()
+        parts.append(_draw_sets)
+
+    def draw(panels: Any) -> None:
+        for draw_part, panel in zip(parts, panels[0], strict=True):
+            use_many_colours(panel)
+            draw_part(results, panel)
+            _name_checkpoints(results, panel)
+            panel.legend(fontsize="x-small", bbox_to_anchor=(0.5, -0.14), loc="upper center", ncols=2)
+
+    return drawn(draw, columns=len(parts), grows=True)
 
 
 def lines_of(results: Sequence[Result]) -> dict[str, list[tuple[int, Result]]]:
@@ -92,6 +86,5 @@ def _draw_sets(results: Sequence[Result], axes: Any) -> None:
             points = [(place, each.perplexity[name].perplexity) for place, each in placed if name in each.perplexity]
             places, perplexities = [place for place, _ in points], [perplexity for _, perplexity in points]
             axes.plot(places, perplexities, label=_label(name, line), marker=".", linewidth=1)
-    axes.set(title="perplexity", yscale="log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.set(title="perplexity")
+    set_logarithmic(axes.yaxis)

@@ -32,7 +32,7 @@ UNCONDITIONAL = 1_000_000  # what OLMES adds to the number of a document to ask 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedTask:
-    """What a task has come to."""
+    """What was written of a task."""
 
     name: str
     documents: int
@@ -45,7 +45,7 @@ class PreparedTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareReport:
+class RequestsReport:
     """What was written."""
 
     path: Path
@@ -85,7 +85,7 @@ def prepare_requests(
     context_length: int = CONTEXT_LENGTH,
     limit: int | None = None,
     told: Callable[[PreparedTask], None] | None = None,
-) -> PrepareReport:
+) -> RequestsReport:
     """Write the request file of the named tasks; the same call gives the same bytes.
 
     Args:
@@ -131,7 +131,7 @@ def prepare_requests(
         tasks=choices,
         texts=texts,
     )
-    return PrepareReport(
+    return RequestsReport(
         path=output,
         sha256=sha256,
         bytes=output.stat().st_size,

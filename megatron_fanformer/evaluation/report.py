@@ -1,4 +1,4 @@
-"""What an evaluation and a comparison came to: as tables for the terminal, and as plain values for a file."""
+"""The results of an evaluation and of a comparison: as tables for the terminal, and as plain values for a file."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ MOST_COLUMNS = 5  # checkpoints side by side in 80 columns; more follow in furth
 
 
 def print_results(results: Sequence[Result], console: Console) -> None:
-    """One checkpoint with all that it came to; of several a row for each task and set, a column for each."""
+    """One checkpoint with all its results; of several a row for each task and set, a column for each."""
     if len(results) == 1:
         _print_one(results[0], console)
         return
@@ -55,7 +55,7 @@ def _print_side_by_side(corner: str, names: Sequence[str], results: Sequence[Res
 
 
 def _column(result: Result) -> dict[str, str]:
-    """What a checkpoint came to, by task with its own metric, set and group."""
+    """The results of a checkpoint, by task with its own metric, set and group."""
     cells = {
         f"{name} {task.metric}": _cells(task.metric, result.headline(name))[0] for name, task in result.tasks.items()
     }

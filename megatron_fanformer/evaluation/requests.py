@@ -231,7 +231,7 @@ def _digest(content: str, arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def read_requests(path: Path) -> RequestFile:
-    """Read a request file and hold it against its SHA-256.
+    """Read a request file and check its SHA-256.
 
     Raises:
         InputError: there is no such file, it is something else, or of another version.

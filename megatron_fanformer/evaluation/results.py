@@ -41,7 +41,7 @@ class MetricValue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a task came to."""
+    """The result of a task."""
 
     metric: str
     """The task's own: the one to report and compare."""
@@ -53,7 +53,7 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SetResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a perplexity set came to."""
+    """The result of a perplexity set."""
 
     loss: float
     """Nats a token."""

@@ -1,10 +1,13 @@
 """What a run is evaluated on, found and checked by one process for all ranks before anything is loaded."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_fanformer.data.manifest import read_any_manifest
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_file
+from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.config import EvaluationConfig
 from megatron_fanformer.evaluation.perplexity_sets import PerplexitySet, find_sets
@@ -67,6 +70,8 @@ def survey_evaluation(
             found += str(error).splitlines()
     if found:
         raise InputError("\n".join(found))
+    if tokenizer is not None and sets:
+        _tell_other_tokenizers(sets, sha256_of(tokenizer_file(Path(tokenizer))))
     return EvaluationSurvey(tasks=tasks, sets=tuple(sets))
 
 
@@ -76,6 +81,21 @@ def _tokenizer(path: str, eod_id: int | None) -> Tokenizer:
         return load_tokenizer(path, eod_id=eod_id, needs_eod=False)
     except InputError as error:
         raise InputError(f"evaluation.perplexity: {error}") from None
+
+
+def _tell_other_tokenizers(sets: Sequence[PerplexitySet], sha256: str) -> None:
+    """Warn of sets whose manifests name another file: an export's tokenizer may be the same one, written anew."""
+    for each in sets:
+        manifests = (read_any_manifest(file.prefix) for file in each.files)
+        others = {manifest.tokenizer.sha256 for manifest in manifests if manifest} - {sha256, ""}
+        if others:
+            logger.warning(
+                "perplexity set %s was made with another tokenizer (SHA-256 %s…) than the model's (%s…); unless both "
+                "give the same ids, its perplexity says nothing",
+                each.name,
+                min(others)[:12],
+                sha256[:12],
+            )
 
 
 def _tasks(

@@ -128,12 +128,7 @@ def evaluate(
             float(pair == ((True, False) if document["label"] else (False, True)))
             for document, pair in zip(documents, pairs, strict=True)
         ]
-        metrics[way] = mean_of(right)
-        metrics[f"{way}_alike"] = mean_of([float(rule is not None and rule == negation) for rule, negation in pairs])
-        for length in sorted({document["length"] for document in documents}):
-            metrics[f"{way}_length_{length}"] = mean_of(
-                [score for document, score in zip(documents, right, strict=True) if document["length"] == length]
-            )
+        metrics |= _metrics(way, documents, pairs, right)
         for one, pair, score in zip(judged, pairs, right, strict=True):
             one[way] = {"verdicts": list(pair), "score": score}
     for number, one in enumerate(judged):
@@ -145,6 +140,19 @@ def evaluate(
         "documents": judged,
         "prompts_cut": sum(one.prompt_cut > 0 for one in written),
     }
+
+
+def _metrics(
+    way: str, documents: Sequence[dict[str, Any]], pairs: Sequence[tuple[Any, Any]], right: Sequence[float]
+) -> dict[str, Any]:
+    """One way's, from the verdicts on each rule and its negation, and which of these pairs are right."""
+    metrics = {way: mean_of(right)}
+    metrics[f"{way}_alike"] = mean_of([float(rule is not None and rule == negation) for rule, negation in pairs])
+    for length in sorted({document["length"] for document in documents}):
+        metrics[f"{way}_length_{length}"] = mean_of(
+            [score for document, score in zip(documents, right, strict=True) if document["length"] == length]
+        )
+    return metrics
 
 
 def stated_verdict(text: str) -> bool | None:

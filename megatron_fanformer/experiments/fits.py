@@ -12,7 +12,7 @@ on the fitted curve, and fitted again. The residuals of n points around a curve 
 Of two curves whose points are of the same runs' sizes and seeds, the residuals are drawn together, since runs of one
 seed see the same samples.
 
-**The saving at equal loss** is the share of x with which one curve comes to the loss that the baseline has at its
+**The saving at equal loss** is the share of x with which one curve reaches the loss that the baseline has at its
 largest x: 0.69 is "the Transformer's loss with 69% of its parameters".
 """
 
@@ -83,7 +83,7 @@ class Saving:
     loss: float
     """The baseline's there, by its curve."""
     share: float
-    """Of that x; infinite where the curve does not come to that loss."""
+    """Of that x; infinite where the curve does not reach that loss."""
     interval: Interval | None
     """None where there are too few points."""
 

@@ -58,7 +58,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What an experiment came to."""
+    """The result of an experiment."""
 
     experiment: str
     version: int = VERSION

@@ -3,6 +3,7 @@
 `python -m megatron_fanformer.formats.name_table_markdown` prints it.
 """
 
+from megatron_fanformer import markdown
 from megatron_fanformer.formats.name_table import NAME_TABLE, Naming, Row
 
 COLUMNS = ("Megatron", "shape", "present", "reference", "Hugging Face")
@@ -11,8 +12,7 @@ BEGIN, END = "<!-- the table of names: rendered, do not edit -->", "<!-- end of 
 
 def render() -> str:
     """Rows of Markdown: the names in the three formats, and the transform where it moves rows."""
-    lines = [COLUMNS, tuple("---" for _ in COLUMNS), *map(_cells, NAME_TABLE)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown.table(COLUMNS, map(_cells, NAME_TABLE))
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -4,12 +4,12 @@ It is read from a run's checkpoint, its saved configuration and the metrics in i
 none of them says is left out or reported as unknown: nothing is inferred. Only the last part of a path is reported.
 """
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_fanformer import markdown
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.plain_values import SavedProgress, saved_progress
 from megatron_fanformer.checkpoint.tensor_table import read_table
@@ -44,7 +44,7 @@ def training_record(format: Format, checkpoint: Path) -> str:
             f"Not known: the weights were converted from {ORIGINS[format]}, which holds no record of the steps, the "
             "data and the losses of their training."
         )
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {_cell(text)} |" for name, text in rows)])
+    return markdown.table(["", ""], ((markdown.as_text(name), markdown.as_text(text)) for name, text in rows))
 
 
 def training_rows(checkpoint: Path) -> Rows:
@@ -102,37 +102,26 @@ def _losses(metrics: Path, step: int) -> dict[str, tuple[int, float]]:
     """By name: the training loss of a step, and each validation set's last loss up to it."""
     found: dict[str, tuple[int, float]] = {}
     for entry in _entries(metrics):
-        at = entry.get("step")
-        if type(at) is not int or at > step:
+        at = entry["step"]
+        if at > step:
             continue
         for name, value in entry.items():
             kind, _, dataset = name.partition("/")
             is_number = isinstance(value, int | float) and math.isfinite(value)
             if is_number and kind == store.VALIDATION_LOSS and dataset:
-                found[f"validation loss, {_cell(dataset)}"] = at, value
+                found[f"validation loss, {dataset}"] = at, value
             elif is_number and name == "loss" and at == step:
                 found = {"training loss": (at, value), **found}
     return found if "training loss" in found else {}
 
 
 def _entries(metrics: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a metrics file; lines that are incomplete or not JSON are left out."""
+    """What a metrics file says of steps; nothing where it cannot be read."""
     try:
-        with regular_file(metrics).open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                entry = _parsed(line)
-                if isinstance(entry, dict):
-                    yield entry
+        with regular_file(metrics).open("rb") as lines:
+            yield from filter(None, map(store.metrics_entry, lines))
     except OSError:
         return
-
-
-def _parsed(line: str) -> Any:
-    """What a line of a metrics file holds; None where it is not JSON."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
 
 
 # -- recipe
@@ -161,7 +150,7 @@ def _schedule(schedule: Saved) -> str:
 def _data_rows(data: Saved) -> Rows:
     rows = [("training data", _names(data.get("train_data")))]
     for name, words in _section(data, "valid_data").items():
-        rows.append((f"validation data, {_cell(str(name))}", _names(words)))
+        rows.append((f"validation data, {name}", _names(words)))
     if data.get("split"):
         rows.append(("split", str(data["split"])))
     return [(name, text) for name, text in rows if text]
@@ -185,9 +174,3 @@ def _is_number(word: str) -> bool:
         return math.isfinite(float(word))
     except ValueError:
         return False
-
-
-def _cell(text: str) -> str:
-    """Untrusted text as a cell of a Markdown table, which it cannot break out of."""
-    plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return plain.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "'")

@@ -13,9 +13,8 @@ from megatron_fanformer.data.config import TRAINING
 from megatron_fanformer.data.identity import SHOWN_DIGITS, DataIdentity, SetIdentity, identity_from_plain
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.formats.training_record import layout
-from megatron_fanformer.inspection.model_rows import model_facts, model_rows
+from megatron_fanformer.inspection.model_rows import model_facts, model_rows, text_facts, text_row
 from megatron_fanformer.inspection.report import Report, plural, size, some
-from megatron_fanformer.training.metrics import metrics_entry
 
 METRICS_TAIL_BYTES = 1 << 16
 
@@ -50,7 +49,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
     check_plain_values(checkpoint, table)
     progress = saved_progress(checkpoint, table)
     data = identity_from_plain(progress.data, checkpoint) if progress else None
-    tokenizer = store.attached_tokenizer(checkpoint)
+    text = text_facts(checkpoint)
     files = [path for path in checkpoint.iterdir() if path.is_file()]
     total = sum(path.stat().st_size for path in files)
     weights, states = _stored(table)
@@ -68,7 +67,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
         "optimizer_tensors": states,
         "files": len(files),
         "bytes": total,
-        "tokenizer": tokenizer.name if tokenizer else None,
+        **text,
     }
     rows = [
         *_progress_rows(progress, config.seq_length),
@@ -77,7 +76,7 @@ def describe_checkpoint(checkpoint: Path) -> Report:
         *([("layout", layout(saved))] if "parallel" in saved else []),
         ("stored", f"{plural(weights, 'tensor')}, {states:,} of the optimizer; torch_dist, {_types(table)}"),
         ("files", f"{len(files)}, {size(total)}"),
-        ("tokenizer", tokenizer.name if tokenizer else "none"),
+        text_row(text),
     ]
     return Report(f"{checkpoint}: checkpoint", facts, rows)
 
@@ -110,7 +109,7 @@ def last_metrics(run: Path) -> dict[str, Any] | None:
     except OSError:
         return None
     # after the last line end: a partial line, or nothing
-    found = next((entry for line in reversed(lines[:-1]) if (entry := metrics_entry(line)) is not None), None)
+    found = next((entry for line in reversed(lines[:-1]) if (entry := store.metrics_entry(line)) is not None), None)
     return found and {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 

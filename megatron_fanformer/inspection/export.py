@@ -6,7 +6,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.archive import check_archive
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats.huggingface import huggingface_config
@@ -14,7 +13,7 @@ from megatron_fanformer.formats.name_table import Format, expected_shapes
 from megatron_fanformer.formats.recognition import Target
 from megatron_fanformer.formats.reference import WRAP_PREFIX, reference_config
 from megatron_fanformer.formats.weight_files import read_shapes, weight_files
-from megatron_fanformer.inspection.model_rows import model_facts, model_rows
+from megatron_fanformer.inspection.model_rows import model_facts, model_rows, text_facts, text_row
 from megatron_fanformer.inspection.report import Advance, Report, plural, size, some
 from megatron_fanformer.model.config import FANformerConfig
 
@@ -38,7 +37,7 @@ def describe_export(folder: Path, format: Format) -> Report:
     shapes = read_shapes(folder)
     config = _config(folder, format, shapes)
     files = weight_files(folder)
-    tokenizer = store.attached_tokenizer(folder)
+    text = text_facts(folder)
     total = sum(file.stat().st_size for file in files)
     stored, types = sum(tensor.numel() for tensor in shapes.values()), _types(shapes)
     facts = {
@@ -50,13 +49,13 @@ def describe_export(folder: Path, format: Format) -> Report:
         "stored_parameters": stored,
         "shards": [file.name for file in files],
         "bytes": total,
-        "tokenizer": tokenizer.name if tokenizer else None,
+        **text,
     }
     rows = [
         *model_rows(config),
         ("stored", f"{plural(len(shapes), 'tensor')} of {types}, {stored:,} parameters"),
         ("files", f"{len(files)}, {size(total)}: {some(file.name for file in files)}"),
-        ("tokenizer", tokenizer.name if tokenizer else "none"),
+        text_row(text),
     ]
     return Report(f"{folder}: {TITLES[format]}", facts, rows)
 

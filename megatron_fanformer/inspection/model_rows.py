@@ -1,7 +1,10 @@
-"""The rows that describe a model's shape, whatever its format."""
+"""The rows that describe a model and the files beside its weights, whatever its format."""
 
+from pathlib import Path
 from typing import Any
 
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.data.chat_template import own_template
 from megatron_fanformer.model.config import FANformerConfig
 
 
@@ -23,6 +26,26 @@ def model_rows(config: FANformerConfig) -> list[tuple[str, str]]:
 def model_facts(config: FANformerConfig) -> dict[str, Any]:
     """What `model_rows` says that a configuration does not state, for programs."""
     return {"parameters": config.num_parameters, "padded_vocab_size": config.padded_vocab_size}
+
+
+def text_facts(folder: Path) -> dict[str, Any]:
+    """The tokenizer beside the weights, and whether it has a chat template; for programs.
+
+    Raises:
+        CorruptError: a checkpoint's tokenizer is a link to somewhere else.
+        InputError: the chat template cannot be read.
+    """
+    tokenizer = store.attached_tokenizer(folder)
+    return {
+        "tokenizer": tokenizer.name if tokenizer else None,
+        "chat_template": own_template(folder) is not None,
+    }
+
+
+def text_row(facts: dict[str, Any]) -> tuple[str, str]:
+    """What `text_facts` says, for people."""
+    template = ", with a chat template" if facts["chat_template"] else ""
+    return "tokenizer", f"{facts['tokenizer'] or 'none'}{template}"
 
 
 def _name(config: FANformerConfig) -> str:

@@ -1,11 +1,11 @@
 """The health of a run's phases over layers and steps, as a picture."""
 
-import io
 from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.checkpoint.store import METRICS
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.pictures import draw_heat_map, drawn
 from megatron_fanformer.training.metrics import read_metrics
 
 PANELS = {
@@ -31,20 +31,12 @@ def phase_picture(run: Path) -> bytes:
             f"{run / METRICS} has no phase health: the run has not reached a step that logging.phase_interval divides, "
             "or its model has no phases"
         )
-    import matplotlib
 
-    matplotlib.use("Agg")  # needs no display
-    from matplotlib import pyplot
+    def draw(panels: Any) -> None:
+        for panel, (name, title) in zip(panels.flat, PANELS.items(), strict=True):
+            _draw(panel, [look[name] for look in looks], [look["step"] for look in looks], title)
 
-    figure, axes = pyplot.subplots(3, 2, figsize=(11, 9), dpi=120)
-    for panel, (name, title) in zip(axes.flat, PANELS.items(), strict=True):
-        _draw(panel, figure, [look[name] for look in looks], [look["step"] for look in looks], title)
-    figure.suptitle(f"{run}: phases of the FAN map", parse_math=False)
-    figure.tight_layout()
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    pyplot.close(figure)
-    return picture.getvalue()
+    return drawn(draw, rows=3, columns=2, size=(5.5, 3), title=f"{run}: phases of the FAN map")
 
 
 def _looks(run: Path) -> list[dict[str, Any]]:
@@ -68,12 +60,10 @@ def _check(run: Path, look: dict[str, Any], name: str, layers: int) -> None:
     raise InputError(f"{run / METRICS} has {name} {wrong}, at step {look['step']}; take that line out")
 
 
-def _draw(axes: Any, figure: Any, by_look: list[list[float]], steps: list[int], title: str) -> None:
+def _draw(axes: Any, by_look: list[list[float]], steps: list[int], title: str) -> None:
     """A heat map; shares always from 0 to 1, so that pictures of two runs can be compared."""
-    limits = {"vmin": 0.0, "vmax": 1.0} if title.startswith("share") else {}
-    by_layer = list(zip(*by_look, strict=True))
-    image = axes.imshow(by_layer, aspect="auto", origin="lower", interpolation="nearest", cmap="viridis", **limits)
-    figure.colorbar(image, ax=axes)
+    limits: dict[str, Any] = {"vmin": 0.0, "vmax": 1.0} if title.startswith("share") else {}
+    draw_heat_map(axes, list(zip(*by_look, strict=True)), aspect="auto", interpolation="nearest", **limits)
     shown = range(0, len(steps), -(-len(steps) // MOST_TICKS))
     axes.set_xticks(list(shown), [f"{steps[look]:,}" for look in shown])
     axes.yaxis.get_major_locator().set_params(integer=True)

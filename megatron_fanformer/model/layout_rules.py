@@ -23,16 +23,16 @@ def _tensor_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
     if model.num_attention_heads % tensor:
         yield (
             f"{size} does not divide model.num_attention_heads {model.num_attention_heads}; "
-            f"choose one of {_divisors(model.num_attention_heads)}"
+            f"choose one of {_divisors_of(model.num_attention_heads)}"
         )
     groups = model.query_groups
     if groups != model.num_attention_heads and groups % tensor:
         if model.fan.placement == "qk_and_v":
-            yield f"{size} does not divide model.num_query_groups {groups}; choose one of {_divisors(groups)}"
+            yield f"{size} does not divide model.num_query_groups {groups}; choose one of {_divisors_of(groups)}"
         elif tensor % groups:
             yield (
                 f"{size} neither divides nor is a multiple of model.num_query_groups {groups}; "
-                f"choose one of {_divisors(groups)}"
+                f"choose one of {_divisors_of(groups)}"
             )
     for name in ("ffn_hidden_size", "padded_vocab_size"):
         if getattr(model, name) % tensor:
@@ -92,7 +92,7 @@ def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
     if layers is None and first is None and last is None:
         yield (
             f"parallel.pipeline_model_parallel_size {stages} does not divide model.num_layers {model.num_layers}; "
-            f"choose one of {_divisors(model.num_layers)}{_uneven(model.num_layers, stages)}"
+            f"choose one of {_divisors_of(model.num_layers)}{_uneven(model.num_layers, stages)}"
         )
     elif layers is None:
         yield (
@@ -103,7 +103,7 @@ def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
     elif any(count % chunks for count in layers):
         yield (
             f"parallel.virtual_pipeline_model_parallel_size {chunks} does not divide the layers of each stage, "
-            f"{', '.join(map(str, layers))}; choose one of {_divisors(min(layers))}"
+            f"{', '.join(map(str, layers))}; choose one of {_divisors_of(min(layers))}"
         )
     elif parallel.recompute_method == "uniform" and any(
         count // chunks % (parallel.recompute_num_layers or 1) for count in layers
@@ -111,7 +111,7 @@ def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
         yield (
             f"parallel.recompute_num_layers {parallel.recompute_num_layers} does not divide the "
             f"{', '.join(str(count // chunks) for count in layers)} layers of the stages' chunks, which method uniform "
-            f"requires; choose one of {_divisors(min(layers) // chunks)}"
+            f"requires; choose one of {_divisors_of(min(layers) // chunks)}"
         )
     elif 0 in layers:
         yield f"the pipeline stages have {', '.join(map(str, layers))} layers; each must have at least 1"
@@ -197,5 +197,11 @@ def batch_problems(
     return []
 
 
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+def divisors(number: int) -> list[int]:
+    """What divides a number, the smallest first."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _divisors_of(number: int) -> str:
+    return ", ".join(map(str, divisors(number)))

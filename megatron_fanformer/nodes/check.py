@@ -1,4 +1,4 @@
-"""The command `check-node`: this node alone, or all nodes that a launcher started it on, each held against the others.
+"""The command `check-node`: this node alone, or all nodes that a launcher started it on, each compared with the others.
 
 One process of each node takes part, and any other leaves at once. They meet at a store as the ranks of a run do. Node 0
 judges: it hears what each node found of itself, has those that answered measure their links, and tells every one the
@@ -143,7 +143,7 @@ class _Unhealthy(FanformerError):
 
 
 def _done_within(seconds: float, work: Callable[[], None]) -> bool:
-    """Whether some work of this node's came to its end in time; it is left alone if not."""
+    """Whether some work of this node's ended in time; it is left alone if not."""
     raised: list[BaseException] = []
 
     def run() -> None:

@@ -18,7 +18,7 @@ from megatron_fanformer.nodes.judgement import Links
 GPU_BYTES, CPU_BYTES = 256 << 20, 16 << 20  # of a message: enough for the rate of large ones
 REPETITIONS = 5  # after one that does not count; the median of them counts
 LINK_SECONDS = 30.0  # for a pair to meet, for its group to be made, and for a collective
-ROUND_SECONDS = 3 * LINK_SECONDS  # how late a link may come to its end
+ROUND_SECONDS = 3 * LINK_SECONDS  # how late a link may end
 ROUNDS = 3  # at most
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.parity.config import ParityConfig, read_layouts
 
@@ -30,8 +30,8 @@ def parity(
         InputError: the configuration, a layout or the report's folder is wrong.
         DivergenceError: a layout does not compute the same model.
     """
-    if report is not None and not report.parent.is_dir():
-        raise InputError(f"--report {report}: {report.parent} is not a folder; create it, or name another")
+    if found := file_problems(report=report):
+        raise InputError("\n".join(found))
     config = ParityConfig(file=file, overrides=tuple(overrides), **options)
     run, named = read_layouts(config)
     from megatron_fanformer.runtime import megatron_cpu  # imports torch, so after errors are reported

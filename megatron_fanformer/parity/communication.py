@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.layout_rules import layout_problems
 from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.parity.trial import TrialConfig, prepared
 from megatron_fanformer.planning.communication import ComparedRow, communication, side_by_side
-from megatron_fanformer.planning.job import ELEMENT_BYTES
-from megatron_fanformer.planning.step_traffic import StepTraffic
+from megatron_fanformer.planning.job import Job
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives, moved_bytes
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.step import train_step
@@ -27,8 +26,8 @@ Variant = tuple[FANformerConfig, ParallelConfig]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullSize:
-    """The configuration at its own size, for whose step there is only the formula."""
+class StepSize:
+    """A model and the batch of its step."""
 
     model: FANformerConfig
     micro_batch_size: int
@@ -58,24 +57,28 @@ class LayoutCommunication:
 def compare_communication(
     run_on_ranks: Callable[..., list[Any]],
     trial: TrialConfig,
-    full: FullSize,
+    full: StepSize,
     name: str,
     layout: ParallelConfig,
 ) -> LayoutCommunication:
-    """Count a step of each model in a layout, and compare it with the formula."""
+    """Count a step of each model in a layout, and compare it with the formula.
+
+    Args:
+        full: the configuration's own size, for whose step there is only the formula.
+    """
     variants = _variants(trial.model, full.model, layout)
     compared, sent = {}, {}
     for model, (small, own_layout) in variants.items():
         own_trial = dataclasses.replace(trial, model=small)
         ranks = own_layout.model_parallel_size * (own_layout.data_parallel_size or 1)
         counted = run_on_ranks(ranks, count_step, own_trial, own_layout)
-        formula = [_traffic(own_trial, own_layout, stage) for stage, _ in counted]
+        job = _job(_size(own_trial), own_trial, own_layout)
         compared[model] = (
             [line for _, lines in counted for line in lines],
-            [line for step in formula for line in communication(step)],
+            [line for stage, _ in counted for line in communication(job.traffic(stage))],
         )
         large = dataclasses.replace(full.model, fan=_fan(full.model, small))
-        sent[model] = _sent_bytes(dataclasses.replace(full, model=large), own_layout, trial)
+        sent[model] = _sent_bytes(_job(dataclasses.replace(full, model=large), trial, own_layout))
     return LayoutCommunication(name=name, models=tuple(variants), rows=tuple(side_by_side(compared)), sent_bytes=sent)
 
 
@@ -110,38 +113,37 @@ def _fan(full: FANformerConfig, small: FANformerConfig) -> FANConfig:
     return full.fan if small.fan.placement == full.fan.placement else small.fan
 
 
-def _traffic(trial: TrialConfig, layout: ParallelConfig, stage: int) -> StepTraffic:
-    replicas = layout.data_parallel_size or 1
-    return StepTraffic(
+def _size(trial: TrialConfig) -> StepSize:
+    return StepSize(
         model=trial.model,
-        parallel=layout,
-        data_parallel_size=replicas,
         micro_batch_size=trial.micro_batch_size,
-        num_micro_batches=trial.global_batch_size // (trial.micro_batch_size * replicas),
-        element_bytes=ELEMENT_BYTES[trial.dtype],
-        stage=stage,
-        kernels=trial.kernels,
+        global_batch_size=trial.global_batch_size,
         on_cpu=trial.device == "cpu",
     )
 
 
-def _sent_bytes(full: FullSize, layout: ParallelConfig, trial: TrialConfig) -> dict[str, float]:
-    stages = []
+def _job(size: StepSize, trial: TrialConfig, layout: ParallelConfig) -> Job:
+    """A step of that size, in the trial's number format, by its kernels."""
     replicas = layout.data_parallel_size or 1
-    for stage in range(layout.pipeline_model_parallel_size):
-        step = StepTraffic(
-            model=full.model,
-            parallel=layout,
-            data_parallel_size=replicas,
-            micro_batch_size=full.micro_batch_size,
-            num_micro_batches=full.global_batch_size // (full.micro_batch_size * replicas),
-            element_bytes=ELEMENT_BYTES[trial.dtype],
-            stage=stage,
-            kernels=trial.kernels,
-            on_cpu=full.on_cpu,
-        )
+    return Job(
+        model=size.model,
+        parallel=layout,
+        kernels=trial.kernels,
+        precision=PrecisionConfig(dtype=trial.dtype),
+        data_parallel_size=replicas,
+        micro_batch_size=size.micro_batch_size,
+        num_micro_batches=size.global_batch_size // (size.micro_batch_size * replicas),
+        layers="local",
+        on_cpu=size.on_cpu,
+    )
+
+
+def _sent_bytes(job: Job) -> dict[str, float]:
+    """By group, what a rank of the busiest stage sends."""
+    stages = []
+    for stage in range(job.parallel.pipeline_model_parallel_size):
         sent: dict[str, float] = {}
-        for line in communication(step):
+        for line in communication(job.traffic(stage)):
             sent[line.group] = sent.get(line.group, 0.0) + moved_bytes(line.kind, line.message_bytes, line.ranks)
         stages.append(sent)
     return max(stages, key=lambda sent: sum(sent.values()))

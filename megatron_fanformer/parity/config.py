@@ -21,7 +21,7 @@ class ParityConfig:
     layouts: tuple[str, ...] = ()
     """As `parse_layout` reads them; none: the configuration's own."""
     steps: int = 20
-    dtype: str = "fp32"
+    dtype: Literal["fp32", "bf16"] = "fp32"
     communication: bool = False
     """Whether to count what a step's collectives move, too."""
     device: Literal["auto", "cuda", "cpu"] = "auto"

@@ -12,7 +12,7 @@ import torch
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.layouts import SINGLE, Layout, single_process
-from megatron_fanformer.parity.communication import FullSize, LayoutCommunication, compare_communication
+from megatron_fanformer.parity.communication import LayoutCommunication, StepSize, compare_communication
 from megatron_fanformer.parity.comparison import (
     Baseline,
     Bounds,
@@ -211,7 +211,7 @@ def compare_layouts(
     trial_function: Callable[..., Trace] = run_trial,
     communication: bool = False,
 ) -> ParityResult:
-    """Run layouts that the calibration's small form suits, and hold them against it.
+    """Run layouts that the calibration's small form suits, and compare them with it.
 
     Args:
         trial_function: what each rank runs; a test plants faults in it.
@@ -247,9 +247,9 @@ def _try_layout(name: str, ranks: int, calibration: Calibration, run_ranks: Call
     return LayoutResult(name=name, ranks=ranks, differences=found, findings=tuple(calibration.bounds.findings(found)))
 
 
-def _full_size(run: RunConfig) -> FullSize:
+def _full_size(run: RunConfig) -> StepSize:
     training = run.training
-    return FullSize(
+    return StepSize(
         model=run.model,
         micro_batch_size=training.micro_batch_size,
         global_batch_size=training.global_batch_size,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class TrialConfig:
     global_batch_size: int
     micro_batch_size: int
     steps: int
-    dtype: str
+    dtype: Literal["fp32", "bf16"]
     device: DeviceKind
     within_documents: bool = False
     """Whether attention stays within documents, as `data.reset_attention_mask` has it."""

@@ -38,19 +38,19 @@ class Rise(NamedTuple):
     saved: int
     """From forward to backward."""
     backward: int
-    """Beyond that, at the fullest moment of its backward."""
+    """Beyond that, at the peak of its backward."""
 
 
 def rise(operations: Iterable[Operation]) -> Rise:
-    """Walk through the backward of a run of operations, whose forward came to its end."""
+    """Walk through the backward of a run of operations, whose forward is over."""
     operations = list(operations)
     saved = live = sum(operation.saved for operation in operations)
-    fullest = saved
+    peak = saved
     for operation in reversed(operations):
         live += operation.remade
-        fullest = max(fullest, live + operation.backward)
+        peak = max(peak, live + operation.backward)
         live -= operation.saved + operation.freed
-    return Rise(saved, fullest - saved)
+    return Rise(saved, peak - saved)
 
 
 class LayerShapes:

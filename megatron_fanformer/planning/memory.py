@@ -1,8 +1,8 @@
-"""The memory of one rank in a training step, by purpose and by formula: its tensors at the fullest moment of the step.
+"""The memory of one rank in a training step, by purpose and by formula: its tensors at the peak of the step.
 
 What stays from step to step comes first: weights, gradients, main weights, moments. The moments of a step differ in
 what they hold beside: activations of the micro batches in flight and, on top of them, the backward of a layer, the loss
-head, or the gradient of the embedding. Each moment is written down; the peak is the fullest.
+head, or the gradient of the embedding. Each moment is written down; the peak is the largest.
 
 The local layers are described as torch runs them on a CPU, where tests measure them (docs/planning.md says how far off
 the formula is); the Engine's as its fused kernels run on a GPU.
@@ -59,7 +59,7 @@ class MemoryLine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The tensors of a rank at the fullest moment of a step."""
+    """The tensors of a rank at the peak of a step."""
 
     stage: int
     layers: Layers

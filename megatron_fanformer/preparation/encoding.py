@@ -61,7 +61,7 @@ class EncodedBlock:
 
 
 class CheckedEncoder:
-    """Encodes the texts of blocks, and holds some of the ids against the exact tokenizer's."""
+    """Encodes the texts of blocks, and compares some of the ids with the exact tokenizer's."""
 
     def __init__(self, choice: EncoderChoice) -> None:
         self._encoder = choice.make()

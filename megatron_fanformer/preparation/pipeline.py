@@ -48,7 +48,7 @@ ProgressListener = Callable[[PrepareProgress], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class PreparationJob:
     """A preparation that has been checked: its files exist, its tokenizer loads."""
 
     files: list[Path]
@@ -70,7 +70,7 @@ class Job:
         )
 
 
-def run(job: Job, progress: ProgressListener | None) -> Manifest:
+def run(job: PreparationJob, progress: ProgressListener | None) -> Manifest:
     """Do all that is not done yet. For the errors see `prepare`."""
     with writing_to(job.output), work_folder(job.output) as work:
         begun = work.read_assignment()
@@ -96,7 +96,7 @@ def run(job: Job, progress: ProgressListener | None) -> Manifest:
             return _run_in(job, work, progress)
 
 
-def _refuse_standing_files(job: Job) -> None:
+def _refuse_standing_files(job: PreparationJob) -> None:
     standing = next(iter(standing_files(job.output)), None)
     if standing is not None:
         raise InputError(
@@ -113,14 +113,14 @@ def standing_files(prefix: str) -> list[Path]:
     return whole + [path for suffix in suffixes if (path := Path(first + suffix)).exists()]
 
 
-def _run_in(job: Job, work: WorkFolder, progress: ProgressListener | None) -> Manifest:
+def _run_in(job: PreparationJob, work: WorkFolder, progress: ProgressListener | None) -> Manifest:
     return _Run(job, work, progress).run()
 
 
 class _Run:
     """One run over what remains to be done in a work folder."""
 
-    def __init__(self, job: Job, work: WorkFolder, progress: ProgressListener | None) -> None:
+    def __init__(self, job: PreparationJob, work: WorkFolder, progress: ProgressListener | None) -> None:
         self._job = job
         self._work = work
         self._listener = progress
@@ -251,7 +251,7 @@ def _nothing_found(records: list[ShardRecord], settings: Settings) -> str:
     )
 
 
-def _manifest(job: Job, records: list[ShardRecord], outputs: list[TokenFiles]) -> Manifest:
+def _manifest(job: PreparationJob, records: list[ShardRecord], outputs: list[TokenFiles]) -> Manifest:
     refused = sum((Counter(record.refused) for record in records), Counter[str]())
     examples = [example for record in records for example in record.refused_examples]
     documents = sum(record.documents for record in records)
@@ -279,7 +279,7 @@ def _manifest(job: Job, records: list[ShardRecord], outputs: list[TokenFiles]) -
     )
 
 
-def _blend(job: Job, outputs: list[TokenFiles]) -> bytes:
+def _blend(job: PreparationJob, outputs: list[TokenFiles]) -> bytes:
     """The list of the parts, as `data.train_data` takes it (@FILE): each counts by its size."""
     suffix = ".npy" if job.settings.format == "npy" else ""
     return "".join(f"{output.prefix}{suffix}\n" for output in outputs).encode()

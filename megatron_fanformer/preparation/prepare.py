@@ -28,7 +28,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.documents import DocumentParser, DocumentRules
 from megatron_fanformer.preparation.id_encoders import BACKENDS, SMALL_INPUT, Backend, EncoderChoice, choose_encoder
 from megatron_fanformer.preparation.inputs import DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
-from megatron_fanformer.preparation.pipeline import Job, ProgressListener, run
+from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressListener, run
 from megatron_fanformer.preparation.shards import is_unchanged
 from megatron_fanformer.preparation.work_folder import (
     folder_path,
@@ -153,12 +153,12 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
     _check(config)
     files = expand_inputs(config.inputs, DOCUMENT_SUFFIXES if config.npy_dtype is None else NPY_SUFFIXES)
     tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
-    record = _tokenizer_record(tokenizer)
+    record = tokenizer_record(tokenizer)
     settings = _settings(config, tokenizer)
     existing = _existing(config, files, settings, record)
     if existing is not None:
         return PrepareReport(prefix=config.output, already_there=True, manifest=existing)
-    job = Job(
+    job = PreparationJob(
         files=files,
         output=config.output,
         tokenizer=record,
@@ -208,7 +208,8 @@ def _check_chat(config: PrepareConfig, chat: ChatConfig) -> None:
             raise InputError(f"{name} is {value!r}; it must be one of {', '.join(values)}")
 
 
-def _tokenizer_record(tokenizer: Tokenizer) -> TokenizerRecord:
+def tokenizer_record(tokenizer: Tokenizer) -> TokenizerRecord:
+    """What a manifest says of a tokenizer, whose file is hashed."""
     return TokenizerRecord(
         path=str(tokenizer.path),
         sha256=sha256_of(tokenizer.path),

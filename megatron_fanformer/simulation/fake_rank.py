@@ -125,18 +125,7 @@ def _resolved(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, Job]:
     if config.precision.dtype == "auto":  # every supported GPU has bf16
         config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, dtype="bf16"))
     config, _ = choose_for_machine(config, grid)
-    job = Job(
-        model=config.model,
-        parallel=config.parallel,
-        kernels=config.kernels,
-        precision=config.precision,
-        data_parallel_size=grid.data_parallel_size,
-        micro_batch_size=config.training.micro_batch_size,
-        num_micro_batches=config.num_micro_batches(grid.data_parallel_size),
-        layers="local",
-        on_cpu=True,
-    )
-    return config, job
+    return config, config.job(grid.data_parallel_size, layers="local", on_cpu=True)
 
 
 def _batches(shape: StepShape) -> Batches:

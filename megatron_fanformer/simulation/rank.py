@@ -12,7 +12,6 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.model.layout_rules import batch_problems, layout_problems
 from megatron_fanformer.processes import end_with_owner
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.config import RunConfig
@@ -87,26 +86,22 @@ def check(config: RunConfig, *, world_size: int, ranks: Sequence[int]) -> None:
 
 
 def problems(config: RunConfig, data_parallel_size: int) -> list[str]:
-    """Why a layout cannot be simulated, one line each: `train`'s own rules of model, layout and batch, and ours.
+    """Why a layout cannot be simulated, one line each: what is for GPUs alone, or else `train`'s own rules.
 
     The run's data and folder need not be there.
     """
-    model, parallel, kernels, training = config.model, config.parallel, config.kernels, config.training
-    found = [problem for section in (model, parallel, kernels, training) for problem in section.problems()]
-    if found:
-        return found  # rules between fields make sense only for valid fields
-    found += layout_problems(model, parallel)
-    found += batch_problems(parallel, data_parallel_size, training.global_batch_size, training.micro_batch_size)
-    named = {
+    kernels = config.kernels
+    for_gpus = {
         "kernels.transformer_impl": (kernels.transformer_impl == "transformer_engine", "local"),
         "kernels.cuda_graph_impl": (kernels.cuda_graph_impl != "none", "none"),
         "precision.fp8": (config.precision.fp8 is not None, "null"),
     }
-    return found + [
+    refused = [
         f"{name} is for GPUs alone, and cannot be simulated; set it to {remedy}"
-        for name, (is_asked_for, remedy) in named.items()
+        for name, (is_asked_for, remedy) in for_gpus.items()
         if is_asked_for
     ]
+    return refused or config.section_problems(leaving=["data"]) or config.joint_problems(data_parallel_size)
 
 
 def _prepare_process() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_fanformer.configuration import build
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.layout_rules import divisors
 from megatron_fanformer.model.layouts import Layout, laid_over, layout_fields, layout_text
 from megatron_fanformer.planning.gradient_buffers import first_stage_buckets, first_stage_elements
 from megatron_fanformer.runtime.layout import FANForm, ParallelConfig, RecomputeModule
@@ -86,9 +87,9 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
     layers.
     """
     layers = config.model.num_layers
-    for tensor in _divisors(gpus):
-        for context in _divisors(gpus // tensor):
-            for pipeline in _divisors(gpus // tensor // context):
+    for tensor in divisors(gpus):
+        for context in divisors(gpus // tensor):
+            for pipeline in divisors(gpus // tensor // context):
                 if pipeline > layers:
                     continue  # a stage without a layer
                 replicas = gpus // (tensor * context * pipeline)
@@ -110,14 +111,14 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
 def _micro_batches(config: RunConfig, replicas: int) -> list[TrainingConfig]:
     """The section `training` for every size that a replica's samples divide into; 1 if they do not."""
     samples, rest = divmod(config.training.global_batch_size, replicas)
-    sizes = [1] if rest or not samples else _divisors(samples)
+    sizes = [1] if rest or not samples else divisors(samples)
     return [dataclasses.replace(config.training, micro_batch_size=size) for size in sizes]
 
 
 def _other_fields(config: RunConfig, degrees: ParallelConfig) -> Iterator[dict[str, Any]]:
     pipeline = degrees.pipeline_model_parallel_size
     layers, rest = divmod(config.model.num_layers, pipeline)
-    chunks = [None, *_divisors(layers)[1:]] if pipeline > 1 and not rest else [None]
+    chunks = [None, *divisors(layers)[1:]] if pipeline > 1 and not rest else [None]
     for number in chunks:
         for form in _fan_forms(config.model, degrees.tensor_model_parallel_size):
             fields = {"virtual_pipeline_model_parallel_size": number, **form}
@@ -171,8 +172,3 @@ def recomputations(config: RunConfig, fan_form: FANForm) -> list[Mapping[str, An
     ]
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return [NOT_RECOMPUTED, *selective, full]
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.sizing.cost import cost
 from megatron_fanformer.sizing.picture import plan_picture
@@ -30,8 +30,8 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         DivergenceError: a simulated rank and the formulas disagree.
     """
     report = Path(options.report) if options.report else None
-    if report is not None and not report.parent.is_dir():
-        raise InputError(f"--report {report}: {report.parent} is not a folder; create it, or name another")
+    if found := file_problems(report=report):
+        raise InputError("\n".join(found))
     if report is not None and report.suffix == PICTURE:
         raise InputError(f"--report {report} has the name of its picture; name it .json")
     request = read_request(

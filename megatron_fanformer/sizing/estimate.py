@@ -107,17 +107,8 @@ def job_of(config: RunConfig, gpus: int) -> Job:
     pays = not on_cpu and replicas * config.parallel.context_parallel_size > 1
     reduces, gathers = config.parallel.overlaps(pays=pays)
     layers: Layers = "local" if config.kernels.transformer_impl == "local" else "transformer_engine"
-    return Job(
-        model=config.model,
-        parallel=dataclasses.replace(config.parallel, overlap_grad_reduce=reduces, overlap_param_gather=gathers),
-        kernels=config.kernels,
-        precision=config.precision,
-        data_parallel_size=replicas,
-        micro_batch_size=config.training.micro_batch_size,
-        num_micro_batches=config.num_micro_batches(replicas),
-        layers=layers,
-        on_cpu=on_cpu,
-    )
+    parallel = dataclasses.replace(config.parallel, overlap_grad_reduce=reduces, overlap_param_gather=gathers)
+    return dataclasses.replace(config, parallel=parallel).job(replicas, layers=layers, on_cpu=on_cpu)
 
 
 def estimate(name: str, config: RunConfig, job: Job, machine: Machine, time: StepTime | None = None) -> Estimate:

@@ -1,33 +1,27 @@
 """A plan as a picture: the memory of each stage against the GPU's, and where a step's time goes."""
 
-import io
 from typing import Any
 
+from megatron_fanformer.pictures import drawn, use_many_colours
 from megatron_fanformer.sizing.estimate import GIB, Estimate
 
 
 def plan_picture(shown: Estimate) -> bytes:
     """A layout's memory and time, as a PNG."""
-    import matplotlib
 
-    matplotlib.use("Agg")  # needs no display
-    from matplotlib import pyplot
+    def draw(panels: Any) -> None:
+        memory, time = panels[0]
+        _draw_memory(shown, memory)
+        _draw_time(shown, time)
 
-    figure, (memory, time) = pyplot.subplots(1, 2, figsize=(12, 4.6), dpi=120, width_ratios=(3, 2))
-    memory.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)  # more purposes than the usual ten colours
-    _draw_memory(shown, memory)
-    _draw_time(shown, time)
-    figure.suptitle(f"{shown.name} on {shown.job.world_size:,} x {shown.machine.name}: predicted, not measured")
-    figure.tight_layout()
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    pyplot.close(figure)
-    return picture.getvalue()
+    title = f"{shown.name} on {shown.job.world_size:,} x {shown.machine.name}: predicted, not measured"
+    return drawn(draw, columns=2, widths=(3, 2), title=title)
 
 
 def _draw_memory(shown: Estimate, axes: Any) -> None:
     stages = [stage.stage for stage in shown.stages]
     purposes = list(dict.fromkeys(line.purpose for stage in shown.stages for line in stage.lines))
+    use_many_colours(axes)
     bottom = [0.0] * len(stages)
     for purpose in [*purposes, "reserve"]:
         heights = [

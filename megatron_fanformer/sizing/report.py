@@ -81,7 +81,7 @@ def assumptions(plan: Plan) -> list[str]:
     if plan.simulated:
         found.append(
             "Simulated are the local layers, since the Engine's compute on GPUs alone, with few micro batches: its "
-            "peak is held against the formula for local layers."
+            "peak is compared with the formula for local layers."
         )
     return found
 

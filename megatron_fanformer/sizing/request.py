@@ -1,7 +1,7 @@
 """What `plan` is asked, read and checked before anything is judged; torch is not imported."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,14 +64,7 @@ def read_request(
             named.append((text, laid_out(config, text)))
         except InputError as error:
             found.append(str(error))
-    if ALL_STAGES in simulated_ranks and len(simulated_ranks) > 1:
-        found.append(f"--simulate names ranks beside {ALL_STAGES}, which is one of every stage; give one of the two")
-    found += [
-        f"--simulate {rank}: a world of {gpus} has the ranks 0 to {gpus - 1}; choose one of them"
-        for rank in simulated_ranks
-        if isinstance(rank, int) and rank >= gpus
-    ]
-    if found:
+    if found := [*found, *_simulation_problems(simulated_ranks, gpus)]:
         raise InputError("\n".join(found))
     # A known machine is a GPU, whatever this one is; a file may also describe the CPUs that a configuration asks for.
     on_cpu = config.runtime.device == "cpu" and machine not in known_machines().values()
@@ -91,6 +84,14 @@ def read_request(
         tokens=tokens or training.steps * training.global_batch_size * config.model.seq_length,
         price=price,
     )
+
+
+def _simulation_problems(ranks: Sequence[int | str], gpus: int) -> Iterator[str]:
+    if ALL_STAGES in ranks and len(ranks) > 1:
+        yield f"--simulate names ranks beside {ALL_STAGES}, which is one of every stage; give one of the two"
+    for rank in ranks:
+        if isinstance(rank, int) and rank >= gpus:
+            yield f"--simulate {rank}: a world of {gpus} has the ranks 0 to {gpus - 1}; choose one of them"
 
 
 def _of_known_length(config: RunConfig, tokens: int | None) -> RunConfig:

@@ -22,6 +22,7 @@ from megatron_fanformer.model.layout_rules import (
     graph_problems,
     layout_problems,
 )
+from megatron_fanformer.planning.job import Job, Layers
 from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.device import has_bf16_matrix_units
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
@@ -145,6 +146,20 @@ class RunConfig:
         """Micro batches of one replica in a step."""
         return self.training.global_batch_size // (self.training.micro_batch_size * data_parallel_size)
 
+    def job(self, data_parallel_size: int, *, layers: Layers, on_cpu: bool) -> Job:
+        """A step, as the formulas are asked about it; no field that they read is open."""
+        return Job(
+            model=self.model,
+            parallel=self.parallel,
+            kernels=self.kernels,
+            precision=self.precision,
+            data_parallel_size=data_parallel_size,
+            micro_batch_size=self.training.micro_batch_size,
+            num_micro_batches=self.num_micro_batches(data_parallel_size),
+            layers=layers,
+            on_cpu=on_cpu,
+        )
+
     @property
     def evaluation_batch_tokens(self) -> int:
         """About how many tokens a micro batch has on tasks and perplexity sets."""
@@ -253,6 +268,14 @@ def _with_documents_apart(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get("format") != "sft":
         return values
     return {**values, "data": {"reset_attention_mask": True, "reset_position_ids": True, **data}}
+
+
+def by_dotted_names(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A configuration's plain values without sections: `model.fan.p_ratio`, as overrides have it, for each field."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= by_dotted_names(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
 
 
 def advice(name: str) -> str | None:

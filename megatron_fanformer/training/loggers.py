@@ -18,12 +18,12 @@ import yaml
 from rich.console import Console
 
 from megatron_fanformer.checkpoint.run_lock import FolderWatch, file_of
-from megatron_fanformer.checkpoint.store import CONFIG, METRICS, TENSORBOARD
+from megatron_fanformer.checkpoint.store import CONFIG, METRICS, TENSORBOARD, metrics_entry
 from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.logging_config import LoggingConfig
-from megatron_fanformer.training.metrics import ProgressLine, metrics_entry
+from megatron_fanformer.training.metrics import ProgressLine
 
 TABLE = "metrics.csv"
 BY_TOKENS = "by_tokens"  # a run beside the other in TensorBoard, whose axis is tokens, not steps
@@ -88,10 +88,15 @@ class Loggers:
 
     What metrics.jsonl cannot take ends the run. Any other logger that fails is left out from then on, with a warning:
     a network that is gone is no reason to stop training.
+
+    Args:
+        folder: which folder the run's was when it was found what the run starts from, by `file_of`; None: none.
     """
 
-    def __init__(self, config: RunConfig, console: Console, *, writes: bool) -> None:
-        self._config, self._console, self._writes = config, console, writes
+    def __init__(
+        self, config: RunConfig, console: Console, *, writes: bool, folder: tuple[int, int] | None = None
+    ) -> None:
+        self._config, self._console, self._writes, self._folder = config, console, writes, folder
         self._run = Path(config.training.run_dir)
         self._needed: list[Logger] = []
         self._others: dict[str, Logger] = {}
@@ -105,10 +110,13 @@ class Loggers:
 
         Raises:
             InputError: the run's folder cannot be written.
+            FanformerError: it is another than that of the start, or gone.
         """
         self.close()
         if not self._writes:
             return
+        if self._folder is not None:
+            FolderWatch(self._run, self._folder).check()
         training, logging_config = self._config.training, self._config.logging
         try:
             self._run.mkdir(parents=True, exist_ok=True)

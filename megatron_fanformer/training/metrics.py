@@ -1,6 +1,5 @@
 """The lines of metrics.jsonl, and a run's progress on the terminal. (`loggers` writes the former.)"""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -8,16 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_fanformer.checkpoint.store import METRICS
-
-
-def metrics_entry(line: bytes) -> dict[str, Any] | None:
-    """What a line says of a step; None for one that is not a step's."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None
+from megatron_fanformer.checkpoint.store import METRICS, metrics_entry
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.mirror import fetch_newer
 from megatron_fanformer.checkpoint.remote import fetched, is_url
+from megatron_fanformer.checkpoint.run_lock import file_of
 from megatron_fanformer.data.identity import DataIdentity, identify_data, identity_from_plain, resumed_identity
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.survey import DataSurvey, survey_data
@@ -22,7 +23,7 @@ from megatron_fanformer.evaluation.survey import EvaluationSurvey, survey_evalua
 from megatron_fanformer.formats.recognition import find_checkpoint, refuse_other_kinds
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.chats import with_steps
-from megatron_fanformer.training.config import RunConfig
+from megatron_fanformer.training.config import RunConfig, by_dotted_names
 from megatron_fanformer.training.machine_rules import machine_problems
 from megatron_fanformer.training.recovery import read_events
 from megatron_fanformer.training.recovery_config import RecoveryConfig
@@ -52,6 +53,8 @@ class RunStart:
     """What it is evaluated on, besides its validation data."""
     events: tuple[dict[str, Any], ...] = ()
     """What the run has done so far about damage and bad numbers."""
+    folder: tuple[int, int] | None = None
+    """Which folder the run's is, by `run_lock.file_of`; None where it does not exist yet."""
 
 
 def check_run(config: RunConfig, world_size: int | None) -> RunStart:
@@ -192,6 +195,7 @@ def _start(
         train_iters=config.training.steps,
         evaluation=evaluation,
         events=tuple(read_events(Path(config.training.run_dir))) if checkpoint else (),
+        folder=file_of(config.training.run_dir),
     )
 
 
@@ -300,13 +304,6 @@ def _model_problems(checkpoint: Path, config: RunConfig, ignoring: tuple[str, ..
 
 def _shape(model: FANformerConfig) -> dict[str, Any]:
     """A model's fields by their dotted names, those that say the same in different words resolved."""
-    fields = _flat(dataclasses.asdict(dataclasses.replace(model, num_query_groups=model.query_groups)))
+    fields = by_dotted_names(dataclasses.asdict(dataclasses.replace(model, num_query_groups=model.query_groups)))
     del fields["make_vocab_size_divisible_by"]
     return {**fields, "padded_vocab_size": model.padded_vocab_size}
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value})
-    return flat

@@ -18,9 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_fanformer.checkpoint.store import RECOVERY
+from megatron_fanformer.checkpoint.store import RECOVERY, metrics_entry
 from megatron_fanformer.durable_files import regular_file
-from megatron_fanformer.training.metrics import metrics_entry
 from megatron_fanformer.training.recovery_config import RecoveryConfig
 
 Event = Literal["earlier_checkpoint", "computed_again", "skipped", "rewound", "not_mirrored"]

@@ -25,7 +25,7 @@ from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
 from megatron_fanformer.runtime.pipeline import Batches, run_schedule
-from megatron_fanformer.training.requests import Requests
+from megatron_fanformer.training.interrupts import Interrupts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class StepResult:
     """Global gradient norm before clipping."""
     tokens: int
     """Tokens that the loss was taken over."""
-    asked: Requests
+    asked: Interrupts
     """What any rank was asked for before the step's numbers were summed."""
 
 
@@ -46,7 +46,7 @@ class Sums(NamedTuple):
     """Losses and tokens of a step's micro batches, on the device."""
 
     all: Tensor
-    """[5] float64: losses, tokens, and how many ranks have each of `Requests`, summed over all ranks."""
+    """[5] float64: losses, tokens, and how many ranks have each of `Interrupts`, summed over all ranks."""
     own: Tensor | None
     """[2] float64: losses and tokens of this rank's micro batches; None where another rank has the loss."""
 
@@ -108,10 +108,6 @@ def weights_in_step(stages: list[DistributedDataParallel]) -> Iterator[None]:
             stage.enable_forward_pre_hook()
 
 
-def _nothing() -> Requests:
-    return Requests()
-
-
 def train_step(
     stages: list[DistributedDataParallel],
     optimizer: MegatronOptimizer,
@@ -142,7 +138,7 @@ def attempt_step(
     grid: RankGrid,
     shape: StepShape,
     *,
-    asked: Callable[[], Requests] = _nothing,
+    asked: Callable[[], Interrupts] = Interrupts,
 ) -> tuple[StepResult, Sums]:
     """`train_step` up to the update: what the step shows, its gradients in the buffers.
 
@@ -151,8 +147,8 @@ def attempt_step(
     """
     sums = compute_gradients(stages, optimizer, batches, grid, shape, asked=asked)
     grad_norm = gradient_norm(optimizer)
-    loss, tokens, requests = read_sums(sums)
-    return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens, asked=requests), sums
+    loss, tokens, interrupts = read_sums(sums)
+    return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens, asked=interrupts), sums
 
 
 def compute_gradients(
@@ -162,7 +158,7 @@ def compute_gradients(
     grid: RankGrid,
     shape: StepShape,
     *,
-    asked: Callable[[], Requests] = _nothing,
+    asked: Callable[[], Interrupts] = Interrupts,
 ) -> Sums:
     """Leave the gradients of the next global batch in the buffers; returns its sums for `read_sums`."""
     for stage in stages:
@@ -181,10 +177,10 @@ def compute_gradients(
     return _sum_over_ranks(reports, grid, asked())
 
 
-def read_sums(sums: Sums) -> tuple[float, int, Requests]:
+def read_sums(sums: Sums) -> tuple[float, int, Interrupts]:
     """Mean loss per token, tokens, and what any rank was asked for; waits for the device."""
-    loss, tokens, *requests = sums.all.tolist()
-    return loss / max(tokens, 1.0), int(tokens), Requests(*(count > 0 for count in requests))
+    loss, tokens, *interrupts = sums.all.tolist()
+    return loss / max(tokens, 1.0), int(tokens), Interrupts(*(count > 0 for count in interrupts))
 
 
 def own_numbers(stages: list[DistributedDataParallel], sums: Sums) -> tuple[float, float]:
@@ -226,14 +222,14 @@ def _sum_loss(losses_bs: Tensor, loss_mask_bs: Tensor) -> tuple[Tensor, Tensor, 
     return loss, tokens.to(torch.int), {"loss_and_tokens": report}
 
 
-def _sum_over_ranks(reports: list[dict[str, Tensor]], grid: RankGrid, requests: Requests) -> Sums:
+def _sum_over_ranks(reports: list[dict[str, Tensor]], grid: RankGrid, interrupts: Interrupts) -> Sums:
     """Only the last stage knows the loss, and each of its tensor parallel ranks knows the same one."""
-    sums = torch.zeros(2 + len(requests), dtype=torch.float64, device=grid.torch_device)
+    sums = torch.zeros(2 + len(interrupts), dtype=torch.float64, device=grid.torch_device)
     own = torch.stack([report["loss_and_tokens"] for report in reports]).sum(0) if reports else None
     if own is not None and grid.is_last_stage and grid.groups.tp.rank() == 0:
         sums[:2] = own
-    if any(requests):  # else there is nothing to copy to the device
-        sums[2:] = torch.tensor(requests)
+    if any(interrupts):  # else there is nothing to copy to the device
+        sums[2:] = torch.tensor(interrupts)
     heartbeat.tell("summing the loss")
     dist.all_reduce(sums)
     return Sums(sums, own)

@@ -28,13 +28,13 @@ from megatron_fanformer.training.attempts import Attempts, StepBatches
 from megatron_fanformer.training.chats import template_file, with_train_iters, write_template
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.evaluation import Evaluation
+from megatron_fanformer.training.interrupts import InterruptListener, Interrupts, share
 from megatron_fanformer.training.loggers import Loggers
 from megatron_fanformer.training.machine_choices import choice_lines, choose_for_machine
 from megatron_fanformer.training.optimizer import build_optimizer, keep_hyperparameters
 from megatron_fanformer.training.phase_health import PhaseHealth
 from megatron_fanformer.training.preflight import RunStart, find_start
 from megatron_fanformer.training.recovery import BadSteps, EventLog
-from megatron_fanformer.training.requests import AskedRank, Requests, share
 from megatron_fanformer.training.samples import run_batches, run_datasets
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import (
@@ -83,14 +83,16 @@ class Trainer:
             "rank %d of %d, replica %d, on %s", grid.rank, grid.world_size, grid.data_parallel_rank, grid.device
         )
         minutes = config.training.exit_duration_in_mins
-        self._rank_asked = AskedRank(self.run / store.SAVE_REQUEST, minutes) if grid.is_main else AskedRank()
-        self._asked = Requests()  # of any rank, at the end of the current step
+        self._listener = InterruptListener(self.run / store.SAVE_FILE, minutes) if grid.is_main else InterruptListener()
+        self._asked = Interrupts()  # of any rank, at the end of the current step
         seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
         self._build()
         self._measure_steps()
         self._start_or_resume()
         self._load_data()
-        self._logs = Loggers(self.config, console or Console(markup=False), writes=grid.is_main)
+        self._logs = Loggers(
+            self.config, console or Console(markup=False), writes=grid.is_main, folder=self._start.folder
+        )
         self._open_logs()
         for line in choice_lines(self._choices):
             logger.info("%s", line)
@@ -104,7 +106,7 @@ class Trainer:
             Interrupted: a signal came before the end, or during the last evaluation; the checkpoint is saved.
             DivergenceError: the loss or the gradient norm is not finite.
         """
-        with signals_to(self._rank_asked.hear, is_last=True), collected_by_hand():
+        with signals_to(self._listener.hear, is_last=True), collected_by_hand():
             stopping: Stopping | None = None
             while not (stopping or self._is_over):
                 stopping = self.take_step()
@@ -165,7 +167,7 @@ class Trainer:
         self.consumed_samples += self.config.training.global_batch_size
         if reason := self._bad_steps.reason_to_skip(self.step):
             batches.skip()
-            self._asked = share(self._rank_asked.now(), self.grid)
+            self._asked = share(self._listener.now(), self.grid)
             return self._skipped(reason)
         result, fault = self._attempts.take(self.step, batches)
         self._asked = result.asked
@@ -189,7 +191,7 @@ class Trainer:
     def _attempt_step(self, batches: Batches) -> tuple[StepResult, Sums]:
         parts = (self._wrapped, self._optimizer, batches, self.grid, self._shape)
         with self._phases.reading(self.step):
-            return attempt_step(*parts, asked=self._rank_asked.now)
+            return attempt_step(*parts, asked=self._listener.now)
 
     def _skipped(self, reason: str) -> dict[str, Any]:
         logger.info("step %d  skipped: %s", self.step, reason)
@@ -257,7 +259,7 @@ class Trainer:
             return False
         self._publish_if_written(blocking=True)  # one at a time
         heartbeat.tell("saving", in_step=False)
-        self._rank_asked.begin_save()
+        self._listener.begin_save()
         with weights_in_step(self._wrapped):
             folder = self._saver.save(
                 step=self.step,
@@ -286,7 +288,7 @@ class Trainer:
         if folder is not None:
             self._bad_steps.note_saved()
             logger.info("step %d  saved %s", self.step, folder)  # possibly of an earlier step
-            self._rank_asked.end_save()
+            self._listener.end_save()
             self._mirror.offer(folder)
 
     def _finish_mirror(self, stopping: Stopping | None) -> None:
@@ -295,14 +297,14 @@ class Trainer:
         heartbeat.tell("waiting for the mirror", in_step=False)
         was_stopped = stopping == "signal"
         seconds = STOPPED_MIRROR_SECONDS if was_stopped else float("inf")
-        on_main(lambda: self._mirror.finish(lambda: not was_stopped and self._rank_asked.now().stop, seconds))
+        on_main(lambda: self._mirror.finish(lambda: not was_stopped and self._listener.now().stop, seconds))
 
     def _is_asked_to_stop(self) -> bool:
-        return share(self._rank_asked.now(), self.grid).stop
+        return share(self._listener.now(), self.grid).stop
 
     def _ask_again(self) -> None:
         """What came during an evaluation or a save is not to wait for another step; what is agreed on stays so."""
-        new = share(self._rank_asked.now(), self.grid)
+        new = share(self._listener.now(), self.grid)
         self._asked = self._asked._replace(stop=self._asked.stop or new.stop, end=self._asked.end or new.end)
 
     @property

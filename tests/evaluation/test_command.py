@@ -16,6 +16,7 @@ from megatron_fanformer.checkpoint.manifest import write_manifest
 from megatron_fanformer.cli import main
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.evaluation import command
 from megatron_fanformer.evaluation.command import Asked, read_options
 from megatron_fanformer.evaluation.jobs import find_jobs
 from megatron_fanformer.evaluation.options import add_options
@@ -375,6 +376,16 @@ def test_what_cannot_be_evaluated_is_one_line(
     assert evaluate(*(places.get(argument, argument) for argument in arguments)) == code
     (line,) = [line for line in capsys.readouterr().err.splitlines() if said in line]
     assert line.startswith("megatron-fanformer: ")
+
+
+def test_a_request_file_is_written_by_one_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = ArgumentParser()
+    add_options(parser)
+    options = parser.parse_args(["--prepare", "out", "--tasks", "piqa", "--tokenizer", "none"])
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="writes a file in one process, and 2 ranks were started"):
+        command.evaluate(options, [], str)
 
 
 @pytest.mark.parametrize("asked", [["--perplexity", "own=TOKENS"], ["--requests", REQUESTS, "--tasks", "mrpc"]])

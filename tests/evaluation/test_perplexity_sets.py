@@ -1,6 +1,8 @@
 """Perplexity sets: found as OLMo lays them out, and cut into pieces."""
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,25 @@ def test_bytes_are_those_of_the_manifest_or_of_the_text_decoded(prepared: Path, 
     scored = decoded.files[0].file.tokens - len(firsts)
     assert decoded.bytes_per_token == (text_bytes - sum(firsts)) / scored
     assert unknown.bytes_per_token is None
+
+
+def test_a_set_of_another_tokenizer_is_told(
+    prepared: Path, small_tokenizer_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in prepared.parent.glob("tokens*"):
+        shutil.copy(file, tmp_path)
+    manifest = tmp_path / "tokens.manifest.json"
+    text = manifest.read_text()
+    manifest.write_text(text.replace(json.loads(text)["tokenizer"]["sha256"], "f" * 64))
+    for prefix, told in ((prepared, ""), (tmp_path / "tokens", "set own was made with another tokenizer (SHA-256 fff")):
+        survey_evaluation(
+            EvaluationConfig(perplexity=own(prefix, chunking="documents")),
+            seq_length=64,
+            vocab_size=VOCAB_SIZE,
+            batch_tokens=64,
+            tokenizer=str(small_tokenizer_file),
+        )
+        assert told in caplog.text and bool(told) == bool(caplog.text)
 
 
 def test_an_end_of_text_is_asked_of_a_tokenizer_only_where_documents_end_by_it(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_configuration_cannot_write_markdown(run: Path, tmp_path: Path) -> Non
     change_config(run, lambda saved: saved["training"].update(seed="1 |\n# Title <script>`"))
     change_config(run, lambda saved: saved["data"].update(train_data="not a list"))
     rows = rows_of(card_of(run, tmp_path))
-    assert rows["seed"] == r"1 \| # Title &lt;script>'" and "training data" not in rows
+    assert rows["seed"] == r"1 \| # Title \<script\>\`" and "training data" not in rows
 
 
 @pytest.mark.parametrize("section", ["training", "data", "optimizer", "schedule", "parallel", "checkpoint"])

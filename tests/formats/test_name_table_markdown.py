@@ -16,7 +16,7 @@ def test_the_document_shows_the_table_of_the_code() -> None:
 def test_a_row_of_the_table_is_a_line() -> None:
     lines = render().splitlines()
     assert len(lines) == len(NAME_TABLE) + 2
-    assert {line.count(" | ") for line in lines} == {4}
+    assert {line.count(" | ") for line in lines if "---" not in line} == {4}
 
 
 def test_every_size_is_used() -> None:

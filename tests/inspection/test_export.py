@@ -11,7 +11,7 @@ import torch
 
 from megatron_fanformer.formats.weight_files import read_shapes
 from tests.conftest import REFERENCE
-from tests.inspection.conftest import Said
+from tests.inspection.conftest import TOKENIZER, Said
 from tests.inspection.test_dataset import flip, refused
 from tests.whole_models import export_huggingface, read_reference, read_weights, reference_to_megatron
 
@@ -44,6 +44,14 @@ def test_a_hugging_face_folder_in_shards(inspect: Inspect, exported: Path) -> No
     assert (facts["kind"], facts["dtype"], facts["tokenizer"]) == ("hf", "bfloat16", None)
     assert len(facts["shards"]) > 2
     assert facts["stored_parameters"] == sum(tensor.numel() for tensor in read_weights(exported).values())
+
+
+def test_a_tokenizer_and_its_chat_template_are_told(inspect: Inspect, exported: Path) -> None:
+    assert "tokenizer   none\n" in inspect(exported).out
+    shutil.copy(TOKENIZER, exported / "tokenizer.json")
+    (exported / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert "tokenizer   tokenizer.json, with a chat template\n" in inspect(exported).out
+    assert json.loads(inspect(exported, "--json").out)["chat_template"] is True
 
 
 def test_a_reference_checkpoint(inspect: Inspect, reference: Path) -> None:

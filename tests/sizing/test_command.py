@@ -93,7 +93,7 @@ def test_the_table_names_every_part(config: str, capsys: pytest.CaptureFixture[s
         (["--tokens", "1000001T"], 8, "h100", "'1000001T' is not a number of tokens from 1 to 1000000T"),
         (["--price", "nan"], 8, "h100", "is not a price"),
         (["--simulate", "8"], 8, "h100", "has the ranks 0 to 7"),
-        (["--report", "none/plan.json"], 8, "h100", "none is not a folder"),
+        (["--report", "none/plan.json"], 8, "h100", "--report none/plan.json is not a file in a folder that exists"),
         (["--model.hidden_size", "33"], 8, "h100", "model.hidden_size 33 is not a multiple"),
         (["--precision.fp8", "hybrid", "--kernels.transformer_impl", "auto"], 8, "a100", "change precision.fp8"),
         (["--search", "--training.global_batch_size", "1"], 7, "h100", "none of"),

@@ -67,7 +67,7 @@ def test_a_line_a_case_and_sums_that_hold(
         (["--layouts", "tp=two"], "tp=two"),
         (["--set", "training.seed", "one"], "--set training.seed: 'one' is not JSON"),
         (["--set", "seed", "1"], "--set seed: name a field with its section"),
-        (["--json", "none/report.json"], "none is not a folder"),
+        (["--json", "none/report.json"], "--json none/report.json is not a file in a folder that exists"),
     ],
 )
 def test_what_it_cannot_do_is_refused_in_one_line_before_anything_runs(

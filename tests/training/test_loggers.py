@@ -21,7 +21,7 @@ import yaml
 from rich.console import Console
 
 from megatron_fanformer.checkpoint.store import METRICS, TENSORBOARD
-from megatron_fanformer.errors import DivergenceError, InputError, Interrupted
+from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
 from megatron_fanformer.inspection.checkpoint import last_metrics
 from megatron_fanformer.training import machine_rules
 from megatron_fanformer.training.config import config_from_dict
@@ -37,8 +37,9 @@ from megatron_fanformer.training.loggers import (
 )
 from megatron_fanformer.training.logging_config import LoggingConfig
 from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.training.preflight import find_start
 from megatron_fanformer.training.start import _train
-from tests.small_runs import small_run
+from tests.small_runs import small_run, write_tokens
 
 FOREIGN = [b"", b"\xff\xfe\x00 not text", b"[1, 2]", b"7", b'{"step": "8"}', b'{"steps": 1}', b"[" * 100_000, b"null"]
 TOKENS = 64  # of a step
@@ -77,9 +78,23 @@ def test_a_file_that_is_removed_during_a_run_is_written_anew(tmp_path: Path) -> 
 # -- all loggers of a run that logs steps 1 to 4, is killed, resumes after step 2, and logs 3 to 5 again
 
 
-def loggers(run: Path, **fields: Any) -> Loggers:
+def loggers(run: Path, folder: tuple[int, int] | None = None, **fields: Any) -> Loggers:
     values = small_run("tokens", run, logging={"tensorboard": False, **fields})
-    return Loggers(config_from_dict(values), Console(file=io.StringIO()), writes=True)
+    return Loggers(config_from_dict(values), Console(file=io.StringIO()), writes=True, folder=folder)
+
+
+def test_a_folder_renamed_since_the_start_is_not_made_anew(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    values = small_run(write_tokens(tmp_path / "tokens"), run, logging={"tensorboard": False})
+    begun = find_start(config_from_dict(values))
+    opened = loggers(run, folder=begun.folder)
+    opened.open({}, step=0, tokens=0)
+    opened.close()
+    run.rename(tmp_path / "renamed")
+    with pytest.raises(FanformerError, match="was removed or renamed"):
+        opened.open({}, step=0, tokens=0)
+    assert not run.exists()
 
 
 def metrics(step: int, life: int) -> dict[str, Any]:

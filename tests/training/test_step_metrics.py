@@ -14,7 +14,7 @@ from rich.console import Console
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.requests import Requests
+from megatron_fanformer.training.interrupts import Interrupts
 from megatron_fanformer.training.step import StepResult, weights_in_step
 from megatron_fanformer.training.step_metrics import StepMetrics
 from tests.small_runs import small_run, write_tokens
@@ -92,7 +92,7 @@ def test_the_share_of_the_chips_rate(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: chip)
     config = config_from_dict(small_run("tokens", Path("run"), precision=precision))
     grid: Any = SimpleNamespace(device="cuda", world_size=4)
-    result = StepResult(loss=2.0, grad_norm=1.0, tokens=1000, asked=Requests())
+    result = StepResult(loss=2.0, grad_norm=1.0, tokens=1000, asked=Interrupts())
     metrics = StepMetrics(config, grid).of_step(result, seconds=0.5, learning_rate=1e-3, consumed_tokens=5000)
     flops = 2000 * training_flops_per_token(config.model)
     assert metrics["tokens_per_second"] == 2000 and metrics["model_flops_per_second"] == flops

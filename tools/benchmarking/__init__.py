@@ -1,1 +1,1 @@
-"""What the benchmarks of training share: the ranks that run them, matrix rates and breakdowns."""
+"""What the benchmarks share: the ranks that train, matrix rates, breakdowns; of single layers, turns."""

@@ -17,7 +17,6 @@ from torch import multiprocessing
 
 from benchmarking.matrix_rate import REPEATS, timed
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.machines import known_machines, machine_of
 from megatron_fanformer.planning.roofline import layer_operations
 from megatron_fanformer.planning.step_time import FLASH_BACKWARD, step_time
@@ -97,17 +96,7 @@ def predicted_seconds(run: dict[str, Any], machine: dict[str, Any]) -> float:
     """A step of a run of one rank by formula, on a machine, both as plain values."""
     config = config_from_dict(run)
     on_cpu = config.runtime.device == "cpu"
-    job = Job(
-        model=config.model,
-        parallel=config.parallel,
-        kernels=config.kernels,
-        precision=config.precision,
-        data_parallel_size=1,
-        micro_batch_size=config.training.micro_batch_size,
-        num_micro_batches=config.training.global_batch_size // config.training.micro_batch_size,
-        layers="local" if on_cpu else "transformer_engine",
-        on_cpu=on_cpu,
-    )
+    job = config.job(1, layers="local" if on_cpu else "transformer_engine", on_cpu=on_cpu)
     return step_time(job, machine_of(machine, "the measured machine")).seconds
 
 

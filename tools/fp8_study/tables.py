@@ -15,6 +15,7 @@ from fp8_study.comparison import (
 )
 from fp8_study.phase_errors import EDGES, Row
 from fp8_study.trainings import ARMS, BASES, FAN_ALL_FP8, FAN_BF16
+from megatron_fanformer import markdown
 
 LOSSES = {"validation": validation_loss, f"training, last {LAST_STEPS} steps": last_loss}
 
@@ -96,5 +97,4 @@ def _qkv_inputs(report: Report) -> Iterator[str]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown.table(head, rows, align="l" + "r" * (len(head) - 1))

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.configuration import build, read_overrides
-from megatron_fanformer.durable_files import take_lock, write_atomically
+from megatron_fanformer.durable_files import take_lock
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.probes.outcome import Tell, readme
+from megatron_fanformer.experiments.probes.outcome import Measured, Tell
 from megatron_fanformer.experiments.probes.settings import PROBES
-from megatron_fanformer.experiments.result import RESULT, Result, read_result, this_machine, write_result
+from megatron_fanformer.experiments.report.folder import README, write_folder
+from megatron_fanformer.experiments.result import RESULT, Result, read_result, this_machine
 
 FOLDER = "runs/experiments"
-README = "README.md"
 # The options that stand for a field of the settings, by their name there.
 SHORT = {"seeds": "seeds", "checkpoint": "checkpoints", "rules": "rules"}
 
@@ -67,12 +67,7 @@ def experiment(
         InputError: there is no such probe or setting, or the folder holds something else.
     """
     if options.name is None:
-        given = [*arguments, *(f"--{name.replace('_', '-')}" for name in OPTIONS if getattr(options, name) is not None)]
-        if given:
-            raise InputError(f"{given[0]} comes without an experiment before it; name one of {', '.join(PROBES)}")
-        width = max(map(len, PROBES))
-        for name, probe in PROBES.items():
-            tell(f"{name:{width}}  {probe.minutes:>4} min  {probe.about}")
+        _list_probes(options, arguments, tell)
         return
     settings = read_settings(options, arguments)
     if options.write_data is not None and options.name != "holes":
@@ -87,29 +82,47 @@ def experiment(
     with _alone_in(folder):
         asked = json.loads(json.dumps(dataclasses.asdict(settings)))
         if (folder / RESULT).exists():
-            result = read_result(folder)
-            if (result.experiment, result.settings) != (options.name, asked):
-                raise InputError(
-                    f"{folder} holds the result of {result.experiment} by other settings; name another --output, or "
-                    f"remove its {RESULT} to measure again (finished runs are kept)"
-                )
+            result = _result_of(folder, options.name, asked)
         else:
             started = time.perf_counter()
             measured = module.measure(settings, folder, tell)
-            result = Result(
-                experiment=options.name,
-                settings=asked,
-                machine=this_machine(),
-                seconds=time.perf_counter() - started,
-                findings=measured.findings,
-                tables=measured.tables,
-                pictures=list(measured.pictures),
-            )
-            for name, picture in measured.pictures.items():
-                write_atomically(folder / name, picture)
-            write_atomically(folder / README, readme(result, PROBES[options.name].about))
-            write_result(folder, result)
+            seconds = time.perf_counter() - started
+            result = _write(folder, options.name, asked, measured, seconds)
     tell("\n".join([*(finding.sentence for finding in result.findings), f"{folder / README} has all of it"]))
+
+
+def _list_probes(options: argparse.Namespace, arguments: Sequence[str], tell: Tell) -> None:
+    given = [*arguments, *(f"--{name.replace('_', '-')}" for name in OPTIONS if getattr(options, name) is not None)]
+    if given:
+        raise InputError(f"{given[0]} comes without an experiment before it; name one of {', '.join(PROBES)}")
+    width = max(map(len, PROBES))
+    for name, probe in PROBES.items():
+        tell(f"{name:{width}}  {probe.minutes:>4} min  {probe.about}")
+
+
+def _result_of(folder: Path, name: str, asked: dict[str, Any]) -> Result:
+    """The result that a folder holds. Raises InputError if it is of another probe, or by other settings."""
+    result = read_result(folder)
+    if (result.experiment, result.settings) != (name, asked):
+        raise InputError(
+            f"{folder} holds the result of {result.experiment} by other settings; name another --output, or "
+            f"remove its {RESULT} to measure again (finished runs are kept)"
+        )
+    return result
+
+
+def _write(folder: Path, name: str, asked: dict[str, Any], measured: Measured, seconds: float) -> Result:
+    result = Result(
+        experiment=name,
+        settings=asked,
+        machine=this_machine(),
+        seconds=seconds,
+        findings=measured.findings,
+        tables=measured.tables,
+        pictures=list(measured.pictures),
+    )
+    write_folder(folder, result, measured.pictures)
+    return result
 
 
 def read_settings(options: argparse.Namespace, arguments: Sequence[str]) -> Any:

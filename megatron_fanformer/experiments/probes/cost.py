@@ -20,12 +20,12 @@ from transformers.initialization import no_init_weights
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell
-from megatron_fanformer.experiments.probes.pictures import drawn
 from megatron_fanformer.experiments.probes.settings import CostSettings
 from megatron_fanformer.experiments.result import Finding, Table
 from megatron_fanformer.formats.huggingface import to_huggingface_config
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
+from megatron_fanformer.pictures import drawn
 from megatron_fanformer.planning.flops import forward_flops_per_token
 from megatron_fanformer.simulation.memory_tracker import MemoryTracker
 
@@ -178,7 +178,7 @@ def _table(costs: dict[str, Cost]) -> Table:
 
 def _picture(settings: CostSettings, costs: dict[str, Cost]) -> bytes:
     def draw(panels: Any) -> None:
-        axes = panels[0][0]
+        axes = panels[0, 0]
         figures = {"parameters": "parameters", "flops": "FLOPs", "counted_bytes": "memory of inference"}
         for place, (figure, label) in enumerate(figures.items()):
             heights = [_more(costs, name, figure) for name in settings.presets]
@@ -186,6 +186,6 @@ def _picture(settings: CostSettings, costs: dict[str, Cost]) -> bytes:
         axes.axhline(PAPER_FLOPS, linestyle="--", color="gray", label="the paper's bound of FLOPs")
         axes.set_xticks(range(len(settings.presets)), settings.presets)
         axes.set(ylabel="% more than the Transformer", title="FANformers of a Transformer's shape")
-        axes.legend(fontsize="x-small")
+        axes.legend()
 
-    return drawn(draw, size=(6.5, 3.8))
+    return drawn(draw)

@@ -32,17 +32,16 @@ from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.experiments.intervals import mean_of
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell, above
-from megatron_fanformer.experiments.probes.pictures import drawn
 from megatron_fanformer.experiments.probes.settings import HolesSettings, Task
-from megatron_fanformer.experiments.probes.twins import SAME_PARAMETERS, TRANSFORMER, fresh_model, twins
+from megatron_fanformer.experiments.probes.twins import FFN_RATIO, SAME_PARAMETERS, TRANSFORMER, fresh_model, twins
 from megatron_fanformer.experiments.result import Finding, Table
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.pictures import draw_heat_map, drawn
 
 NUMBERS = 113  # of each operand, from 0
 LARGEST_ANSWER = 3 * (NUMBERS - 1) + 3
 SYMBOLS = ("+", "=", "(", ",", ")")
 VOCABULARY = LARGEST_ANSWER + 1 + len(SYMBOLS)
-FFN_MULTIPLE = 4
 SCORED_PAIRS = 2048  # in a forward pass without gradients
 WARM_UP = 0.01
 MARGIN = 10  # of the picture, around the hole
@@ -73,7 +72,7 @@ class Scores(NamedTuple):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """What one trained model came to, as its file has it."""
+    """The result of one trained model, as its file has it."""
 
     asked: dict[str, Any]
     """All that determines it."""
@@ -164,7 +163,7 @@ def model_config(settings: HolesSettings, architecture: str) -> FANformerConfig:
     shape = FANformerConfig(
         num_layers=settings.num_layers,
         hidden_size=settings.hidden_size,
-        ffn_hidden_size=FFN_MULTIPLE * settings.hidden_size,
+        ffn_hidden_size=FFN_RATIO * settings.hidden_size,
         num_attention_heads=settings.num_heads,
         vocab_size=VOCABULARY,
         make_vocab_size_divisible_by=1,
@@ -333,13 +332,13 @@ def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
                 found = runs[task, decay, architecture]
                 mean = torch.tensor([run.map for run in found]).mean(0).numpy()
                 extent = (low - 0.5, high + 0.5, low - 0.5, high + 0.5)
-                image = axes.imshow(mean, vmin=0, vmax=1, origin="lower", extent=extent, cmap="viridis")
+                draw_heat_map(axes, mean, vmin=0, vmax=1, extent=extent)
                 side = 2 * settings.half_side + 1
                 corner = centre(task) - settings.half_side - 0.5
                 axes.plot(*_square(corner, side), color="white", linewidth=1)
-                axes.set(title=f"{architecture}\nweight decay {decay:g}, {len(found)} seeds", xlabel="b", ylabel="a")
-                axes.title.set_fontsize("small")
-                axes.figure.colorbar(image, ax=axes, shrink=0.8)
+                title = f"{architecture}\nweight decay {decay:g}, {len(found)} seeds"
+                axes.set_title(title, fontsize="small")
+                axes.set(xlabel="b", ylabel="a")
 
     return drawn(draw, rows=len(ARCHITECTURES), columns=len(settings.weight_decays), size=(3.6, 3.2))
 

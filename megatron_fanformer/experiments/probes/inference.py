@@ -22,17 +22,23 @@ from transformers import DynamicCache
 
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell, ratio_interval
-from megatron_fanformer.experiments.probes.pictures import drawn
 from megatron_fanformer.experiments.probes.settings import InferenceSettings
-from megatron_fanformer.experiments.probes.twins import SAME_PARAMETERS, SAME_SIZE, TRANSFORMER, fresh_model, twins
+from megatron_fanformer.experiments.probes.twins import (
+    FFN_RATIO,
+    SAME_PARAMETERS,
+    SAME_SIZE,
+    TRANSFORMER,
+    fresh_model,
+    twins,
+)
 from megatron_fanformer.experiments.result import Cell, Finding, Table
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
+from megatron_fanformer.pictures import drawn
 from megatron_fanformer.runtime.device import resolve_device
 from megatron_fanformer.simulation.memory_tracker import MemoryTracker
 
 MIB = 2**20
-FFN_MULTIPLE = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PAPER = "141.49 to 142.88 ms (A100, fp16, 4,096 tokens, 20 iterations): 1.01"
 
@@ -90,7 +96,7 @@ def _config(settings: InferenceSettings) -> FANformerConfig:
     shape = FANformerConfig(
         num_layers=settings.num_layers,
         hidden_size=settings.hidden_size,
-        ffn_hidden_size=FFN_MULTIPLE * settings.hidden_size,
+        ffn_hidden_size=FFN_RATIO * settings.hidden_size,
         num_attention_heads=settings.num_heads,
         vocab_size=settings.vocab_size,
     )

@@ -19,14 +19,15 @@ from torch import Tensor
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.experiments.probes.lipschitz import draw_by_depth
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell
-from megatron_fanformer.experiments.probes.pictures import drawn, lines_by_depth
 from megatron_fanformer.experiments.probes.settings import LipschitzSettings
 from megatron_fanformer.experiments.result import Cell, Finding, Table
 from megatron_fanformer.formats.checkpoints import Checkpoint, open_checkpoint
 from megatron_fanformer.formats.huggingface import to_huggingface_config
 from megatron_fanformer.formats.name_table import convert
 from megatron_fanformer.hf import FANformerForCausalLM
+from megatron_fanformer.pictures import drawn
 
 Map = Callable[[Tensor], Tensor]
 MOST_BYTES = 1 << 26  # of a text
@@ -177,6 +178,6 @@ def _picture(found: dict[str, Norms]) -> bytes:
         ):
             for name, norms in found.items():
                 values = getattr(norms, which)
-                lines_by_depth(axes, range(1, len(values) + 1), {name: values}, title=title)
+                draw_by_depth(axes, range(1, len(values) + 1), {name: values}, title=title)
 
     return drawn(draw, columns=2)

@@ -22,17 +22,19 @@ Shapes: b inputs, s points or tokens, h width, n heads, c channels (h), y and x 
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell, above, ratio_interval
-from megatron_fanformer.experiments.probes.pictures import drawn, lines_by_depth
 from megatron_fanformer.experiments.probes.settings import LipschitzSettings
+from megatron_fanformer.experiments.probes.twins import FFN_RATIO
 from megatron_fanformer.experiments.result import Cell, Finding, Table
+from megatron_fanformer.pictures import drawn, set_logarithmic
 
 MODELS = ("MLP", "Transformer", "FANformer")
 PRINTED = {  # by the notebook, for its settings and seed 0
@@ -46,7 +48,6 @@ PRINTED = {  # by the notebook, for its settings and seed 0
 }
 NOTEBOOK = LipschitzSettings()
 P_RATIO = 0.25
-FFN_MULTIPLE = 4
 GAIN = math.sqrt(2.0)
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 PAPER = "FANformer above the Transformer, by 27.3% in deep configurations"
@@ -106,7 +107,7 @@ class _Block(nn.Module):
         self.query, self.key, self.value = (_Projection(size, has_fan=has_fan) for _ in range(3))
         self.out = nn.Linear(size, size)
         self.norms = nn.ModuleList(nn.LayerNorm(size) for _ in range(2))
-        self.ffn = nn.Sequential(nn.Linear(size, FFN_MULTIPLE * size), nn.ReLU(), nn.Linear(FFN_MULTIPLE * size, size))
+        self.ffn = nn.Sequential(nn.Linear(size, FFN_RATIO * size), nn.ReLU(), nn.Linear(FFN_RATIO * size, size))
 
     def forward(self, x_bsh: Tensor) -> Tensor:
         b, s, h = x_bsh.shape
@@ -261,5 +262,14 @@ def _table(settings: LipschitzSettings, found: Constants) -> Table:
 def _picture(settings: LipschitzSettings, found: Constants) -> bytes:
     lines = {f"{model}, {dtype}": found[model, dtype] for dtype in DTYPES for model in MODELS}
     return drawn(
-        lambda panels: lines_by_depth(panels[0, 0], settings.depths, lines, title="Lipschitz constant, random weights")
+        lambda panels: draw_by_depth(panels[0, 0], settings.depths, lines, title="Lipschitz constant, random weights")
     )
+
+
+def draw_by_depth(axes: Any, depths: Sequence[int], lines: Mapping[str, Sequence[float]], *, title: str) -> None:
+    """Positive figures over the number of layers, dashed where they are of float64."""
+    for name, values in lines.items():
+        axes.plot(depths, values, marker=".", label=name, linestyle="--" if "float64" in name else "-")
+    axes.set(xlabel="layers", title=title)
+    set_logarithmic(axes.yaxis)
+    axes.legend()

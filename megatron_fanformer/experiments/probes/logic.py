@@ -15,13 +15,13 @@ from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import ulogic
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings
+from megatron_fanformer.evaluation.picture import STANDARD_ERRORS
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell
-from megatron_fanformer.experiments.probes.pictures import drawn
 from megatron_fanformer.experiments.probes.settings import LogicSettings
 from megatron_fanformer.experiments.result import Finding, Table
 from megatron_fanformer.generation.models import find_model, load_model
+from megatron_fanformer.pictures import drawn
 
-STANDARD_ERRORS = 1.96
 PAPER = "GPT-4 65.1, FANformer-1B 38.2, Qwen 7.1, OLMo-1B 0.0"
 RULES = (
     (1, "If Person X owns Boat Y, then Person X can sail Boat Y."),
@@ -123,7 +123,7 @@ def _table(found: dict[str, dict[str, Any]]) -> Table:
 
 def _picture(found: dict[str, dict[str, Any]]) -> bytes:
     def draw(panels: Any) -> None:
-        axes = panels[0][0]
+        axes = panels[0, 0]
         for name, metrics in found.items():
             lengths = {
                 int(metric.rpartition("_")[2]): 100 * value["value"]
@@ -133,6 +133,6 @@ def _picture(found: dict[str, dict[str, Any]]) -> bytes:
             axes.plot(list(lengths), list(lengths.values()), marker="o", label=name)
         axes.set(xlabel="premises", ylabel="% judged rightly with their negations", ylim=(-2, 102))
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.legend(fontsize="x-small")
+        axes.legend()
 
     return drawn(draw)

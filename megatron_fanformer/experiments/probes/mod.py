@@ -25,15 +25,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell, below, ratio_interval
-from megatron_fanformer.experiments.probes.pictures import drawn
 from megatron_fanformer.experiments.probes.settings import ModSettings
-from megatron_fanformer.experiments.probes.twins import SAME_PARAMETERS, TRANSFORMER, cosine, fresh_model, twins
+from megatron_fanformer.experiments.probes.twins import (
+    FFN_RATIO,
+    SAME_PARAMETERS,
+    TRANSFORMER,
+    cosine,
+    fresh_model,
+    twins,
+)
 from megatron_fanformer.experiments.result import Cell, Finding, Table
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.pictures import drawn
 
 PERIOD = 5.0
 P_RATIO = 0.25
-FFN_MULTIPLE = 4
 NUM_HEADS = 4
 GRID = 4000  # points of an error's estimate
 FAN, MLP = "FAN network", "MLP"
@@ -144,7 +150,7 @@ def _models(settings: ModSettings, seed: int) -> Iterator[tuple[str, nn.Module, 
     shape = FANformerConfig(
         num_layers=settings.model_layers,
         hidden_size=settings.model_size,
-        ffn_hidden_size=FFN_MULTIPLE * settings.model_size,
+        ffn_hidden_size=FFN_RATIO * settings.model_size,
         num_attention_heads=NUM_HEADS,
         vocab_size=1,
     )
@@ -229,7 +235,7 @@ def _picture(fits: Mapping[str, tuple[float, Callable[[Tensor], Tensor]]]) -> by
     """Of seed 0, around the upper end of the range."""
 
     def draw(panels: Any) -> None:
-        for (name, (half_range, model)), axes in zip(fits.items(), (row[0] for row in panels), strict=True):
+        for (name, (half_range, model)), axes in zip(fits.items(), panels[:, 0], strict=True):
             low, high = half_range - 4 * PERIOD, half_range + 4 * PERIOD
             t = torch.linspace(max(low, -half_range), high, 800)[:, None]
             axes.plot(t[:, 0], target(t)[:, 0], linewidth=0.8, color="gray", label="t mod 5")

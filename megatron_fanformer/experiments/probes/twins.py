@@ -15,6 +15,8 @@ from megatron_fanformer.model.config import FANformerConfig, as_transformer
 TRANSFORMER = "Transformer"
 SAME_SIZE = "FANformer"
 SAME_PARAMETERS = "FANformer, same parameters"
+FFN_RATIO = 4
+"""d_ff over the hidden size."""
 
 
 def twins(config: FANformerConfig) -> dict[str, FANformerConfig]:

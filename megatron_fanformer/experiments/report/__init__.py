@@ -1,1 +1,1 @@
-"""What experiments came to, for people: the page, and two runs held against each other."""
+"""The results of experiments, for people: the page, and two runs compared with each other."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.experiments.report.folder import README
 from megatron_fanformer.experiments.report.options import COMPARE, COMPARISON, FOLDER, PAGE
 from megatron_fanformer.experiments.report.page import as_html, as_markdown
 from megatron_fanformer.experiments.result import RESULT, read_result
@@ -61,7 +62,7 @@ def _results_below(folder: Path) -> Iterator[Path]:
 def _compare(runs: Sequence[Path], output: Path) -> None:
     if len(runs) < 2:
         raise InputError(f"{COMPARE} needs two runs at least; name their folders")
-    from megatron_fanformer.experiments.report.dynamics import README, compare_runs
+    from megatron_fanformer.experiments.report.dynamics import compare_runs
 
     for finding in compare_runs(runs, output).findings:
         print(finding.sentence)

@@ -1,4 +1,4 @@
-"""Two runs, or two of several seeds each, held against each other step by step: whose loss falls faster, and when.
+"""Two runs, or two of several seeds each, compared with each other step by step: whose loss falls faster, and when.
 
 The paper says of FANformer that its loss falls more slowly than a Transformer's at first, and faster later on.
 """
@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.intervals import Mean, mean_of, t_quantile
-from megatron_fanformer.experiments.report.page import as_markdown
-from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine, write_result
+from megatron_fanformer.experiments.report.folder import write_folder
+from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine
+from megatron_fanformer.pictures import drawn
+from megatron_fanformer.training.config import by_dotted_names
 from megatron_fanformer.training.metrics import read_metrics
 
 SMOOTHED_SHARE = 0.05  # of the steps, over which a difference is averaged
 PART = 0.2  # of the steps: the first are "early", the last "late"
-PICTURE, CSV, README = "dynamics.png", "difference.csv", "README.md"
+PICTURE, CSV = "dynamics.png", "difference.csv"
 OF_A_SEED = ("training.run_dir", "training.seed")
 NOT_LEARNT = ("checkpoint", "logging", "runtime")  # sections that do not decide what is learnt
 
@@ -70,9 +71,6 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
         InputError: they are not two sides with seeds in common, of batches with as many tokens.
     """
     found = read_dynamics(runs)
-    output.mkdir(parents=True, exist_ok=True)
-    write_atomically(output / PICTURE, _picture(found))
-    write_atomically(output / CSV, _csv(found))
     crossings = [[seed, crossing] for seed, crossing in zip(found.seeds, found.crossings, strict=True)]
     result = Result(
         experiment="training dynamics",
@@ -95,8 +93,7 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
         ],
         pictures=[PICTURE],
     )
-    write_atomically(output / README, as_markdown([(output, result)], at=output))
-    write_result(output, result)
+    write_folder(output, result, {PICTURE: _picture(found), CSV: _csv(found)})
     return result
 
 
@@ -144,19 +141,9 @@ def _fields(run: Path) -> dict[str, Any]:
     """What decides what a run learns, its seed included, by dotted names."""
     if not (run / store.CONFIG).is_file():
         raise InputError(f"{run} is no run's folder: it has no {store.CONFIG}; name runs")
-    flat: dict[str, Any] = {}
-
-    def flatten(prefix: str, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, dict):
-                flatten(f"{prefix}{name}.", value)
-            else:
-                flat[prefix + name] = value
-
-    flatten("", store.read_mapping(run / store.CONFIG))
     return {
         name: value
-        for name, value in flat.items()
+        for name, value in by_dotted_names(store.read_mapping(run / store.CONFIG)).items()
         if name == "training.seed" or (name not in OF_A_SEED and name.partition(".")[0] not in NOT_LEARNT)
     }
 
@@ -226,28 +213,16 @@ def _csv(found: Dynamics) -> str:
 
 
 def _picture(found: Dynamics) -> bytes:
-    import matplotlib
+    def draw(panels: Any) -> None:
+        axes = panels[0, 0]
+        for seed, row in zip(found.seeds, found.differences, strict=True):
+            axes.plot(found.steps, row, linewidth=0.7, alpha=0.6, label=f"seed {seed}")
+        if len(found.seeds) > 1:
+            axes.plot(found.steps, found.differences.mean(axis=0), color="black", label="mean")
+            axes.fill_between(found.steps, *_band(found), color="black", alpha=0.12, label="95% interval")
+        axes.axhline(0, color="gray", linestyle="--", linewidth=1)
+        axes.set(xlabel="step", ylabel=f"loss of B − A, nats per token, mean of {found.window} steps")
+        axes.set_title(f"A: {found.names[0]}\nB: {found.names[1]}", fontsize="small")
+        axes.legend()
 
-    matplotlib.use("Agg")  # needs no display
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), dpi=110)
-    for seed, row in zip(found.seeds, found.differences, strict=True):
-        axes.plot(found.steps, row, linewidth=0.7, alpha=0.6, label=f"seed {seed}")
-    if len(found.seeds) > 1:
-        axes.plot(found.steps, found.differences.mean(axis=0), color="black", label="mean")
-        axes.fill_between(found.steps, *_band(found), color="black", alpha=0.12, label="95% interval")
-    axes.axhline(0, color="gray", linestyle="--", linewidth=1)
-    axes.set(
-        xlabel="step",
-        ylabel=f"loss of B − A, nats per token, mean of {found.window} steps",
-        title=f"A: {found.names[0]}\nB: {found.names[1]}",
-    )
-    axes.title.set_fontsize("small")
-    axes.legend(fontsize="x-small")
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    pyplot.close(figure)
-    return picture.getvalue()
+    return drawn(draw)

@@ -12,7 +12,9 @@ from datetime import timedelta
 from pathlib import Path
 from urllib.parse import quote
 
+from megatron_fanformer import markdown
 from megatron_fanformer.experiments.result import Cell, Finding, Result, Table
+from megatron_fanformer.markdown import as_text
 
 Experiments = Sequence[tuple[Path, Result]]
 """Folders and what they have."""
@@ -51,31 +53,23 @@ def as_markdown(experiments: Experiments, *, at: Path) -> str:
 
 
 def _markdown(experiments: Experiments, at: Path) -> Iterator[str]:
-    yield from ["# The paper's experiments", "", *_markdown_table(summary_of(experiments)), ""]
+    yield from ["# The paper's experiments", "", _markdown_table(summary_of(experiments)), ""]
     for folder, result in experiments:
-        yield from [f"## {_escaped(result.experiment)}", ""]
+        yield from [f"## {as_text(result.experiment)}", ""]
         for finding in result.findings:
-            yield f"- {_escaped(finding.sentence)}"
-        yield from ["", _provenance(folder, result), ""]
+            yield f"- {as_text(finding.sentence)}"
+        yield from ["", as_text(_settings(result)), "", _provenance(folder, result), ""]
         for picture in result.pictures:
             target = quote(os.path.relpath(folder / picture, at))
-            yield from [f"![{_escaped(result.experiment)}: {_escaped(picture)}]({target})", ""]
+            yield from [f"![{as_text(result.experiment)}: {as_text(picture)}]({target})", ""]
         for table in result.tables:
-            yield from [f"**{_escaped(table.title)}**", "", *_markdown_table(table), ""]
+            yield from [f"**{as_text(table.title)}**", "", _markdown_table(table), ""]
     yield from ["## What to keep in mind", "", *(f"- {caveat}" for caveat in CAVEATS)]
 
 
-def _markdown_table(table: Table) -> Iterator[str]:
-    for row in (table.columns, ["---"] * len(table.columns), *([shown(cell) for cell in row] for row in table.rows)):
-        yield f"| {' | '.join(cell if cell == '---' else _escaped(cell) for cell in row)} |"
-
-
-def _escaped(text: str) -> str:
-    """Text that stays text in Markdown, on one line: an experiment's names come from its file."""
-    plain = " ".join(text.split())
-    for special in "\\`*[]<>|_":
-        plain = plain.replace(special, f"\\{special}")
-    return plain
+def _markdown_table(table: Table) -> str:
+    rows = ([as_text(shown(cell)) for cell in row] for row in table.rows)
+    return markdown.table([as_text(column) for column in table.columns], rows)
 
 
 # -- HTML
@@ -94,7 +88,8 @@ def _html(experiments: Experiments) -> Iterator[str]:
     for folder, result in experiments:
         yield f"<h2>{html.escape(result.experiment)}</h2><ul>"
         yield from (f"<li>{html.escape(finding.sentence)}</li>" for finding in result.findings)
-        yield f"</ul><p>{html.escape(_provenance(folder, result))}</p>"
+        yield "</ul>"
+        yield from (f"<p>{html.escape(told)}</p>" for told in (_settings(result), _provenance(folder, result)))
         for picture in result.pictures:
             content = base64.b64encode((folder / picture).read_bytes()).decode()
             yield f'<p><img alt="{html.escape(picture)}" src="data:image/png;base64,{content}"></p>'
@@ -152,6 +147,16 @@ def _interval(finding: Finding) -> str:
         return "–"
     low, high = finding.interval
     return f"{'−∞' if low is None else shown(low)} to {'∞' if high is None else shown(high)}"
+
+
+def _settings(result: Result) -> str:
+    """Those that are values or lists of them; a sweep's whole configuration is in its result alone."""
+    told = {
+        name: ", ".join(str(shown(each)) for each in value) or "none" if isinstance(value, list) else shown(value)
+        for name, value in result.settings.items()
+        if not isinstance(value, dict)
+    }
+    return f"Settings: {'; '.join(f'{name} {text}' for name, text in told.items())}."
 
 
 def _provenance(folder: Path, result: Result) -> str:

@@ -1,4 +1,4 @@
-"""What a sweep's cells have come to: read from their runs' folders, of runs that go on, too."""
+"""The states and results of a sweep's cells: read from their runs' folders, of runs that go on, too."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -53,7 +53,7 @@ def is_complete(cell: Cell) -> bool:
 
 
 def outcome(cell: Cell, metric: str, *, average_steps: int = 1) -> Outcome:
-    """What a cell has come to.
+    """The state and result of a cell.
 
     Args:
         metric: the name of its loss in its metrics.
@@ -79,7 +79,7 @@ def outcome(cell: Cell, metric: str, *, average_steps: int = 1) -> Outcome:
 
 
 def outcomes(sweep: Sweep) -> list[Outcome]:
-    """What each cell has come to.
+    """The state and result of each cell.
 
     Raises:
         InputError: runs in the folder are of other configurations than the file's.

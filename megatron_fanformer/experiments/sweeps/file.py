@@ -45,9 +45,9 @@ class ReportConfig:
     """What a sweep's report compares."""
 
     compare: str
-    """The axis whose points are held against one another."""
+    """The axis whose points are compared with one another."""
     baseline: str
-    """The point of it that the others are held against."""
+    """The point of it that the others are compared with."""
     over: str | None = None
     """`parameters` (outside the embedding and the head) or `tokens`: a power law is fitted over them; a field, such as
     `model.fan.p_ratio`: the loss is drawn over it; null: the points are listed."""

@@ -1,4 +1,4 @@
-"""What a sweep came to: means with intervals over seeds, differences to the baseline, power laws, the missing cells.
+"""The results of a sweep: means with intervals over seeds, differences to the baseline, power laws, the missing cells.
 
 Every number is of the runs' folders alone, so that a sweep that was stopped and resumed has the report of one that was
 not, but for the seconds.
@@ -12,20 +12,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.fits import Fit, Interval, Saving, fit_together, saving
 from megatron_fanformer.experiments.intervals import Mean, mean_of
-from megatron_fanformer.experiments.report.page import as_markdown
+from megatron_fanformer.experiments.report.folder import README, write_folder
 from megatron_fanformer.experiments.result import Cell as TableCell
-from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine, write_result
+from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine
 from megatron_fanformer.experiments.sweeps.cells import Outcome, outcomes
 from megatron_fanformer.experiments.sweeps.file import FITTED, Sweep
 from megatron_fanformer.experiments.sweeps.groups import Group, groups_of, parameters_of, size_of
 from megatron_fanformer.experiments.sweeps.picture import law_picture, points_picture
 from megatron_fanformer.planning.flops import training_flops_per_token
 
-README = "README.md"
 CSV = "cells.csv"
 PICTURE = "losses.png"
 MISSING = "Cells without a loss"  # the title of their table
@@ -53,8 +51,6 @@ def write_report(sweep: Sweep) -> Result:
     findings = list(_savings(sweep, groups, fits) if fits else _findings(sweep, _differences(sweep, groups)))
     tables = [_table_of_groups(sweep, groups), *_table_of_fits(sweep, fits), *_table_of_missing(found)]
     picture = law_picture(sweep, groups, fits) if sweep.config.report.over in FITTED else points_picture(sweep, groups)
-    write_atomically(sweep.folder / PICTURE, picture)
-    write_atomically(sweep.folder / CSV, _csv(sweep, found))
     result = Result(
         experiment=sweep.config.experiment,
         settings={
@@ -68,8 +64,7 @@ def write_report(sweep: Sweep) -> Result:
         tables=tables,
         pictures=[PICTURE],
     )
-    write_atomically(sweep.folder / README, as_markdown([(sweep.folder, result)], at=sweep.folder))
-    write_result(sweep.folder, result)
+    write_folder(sweep.folder, result, {PICTURE: picture, CSV: _csv(sweep, found)})
     return result
 
 

@@ -1,6 +1,6 @@
 """Runs a sweep's cells one after the other, each as a process `megatron-fanformer train`.
 
-What a cell has come to is in its run's folder alone, so that a sweep that is killed at any moment goes on where it was:
+The state of a cell is in its run's folder alone, so that a sweep that is killed at any moment goes on where it was:
 complete cells are left out, one that had begun resumes from its checkpoint. A cell's process ends with the sweep's,
 however that ends.
 """

@@ -59,7 +59,8 @@ def test_a_folder_has_all_of_a_result_and_is_measured_into_once(tmp_path, monkey
     assert capsys.readouterr().out.count("It came to 1 | 2.") == 2
     result = json.loads((tmp_path / "mod/result.json").read_text())
     assert (result["experiment"], result["settings"]["seeds"], result["pictures"]) == ("mod", 2, ["fit.png"])
-    assert "It came to 1 | 2." in (tmp_path / "mod/README.md").read_text()
+    readme = (tmp_path / "mod/README.md").read_text()
+    assert r"It came to 1 \| 2." in readme and "Settings: seeds 2; " in readme
 
     assert cli.main([*command, "--mod.model_steps", "8"]) == 2
     assert "other settings" in capsys.readouterr().err

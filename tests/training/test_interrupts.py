@@ -12,7 +12,7 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import Interrupted
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.requests import AskedRank, Requests
+from megatron_fanformer.training.interrupts import InterruptListener, Interrupts
 from tests.small_runs import small_run, write_tokens
 
 RunOnRanks = Callable[..., list[Any]]
@@ -88,11 +88,11 @@ def test_a_file_asks_for_one_save_and_goes_once_that_is_there(
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    (run / store.SAVE_REQUEST).touch()
+    (run / store.SAVE_FILE).touch()
     values = small_run(tokens, run, checkpoint={"async_save": True})
     assert run_on_ranks(1, train_and_ask, values, "a step", signal.SIGUSR2, 0) == [(20, False)]
     assert [checkpoint.name for checkpoint in store.complete_checkpoints(run)] == ["step-00000001", "step-00000020"]
-    assert not (run / store.SAVE_REQUEST).exists()
+    assert not (run / store.SAVE_FILE).exists()
 
 
 def test_a_run_ends_after_its_minutes_and_goes_on_by_the_same_command(
@@ -106,20 +106,20 @@ def test_a_run_ends_after_its_minutes_and_goes_on_by_the_same_command(
 
 
 def test_a_file_that_is_written_while_an_earlier_state_is_saved_is_not_answered_by_it(tmp_path: Path) -> None:
-    asked, file = AskedRank(tmp_path / "save"), tmp_path / "save"
+    asked, file = InterruptListener(tmp_path / "save"), tmp_path / "save"
     asked.begin_save()
     file.touch()
     asked.end_save()
-    assert file.exists() and asked.now() == Requests(save=True)
+    assert file.exists() and asked.now() == Interrupts(save=True)
     asked.begin_save()
-    assert asked.now() == Requests()
+    assert asked.now() == Interrupts()
     asked.end_save()
     assert not file.exists()
 
 
 def test_a_file_that_cannot_be_removed_is_answered_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "save").mkdir()  # a folder, say
-    asked = AskedRank(tmp_path / "save")
+    asked = InterruptListener(tmp_path / "save")
     assert asked.now().save
     asked.begin_save()
     asked.end_save()
@@ -128,5 +128,5 @@ def test_a_file_that_cannot_be_removed_is_answered_once(tmp_path: Path, caplog: 
 
 
 def test_the_minutes_count_from_the_start_of_the_process() -> None:
-    assert AskedRank(minutes=1e-3).now().end  # the tests' own process is older
-    assert not AskedRank(minutes=1e6).now().end
+    assert InterruptListener(minutes=1e-3).now().end  # the tests' own process is older
+    assert not InterruptListener(minutes=1e6).now().end

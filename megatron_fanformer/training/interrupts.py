@@ -1,7 +1,7 @@
-"""What a run is asked for while it goes on: to stop, to save, to end in time.
+"""What interrupts a run: it is asked to stop, to save, to end in time.
 
-One rank is asked, and all act: the requests are summed with the numbers of every training step, and once more after an
-evaluation or a save, which may take minutes.
+One rank is asked, and all act: the interrupts are summed with the numbers of every training step, and once more after
+an evaluation or a save, which may take minutes.
 """
 
 import logging
@@ -21,7 +21,7 @@ from megatron_fanformer.runtime.parallel import RankGrid
 logger = logging.getLogger(__name__)
 
 
-class Requests(NamedTuple):
+class Interrupts(NamedTuple):
     """What this rank, or any rank, is asked for."""
 
     stop: bool = False
@@ -32,7 +32,7 @@ class Requests(NamedTuple):
     """Save and go on: a signal, or a file."""
 
 
-class AskedRank:
+class InterruptListener:
     """What this rank is asked for.
 
     Args:
@@ -53,14 +53,14 @@ class AskedRank:
         else:
             self._stop = True
 
-    def now(self) -> Requests:
+    def now(self) -> Interrupts:
         """What this rank is asked for so far."""
         if self._file is not None and not self._file_granted:
             self._file_seen = os.path.lexists(self._file)
-        return Requests(stop=self._stop, end=time.monotonic() > self._end, save=self._save or self._file_seen)
+        return Interrupts(stop=self._stop, end=time.monotonic() > self._end, save=self._save or self._file_seen)
 
     def begin_save(self) -> None:
-        """A state is about to be saved that is as new as all requests so far."""
+        """A state is about to be saved that is as new as all interrupts so far."""
         self._save = False
         self._file_granted, self._file_seen = self._file_seen, False
 
@@ -76,8 +76,8 @@ class AskedRank:
             self._file = None
 
 
-def share(requests: Requests, grid: RankGrid) -> Requests:
+def share(interrupts: Interrupts, grid: RankGrid) -> Interrupts:
     """What any rank is asked for; a collective call."""
-    counts = torch.tensor(requests, dtype=torch.float64, device=grid.torch_device)
+    counts = torch.tensor(interrupts, dtype=torch.float64, device=grid.torch_device)
     dist.all_reduce(counts)
-    return Requests(*(count > 0 for count in counts.tolist()))
+    return Interrupts(*(count > 0 for count in counts.tolist()))

@@ -1,0 +1,85 @@
+"""Pictures as PNG files, all in one style; matplotlib is imported where one is drawn, and needs no display.
+
+A `$` in a picture is a dollar. Left alone, matplotlib reads what stands between two of them as mathematics, and fails
+where it is none: in the name of a run's folder, say, or of a task.
+"""
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+STYLE = {
+    "figure.dpi": 120,
+    "axes.grid": True,
+    "axes.grid.which": "both",
+    "axes.axisbelow": True,
+    "grid.alpha": 0.3,
+    "legend.fontsize": "small",
+    "text.parse_math": False,
+}
+PANEL = (6.5, 4.2)  # inches
+
+
+def drawn(
+    draw: Callable[[Any], None],
+    *,
+    rows: int = 1,
+    columns: int = 1,
+    size: tuple[float, float] = PANEL,
+    widths: Sequence[float] | None = None,
+    title: str | None = None,
+    grows: bool = False,
+) -> bytes:
+    """A PNG of panels, which are drawn by a function that is given matplotlib's array of them, [rows, columns].
+
+    Args:
+        size: of a panel, in inches.
+        widths: of the columns, relative to one another; None: all are alike.
+        title: above all panels.
+        grows: whether the picture grows with what is outside its panels, such as a long legend; else the panels shrink.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    picture = io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        shape = (columns * size[0], rows * size[1])
+        figure = Figure(figsize=shape, layout=None if grows else "constrained")
+        panels = figure.subplots(rows, columns, squeeze=False, width_ratios=widths)
+        draw(panels)
+        if title is not None:
+            figure.suptitle(title)
+        figure.savefig(picture, format="png", bbox_inches="tight" if grows else None)
+    return picture.getvalue()
+
+
+def draw_heat_map(axes: Any, values: Any, **options: Any) -> None:
+    """Rows of values as colours, the first at the bottom, with a bar that says what each stands for.
+
+    Args:
+        options: of matplotlib's `imshow`.
+    """
+    axes.grid(visible=False)
+    bar = axes.figure.colorbar(axes.imshow(values, origin="lower", cmap="viridis", **options), ax=axes)
+    bar.ax.grid(visible=False)
+
+
+def set_logarithmic(*several: Any) -> None:
+    """Make axes (`panel.xaxis`, `panel.yaxis`) logarithmic, their ticks plain numbers: matplotlib's are mathematics."""
+    from matplotlib.ticker import LogFormatter
+
+    class PlainNumbers(LogFormatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:.3g}" if super().__call__(x, pos) else ""  # which ticks get a label is the formatter's choice
+
+    for axis in several:
+        getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
+        axis.set_major_formatter(PlainNumbers())
+        axis.set_minor_formatter(PlainNumbers())
+
+
+def use_many_colours(axes: Any) -> None:
+    """More lines than the usual ten colours tell apart."""
+    import matplotlib
+
+    axes.set_prop_cycle(color=matplotlib.colormaps["tab20"].colors)
