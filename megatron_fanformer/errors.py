@@ -5,6 +5,7 @@ no credentials: see `redacted`.
 """
 
 import re
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -36,6 +37,16 @@ class CorruptError(FanformerError):
     """Data or a checkpoint is damaged, or fails its verification."""
 
     exit_code = 3
+
+
+class NotInstalled(InputError):
+    """A package that this program needs cannot be imported: most likely by another Python than the environment's."""
+
+    def __init__(self, error: ModuleNotFoundError) -> None:
+        super().__init__(
+            f"package {error.name} is not installed for {sys.executable}; activate .venv (source .venv/bin/activate),"
+            " or make it with make install"
+        )
 
 
 class DivergenceError(FanformerError):

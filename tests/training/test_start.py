@@ -239,7 +239,7 @@ def test_a_launched_rank_goes_by_what_its_launcher_found(tmp_path: Path, monkeyp
 
     with (
         mock.patch.multiple(parallel, process_group=group, rank_grid=group),
-        mock.patch.multiple(start, _train=train, check_run=None),
+        mock.patch.multiple(start, _train=train, check_settings=None),
     ):
         start.run_rank(file, [], address(0, 1))
     assert taken == [found]
