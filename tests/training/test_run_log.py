@@ -181,4 +181,5 @@ def test_every_rank_of_several_writes_its_own(
     run_on_ranks(2, start_here, write_config(tmp_path / "config.yaml", short_run))
     for rank in range(2):
         text = (tmp_path / "logs" / f"rank-{rank:05d}.log").read_text()
+        assert f"INFO rank {rank} megatron_fanformer.training.start: starting 2 ranks (dp=2)\n" in text
         assert f"ERROR rank {rank} megatron_fanformer.training.run_log: ended by InputError: data.train_data" in text
