@@ -126,7 +126,8 @@ def run_demo(output: Path) -> None:
         console.print(f"largest difference of logits: {difference:.1e}")
     with _step(console, 6, "generation: from the checkpoint, greedy and sampled"):
         sampled = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in SAMPLED.items())
-        for how, sampling in (("greedy", {}), (sampled, SAMPLED)):
+        ways: dict[str, dict[str, Any]] = {"greedy": {}, sampled: SAMPLED}
+        for how, sampling in ways.items():
             console.print(f"[dim]{how}:[/dim]")
             console.print(_continued(places, sampling), markup=False, highlight=False, style="cyan")
     entropy = unigram_entropy(places.tokens(VALIDATION))

@@ -25,7 +25,8 @@ VALIDATION_PREFIX = f"{store.VALIDATION_LOSS}/"
 def tell_last_lines(run: Path) -> None:
     """Print them. Nothing keeps a run that is saved from ending well: what cannot be read is left out."""
     with suppress(FanformerError, OSError):
-        print("\n".join(last_lines(run, seconds_since_start(os.getpid()))), flush=True)
+        for line in last_lines(run, seconds_since_start(os.getpid())):
+            print(line, flush=True)
 
 
 def last_lines(run: Path, seconds: float) -> list[str]:
