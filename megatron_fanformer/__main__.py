@@ -9,8 +9,8 @@ if __name__ == "__main__":  # processes that megatron-core starts while it saves
     except ModuleNotFoundError as error:
         import sys
 
-        from megatron_fanformer.errors import NotInstalled
+        from megatron_fanformer.errors import InputError, not_installed
 
-        print(f"megatron-fanformer: {NotInstalled(error)}", file=sys.stderr)
-        sys.exit(NotInstalled.exit_code)
+        print(f"megatron-fanformer: {not_installed(error)}", file=sys.stderr)
+        sys.exit(InputError.exit_code)
     entry_point()

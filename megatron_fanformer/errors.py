@@ -39,16 +39,6 @@ class CorruptError(FanformerError):
     exit_code = 3
 
 
-class NotInstalled(InputError):
-    """A package that this program needs cannot be imported: most likely by another Python than the environment's."""
-
-    def __init__(self, error: ModuleNotFoundError) -> None:
-        super().__init__(
-            f"package {error.name} is not installed for {sys.executable}; activate .venv (source .venv/bin/activate),"
-            " or make it with make install"
-        )
-
-
 class DivergenceError(FanformerError):
     """The numbers went bad: a loss or a gradient norm that is not finite."""
 
@@ -74,6 +64,14 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def not_installed(error: ModuleNotFoundError) -> str:
+    """The line for a package that cannot be imported, most likely because this is not the environment's Python."""
+    return (
+        f"package {error.name} is not installed for {sys.executable}; activate .venv (source .venv/bin/activate), or "
+        "make it with make install"
+    )
 
 
 def noting(problems: list[str], read: Callable[[], _T]) -> _T | None:
