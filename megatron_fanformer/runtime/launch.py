@@ -32,7 +32,7 @@ from megatron_fanformer.runtime import device as devices
 STOP_GRACE_SECONDS = 600  # how long a rank may take to save after a signal to stop, and to end after another ended
 FAILURE_GRACE_SECONDS = 0.5  # ranks that fail together end together
 KILLED_SECONDS = 10.0
-SOON_SECONDS = 3.0  # after a signal, ranks that have taken no step have ended: a second one needs no answer
+SOON_SECONDS = 5.0  # after a signal, ranks that have taken no step have ended: a second one needs no answer
 POLL_SECONDS = 0.05
 RUN_IS_OVER = "run_is_over"  # beside an error, where that is true of it
 PEER_FAILURE_WAIT_SECONDS = 15.0  # a rank that lost a peer lets the peer's own error be seen first
