@@ -49,7 +49,7 @@ NEXT = {
     "experiment lipschitz --checkpoint {run} --output {output}": "how far near inputs spread in the model just trained",
     'experiment cost --cost.presets "[fanformer-300m]"': "what FAN costs, by formula and counted",
 }
-"""What to try after the demo, and what it shows; docs/experiments.md has the seconds that each takes."""
+"""What to try after the demo, and what it shows: short forms of three of the paper's experiments."""
 MODEL = FANformerConfig(
     num_layers=4, hidden_size=192, ffn_hidden_size=512, num_attention_heads=4, vocab_size=VOCAB_SIZE, seq_length=256
 )
@@ -254,7 +254,7 @@ def _continued(places: Places, sampling: dict[str, Any]) -> str:
 def next_lines(places: Places) -> list[str]:
     """What to try next: three experiments of the paper."""
     places_in_words = {"run": shlex.quote(str(places.run)), "output": shlex.quote(str(places.root / "lipschitz"))}
-    lines = ["Three of the paper's experiments to try next, a minute or less each:"]
+    lines = ["Three of the paper's experiments to try next, in short forms:"]
     for command, shows in NEXT.items():
         lines += [f"  {shows}:", f"    megatron-fanformer {command.format(**places_in_words)}"]
     return lines
