@@ -4,6 +4,13 @@ if __name__ == "__main__":  # processes that megatron-core starts while it saves
     from megatron_fanformer.processes import hold_signals
 
     hold_signals()  # before anything that takes time
-    from megatron_fanformer.cli import entry_point
+    try:
+        from megatron_fanformer.cli import entry_point
+    except ModuleNotFoundError as error:
+        import sys
 
+        from megatron_fanformer.errors import InputError, not_installed
+
+        print(f"megatron-fanformer: {not_installed(error)}", file=sys.stderr)
+        sys.exit(InputError.exit_code)
     entry_point()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer import __version__
-from megatron_fanformer.errors import FanformerError, InputError, escaped, redacted
+from megatron_fanformer.errors import FanformerError, InputError, escaped, not_installed, redacted
 from megatron_fanformer.processes import hold_signals, signals_released
 from megatron_fanformer.verbs import PROGRAM, TAKES_OVERRIDES, TAKES_SIGNALS, VERBS
 
@@ -123,6 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exc()
         return _tell(*_refusal(error))
+    except ModuleNotFoundError as error:
+        if debug:
+            traceback.print_exc()
+        return _tell(not_installed(error), InputError.exit_code)
     except Exception as error:
         if debug:
             traceback.print_exc()

@@ -5,6 +5,7 @@ no credentials: see `redacted`.
 """
 
 import re
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -63,6 +64,14 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def not_installed(error: ModuleNotFoundError) -> str:
+    """The line for a package that cannot be imported, most likely because this is not the environment's Python."""
+    return (
+        f"package {error.name} is not installed for {sys.executable}; activate .venv (source .venv/bin/activate), or "
+        "make it with make install"
+    )
 
 
 def noting(problems: list[str], read: Callable[[], _T]) -> _T | None:

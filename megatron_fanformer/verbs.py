@@ -18,7 +18,7 @@ from megatron_fanformer.experiments.report.options import add_options as add_rep
 from megatron_fanformer.experiments.sweeps.options import add_options as add_sweep_options
 from megatron_fanformer.generation.options import add_chat_options, add_generate_options
 from megatron_fanformer.preparation.options import add_options as add_prepare_options
-from megatron_fanformer.processes import ended_by_stop_signals
+from megatron_fanformer.processes import ended_by_stop_signals, tell_loading
 from megatron_fanformer.sizing.options import add_options
 
 PROGRAM = "megatron-fanformer"
@@ -102,14 +102,17 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
         end_with_launcher()
         _prepare_environment()
         from megatron_fanformer.runtime.device import rank_address
+        from megatron_fanformer.training.last_lines import tell_last_lines
         from megatron_fanformer.training.start import run_rank, start_run
 
         address = rank_address()
         if address is None:
-            start_run(Path(options.config), rest, arguments, options.log_file)
-            return
-        with report_failure():
-            run_rank(Path(options.config), rest, address, options.log_file)
+            run = start_run(Path(options.config), rest, arguments, options.log_file)
+        else:
+            with report_failure():
+                run = run_rank(Path(options.config), rest, address, options.log_file)
+        if run is not None:
+            tell_last_lines(run)
 
 
 # -- config
@@ -280,6 +283,7 @@ def _generate(options: argparse.Namespace, _rest: list[str], _arguments: list[st
     prompts = (*options.prompt, *(read_prompts(options.prompts) if options.prompts else ()))
     if not prompts:
         raise InputError("there is no text to continue; name one with --prompt, or a file of them with --prompts")
+    tell_loading(options.checkpoint)
     _ready()
     from megatron_fanformer.generation.generate import GenerateConfig
     from megatron_fanformer.generation.printing import print_generations
@@ -308,6 +312,7 @@ def _chat(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) 
 
     options.checkpoint = _on_this_machine(options.checkpoint)
     recognise(options.checkpoint, RUNNABLE)  # anything else is reported before torch is imported
+    tell_loading(options.checkpoint)
     _ready()
     from megatron_fanformer.generation.chat import ChatConfig
     from megatron_fanformer.generation.talking import talk

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from megatron_fanformer.training.config import load_config
 from tests.evaluation.oe_data import write_library
 from tests.generation.making import write_tokenizer
-from tests.small_runs import ROOT, small_run, write_config
+from tests.small_runs import ROOT, small_run, write_config, write_tokens
 
 PROGRAM = """
 import sys
@@ -93,6 +94,51 @@ def test_a_path_that_is_no_checkpoint(verb: list[str]) -> None:
 )
 def test_what_cannot_be_inspected(arguments: list[str]) -> None:
     assert told("inspect", *arguments)
+
+
+def test_a_run_that_is_complete(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = write_config(tmp_path / "config.yaml", small_run(write_tokens(tmp_path / "tokens"), run))
+    checkpoint = run / "checkpoints" / "step-00000020"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "metadata.json").write_text("{}")
+    (checkpoint.parent / "latest").write_text(checkpoint.name)
+    write_config(checkpoint / "config.yaml", load_config(config).as_dict())
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
+    done = run_without_torch("train", "--config", str(config))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[:-1] == [
+        f"complete: 20 of 20 steps in {run}; raise training.train_iters to train on, or name another training.run_dir"
+    ]
+    assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
+    shorter = run_without_torch("train", "--config", str(config), "--training.train_iters", "19")
+    assert shorter.returncode == 2 and "is at step 20; raise it" in shorter.stderr
+
+
+def test_a_run_gives_a_sign_of_life_before_torch_and_says_what_python_lacks(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.yaml", small_run(write_tokens(tmp_path / "tokens"), tmp_path / "run"))
+    program = f"import sys; sys.modules['torch'] = None\n{PROGRAM}"
+    layout = ["--parallel.tensor_model_parallel_size", "2", "--parallel.data_parallel_size", "2"]
+    command = [sys.executable, "-c", program, "train", "--config", str(config), *layout]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[0] == "starting 4 ranks on this machine (tp=2,dp=2)"
+    assert (done.returncode, done.stderr) == (2, f"megatron-fanformer: {lacking('torch')}\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_python_without_the_packages_is_told_of_the_environment() -> None:
+    """As outside .venv: -S leaves its packages out."""
+    command = [sys.executable, "-S", "-m", "megatron_fanformer", "config"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"megatron-fanformer: {lacking('msgspec')}\n"
+
+
+def lacking(package: str) -> str:
+    return (
+        f"package {package} is not installed for {sys.executable}; activate .venv (source .venv/bin/activate), or make"
+        " it with make install"
+    )
 
 
 def test_a_request_file_of_questions_is_written_without_torch(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ training is stopped half-way and resumed.
 
 import dataclasses
 import math
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -42,6 +43,14 @@ MARK = ".fanformer-demo"  # a folder that contains it is the demo's own, and may
 VALIDATION = "held-out"
 LOGITS_TOLERANCE = 1e-4  # the trainer's own against transformers', absolute; both in float32
 PROMPT = "def read_lines(path):\n"
+NEW_TOKENS = 64
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "seed": 1}
+NEXT = {
+    "experiment mod --seeds 1 --mod.model_steps 100": "the fit of t mod 5, with which the paper begins",
+    "experiment lipschitz --checkpoint {run} --output {output}": "how far near inputs spread in the model just trained",
+    'experiment cost --cost.presets "[fanformer-300m]"': "what FAN costs, by formula and counted",
+}
+"""What to try after the demo, and what it shows: short forms of three of the paper's experiments."""
 MODEL = FANformerConfig(
     num_layers=4, hidden_size=192, ffn_hidden_size=512, num_attention_heads=4, vocab_size=VOCAB_SIZE, seq_length=256
 )
@@ -116,9 +125,12 @@ def run_demo(output: Path) -> None:
         convert_checkpoint(places.run, places.huggingface, to="hf")
         difference = compare_logits(places, corpus)
         console.print(f"largest difference of logits: {difference:.1e}")
-    with _step(console, 6, "generation: greedy, from the checkpoint"):
-        (generated,) = generate(GenerateConfig(checkpoint=str(places.run), prompts=(PROMPT,), max_new_tokens=64))
-        console.print(PROMPT + generated.text, markup=False, highlight=False, style="cyan")
+    with _step(console, 6, "generation: from the checkpoint, greedy and sampled"):
+        sampled = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in SAMPLED.items())
+        ways: dict[str, dict[str, Any]] = {"greedy": {}, sampled: SAMPLED}
+        for how, sampling in ways.items():
+            console.print(f"[dim]{how}:[/dim]")
+            console.print(_continued(places, sampling), markup=False, highlight=False, style="cyan")
     entropy = unigram_entropy(places.tokens(VALIDATION))
     metrics = read_metrics(places.run)
     write_atomically(places.loss_curve, loss_picture(metrics, entropy=entropy))
@@ -133,6 +145,7 @@ def run_demo(output: Path) -> None:
             seconds=time.monotonic() - started,
         )
     )
+    console.print("\n".join(next_lines(places)), markup=False, highlight=False, soft_wrap=True)
 
 
 def _claim(root: Path) -> None:
@@ -231,6 +244,21 @@ def compare_logits(places: Places, corpus: Corpus) -> float:
             f"the export's logits differ from the trainer's by {difference:.1e}, more than {LOGITS_TOLERANCE}"
         )
     return difference
+
+
+def _continued(places: Places, sampling: dict[str, Any]) -> str:
+    config = GenerateConfig(checkpoint=str(places.run), prompts=(PROMPT,), max_new_tokens=NEW_TOKENS, **sampling)
+    (generated,) = generate(config)
+    return PROMPT + generated.text
+
+
+def next_lines(places: Places) -> list[str]:
+    """What to try next: three experiments of the paper."""
+    places_in_words = {"run": shlex.quote(str(places.run)), "output": shlex.quote(str(places.root / "lipschitz"))}
+    lines = ["Three of the paper's experiments to try next, in short forms:"]
+    for command, shows in NEXT.items():
+        lines += [f"  {shows}:", f"    megatron-fanformer {command.format(**places_in_words)}"]
+    return lines
 
 
 def unigram_entropy(prefix: Path) -> float:

@@ -25,6 +25,7 @@ from megatron_fanformer.evaluation.results import Result
 from megatron_fanformer.evaluation.tasks import resolve
 from megatron_fanformer.formats.recognition import RUNNABLE, checkpoint_of, recognise
 from megatron_fanformer.model.layouts import Layout, layout_fields, parse_layout
+from megatron_fanformer.processes import tell_loading
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.launch import launch_ranks, read_found
@@ -94,6 +95,8 @@ def evaluate(options: argparse.Namespace, arguments: Sequence[str], local: Local
         if not asked.checkpoints:
             _tell(options, asked, [])
             return
+        first, *others = asked.checkpoints
+        tell_loading(f"{first} and {len(others)} more" if others else str(first))
         jobs = _find_jobs(asked)
         _start(options, asked, jobs, arguments)
         return

@@ -8,6 +8,7 @@
 Nothing here imports torch, or reads weights or tokens.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ DESCRIPTIONS: dict[Kind, str] = {
 ENDINGS = (".manifest.json", ".ledger.parquet", MASK_SUFFIX, ".bin", ".idx", ".npy")
 CONFIG_JSON = "config.json"  # a Hugging Face folder's
 MODEL_TYPE = "fanformer"  # what it calls a FANformer
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a model on the Hugging Face hub, its owner before the slash
+RELEASED = "dongyh/FANformer-1B"  # there, by its model card
 REFERENCE_FIELD = "d_model"  # which the authors' configurations have, and no other
 
 
@@ -71,7 +74,7 @@ def recognise(path: str | Path, wanted: Sequence[Kind] = KINDS) -> Target:
     try:
         target = _recognise(str(path), wanted)
     except InputError as error:
-        raise InputError(f"{error}; name {_choice(wanted)}") from None
+        raise InputError(f"{error}; name {_choice(wanted)}{_of_the_hub(str(path), wanted)}") from None
     if target.kind not in wanted:
         raise InputError(f"{path} is {DESCRIPTIONS[target.kind]}; name {_choice(wanted)}")
     return target
@@ -141,6 +144,18 @@ def _recognise(path: str, wanted: Sequence[Kind]) -> Target:
     if place.is_file():
         return _recognise_file(place, wanted)
     raise InputError(f"{path} does not exist")
+
+
+def _of_the_hub(path: str, wanted: Sequence[Kind]) -> str:
+    """What to add where a model is wanted, and a path that does not exist may be its name on the Hugging Face hub."""
+    is_in_folder = "/" in path and Path(path).parent.is_dir()
+    if not {"hf"} <= set(wanted) <= set(MODELS) or is_in_folder or not HUB_NAME.fullmatch(path) or Path(path).exists():
+        return ""
+    name = path if "/" in path else RELEASED
+    return (
+        f"; models of the Hugging Face hub (the released FANformer-1B is {RELEASED}) are downloaded first: "
+        f"hf download {name} --local-dir FOLDER"
+    )
 
 
 def _has_files(prefix: str) -> bool:

@@ -32,6 +32,7 @@ from megatron_fanformer.runtime import device as devices
 STOP_GRACE_SECONDS = 600  # how long a rank may take to save after a signal to stop, and to end after another ended
 FAILURE_GRACE_SECONDS = 0.5  # ranks that fail together end together
 KILLED_SECONDS = 10.0
+SOON_SECONDS = 5.0  # after a signal, ranks that have taken no step have ended: a second one needs no answer
 POLL_SECONDS = 0.05
 RUN_IS_OVER = "run_is_over"  # beside an error, where that is true of it
 PEER_FAILURE_WAIT_SECONDS = 15.0  # a rank that lost a peer lets the peer's own error be seen first
@@ -141,17 +142,17 @@ def _started(arguments: Sequence[str], environment: dict[str, str]) -> "subproce
 def _wait_for(ranks: list[_Rank], heard: "deque[signal.Signals]") -> None:
     """Wait until all ranks have ended, and pass signals on. Raises like `launch_ranks`."""
     stop: signal.Signals | None = None
-    deadline = float("inf")
+    stopped, deadline = 0.0, float("inf")
     while any(rank.code is None for rank in ranks):
         while heard:
             number = heard.popleft()
             if number == SAVE_SIGNAL:
                 ranks[0].process.send_signal(SAVE_SIGNAL)  # which tells the others
             elif stop is None:
-                stop = number
+                stop, stopped = number, time.monotonic()
                 for rank in ranks:
                     rank.process.send_signal(signal.SIGTERM)
-            else:
+            elif time.monotonic() > stopped + SOON_SECONDS:
                 logger.warning(
                     "%s: the ranks are already saving; kill -9 %d ends them without", number.name, os.getpid()
                 )

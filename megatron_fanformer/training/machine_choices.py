@@ -24,6 +24,8 @@ class Choice(NamedTuple):
     field: str
     value: Any
     reason: str
+    is_news: bool = True
+    """Whether it does not simply follow from the device being a CPU; the log file has the others, too."""
 
 
 def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, list[Choice]]:
@@ -40,10 +42,11 @@ def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, li
 
 
 def choice_lines(choices: list[Choice]) -> list[str]:
-    """What to report of them, in as few lines as it takes."""
-    if not choices:
+    """What the user is told of them, in as few lines as it takes."""
+    news = [choice for choice in choices if choice.is_news]
+    if not news:
         return []
-    groups = itertools.groupby(choices, key=lambda choice: (choice.value, choice.reason))
+    groups = itertools.groupby(news, key=lambda choice: (choice.value, choice.reason))
     told = "; ".join(
         f"{', '.join(choice.field for choice in alike)} {_shown(value)} ({reason})" for (value, reason), alike in groups
     )
@@ -66,13 +69,13 @@ def _choices(config: RunConfig, grid: RankGrid) -> Iterator[Choice]:
         yield Choice("precision", "dtype", "bf16" if is_bf16 else "fp32", reason)
     implementation = resolve_transformer_impl(kernels.transformer_impl)
     if kernels.transformer_impl == "auto":
-        yield Choice("kernels", "transformer_impl", implementation, _layers_reason(on_gpu))
+        yield Choice("kernels", "transformer_impl", implementation, _layers_reason(on_gpu), on_gpu)
     if runtime.threads_per_rank is None and not on_gpu:
         reason = "this machine's cores, shared by its ranks"
         yield Choice("runtime", "threads_per_rank", torch.get_num_threads(), reason)
     if kernels.gradient_accumulation_fusion is None:
         value, reason = _fusion(implementation)
-        yield Choice("kernels", "gradient_accumulation_fusion", value, reason)
+        yield Choice("kernels", "gradient_accumulation_fusion", value, reason, on_gpu)
     yield from _overlap(config.parallel, grid)
 
 
@@ -104,9 +107,10 @@ def _overlap(parallel: ParallelConfig, grid: RankGrid) -> Iterator[Choice]:
     else:
         reason = f"{replicas} replicas, over NCCL"
     reduces, gathers = parallel.overlaps(pays=pays)
+    on_gpu = grid.device == "cuda"
     if parallel.overlap_grad_reduce is None:
-        yield Choice("parallel", "overlap_grad_reduce", reduces, reason)
+        yield Choice("parallel", "overlap_grad_reduce", reduces, reason, on_gpu)
     if parallel.overlap_param_gather is None:
         if pays and not gathers:
             reason = "it needs overlap_grad_reduce and use_distributed_optimizer"
-        yield Choice("parallel", "overlap_param_gather", gathers, reason)
+        yield Choice("parallel", "overlap_param_gather", gathers, reason, on_gpu)

@@ -27,6 +27,7 @@ from megatron_fanformer.training.config import RunConfig, by_dotted_names
 from megatron_fanformer.training.machine_rules import machine_problems
 from megatron_fanformer.training.recovery import read_events
 from megatron_fanformer.training.recovery_config import RecoveryConfig
+from megatron_fanformer.training.run_log import told_if_slow
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,27 @@ class RunStart:
     """Which folder the run's is, by `run_lock.file_of`; None where it does not exist yet."""
 
 
+class CheckedSettings(NamedTuple):
+    """A run in which nothing is wrong, as far as that can be told without torch."""
+
+    config: RunConfig
+    """With the number of its steps."""
+    resuming: "_Resuming"
+    loaded: Path | None
+    evaluation: EvaluationSurvey
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run's last step is saved, so that a start has nothing left to do.
+
+        Where the run has a mirror, it has: to copy what is not there yet.
+        """
+        resumed, damaged = self.resuming.checkpoint, self.resuming.damaged
+        if resumed is None or damaged or self.config.checkpoint.mirror is not None:
+            return False
+        return store.step_of(resumed) == self.config.training.steps
+
+
 def check_run(config: RunConfig, world_size: int | None) -> RunStart:
     """Check a run in a world of that many ranks (None: to be launched here), and return what it starts from.
 
@@ -65,8 +87,18 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
             what the run has used so far.
         CorruptError: token files or a checkpoint are damaged.
     """
+    return check_machine_and_data(check_settings(config, world_size))
+
+
+def check_settings(config: RunConfig, world_size: int | None) -> CheckedSettings:
+    """The part of `check_run` that needs no torch, which takes seconds to import: all but the machine and the data.
+
+    Raises:
+        InputError: every problem, one line each.
+        CorruptError: a checkpoint is damaged.
+    """
     found: list[str] = []
-    resuming = _Resuming()
+    resuming, loaded = _Resuming(), None
     data_parallel_size = 1
     if not config.parallel.problems():
         try:
@@ -97,10 +129,23 @@ def check_run(config: RunConfig, world_size: int | None) -> RunStart:
         found.append(str(error))
     else:
         found += _checkpoint_problems(resuming.checkpoint, loaded, config)
-    found = found or machine_problems(config)  # which imports torch: other problems are reported at once
     if found:
         raise InputError("\n".join(found))
-    data = survey_data(config.data, config.model.vocab_size)
+    return CheckedSettings(config, resuming, loaded, evaluation)
+
+
+def check_machine_and_data(checked: CheckedSettings) -> RunStart:
+    """The rest of `check_run`, which imports torch.
+
+    Raises:
+        InputError: what this machine lacks; data that are not what the run has used so far.
+        CorruptError: token files are damaged.
+    """
+    config, resuming, loaded, evaluation = checked
+    if found := machine_problems(config):
+        raise InputError("\n".join(found))
+    with told_if_slow("reading the indices of the token files"):
+        data = survey_data(config.data, config.model.vocab_size)
     if not config.data.is_chats:  # those have been packed
         train_samples, valid_samples = drawn_samples(config)
         counts = SampleCounts(data, config.model.seq_length)

@@ -6,6 +6,7 @@ rank, with Python's warnings and the traceback of the error that ended the rank.
 """
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging.handlers import MemoryHandler
@@ -20,6 +21,7 @@ PACKAGE = "megatron_fanformer"
 PYTHON_WARNINGS = "py.warnings"  # the logger that logging.captureWarnings writes to
 FILE_ONLY = {"file_only": True}
 """As a record's `extra`: not for the terminal, which shows it differently."""
+SLOW_SECONDS = 1.0  # from which on the user is told what a run's start is at
 UNWRITTEN_RECORDS = 10_000  # kept for the file; there is none yet while a run is being checked
 
 logger = logging.getLogger(__name__)
@@ -103,6 +105,18 @@ def run_log(rank: int) -> Iterator[RunLog]:
         logging.captureWarnings(False)
         package.setLevel(level)
         log.close()
+
+
+@contextmanager
+def told_if_slow(doing: str) -> Iterator[None]:
+    """Around a part of a run's start: tells the user what it is, once it has taken a second."""
+    timer = threading.Timer(SLOW_SECONDS, logger.info, [doing])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _open(file: Path) -> logging.FileHandler:

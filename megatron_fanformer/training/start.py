@@ -12,37 +12,54 @@ from typing import TYPE_CHECKING, cast
 
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.errors import FanformerError, InputError, Interrupted
+from megatron_fanformer.model.layouts import layout_text
 from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.config import RunConfig, load_config, tell_on_stderr
-from megatron_fanformer.training.preflight import RunStart, check_run
+from megatron_fanformer.training.preflight import (
+    CheckedSettings,
+    RunStart,
+    check_machine_and_data,
+    check_run,
+    check_settings,
+)
 from megatron_fanformer.training.run_log import FILE_ONLY, RunLog, log_file, run_log
 
 if TYPE_CHECKING:
     from megatron_fanformer.runtime.parallel import RankGrid
 
+DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 LONGEST_PAUSE_SECONDS = 60  # before a restart; the first one follows after a second, each further one after twice that
 
 logger = logging.getLogger(__name__)
 
 
-def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], log: Path | None = None) -> None:
+def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], log: Path | None = None) -> Path | None:
     """Run a configuration on this machine, on as many local ranks as its layout asks for.
 
     Args:
         arguments: this command's own, for the ranks to be started with.
         log: the log file, if the command names one.
 
+    Returns:
+        The run's folder; None where the run was complete before, which is told.
+
     Raises:
         InputError: the configuration is wrong; nothing was written.
     """
     config = load_config(file, overrides)
+    run = Path(config.training.run_dir)
     # The lock comes before its checkpoint is chosen: a run that is about to end may be saving another one.
-    locked = run_lock(Path(config.training.run_dir))
+    locked = run_lock(run)
     with run_log(rank=0) as started, locked:
-        start = check_run(config, None)
+        checked = _unless_complete(config, None)
+        if checked is None:
+            return None
+        ranks = config.parallel.resolve_data_parallel_size(None) * config.parallel.model_parallel_size
+        _tell_start(config.parallel, ranks, " on this machine")
+        start = check_machine_and_data(checked)
         import torch  # after errors are reported
 
-        ranks = config.parallel.resolve_data_parallel_size(None) * config.parallel.model_parallel_size
         kind = devices.resolve_device(config.runtime.device)
         if config.runtime.backend(kind) == "nccl" and ranks > torch.cuda.device_count():
             raise InputError(
@@ -52,12 +69,38 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
             )
         if ranks > 1 or config.training.max_restarts > 0:  # what restarts a rank must survive it
             _launch(config, ranks, arguments, start)
-            return
+            return run
         started.write_to(log_file(config.logging, log, rank=0, world_size=1))
         from megatron_fanformer.runtime.parallel import distributed
 
         with distributed(config.parallel, None, config.runtime) as grid:
             _train(config, grid, start, started)
+    return run
+
+
+def _unless_complete(config: RunConfig, world_size: int | None) -> CheckedSettings | None:
+    """A run's checked settings; None where its last step is saved already, which is told.
+
+    Raises:
+        InputError, CorruptError: like `check_settings`.
+    """
+    checked = check_settings(config, world_size)
+    if not checked.is_complete:
+        return checked
+    steps, length = checked.config.training.steps, "train_iters" if config.training.epochs is None else "epochs"
+    logger.info(
+        "complete: %s of %s steps in %s; raise training.%s to train on, or name another training.run_dir",
+        *(f"{steps:,}", f"{steps:,}", config.training.run_dir, length),
+    )
+    return None
+
+
+def _tell_start(parallel: ParallelConfig, ranks: int, place: str = "") -> None:
+    """The first sign of life, before torch is imported."""
+    sizes = {name: getattr(parallel, name) for name in DEGREES}
+    sizes["data_parallel_size"] = ranks // parallel.model_parallel_size
+    layout = layout_text({name: size for name, size in sizes.items() if size > 1})
+    logger.info("starting %d rank%s%s%s", ranks, "s" * (ranks > 1), place, f" ({layout})" * bool(layout))
 
 
 def _launch(config: RunConfig, ranks: int, arguments: Sequence[str], start: RunStart) -> None:
@@ -85,7 +128,9 @@ def _launch(config: RunConfig, ranks: int, arguments: Sequence[str], start: RunS
             time.sleep(pause)
 
 
-def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress, log: Path | None = None) -> None:
+def run_rank(
+    file: Path, overrides: Sequence[str], address: devices.RankAddress, log: Path | None = None
+) -> Path | None:
     """Run a configuration as one of the ranks that a launcher started.
 
     Each rank checks what it needs to join the others; all else is checked by rank 0, or was by our own launcher.
@@ -93,34 +138,45 @@ def run_rank(file: Path, overrides: Sequence[str], address: devices.RankAddress,
     Args:
         log: the log file, if the command names one.
 
+    Returns:
+        As `start_run`, on rank 0; on others, and where our own launcher returns it, None.
+
     Raises:
         InputError, CorruptError: like `check_run`, on every rank.
     """
-    quiet = address.rank != 0 or devices.launched_here()
+    is_launched_here = devices.launched_here()
+    quiet = address.rank != 0 or is_launched_here
     tell = _tell_nothing if quiet else tell_on_stderr  # reported already
     with run_log(address.rank) as started:
         config = load_config(file, overrides, tell=tell)
         if found := [*config.parallel.problems(), *config.runtime.problems()]:
             raise InputError("\n".join(found))
         config.parallel.resolve_data_parallel_size(address.world_size)
+        if not is_launched_here:
+            _tell_start(config.parallel, address.world_size)
         from megatron_fanformer.runtime.agreement import on_main
         from megatron_fanformer.runtime.launch import read_found
         from megatron_fanformer.runtime.parallel import process_group, rank_grid
 
         started.write_to(log_file(config.logging, log, rank=address.rank, world_size=address.world_size))
+        run = Path(config.training.run_dir)
         with ExitStack() as held, process_group(config.runtime, address) as kind:
 
-            def find() -> tuple[RunStart, str | None]:
+            def find() -> tuple[RunStart, str | None] | None:
                 if (found := read_found()) is not None:
                     return cast(tuple[RunStart, str | None], found)
-                held.enter_context(run_lock(Path(config.training.run_dir)))
-                return check_run(config, address.world_size), None
+                held.enter_context(run_lock(run))
+                checked = _unless_complete(config, address.world_size)
+                return None if checked is None else (check_machine_and_data(checked), None)
 
-            start, reason = on_main(find)
+            if (found_start := on_main(find)) is None:
+                return None
+            start, reason = found_start
             if reason:
                 logger.info("%s", reason, extra=FILE_ONLY)  # the launcher prints it
             with rank_grid(config.parallel, kind, config.runtime) as grid:
                 _train(config, grid, start, started)
+    return None if quiet else run
 
 
 def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) -> None:

@@ -35,6 +35,7 @@ from megatron_fanformer.training.optimizer import build_optimizer, keep_hyperpar
 from megatron_fanformer.training.phase_health import PhaseHealth
 from megatron_fanformer.training.preflight import RunStart, find_start
 from megatron_fanformer.training.recovery import BadSteps, EventLog
+from megatron_fanformer.training.run_log import told_if_slow
 from megatron_fanformer.training.samples import run_batches, run_datasets
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import (
@@ -85,8 +86,10 @@ class Trainer:
         minutes = config.training.exit_duration_in_mins
         self._listener = InterruptListener(self.run / store.SAVE_FILE, minutes) if grid.is_main else InterruptListener()
         self._asked = Interrupts()  # of any rank, at the end of the current step
+        self._tell_what_is_begun()
         seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
-        self._build()
+        with told_if_slow("building the model"):
+            self._build()
         self._measure_steps()
         self._start_or_resume()
         self._load_data()
@@ -94,8 +97,6 @@ class Trainer:
             self.config, console or Console(markup=False), writes=grid.is_main, folder=self._start.folder
         )
         self._open_logs()
-        for line in choice_lines(self._choices):
-            logger.info("%s", line)
         if self.step:
             logger.info("continuing after step %d of %s", self.step, self.run)
 
@@ -329,6 +330,14 @@ class Trainer:
 
     # -- the start
 
+    def _tell_what_is_begun(self) -> None:
+        parameters, steps = self.config.model.num_parameters, self.config.training.steps
+        logger.info("a model of %s parameters, %s steps, in %s", f"{parameters:,}", f"{steps:,}", self.run)
+        for line in choice_lines(self._choices):
+            logger.info("%s", line)
+        for choice in self._choices:
+            logger.debug("%s.%s is %s: %s", *choice[:4])
+
     def _build(self) -> None:
         config, grid = self.config, self.grid
         self.dtype = config.dtype(grid.device)
@@ -345,7 +354,8 @@ class Trainer:
             kernels=config.kernels,
         )
         if loaded:
-            load_weights(loaded, self._stages, grid)
+            with told_if_slow(f"loading the weights of {loaded}"):
+                load_weights(loaded, self._stages, grid)
             logger.debug("starts with the weights of %s", loaded)
         self._wrapped = wrap_stages(self._stages, config.parallel)
         self._optimizer = build_optimizer(
@@ -428,7 +438,8 @@ class Trainer:
         damaged = [] if damaged is None else damaged
         for checkpoint in candidates:
             try:
-                self._load_checkpoint(checkpoint)
+                with told_if_slow(f"loading {checkpoint}"):
+                    self._load_checkpoint(checkpoint)
                 break
             except CorruptError as error:
                 damaged.append((checkpoint, error))
@@ -460,7 +471,8 @@ class Trainer:
 
     def _load_data(self) -> None:
         started = time.monotonic()
-        self._data = run_datasets(self.config, self._start.data)
+        with told_if_slow("finding the order of the samples"):
+            self._data = run_datasets(self.config, self._start.data)
         logger.debug("built the datasets in %.1f s", time.monotonic() - started)
         self._batches = run_batches(
             self.config,

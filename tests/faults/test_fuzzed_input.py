@@ -28,13 +28,13 @@ SOME_COMMANDS, ALL_COMMANDS = 60, 1_000
 @pytest.fixture(autouse=True)
 def accepted_input_ends_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would run for minutes is not under test: commands end where it would begin."""
-    check_run = start.check_run
+    check_machine_and_data = start.check_machine_and_data
 
     def checked(*arguments: object) -> None:
-        check_run(*arguments)  # type: ignore[arg-type]
+        check_machine_and_data(*arguments)  # type: ignore[arg-type]
         commands.reached()
 
-    monkeypatch.setattr(start, "check_run", checked)
+    monkeypatch.setattr(start, "check_machine_and_data", checked)
     monkeypatch.setattr(demo, "run_demo", commands.reached)
     monkeypatch.setattr(parity_run, "run_layouts", commands.reached)
     monkeypatch.setattr(prepare, "run", commands.reached)

@@ -18,6 +18,7 @@ from megatron_fanformer.formats.recognition import (
     MODEL_TYPE,
     MODELS,
     OURS,
+    RELEASED,
     RUNNABLE,
     Kind,
     checkpoint_of,
@@ -187,6 +188,37 @@ def test_generation_does_not_take_the_authors_format(tmp_path: Path, capsys: pyt
     code, line = said(["generate", str(tmp_path / "model"), "--prompt", "a"], capsys)
     assert code == 2
     assert f"is {DESCRIPTIONS['reference']}; name a run's folder" in line
+
+
+@pytest.mark.parametrize(
+    ("verb", "name", "fetched"),
+    [
+        ("convert", "gpt2", RELEASED),
+        ("convert", "gpt2-owner/gpt2.1", "gpt2-owner/gpt2.1"),
+        ("generate", RELEASED, RELEASED),
+        ("convert", "runs/tiny", None),
+        ("convert", "a/b/c", None),
+        ("inspect", "gpt2", None),
+    ],
+)
+def test_a_name_of_the_hub_is_told_to_be_downloaded(
+    verb: str,
+    name: str,
+    fetched: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    rest = {"convert": ["out", "--to", "hf"], "generate": ["--prompt", "a"], "inspect": []}[verb]
+    code, line = said([verb, name, *rest], capsys)
+    assert code == 2 and line.startswith(f"{name} does not exist; name ")
+    if verb == "convert":
+        assert all(DESCRIPTIONS[kind] in line for kind in MODELS)
+    _, hint, command = line.partition(f"(the released FANformer-1B is {RELEASED}) are downloaded first: ")
+    assert command == (f"hf download {fetched} --local-dir FOLDER" if fetched else "")
+    assert bool(hint) == bool(fetched)
 
 
 def test_torch_is_not_imported() -> None:

@@ -24,6 +24,7 @@ from megatron_fanformer.runtime.device import ERROR_FILE
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import METRICS, read_metrics
+from megatron_fanformer.training.run_log import run_log
 from tests.small_runs import small_run, start_command, write_config, write_tokens
 
 START_SECONDS = 240  # two ranks import for ten seconds on idle cores
@@ -84,8 +85,12 @@ def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
     process = start_command("train", "--config", config)
     wait_for_first_step(tmp_path / "stopped", process)
     os.killpg(process.pid, signal.SIGTERM)
-    _, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=120)
     assert process.returncode == 5, errors
+    first, second, *rest = output.splitlines()
+    assert first == "starting 2 ranks on this machine (tp=2)"
+    assert second.endswith(f" parameters, 25 steps, in {tmp_path / 'stopped'}")
+    assert [line for line in rest if not line.startswith("step ")][3:] == []
     assert errors.splitlines() == ["megatron-fanformer: stopped on SIGTERM, saved; run the same command to continue"]
     steps_before = len(losses(tmp_path / "stopped"))
     assert [folder.name for folder in (tmp_path / "stopped" / "checkpoints").glob("step-*")] == [
@@ -122,3 +127,17 @@ def test_a_run_that_is_over_is_not_said_to_continue(tmp_path: Path, monkeypatch:
         ranks.append(launch._Rank(number=number, process=process, error=file))
     with pytest.raises(Interrupted, match=r"^complete but for this$"):
         launch._wait_for(ranks, deque())
+
+
+def test_a_second_ctrl_c_before_the_first_step_is_not_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes = iter([None, None, None])
+    process: Any = SimpleNamespace(poll=lambda: next(codes, Interrupted.exit_code), send_signal=lambda _number: None)
+    rank = launch._Rank(number=0, process=process, error=tmp_path / "error.json")
+    monkeypatch.setenv(ERROR_FILE, str(rank.error))
+    launch.tell_end(Interrupted("stopped on SIGTERM before a step"))
+    capsys.readouterr()
+    with run_log(rank=0), pytest.raises(Interrupted, match=r"^stopped on SIGINT before a step$"):
+        launch._wait_for([rank], deque([signal.SIGINT, signal.SIGINT]))
+    assert capsys.readouterr() == ("", "")

@@ -98,14 +98,25 @@ def test_ranks_that_share_a_gpu_over_gloo_do_not_overlap() -> None:
     assert set(overlap.values()) == {"over gloo it would take cores from the computation"}
 
 
-def test_lines_give_value_and_reason() -> None:
-    _, choices = choose_for_machine(config_from_dict(values_of(**OPEN)), grid_of("cpu", 1))
+def told(kind: str) -> str:
+    _, choices = choose_for_machine(config_from_dict(values_of(**OPEN)), grid_of(kind, 4))
     lines = choice_lines(choices)
-    assert 1 < len(lines) < 8
+    assert 1 < len(lines) < 4
     assert all(len(line) <= machine_choices.LINE_WIDTH for line in lines)
-    text = " ".join(line.strip() for line in lines)
+    return " ".join(line.strip() for line in lines)
+
+
+def test_of_a_cpu_is_told_what_does_not_follow_from_its_being_one() -> None:
+    text = told("cpu")
     assert text.startswith("chosen here: device cpu (no GPU is visible); dtype ")
-    assert "transformer_impl local (Transformer Engine's layers need a GPU)" in text
+    assert [part.split()[0] for part in text.partition(": ")[2].split("; ")] == ["device", "dtype", "threads_per_rank"]
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_of_a_gpu_is_told_all_with_reasons() -> None:
+    text = told("cuda")
+    assert "transformer_impl transformer_engine (Transformer Engine imports)" in text
+    assert "overlap_grad_reduce, overlap_param_gather true (4 replicas, over NCCL)" in text
 
 
 def train(values: dict[str, Any]) -> None:

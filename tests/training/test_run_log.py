@@ -2,6 +2,8 @@
 
 import logging
 import re
+import shlex
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +14,11 @@ import pytest
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.runtime.device import NOTICES, quieten_libraries
+from megatron_fanformer.training import run_log as run_log_module
 from megatron_fanformer.training.logging_config import LoggingConfig
-from megatron_fanformer.training.run_log import log_file, run_log
-from tests.small_runs import small_run, write_config, write_tokens
+from megatron_fanformer.training.run_log import log_file, run_log, told_if_slow
+from tests.generation.making import write_tokenizer
+from tests.small_runs import VOCAB_SIZE, small_run, write_config, write_tokens
 from tests.training.test_start import start_here
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) rank \d+ [\w.]+: .+")
@@ -99,6 +103,17 @@ def test_the_error_that_ends_a_rank_stands_in_its_file_with_where_it_was(
     assert "ended by ZeroDivisionError" in text and "Traceback" in text and "print(1 // 0)" in text
 
 
+def test_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with run_log(rank=0):
+        monkeypatch.setattr(run_log_module, "SLOW_SECONDS", 0.01)
+        with told_if_slow("reading slowly"):
+            time.sleep(0.2)
+        monkeypatch.setattr(run_log_module, "SLOW_SECONDS", 60)
+        with told_if_slow("reading fast"):
+            pass
+    assert capsys.readouterr().out == "reading slowly\n"
+
+
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     before = list(logging.getLogger().handlers), logging.getLogger("megatron_fanformer").level, warnings.showwarning
     with run_log(rank=0) as log:
@@ -124,6 +139,7 @@ def short_run(tmp_path: Path) -> dict[str, Any]:
     return small_run(
         write_tokens(tmp_path / "tokens"),
         tmp_path / "run",
+        data={"tokenizer": str(write_tokenizer(tmp_path, VOCAB_SIZE))},
         training={"train_iters": 2},
         schedule={"lr_warmup_iters": 1},
     )
@@ -137,8 +153,14 @@ def test_a_run_says_the_same_on_the_terminal_with_a_log_file(
     assert main(["train", "--config", config, "--log-file", str(log)]) == 0
     out, err = capsys.readouterr()
     saved = f"step 2  saved {tmp_path / 'run' / 'checkpoints' / 'step-00000002'}"
-    assert (err, out.splitlines()[-1]) == ("", saved)
+    start, model, *_ = lines = out.splitlines()
+    assert (err, start) == ("", "starting 1 rank on this machine")
+    assert re.fullmatch(rf"a model of [\d,]+ parameters, 2 steps, in {tmp_path / 'run'}", model)
     assert "step 2/2  loss" in out
+    assert lines[lines.index(saved) + 1].startswith("complete: 2 of 2 steps, 128 tokens; this start took ")
+    next_commands = [shlex.split(line)[1:] for line in lines[lines.index("next:") + 1 :]]
+    assert [main(command) for command in next_commands] == [0, 0, 0], capsys.readouterr().err
+    assert (tmp_path / "run-hf" / "config.json").is_file()
     text = log.read_text()
     assert f"INFO rank 0 megatron_fanformer.training.trainer: {saved}" in text
     assert "DEBUG rank 0 megatron_fanformer.data.survey: checked 1 pairs" in text
@@ -159,4 +181,5 @@ def test_every_rank_of_several_writes_its_own(
     run_on_ranks(2, start_here, write_config(tmp_path / "config.yaml", short_run))
     for rank in range(2):
         text = (tmp_path / "logs" / f"rank-{rank:05d}.log").read_text()
+        assert f"INFO rank {rank} megatron_fanformer.training.start: starting 2 ranks (dp=2)\n" in text
         assert f"ERROR rank {rank} megatron_fanformer.training.run_log: ended by InputError: data.train_data" in text

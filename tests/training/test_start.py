@@ -220,6 +220,9 @@ def test_one_rank_decides_once_which_checkpoint_a_run_goes_on_from(run_on_ranks:
         assert run_on_ranks(2, looks_at_checkpoints, file) == [1, 0]
         latest = store.latest_checkpoint(tmp_path / "run")
         assert latest is not None and latest.name == store.checkpoint_name(step)
+    before = (tmp_path / "run" / store.METRICS).stat().st_mtime_ns
+    assert run_on_ranks(2, looks_at_checkpoints, file) == [1, 0]
+    assert (tmp_path / "run" / store.METRICS).stat().st_mtime_ns == before  # it was complete
 
 
 # -- started plainly
@@ -239,7 +242,7 @@ def test_a_launched_rank_goes_by_what_its_launcher_found(tmp_path: Path, monkeyp
 
     with (
         mock.patch.multiple(parallel, process_group=group, rank_grid=group),
-        mock.patch.multiple(start, _train=train, check_run=None),
+        mock.patch.multiple(start, _train=train, check_settings=None),
     ):
         start.run_rank(file, [], address(0, 1))
     assert taken == [found]
