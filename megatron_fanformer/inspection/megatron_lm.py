@@ -18,7 +18,7 @@ def describe_megatron_lm(target: Target) -> Report:
     facts = {"kind": target.kind, "path": str(folder), "tensors": tensors, "bytes": total}
     rows = [
         ("stored", f"{plural(tensors, 'tensor')}, those of the optimizer included; torch_dist, {size(total)}"),
-        ("read it", "megatron-fanformer convert, which needs its arguments and shows what is wrong with them"),
+        ("to use it", f"megatron-fanformer convert {folder} DESTINATION --to megatron"),
     ]
     return Report(f"{folder}: checkpoint of Megatron-LM", facts, rows)
 
