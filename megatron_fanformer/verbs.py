@@ -327,10 +327,14 @@ def _chat(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", help="a checkpoint of ours or its URL, a reference checkpoint or a Hugging Face folder"
+        "source",
+        help="a checkpoint of ours or its URL, a Hugging Face folder, a checkpoint of the authors or of Megatron-LM",
     )
     parser.add_argument("destination", help="a folder that does not exist yet")
     parser.add_argument("--to", required=True, choices=("megatron", "hf", "reference"))
+    parser.add_argument(
+        "--config", metavar="FILE", help="configuration with fields of model that a Megatron-LM checkpoint lacks"
+    )
     parser.add_argument("--tokenizer", help="tokenizer to put beside the weights, where the source has none")
     parser.add_argument("--eod-id", type=int, help="the id that ends a document (the tokenizer's end of text)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the written weights (the source's own)")
@@ -357,6 +361,7 @@ def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str
         Path(options.source),
         Path(options.destination),
         to=options.to,
+        config=Path(options.config) if options.config else None,
         tokenizer=Path(options.tokenizer) if options.tokenizer else None,
         eod_id=options.eod_id,
         dtype=options.dtype,

@@ -6,6 +6,7 @@ in its `pretrain_gpt.py`. 0.16 comes without; there the arguments are put togeth
 where there is one.
 """
 
+import argparse
 import contextlib
 import importlib.util
 import io
@@ -21,6 +22,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import import_module
@@ -182,6 +184,55 @@ def configuration_by_hand(model: FANformerConfig, parallel: ParallelConfig) -> d
         "batch_p2p_comm": True,
         "deallocate_pipeline_outputs": True,
     }
+
+
+def arguments_by_hand(model: FANformerConfig, parallel: ParallelConfig, spec: list[str]) -> argparse.Namespace:
+    """What Megatron-LM's parser makes of these flags and of their defaults, as far as it is about the model.
+
+    The names are those of megatron-core 0.16's Megatron-LM.
+    """
+    fields = configuration_by_hand(model, parallel)
+    same = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "normalization")
+    return argparse.Namespace(
+        **{name: fields[name] for name in same},
+        group_query_attention=model.num_query_groups is not None,
+        num_query_groups=model.num_query_groups or 1,
+        swiglu=True,
+        norm_epsilon=fields["layernorm_epsilon"],
+        apply_layernorm_1p=False,
+        apply_residual_connection_post_layernorm=False,
+        add_bias_linear=False,
+        add_qkv_bias=False,
+        position_embedding_type="rope",
+        rotary_base=model.rotary_base,
+        rotary_percent=1.0,
+        rotary_interleaved=False,
+        rotary_seq_len_interpolation_factor=None,
+        use_rope_scaling=False,
+        softmax_type="vanilla",
+        window_size=None,
+        mtp_num_layers=None,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        seq_length=model.seq_length,
+        max_position_embeddings=model.seq_length,
+        vocab_size=model.vocab_size,
+        make_vocab_size_divisible_by=128,
+        untie_embeddings_and_output_weights=model.untie_embeddings_and_output_weights,
+        params_dtype=torch.float32,
+        spec=spec,
+    )
+
+
+def saved_arguments(model: FANformerConfig, parallel: ParallelConfig, spec: list[str]) -> argparse.Namespace:
+    """What Megatron-LM saves of its arguments after some steps."""
+    if HAS_TRAINING:
+        args = parsed_arguments(command_line(model, parallel, spec), torch.distributed.get_world_size())
+    else:
+        args = arguments_by_hand(model, parallel, spec)
+    args.model_type = ModelType.encoder_or_decoder  # an object of its own, as there are several
+    args.consumed_train_samples = 3
+    return args
 
 
 def _model_by_hand(model: FANformerConfig, parallel: ParallelConfig, spec: list[str]) -> GPTModel:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from megatron_fanformer import markdown
 from megatron_fanformer.configuration import FieldDescription
+from megatron_fanformer.formats.foreign_names import MEGATRON_LM, ForeignName
 from megatron_fanformer.training.config_reference import run_sections, schema_text
-from megatron_fanformer.training.foreign_names import MEGATRON_LM, ForeignName
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"

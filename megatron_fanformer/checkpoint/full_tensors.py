@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.data_files import read_entry
 from megatron_fanformer.checkpoint.plain_values import COMMON, check_plain_values
 from megatron_fanformer.checkpoint.stored_files import check_stored
-from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, tensors_of
+from megatron_fanformer.checkpoint.tensor_table import METADATA, Table, read_table, tensors_of
 from megatron_fanformer.errors import CorruptError
 
 OPTIMIZER_PREFIX = "optimizer."
@@ -66,6 +66,69 @@ def meta_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return tensors.meta if isinstance(tensors, LazyTensors) else tensors
 
 
+class StoredTensors:
+    """The tensors that a checkpoint's table describes, read one by one: whole, or one of a stack.
+
+    Args:
+        table: the checkpoint's, as `read_table` gives it.
+    """
+
+    def __init__(self, checkpoint: Path, table: Table) -> None:
+        self.described = tensors_of(table)
+        """By name, those of the optimizer included."""
+        self._checkpoint = checkpoint
+        self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in table.storage_data.items()}
+
+    def meta(self, name: str, number: int | None = None) -> Tensor:
+        """What `read` returns, on the meta device."""
+        stored = self.described[name]
+        shape = stored.size if number is None else stored.size[1:]
+        return torch.empty(shape, dtype=stored.properties.dtype, device="meta")
+
+    def read(self, name: str, number: int | None = None) -> Tensor:
+        """A tensor, put together of the parts that ranks have written.
+
+        Args:
+            number: the place along the first axis of the part to read; None: all of the tensor.
+
+        Raises:
+            CorruptError: it cannot be read, or is not as the table says.
+        """
+        stored = self.described[name]
+        shape = self.meta(name, number).shape
+        whole = None
+        covered = 0
+        for chunk in stored.chunks:
+            if number is not None and not 0 <= number - chunk.offsets[0] < chunk.sizes[0]:
+                continue
+            part, offsets = self._part(name, stored, chunk), chunk.offsets
+            if number is not None:
+                part, offsets = part[number - offsets[0]], offsets[1:]
+            covered += part.numel()
+            if part.shape == shape:
+                return part
+            if whole is None:
+                whole = torch.empty(shape, dtype=stored.properties.dtype)
+            whole[tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))] = part
+        if whole is None or covered != whole.numel():
+            raise self._missing(name)
+        return whole
+
+    def _part(self, name: str, stored: TensorStorageMetadata, chunk: ChunkStorageMetadata) -> Tensor:
+        place = self._places.get((name, tuple(chunk.offsets))) or self._places.get((name, ()))
+        if place is None:
+            raise self._missing(name)
+        part = read_entry(self._checkpoint / place.relative_path, place.offset, place.length)
+        if not isinstance(part, Tensor) or part.shape != chunk.sizes or part.dtype != stored.properties.dtype:
+            raise CorruptError(
+                f"{self._checkpoint / place.relative_path} does not hold {name} as its table says; copy it again"
+            )
+        return part.detach()
+
+    def _missing(self, name: str) -> CorruptError:
+        return CorruptError(f"{self._checkpoint / METADATA} does not hold all of {name}; use another checkpoint")
+
+
 def open_full_tensors(checkpoint: Path) -> LazyTensors:
     """The weights of a checkpoint of any layout, whole, read one by one; the optimizer's state is left out.
 
@@ -78,12 +141,9 @@ def open_full_tensors(checkpoint: Path) -> LazyTensors:
     check_stored(checkpoint)
     table = read_table(checkpoint)
     check_plain_values(checkpoint, table)  # whoever loads the checkpoint later reads them, too
-    weights = {name: stored for name, stored in tensors_of(table).items() if not name.startswith(OPTIMIZER_PREFIX)}
-    meta = {
-        name: torch.empty(stored.size, dtype=stored.properties.dtype, device="meta") for name, stored in weights.items()
-    }
-    places = {(index.fqn, tuple(index.offset or ())): info for index, info in table.storage_data.items()}
-    return LazyTensors(meta, lambda name: _read_tensor(checkpoint, weights[name], places, name))
+    stored = StoredTensors(checkpoint, table)
+    weights = [name for name in stored.described if not name.startswith(OPTIMIZER_PREFIX)]
+    return LazyTensors({name: stored.meta(name) for name in weights}, stored.read)
 
 
 def write_full_tensors(
@@ -114,27 +174,3 @@ class _OneByOne(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         return self._tensors[write_item.index.fqn].detach().contiguous()
-
-
-def _read_tensor(checkpoint: Path, stored: TensorStorageMetadata, places: Mapping[Any, Any], name: str) -> Tensor:
-    whole = None
-    covered = 0
-    for chunk in stored.chunks:
-        place = places.get((name, tuple(chunk.offsets))) or places.get((name, ()))
-        if place is None:
-            raise CorruptError(f"{checkpoint / METADATA} does not hold all of {name}; use another checkpoint")
-        part = read_entry(checkpoint / place.relative_path, place.offset, place.length)
-        if not isinstance(part, Tensor) or part.shape != chunk.sizes or part.dtype != stored.properties.dtype:
-            raise CorruptError(
-                f"{checkpoint / place.relative_path} does not hold {name} as its table says; copy it again"
-            )
-        part = part.detach()
-        covered += part.numel()
-        if part.shape == stored.size:
-            return part
-        if whole is None:
-            whole = torch.empty(stored.size, dtype=stored.properties.dtype)
-        whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))] = part
-    if whole is None or covered != whole.numel():
-        raise CorruptError(f"{checkpoint / METADATA} does not hold all of {name}; use another checkpoint")
-    return whole

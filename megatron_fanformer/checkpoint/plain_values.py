@@ -4,11 +4,13 @@ megatron-core 0.16 puts the values that are the same on all ranks into `common.p
 each rank's own always are. Reading them needs only torch.
 """
 
+import io
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.data_files import EARLIER, damage_told, load_data, read_entry
+from megatron_fanformer.checkpoint.data_files import EARLIER, Section, damage_told, load_data, read_entry
+from megatron_fanformer.checkpoint.records import read_records
 from megatron_fanformer.checkpoint.tensor_table import Stored, Table, stored_parts, tensors_of
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
@@ -62,9 +64,35 @@ def _read_common(checkpoint: Path) -> Any:
         return load_data(regular_file(checkpoint / COMMON))
 
 
+def recorded_common(checkpoint: Path, table: Table) -> Any:
+    """The values that are the same on all ranks in a checkpoint of Megatron-LM, whose own objects come as records.
+
+    Raises:
+        CorruptError: they cannot be read.
+    """
+    place = common_state(table)
+    path = checkpoint / (place.file if place else COMMON)
+    with damage_told(path), regular_file(path).open("rb") as stream:
+        if place is None:
+            return read_records(stream)
+        (common,) = read_records(io.BufferedReader(Section(stream, place.offset, place.length)))
+        return common
+
+
 def common_state(table: Table) -> Stored | None:
     """Where a table has the plain values; None where they are in `common.pt`."""
     return next((part for part in stored_parts(table) if part.name.startswith(COMMON_STATE)), None)
+
+
+def check_format(checkpoint: Path) -> None:
+    """Refuse a checkpoint whose `metadata.json` states another format of megatron-core's.
+
+    Raises:
+        CorruptError: it does, or cannot be read.
+    """
+    stated = store.read_mapping(checkpoint / store.MEGATRON_METADATA)
+    if stated.get("sharded_backend") != FORMAT:
+        raise CorruptError(f"{checkpoint / store.MEGATRON_METADATA} does not state the format {FORMAT}; {EARLIER}")
 
 
 def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares: int = 1) -> None:
@@ -76,9 +104,7 @@ def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares
     Raises:
         CorruptError: it does, or cannot be read; names the file.
     """
-    stated = store.read_mapping(checkpoint / store.MEGATRON_METADATA)
-    if stated.get("sharded_backend") != FORMAT:
-        raise CorruptError(f"{checkpoint / store.MEGATRON_METADATA} does not state the format {FORMAT}; {EARLIER}")
+    check_format(checkpoint)
     if common_state(table) is None or (checkpoint / COMMON).exists():
         _read_common(checkpoint)
     tensors = tensors_of(table)

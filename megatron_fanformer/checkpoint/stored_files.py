@@ -6,7 +6,7 @@ tensor in it is a torch archive, and so carries the CRC-32 of its bytes.
 
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from megatron_fanformer.checkpoint.archive import check_archive
@@ -61,14 +61,21 @@ def _check_archives(checkpoint: Path, share: int, shares: int, advance: Callable
     if common_state(table) is None and share == 0:
         with damage_told(checkpoint / COMMON), regular_file(checkpoint / COMMON).open("rb") as stream:
             check_archive(checkpoint / COMMON, "its plain values", stream)
-    for part in list(stored_parts(table))[share::shares]:
-        _check_part(checkpoint, part)
+    check_parts(checkpoint, list(stored_parts(table))[share::shares], advance)
+
+
+def check_parts(
+    checkpoint: Path, parts: Iterable[Stored], advance: Callable[[int], None] = lambda _bytes: None
+) -> None:
+    """Check parts of tensors and objects by their own CRC-32.
+
+    Raises:
+        CorruptError: one is missing or damaged; names its file.
+    """
+    for part in parts:
+        path = checkpoint / part.file
+        with damage_told(path), regular_file(path).open("rb") as stream:
+            if part.offset + part.length > path.stat().st_size:
+                raise CorruptError(f"{path} ends before {part.name}; use another checkpoint")
+            check_archive(path, part.name, io.BufferedReader(Section(stream, part.offset, part.length), READ_BYTES))
         advance(part.length)
-
-
-def _check_part(checkpoint: Path, part: Stored) -> None:
-    path = checkpoint / part.file
-    with damage_told(path), regular_file(path).open("rb") as stream:
-        if part.offset + part.length > path.stat().st_size:
-            raise CorruptError(f"{path} ends before {part.name}; use another checkpoint")
-        check_archive(path, part.name, io.BufferedReader(Section(stream, part.offset, part.length), READ_BYTES))

@@ -2,21 +2,24 @@
 
 import dataclasses
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of, open_full_tensors, write_full_tensors
+from megatron_fanformer.checkpoint.plain_values import SavedProgress
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, own_template
 from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.huggingface import (
     MAX_SHARD_SIZE,
     open_huggingface,
     write_huggingface,
 )
+from megatron_fanformer.formats.megatron_lm import open_megatron_lm
 from megatron_fanformer.formats.name_table import Format
-from megatron_fanformer.formats.recognition import MODELS, checkpoint_of, recognise
+from megatron_fanformer.formats.recognition import DESCRIPTIONS, MODELS, checkpoint_of, iteration_of, recognise
 from megatron_fanformer.formats.reference import (
     open_reference,
     optimizer_files,
@@ -39,7 +42,11 @@ class Checkpoint(NamedTuple):
     tokenizer: Path | None
     """The tokenizer's file, if there is one."""
     not_converted: tuple[str, ...] = ()
-    """Files of an optimizer's state next to the weights."""
+    """What there is of an optimizer's state next to the weights."""
+    notes: tuple[str, ...] = ()
+    """What there is to say of its conversion, a line each."""
+    run: tuple[dict[str, Any], SavedProgress] | None = None
+    """Configuration and progress of the run, where Megatron-LM's arguments tell them; our own have files for it."""
 
     @property
     def chat_template(self) -> str | None:
@@ -71,24 +78,34 @@ class Extras(NamedTuple):
         return load_tokenizer(self.tokenizer, eod_id=self.eod_id).eod_id if self.tokenizer else self.eod_id
 
 
-def open_checkpoint(source: Path) -> Checkpoint:
+def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
     """Recognise a checkpoint, and read everything about it but its tensors.
+
+    Args:
+        config: a configuration file whose section `model` has fields that a checkpoint of Megatron-LM does not state.
 
     Raises:
         InputError: it is not of a kind that holds a model, or its model cannot be built here.
         CorruptError: it is damaged, or holds what might be executed.
     """
     target = recognise(source, MODELS)
+    if target.kind == "megatron-lm":
+        folder = iteration_of(target)
+        found = open_megatron_lm(folder, config)
+        return Checkpoint("megatron", folder, found.config, found.tensors, store.attached_tokenizer(folder), *found[2:])
+    if config is not None:
+        raise InputError(
+            f"--config is for what {DESCRIPTIONS['megatron-lm']} does not state, but {source} is "
+            f"{DESCRIPTIONS[target.kind]}; leave it out"
+        )
     if target.kind == "hf":
         return Checkpoint("hf", source, *open_huggingface(source), store.attached_tokenizer(source))
     if target.kind == "reference":
-        config, tensors = open_reference(source)
+        model, tensors = open_reference(source)
         left = tuple(optimizer_files(source))
-        return Checkpoint("reference", source, config, tensors, store.attached_tokenizer(source), left)
-    found = checkpoint_of(target)
-    return Checkpoint(
-        "megatron", found, store.saved_model(found), open_full_tensors(found), store.attached_tokenizer(found)
-    )
+        return Checkpoint("reference", source, model, tensors, store.attached_tokenizer(source), left)
+    own = checkpoint_of(target)
+    return Checkpoint("megatron", own, store.saved_model(own), open_full_tensors(own), store.attached_tokenizer(own))
 
 
 def write_checkpoint(

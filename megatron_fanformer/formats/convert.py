@@ -20,6 +20,7 @@ from megatron_fanformer.formats.huggingface import MAX_SHARD_SIZE, MODEL_CARD
 from megatron_fanformer.formats.model_card import RECEIPT, receipt_section
 from megatron_fanformer.formats.name_table import Format, convert
 from megatron_fanformer.formats.training_record import training_record
+from megatron_fanformer.formats.transforms import vocabulary_multiple
 from megatron_fanformer.formats.verify.receipt import Json, failures, report, verify, vocabulary
 from megatron_fanformer.formats.weight_files import shard_bytes
 from megatron_fanformer.model.config import FANformerConfig
@@ -42,6 +43,7 @@ def convert_checkpoint(
     destination: Path,
     *,
     to: Format,
+    config: Path | None = None,
     tokenizer: Path | None = None,
     eod_id: int | None = None,
     dtype: str | None = None,
@@ -53,6 +55,7 @@ def convert_checkpoint(
     """Convert `source`, whose kind is recognised, into a new folder `destination`, which appears once it is verified.
 
     Args:
+        config: a configuration file whose section `model` has fields that a checkpoint of Megatron-LM does not state.
         tokenizer: a file to put next to the weights, with the chat template beside it; None: the source's own, if it
             has one. The source's own template stays where there is no other.
         eod_id: the id that ends a document; None: the tokenizer's own.
@@ -71,7 +74,7 @@ def convert_checkpoint(
     if destination.exists():
         raise InputError(f"{destination} already exists; name a folder that does not, or remove it")
     shard_bytes(max_shard_size)  # refused before anything is read
-    opened = open_checkpoint(source)
+    opened = open_checkpoint(source, config)
     if to == "reference" and opened.config.fan.in_ffn:
         raise InputError(
             f"the model in {source} has FAN layers in place of its MLP (placement ffn), which the authors' format has "
@@ -84,7 +87,7 @@ def convert_checkpoint(
         chat_template=(own_template(own.parent) if own else None) or opened.chat_template,
         eod_id=eod_id,
         max_shard_size=max_shard_size,
-        training=training_record(opened.format, opened.path) if to == "hf" else "",
+        training=training_record(opened.format, opened.path, opened.run) if to == "hf" else "",
     )
     with _lock_of_run(destination), new_folder(destination) as folder:
         used = _write(to, folder, opened, padded_vocab_size, None if dtype is None else DTYPES[dtype], extras)
@@ -165,13 +168,13 @@ def _with_vocabulary(config: FANformerConfig, to: Format, rows: int | None) -> F
             "or more"
         )
     vocab_size = rows if to == "hf" else config.vocab_size
-    usual = FANformerConfig.make_vocab_size_divisible_by
-    multiple = usual if -(-vocab_size // usual) * usual == rows else rows
-    return dataclasses.replace(config, vocab_size=vocab_size, make_vocab_size_divisible_by=multiple)
+    return dataclasses.replace(
+        config, vocab_size=vocab_size, make_vocab_size_divisible_by=vocabulary_multiple(vocab_size, rows)
+    )
 
 
 def _notes(source: Checkpoint, rows: Json) -> list[str]:
-    notes = []
+    notes = [*source.notes]
     if source.not_converted:
         notes.append(
             f"not converted: {', '.join(source.not_converted)} (the optimizer's state; training on the converted "

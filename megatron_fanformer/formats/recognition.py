@@ -1,6 +1,6 @@
 """What a path holds: the one answer for every command, decided from names and small files alone.
 
-    convert       a run, a checkpoint, a Hugging Face folder, a checkpoint of the authors
+    convert       a run, a checkpoint, a Hugging Face folder, a checkpoint of the authors or of Megatron-LM
     generate      the first three of these; chat, too
     train         a run or a checkpoint, to start from or to resume
     inspect       all of these, and token files
@@ -19,13 +19,13 @@ from megatron_fanformer.data.blends import LARGEST_BLEND_BYTES, parse_blend
 from megatron_fanformer.data.chat_files import MASK_SUFFIX, is_row_folder
 from megatron_fanformer.errors import CorruptError, InputError
 
-Kind = Literal["token files", "blend", "folder of token files", "run", "checkpoint", "hf", "reference"]
+Kind = Literal["token files", "blend", "folder of token files", "run", "checkpoint", "hf", "reference", "megatron-lm"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 OURS: tuple[Kind, ...] = ("run", "checkpoint")
 RUNNABLE: tuple[Kind, ...] = (*OURS, "hf")
 """What text can be generated from."""
-MODELS: tuple[Kind, ...] = (*RUNNABLE, "reference")
+MODELS: tuple[Kind, ...] = (*RUNNABLE, "reference", "megatron-lm")
 DESCRIPTIONS: dict[Kind, str] = {
     "token files": "a prefix of token files (or one of them)",
     "blend": "a blend file",
@@ -34,6 +34,7 @@ DESCRIPTIONS: dict[Kind, str] = {
     "checkpoint": f"one checkpoint of a run ({store.CHECKPOINTS}/step-…)",
     "hf": "a Hugging Face folder of a FANformer",
     "reference": "a checkpoint in the authors' format",
+    "megatron-lm": "a checkpoint of Megatron-LM",
 }
 
 # What may follow a prefix; the longer endings first, since .json ends one of them.
@@ -42,6 +43,11 @@ CONFIG_JSON = "config.json"  # a Hugging Face folder's
 MODEL_TYPE = "fanformer"  # what it calls a FANformer
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a model on the Hugging Face hub, its owner before the slash
 RELEASED = "dongyh/FANformer-1B"  # there, by its model card
+TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of Megatron-LM's checkpoints
+TRACKER_BYTES = 100  # more than any iteration has
+ITERATION, RELEASE = re.compile(r"[0-9]{1,9}"), "release"  # what stands in it
+TORCH_TABLE = ".metadata"  # as in checkpoint/tensor_table.py, which imports torch
+OLD_MEGATRON_LM = "mp_rank_*"  # in a checkpoint of its format before `torch_dist`
 REFERENCE_FIELD = "d_model"  # which the authors' configurations have, and no other
 
 
@@ -93,6 +99,31 @@ def checkpoint_of(target: Target) -> Path:
             f"{target.path} is a run's folder without a checkpoint yet; train it to its first one, or name another run"
         )
     return found
+
+
+def iteration_of(target: Target) -> Path:
+    """The folder of the checkpoint of Megatron-LM that a target means: itself, or the latest of its folder.
+
+    Raises:
+        InputError: it is in a format that is not read.
+        CorruptError: the file that names the latest names none.
+    """
+    folder = target.path
+    if (tracker := folder / TRACKER).is_file():
+        with tracker.open("rb") as stream:
+            latest = stream.read(TRACKER_BYTES).decode("ascii", errors="replace").strip()
+        named = folder / (f"iter_{int(latest):07d}" if ITERATION.fullmatch(latest) else latest)
+        if not (ITERATION.fullmatch(latest) or latest == RELEASE) or not named.is_dir():
+            raise CorruptError(f"{tracker} names {latest!r}, and there is no such checkpoint; name one of the folder's")
+        folder = named
+    if not (folder / store.MEGATRON_METADATA).is_file():
+        is_old = any(folder.glob(OLD_MEGATRON_LM))
+        raise InputError(
+            f"{folder} is in Megatron-LM's format {'torch' if is_old else 'torch_dcp or fsdp_dtensor'}, not in "
+            "torch_dist; load it there and save it with --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+            f"{', or use its tools/checkpoint/convert.py' if is_old else ''}"
+        )
+    return folder
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -188,6 +219,8 @@ def _recognise_blend(file: Path) -> Target:
 
 def _recognise_folder(folder: Path) -> Target:
     damage: list[CorruptError] = []
+    if (folder / TRACKER).is_file():  # before the names in it: Megatron-LM saves into a folder of any name
+        return Target("megatron-lm", folder)
     if store.is_checkpoint(folder):
         return Target("checkpoint", folder)
     if (folder / store.CHECKPOINTS).is_dir() and not (folder / CONFIG_JSON).is_file():
@@ -201,6 +234,8 @@ def _recognise_folder(folder: Path) -> Target:
     prefixes = tuple(sorted({prefix_of(str(path)) for end in (".idx", ".npy") for path in folder.glob(f"*{end}")}))
     if prefixes:
         return Target("folder of token files", folder, prefixes)
+    if _is_megatron_lm(folder):
+        return Target("megatron-lm", folder)
     if damage:
         raise damage[0]
     raise InputError(f"{folder} is a folder of unknown kind{_other_model(folder)}")
@@ -215,6 +250,12 @@ def _kind_of_model(folder: Path, damage: list[CorruptError]) -> Kind | None:
     if REFERENCE_FIELD in {**stated, **sections, **(model if isinstance(model, dict) else {})}:
         return "reference"
     return "run" if "training" in sections or (folder / store.CHECKPOINTS).is_dir() else None
+
+
+def _is_megatron_lm(folder: Path) -> bool:
+    """Whether it is one checkpoint of Megatron-LM, in whatever format; ours have a configuration besides."""
+    has_table = any((folder / name).is_file() for name in (store.MEGATRON_METADATA, TORCH_TABLE))
+    return store.step_of(folder) is None and (has_table or any(folder.glob(OLD_MEGATRON_LM)))
 
 
 def _mapping(file: Path, damage: list[CorruptError]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.p_ratio import inferred_p_ratio
 from megatron_fanformer.formats.recognition import CONFIG_JSON
+from megatron_fanformer.formats.transforms import vocabulary_multiple
 from megatron_fanformer.formats.weight_files import SAFETENSORS, open_weights, write_safetensors
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 
@@ -220,9 +221,6 @@ def _v_p_ratio(fields: Mapping[str, Any], shapes: Mapping[str, Tensor], p_ratio:
 
 def _config(fields: Mapping[str, Any], fan: FANConfig) -> FANformerConfig:
     vocab_size, embedding_size = fields["vocab_size"], _embedding_size(fields)
-    # Megatron pads to a multiple; where its usual one gives another size, the size itself is the multiple.
-    usual = FANformerConfig.make_vocab_size_divisible_by
-    multiple = usual if -(-vocab_size // usual) * usual == embedding_size else embedding_size
     return FANformerConfig(
         num_layers=fields["n_layers"],
         hidden_size=fields["d_model"],
@@ -230,7 +228,7 @@ def _config(fields: Mapping[str, Any], fan: FANConfig) -> FANformerConfig:
         num_attention_heads=fields["n_heads"],
         num_query_groups=1 if fields.get("multi_query_attention") else fields.get("n_kv_heads"),
         vocab_size=vocab_size,
-        make_vocab_size_divisible_by=multiple,
+        make_vocab_size_divisible_by=vocabulary_multiple(vocab_size, embedding_size),
         seq_length=fields.get("max_sequence_length") or 1024,
         rotary_base=int(float(fields.get("rope_theta", 10_000))),
         layernorm_epsilon=float(fields.get("layer_norm_eps", 1e-5)),  # YAML 1.1 reads 1e-5 as a string

@@ -32,13 +32,20 @@ Rows = list[tuple[str, str]]
 Saved = dict[str, Any]
 
 
-def training_record(format: Format, checkpoint: Path) -> str:
+def training_record(format: Format, checkpoint: Path, run: tuple[Saved, SavedProgress] | None = None) -> str:
     """Markdown: a table of a run's training, or that nothing is known about it.
+
+    Args:
+        run: configuration and progress of a run that is not ours.
 
     Raises:
         CorruptError: a checkpoint of ours cannot be read.
     """
-    rows = training_rows(checkpoint) if format == "megatron" else []
+    if run is not None:
+        saved, progress = run
+        rows = [*_length_rows(saved, progress), *_recipe_rows(saved), *_data_rows(_section(saved, "data"))]
+    else:
+        rows = training_rows(checkpoint) if format == "megatron" else []
     if not rows:
         return (
             f"Not known: the weights were converted from {ORIGINS[format]}, which holds no record of the steps, the "

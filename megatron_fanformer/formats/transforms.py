@@ -84,6 +84,15 @@ def _swap_halves(tensor: Tensor) -> Tensor:
 # -- the vocabulary
 
 
+def vocabulary_multiple(vocab_size: int, rows: int) -> int:
+    """What Megatron pads `vocab_size` token ids to a multiple of, so that there are `rows`.
+
+    That is its usual multiple or, where that gives another number, the rows themselves.
+    """
+    usual = FANformerConfig.make_vocab_size_divisible_by
+    return usual if -(-vocab_size // usual) * usual == rows else rows
+
+
 def resize_vocabulary(tensor: Tensor, rows: int) -> Tensor:
     """Cut off rows of the vocabulary [v, h], or add zeros, so that there are `rows`."""
     missing = rows - tensor.shape[0]

@@ -62,6 +62,8 @@ def _kind(target: Target) -> _Kind:
     """Imports what the kind needs: data neither torch nor megatron-core."""
     if target.is_data:
         return _data()
+    if target.kind == "megatron-lm":
+        return _megatron_lm()
     return _checkpoint() if target.kind in OURS else _export()
 
 
@@ -82,6 +84,12 @@ def _checkpoint() -> _Kind:
         lambda target: bytes_stored(checkpoint_of(target)),
         lambda target, advance: check_checkpoint(checkpoint_of(target), advance),
     )
+
+
+def _megatron_lm() -> _Kind:
+    from megatron_fanformer.inspection.megatron_lm import bytes_to_check, check_megatron_lm, describe_megatron_lm
+
+    return _Kind(describe_megatron_lm, bytes_to_check, check_megatron_lm)
 
 
 def _export() -> _Kind:

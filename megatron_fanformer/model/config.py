@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_fanformer.configuration import build, value_problems
 from megatron_fanformer.errors import InputError
 
 PAPER_VOCAB_SIZE = 50_280  # allenai/gpt-neox-olmo-dolma-v1_5
@@ -123,6 +122,8 @@ class FANformerConfig:
         Raises:
             InputError: they are not those of a model that can be built; every problem, one line each.
         """
+        from megatron_fanformer.configuration import build  # not for the layers, which need torch and Megatron alone
+
         config = build(values, cls, "model.")
         if found := config.problems():
             raise InputError("\n".join(found))
@@ -133,6 +134,8 @@ class FANformerConfig:
 
         Files may state anything: a word for a size, a size that fits in no memory.
         """
+        from megatron_fanformer.configuration import value_problems
+
         return value_problems(dataclasses.asdict(self), type(self), "model.") or self.problems()
 
     @property

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_fanformer.model.fan_functions import Activation, FANActivationAndProduct
 from megatron_fanformer.ops.element_wise import rms_norm, swiglu
-from megatron_fanformer.runtime.parallel import context_chunks
+from megatron_fanformer.runtime.layout import context_chunks
 
 
 def without_sequence_parallel(config: TransformerConfig) -> TransformerConfig:
@@ -122,7 +122,7 @@ class TorchCoreAttention(MegatronModule):
     """softmax(q k^T / sqrt(d)) v by torch's scaled-dot-product attention, which stores no s x s matrix.
 
     Under context parallelism each rank gathers the keys and values of the whole sequence, and attends to them from its
-    own two chunks of it (`runtime.parallel.context_chunks`).
+    own two chunks of it (`runtime.layout.context_chunks`).
 
     Packed sequences (documents) are attended to one after the other, those that follow one another with the same length
     at once: the work is the sum of their lengths' squares.

@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron_fanformer.model.fan_layer import FANProjection
 from megatron_fanformer.model.local_layers import ActivatedColumnParallelLinear
 from megatron_fanformer.parity.tensor_parts import TensorPart, as_array
-from megatron_fanformer.runtime.parallel import RankGrid, context_chunks
+from megatron_fanformer.runtime.layout import context_chunks
+from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.step import StepShape
 
 TOKEN_LOSS = "token loss"

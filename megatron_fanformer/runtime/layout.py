@@ -219,3 +219,11 @@ class ParallelConfig:
                 f"{self.data_parallel_size * self.model_parallel_size} ranks"
             )
         return data_parallel_size
+
+
+def context_chunks(rank: int, size: int) -> tuple[int, int]:
+    """Which two of the 2 * size equal chunks of a sequence a context parallel rank holds.
+
+    One from each end, as Megatron assigns them, so that every rank has an equal share of the causal attention.
+    """
+    return rank, 2 * size - 1 - rank

@@ -81,14 +81,6 @@ class RankGrid:
         return self.rank == 0
 
 
-def context_chunks(rank: int, size: int) -> tuple[int, int]:
-    """Which two of the 2 * size equal chunks of a sequence a context parallel rank holds.
-
-    One from each end, as Megatron assigns them, so that every rank has an equal share of the causal attention.
-    """
-    return rank, 2 * size - 1 - rank
-
-
 @contextmanager
 def process_group(config: RuntimeConfig, address: devices.RankAddress | None) -> Iterator[devices.DeviceKind]:
     """Join the ranks of `address`, or be the only rank if that is None; leave them at the end.

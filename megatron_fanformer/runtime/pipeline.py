@@ -17,7 +17,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_fanformer.runtime import heartbeat
-from megatron_fanformer.runtime.parallel import RankGrid, context_chunks
+from megatron_fanformer.runtime.layout import context_chunks
+from megatron_fanformer.runtime.parallel import RankGrid
 
 Batches = Iterator[dict[str, Tensor]]
 OfLosses = Callable[[Tensor, Tensor], Any]

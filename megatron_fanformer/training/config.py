@@ -14,6 +14,7 @@ from megatron_fanformer.checkpoint.config import CheckpointConfig
 from megatron_fanformer.configuration import build, described_fields, moved_names, overlaid, read_overrides, read_values
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.evaluation.config import EvaluationConfig
+from megatron_fanformer.formats import foreign_names
 from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.model.layout_rules import (
@@ -26,7 +27,6 @@ from megatron_fanformer.planning.job import Job, Layers
 from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.device import has_bf16_matrix_units
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
-from megatron_fanformer.training import foreign_names
 from megatron_fanformer.training.fp8_rules import fp8_problems
 from megatron_fanformer.training.logging_config import LoggingConfig
 from megatron_fanformer.training.optimizer_config import OptimizerConfig

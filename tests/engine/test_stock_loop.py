@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_fanformer.formats.convert import convert_checkpoint
+from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.runtime.parallel import ParallelConfig
 from megatron_fanformer.training.config import RunConfig, config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
@@ -17,14 +20,17 @@ from tests.engine.test_whole_processes import STAND_IN
 from tests.small_runs import small_run, write_tokens
 from tests.stock_megatron import HAS_TRAINING, SPEC, command_line, pretrain
 from tests.training.test_trainer import train
+from tests.whole_models import read_full_tensors
 
 pytestmark = pytest.mark.skipif(not HAS_TRAINING, reason="megatron.training comes with megatron-core 0.19")
 
 STEPS = 5
+WHAT_IS_LEFT = "the optimizer's state; training on the converted weights starts with a fresh one"
+SAME_WEIGHTS = 1e-3  # of a weight's norm; two weights drawn anew differ by 1.4 of it
 SAME = 1e-5  # nats, in float32: seven digits are logged of a loss of 4.6, and layers are the Engine's and local ones
 
 
-def run_by_stock(run: RunConfig, parallel: ParallelConfig) -> dict[int, float]:
+def run_by_stock(run: RunConfig, parallel: ParallelConfig, *flags_of_its_own: str) -> dict[int, float]:
     """Losses by step of our run, by Megatron's loop in another layout: its flags, data, and our initial weights."""
     optimizer, training = run.optimizer, run.training
     values = {
@@ -47,7 +53,7 @@ def run_by_stock(run: RunConfig, parallel: ParallelConfig) -> dict[int, float]:
     flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]
     environment = {**os.environ, **STAND_IN}
     return pretrain(
-        [*command_line(run.model, parallel, SPEC, has_engine=True), *flags],
+        [*command_line(run.model, parallel, SPEC, has_engine=True), *flags, *flags_of_its_own],
         environment,
         ranks=parallel.tensor_model_parallel_size,
     )
@@ -71,10 +77,23 @@ def our_run(run_on_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.Tem
 @pytest.mark.parametrize(
     ("tensor_parallel", "sequence_parallel"), [(1, False), (2, True), pytest.param(2, False, marks=pytest.mark.full)]
 )
-def test_stock_megatron_trains_as_we_do(our_run: RunConfig, tensor_parallel: int, sequence_parallel: bool) -> None:
+def test_stock_megatron_trains_as_we_do(
+    our_run: RunConfig, tensor_parallel: int, sequence_parallel: bool, tmp_path: Path
+) -> None:
+    """What it saves at the end, `convert` reads: weights that are ours but for what five steps make of rounding."""
     parallel = ParallelConfig(tensor_model_parallel_size=tensor_parallel, sequence_parallel=sequence_parallel)
-    losses = run_by_stock(our_run, parallel)
+    saving = ("--save", str(tmp_path / "stock"), "--save-interval", str(STEPS), "--ckpt-format", "torch_dist")
+    losses = run_by_stock(our_run, parallel, *saving)
     expected = {metrics["step"]: metrics["loss"] for metrics in read_metrics(Path(our_run.training.run_dir))}
     assert list(expected) == list(range(1, STEPS + 1))
     assert losses == pytest.approx(expected, abs=SAME, rel=0)
     assert expected[STEPS] < expected[1] - 100 * SAME
+    done = convert_checkpoint(tmp_path / "stock", tmp_path / "converted", to="megatron")
+    assert done.notes == ["not converted: the optimizer's tensors (" + WHAT_IS_LEFT + ")"]
+    ours, converted = (
+        read_full_tensors(find_checkpoint(run)) for run in (our_run.training.run_dir, tmp_path / "converted")
+    )
+    assert converted.keys() == ours.keys()
+    for name, weight in ours.items():
+        difference = torch.linalg.vector_norm(converted[name] - weight)
+        assert difference <= SAME_WEIGHTS * torch.linalg.vector_norm(weight), name

@@ -133,14 +133,13 @@ def outcome_of(run: Path, kills: int) -> Outcome:
 
 def _digest(checkpoint: Path) -> str:
     """Of every tensor, the optimizer's too, by name; not of the files, in which tensors stand in any order."""
-    from megatron_fanformer.checkpoint import full_tensors
-    from megatron_fanformer.checkpoint.tensor_table import read_table, tensors_of
+    from megatron_fanformer.checkpoint.full_tensors import StoredTensors
+    from megatron_fanformer.checkpoint.tensor_table import read_table
 
-    table = read_table(checkpoint)
-    places = {(index.fqn, tuple(index.offset or ())): info for index, info in table.storage_data.items()}
+    stored = StoredTensors(checkpoint, read_table(checkpoint))
     digest = hashlib.sha256()
-    for name, stored in sorted(tensors_of(table).items()):
-        tensor = full_tensors._read_tensor(checkpoint, stored, places, name)
+    for name in sorted(stored.described):
+        tensor = stored.read(name)
         digest.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 

@@ -20,9 +20,11 @@ from megatron_fanformer.formats.recognition import (
     OURS,
     RELEASED,
     RUNNABLE,
+    TRACKER,
     Kind,
     checkpoint_of,
     find_checkpoint,
+    iteration_of,
     recognise,
     refuse_other_kinds,
 )
@@ -48,6 +50,10 @@ def make(folder: Path, kind: Kind) -> Path:
         (checkpoint / store.CONFIG).write_text("model: {}\n")
         (folder / store.CHECKPOINTS / store.LATEST).write_text(STEP)
         return folder if kind == "run" else checkpoint
+    if kind == "megatron-lm":
+        (iteration := folder / "iter_0000003").mkdir()
+        (iteration / store.MEGATRON_METADATA).write_text("{}")
+        return iteration
     if kind == "hf":
         (folder / "config.json").write_text(json.dumps({"model_type": MODEL_TYPE}))
     else:
@@ -58,6 +64,14 @@ def make(folder: Path, kind: Kind) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_is_recognised(kind: Kind, tmp_path: Path) -> None:
     assert recognise(make(tmp_path / "path", kind)).kind == kind
+
+
+def test_megatron_lm_may_save_into_a_folder_of_any_name(tmp_path: Path) -> None:
+    make(tmp_path / store.CHECKPOINTS, "megatron-lm")
+    (tmp_path / store.CHECKPOINTS / TRACKER).write_text("3\n")
+    target = recognise(tmp_path / store.CHECKPOINTS)
+    assert target.kind == "megatron-lm"
+    assert iteration_of(target) == tmp_path / store.CHECKPOINTS / "iter_0000003"
 
 
 def test_the_checkpoint_of_a_run_is_its_latest(tmp_path: Path) -> None:

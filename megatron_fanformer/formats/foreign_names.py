@@ -1,8 +1,9 @@
 """What settings of other trainers are called here, or why they are not there: one table.
 
-It answers an unknown key of a configuration (`training/config.py`), and is the page docs/from-megatron-lm.md. Names
-are those of Megatron-LM's `pretrain_gpt.py` (megatron-core 0.19), of transformers' `TrainingArguments` and model
-configurations, and of the configurations of OLMo and OLMo-core.
+It answers an unknown key of a configuration (`training/config.py`), gives the reasons for which a checkpoint of
+Megatron-LM is refused (`megatron_lm.py`), and is the page docs/from-megatron-lm.md. Names are those of Megatron-LM's
+`pretrain_gpt.py` (megatron-core 0.19), of transformers' `TrainingArguments` and model configurations, and of the
+configurations of OLMo and OLMo-core.
 """
 
 import functools
@@ -44,7 +45,11 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
         ForeignName("--group-query-attention --num-query-groups", "model.num_query_groups", "a number turns it on"),
         ForeignName("--seq-length", "model.seq_length"),
         ForeignName("--max-position-embeddings", "model.seq_length", "rotary positions have no table"),
-        ForeignName("--position-embedding-type --use-rotary-position-embeddings", None, "positions are always rotary"),
+        ForeignName(
+            "--position-embedding-type --use-rotary-position-embeddings --no-rope-freq",
+            None,
+            "positions are always rotary",
+        ),
         ForeignName("--rotary-base", "model.rotary_base"),
         ForeignName("--rotary-percent --rotary-interleaved", None, "the halves of whole heads are rotated"),
         ForeignName(
@@ -55,8 +60,14 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
         ForeignName("--normalization", None, "every norm is an RMSNorm"),
         ForeignName("--norm-epsilon", "model.layernorm_epsilon", "1e-6 by default, not 1e-5"),
         ForeignName("--apply-layernorm-1p", None, "a norm's weights start at 1 and are stored as they are"),
+        ForeignName("--apply-residual-connection-post-layernorm", None, "norms are no part of the residual stream"),
         ForeignName("--qk-layernorm", None, _PAPER),
-        ForeignName("--swiglu --squared-relu --openai-gelu --quick-geglu", None, "every MLP is a SwiGLU"),
+        ForeignName("--softmax-type", None, "attention's softmax has no further term"),
+        ForeignName(
+            "--swiglu --squared-relu --openai-gelu --quick-geglu --glu-linear-offset --activation-func-clamp-value",
+            None,
+            "every MLP is a SwiGLU",
+        ),
         ForeignName("--disable-bias-linear --add-qkv-bias", "model.fan.bias", "FAN's bias is the only one"),
         ForeignName("--untie-embeddings-and-output-weights", "model.untie_embeddings_and_output_weights"),
         ForeignName(
@@ -72,6 +83,7 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
             None,
             "weights are drawn by the authors' scheme, from widths and depth",
         ),
+        ForeignName("--use-mup", None, "nothing is scaled by the model's width"),
         ForeignName(
             "--use-cpu-initialization --data-parallel-random-init",
             None,
@@ -446,8 +458,13 @@ OLMO = (
 
 def answer(plain_name: str) -> str | None:
     """What a setting of another trainer is here, or why it is not there, as a clause; None for names of no other."""
-    row = _by_plain_name().get(plain_name)
+    row = row_of(plain_name)
     return None if row is None else row.answer
+
+
+def row_of(plain_name: str) -> ForeignName | None:
+    """The row of a setting of another trainer; None for names of no other."""
+    return _by_plain_name().get(plain_name)
 
 
 def plain(name: str) -> str:

@@ -12,8 +12,8 @@ import pytest
 
 from megatron_fanformer.configuration import described_fields, yaml_value
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.formats.foreign_names import HUGGING_FACE, MEGATRON_CORE, MEGATRON_LM, OLMO, plain
 from megatron_fanformer.training.config import RunConfig, config_from_dict, load_config
-from megatron_fanformer.training.foreign_names import HUGGING_FACE, MEGATRON_CORE, MEGATRON_LM, OLMO, plain
 from tests.small_runs import ROOT
 
 EXAMPLE = ROOT / "examples" / "tiny-cpu.yaml"

@@ -1,0 +1,266 @@
+"""Checkpoints of stock Megatron-LM, in its format `torch_dist`, of a model that our layer spec made: read alone.
+
+    latest_checkpointed_iteration.txt    the iteration of the latest
+    iter_0001000/.metadata, *.distcp     table and tensors, as in our own checkpoints
+    iter_0001000/common.pt               the arguments, as Megatron-LM's parser left them, and the progress; from
+                                         megatron-core 0.19 on they are among the tensors
+
+Its tensors differ from ours in three ways. The layers are stacked along a first axis, in one tensor of each kind (apart
+only where Megatron-LM was asked for it). A norm that Transformer Engine fuses into the map behind it has that map's
+name, where the layers are Megatron-LM's own. And no file states the model: its fields are among the arguments, or in
+the weights' shapes; the activation of FAN's linear rows is in neither, but in the spec, which is code.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors, StoredTensors
+from megatron_fanformer.checkpoint.plain_values import SavedProgress, check_format, recorded_common
+from megatron_fanformer.checkpoint.records import Record
+from megatron_fanformer.checkpoint.stored_files import check_parts
+from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, stored_parts
+from megatron_fanformer.configuration import read_values
+from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.formats import foreign_names
+from megatron_fanformer.formats.fan_of_tensors import fan_of_tensors
+from megatron_fanformer.formats.transforms import vocabulary_multiple
+from megatron_fanformer.model.config import FANformerConfig
+
+SPEC = ["megatron_fanformer.model.layer_spec", "fanformer_layer_spec"]
+LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,9})\.)?(.+)", re.ASCII)
+OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.", re.ASCII)
+EMBEDDING = "embedding.word_embeddings.weight"
+FUSED_NORM = ".layer_norm_weight"
+MOST_SHOWN = 80  # characters of a wrong value
+FIELDS = tuple(field.name for field in dataclasses.fields(FANformerConfig) if field.name != "fan")
+RECORDED = (
+    "model.seq_length",
+    "training.train_iters",
+    "training.global_batch_size",
+    "training.seed",
+    "optimizer.lr",
+    "schedule.lr_decay_style",
+    "schedule.lr_warmup_iters",
+    "data.split",
+)
+"""Fields of our own runs, by Megatron's names, that a model card speaks of."""
+
+Arguments = Mapping[str, Any]
+
+
+class _Rule(NamedTuple):
+    """What an argument must be, since every model here is built that way and no tensor would tell."""
+
+    flag: str
+    """A name in `foreign_names`, which has the reason."""
+    required: tuple[Any, ...]
+    """The first is taken where a version of Megatron-LM has no such argument."""
+
+
+RULES = {
+    "swiglu": _Rule("--swiglu", (True,)),
+    "glu_linear_offset": _Rule("--glu-linear-offset", (0.0, None)),
+    "activation_func_clamp_value": _Rule("--activation-func-clamp-value", (None,)),
+    "normalization": _Rule("--normalization", ("RMSNorm",)),
+    "apply_layernorm_1p": _Rule("--apply-layernorm-1p", (False,)),
+    "layernorm_zero_centered_gamma": _Rule("--apply-layernorm-1p", (False,)),
+    "apply_residual_connection_post_layernorm": _Rule("--apply-residual-connection-post-layernorm", (False,)),
+    "position_embedding_type": _Rule("--position-embedding-type", ("rope",)),
+    "no_rope_freq": _Rule("--no-rope-freq", (None,)),
+    "rotary_percent": _Rule("--rotary-percent", (1.0,)),
+    "rotary_interleaved": _Rule("--rotary-interleaved", (False,)),
+    "rotary_seq_len_interpolation_factor": _Rule("--rotary-seq-len-interpolation-factor", (None, 1)),
+    "use_rope_scaling": _Rule("--use-rope-scaling", (False,)),
+    "softmax_type": _Rule("--softmax-type", ("vanilla",)),
+    "window_size": _Rule("--window-size", (None,)),
+    "add_bias_linear": _Rule("--disable-bias-linear", (False,)),
+    "add_qkv_bias": _Rule("--add-qkv-bias", (False,)),
+    "mtp_num_layers": _Rule("--mtp-num-layers", (None, 0)),
+    "use_mup": _Rule("--use-mup", (False,)),
+}
+DROPOUT = ("hidden_dropout", "attention_dropout")  # leaves no trace in a model that does not train
+
+
+class MegatronLM(NamedTuple):
+    """A model as stock Megatron-LM saved it."""
+
+    config: FANformerConfig
+    tensors: LazyTensors
+    """Under our own names, one for each layer."""
+    not_converted: tuple[str, ...]
+    notes: tuple[str, ...]
+    """What there is to say of the conversion, a line each."""
+    run: tuple[dict[str, Any], SavedProgress] | None
+    """The run's configuration as far as a model card speaks of it, and its progress; None where it is not known."""
+
+
+def open_megatron_lm(folder: Path, config: Path | None = None) -> MegatronLM:
+    """One iteration's checkpoint; its tensors are read on request.
+
+    Args:
+        config: a configuration file; the fields in its section `model` come before what the checkpoint tells.
+
+    Raises:
+        InputError: the model cannot be built here (all reasons at once), or a field of it is not known.
+        CorruptError: the checkpoint is damaged.
+    """
+    check_format(folder)
+    table = read_table(folder)
+    stored = StoredTensors(folder, table)
+    weights = [name for name in stored.described if not OPTIMIZER.match(name)]
+    tensors = _one_for_each_layer(folder, stored, weights)
+    common = recorded_common(folder, table)
+    arguments, stated = _arguments(common), _stated(config)
+    model = _model(folder, arguments, stated, tensors.meta)
+    wanted = set(weights)
+    check_parts(folder, (part for part in stored_parts(table) if part.name in wanted))
+    left = ("the optimizer's tensors",) if len(weights) < len(stored.described) else ()
+    return MegatronLM(model, tensors, left, _notes(arguments, stated), _run(common, arguments))
+
+
+# -- tensors
+
+
+def _one_for_each_layer(folder: Path, stored: StoredTensors, weights: list[str]) -> LazyTensors:
+    """The weights under our names, each read out of its stack."""
+    places: dict[str, tuple[str, int | None]] = {}
+    for name in weights:
+        layer = LAYER.fullmatch(name)
+        if layer is None:
+            places[name] = name, None
+        elif layer[1] is not None:
+            places[_own_name(int(layer[1]), layer[2])] = name, None
+        else:
+            described = stored.described[name]
+            layers, parts = described.size[0] if described.size else 0, len(described.chunks)
+            if layers > parts:  # each layer is a part of its own; so there are no more names than parts
+                raise CorruptError(
+                    f"{folder / METADATA} has {name} of {layers} layers in {parts} parts; use another checkpoint"
+                )
+            places.update({_own_name(number, layer[2]): (name, number) for number in range(layers)})
+    return LazyTensors(
+        {own: stored.meta(*place) for own, place in places.items()}, lambda own: stored.read(*places[own])
+    )
+
+
+def _own_name(layer: int, rest: str) -> str:
+    if rest.endswith(FUSED_NORM):
+        rest = "input_layernorm.weight" if rest.startswith("self_attention.") else "pre_mlp_layernorm.weight"
+    return f"decoder.layers.{layer}.{rest}"
+
+
+# -- the model
+
+
+def _arguments(common: Any) -> Arguments:
+    """By name; none where whoever saved the checkpoint left them out."""
+    namespace = common.get("args") if isinstance(common, dict) else None
+    arguments = namespace.state if isinstance(namespace, Record) else None
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _stated(config: Path | None) -> dict[str, Any]:
+    """The section `model` of a configuration file."""
+    stated = read_values(config).get("model") if config else {}
+    if not isinstance(stated, dict):
+        raise InputError(f"{config} has no section model with fields; write those that the checkpoint lacks into it")
+    return stated
+
+
+def _model(
+    folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: Mapping[str, Tensor]
+) -> FANformerConfig:
+    if problems := _problems(arguments):
+        raise InputError(
+            f"the model in {folder} cannot be converted: {'; '.join(problems)}; it runs in Megatron-LM alone"
+        )
+    values = {**_fields(arguments), **stated, "fan": _fan(folder, arguments, stated, shapes)}
+    rows = shapes[EMBEDDING].shape[0] if EMBEDDING in shapes else 0
+    vocab_size = values.setdefault("vocab_size", rows)
+    if type(vocab_size) is int and 0 < vocab_size <= rows:
+        values["make_vocab_size_divisible_by"] = vocabulary_multiple(vocab_size, rows)
+    try:
+        return FANformerConfig.from_dict(values)
+    except InputError as error:
+        reasons = "; ".join(str(error).splitlines())
+        raise InputError(f"the model in {folder} cannot be built: {reasons}; state it by --config FILE") from None
+
+
+def _problems(arguments: Arguments) -> list[str]:
+    found = [
+        _problem(name, arguments[name], rule.flag)
+        for name, rule in RULES.items()
+        if arguments.get(name, rule.required[0]) not in rule.required
+    ]
+    width, heads, size = (arguments.get(name) for name in ("hidden_size", "num_attention_heads", "kv_channels"))
+    if type(width) is type(heads) is type(size) is int and width != heads * size:
+        found.append(_problem("kv_channels", size, "--kv-channels"))
+    return found
+
+
+def _problem(name: str, value: Any, flag: str) -> str:
+    row = foreign_names.row_of(foreign_names.plain(flag))
+    assert row is not None, flag
+    return f"{name} ({flag}) is {value!r:.{MOST_SHOWN}}, but {row.note}"
+
+
+def _fields(arguments: Arguments) -> dict[str, Any]:
+    """The model's fields, but for `fan`: under the same names, or those that `foreign_names` has for them."""
+    rows = [row for row in foreign_names.MEGATRON_LM["Model"] if row.field]
+    others = {row.field: foreign_names.plain(row.names.split()[-1]) for row in reversed(rows)}
+    values = {name: arguments.get(name, arguments.get(others[f"model.{name}"])) for name in FIELDS}
+    if not arguments.get("group_query_attention"):
+        values["num_query_groups"] = None  # Megatron-LM's own default of 1 has no effect then
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> Any:
+    """What the tensors tell of FAN, and what is stated of it."""
+    seen = fan_of_tensors({name: tuple(tensor.shape) for name, tensor in shapes.items()})
+    of_user = stated.get("fan") or {}
+    if not isinstance(of_user, dict):
+        return of_user  # refused with the rest
+    if seen.placement != "none" and arguments.get("spec") != SPEC and "activation" not in of_user:
+        spec = arguments.get("spec")
+        named = " ".join(map(str, spec)) if isinstance(spec, list) else "not known"
+        raise InputError(
+            f"what acts on FAN's linear rows in {folder} is in its layer spec ({named}), which is code and not read; "
+            "add --config FILE, with model: {fan: {activation: none}} (or gelu) in it"
+        )
+    told = {name: value for name, value in seen._asdict().items() if value is not None}
+    if seen.v_p_ratio == seen.p_ratio:
+        told.pop("v_p_ratio", None)
+    return {**told, **of_user}
+
+
+# -- what else there is to say
+
+
+def _notes(arguments: Arguments, stated: Mapping[str, Any]) -> tuple[str, ...]:
+    notes = []
+    if rates := [f"{name} {arguments[name]}" for name in DROPOUT if arguments.get(name)]:
+        notes.append(f"trained with {' and '.join(rates)}; there is no dropout here, and training goes on without it")
+    if arguments.get("vocab_size") is None and "vocab_size" not in stated:
+        notes.append(
+            "the arguments do not say how many rows of the embedding are token ids (--vocab-size): all are taken for "
+            "ids; if some are padding, state model.vocab_size by --config FILE"
+        )
+    return tuple(notes)
+
+
+def _run(common: Any, arguments: Arguments) -> tuple[dict[str, Any], SavedProgress] | None:
+    iteration = common.get("iteration") if isinstance(common, dict) else None
+    samples = arguments.get("consumed_train_samples")
+    if type(iteration) is not int or type(samples) is not int:
+        return None
+    saved: dict[str, Any] = {"data": {"train_data": arguments.get("data_path")}}
+    for field in RECORDED:
+        section, _, name = field.partition(".")
+        if isinstance(value := arguments.get(name), int | float | str):
+            saved.setdefault(section, {})[name] = value
+    return saved, SavedProgress(iteration, samples)

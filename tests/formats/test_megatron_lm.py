@@ -1,0 +1,284 @@
+"""Checkpoints of stock Megatron-LM: what they hold in our names, what is refused, and that nothing is unpickled."""
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
+from megatron_fanformer.checkpoint.manifest import MANIFEST
+from megatron_fanformer.checkpoint.plain_values import COMMON
+from megatron_fanformer.checkpoint.records import Record, read_records
+from megatron_fanformer.cli import PROGRAM, main
+from megatron_fanformer.formats import foreign_names
+from megatron_fanformer.formats.megatron_lm import FIELDS, RULES, open_megatron_lm
+from megatron_fanformer.formats.name_table import expected_shapes
+from megatron_fanformer.formats.recognition import TRACKER, find_checkpoint
+from megatron_fanformer.hf import FANformerForCausalLM
+from megatron_fanformer.model.build import build_stages, sharded_state
+from megatron_fanformer.model.config import FANConfig, FANformerConfig, as_transformer
+from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
+from megatron_fanformer.runtime.seeding import seed_everything
+from tests.model.test_stock_megatron import MODEL, MY_SPEC, layout, stock_metadata
+from tests.stock_megatron import (
+    HAS_TRAINING,
+    SPEC,
+    arguments_by_hand,
+    command_line,
+    parsed_arguments,
+    saved_arguments,
+    stock_model,
+)
+from tests.tiny import tiny_model
+from tests.whole_models import read_full_tensors, save_state
+
+STEP = 3
+ONE_RANK = ParallelConfig()
+NO_ACTIVATION = "model: {fan: {activation: none}}\n"
+
+
+@pytest.fixture
+def convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Exit code and output of `convert SOURCE`, into the folder `out`."""
+
+    def run(source: Path, *options: str, to: str = "megatron") -> tuple[int, str]:
+        capsys.readouterr()
+        code = main(["convert", str(source), str(tmp_path / "out"), "--to", to, *options])
+        said = capsys.readouterr()
+        return code, (said.out if code == 0 else said.err.removeprefix(f"{PROGRAM}: ")).strip()
+
+    return run
+
+
+# -- as ranks of Megatron-LM save them
+
+
+def save_both(model: FANformerConfig, spec: list[str], as_stock: str, as_ours: str, apart: bool) -> Tensor:
+    """Save one model in stock Megatron-LM's form and in ours, at tensor parallel size 2; this rank's logits of it."""
+    parallel = layout(2)
+    with rank_grid(parallel, "cpu") as grid:
+        seed_everything(0)
+        (ours,) = build_stages(model, parallel, grid, dtype=torch.float32, seed=3)
+        stock = stock_model(model, parallel, spec)
+        stock.load_state_dict(ours.state_dict())
+        state = {
+            "args": saved_arguments(model, parallel, spec),
+            "checkpoint_version": 3.0,
+            "iteration": STEP,
+            "model": stock.sharded_state_dict(metadata={**stock_metadata(), "non_homogeneous_layers": apart}),
+        }
+        save_state(state, Path(as_stock))
+        save_state({"model": sharded_state(ours, grid)}, Path(as_ours))
+        ids = prompt(model)
+        positions = torch.arange(model.seq_length).unsqueeze(0)
+        mask = torch.ones(1, 1, model.seq_length, model.seq_length).triu(1).bool()
+        with torch.no_grad():
+            logits: Tensor = stock(ids, positions, mask)
+        return logits
+
+
+def prompt(model: FANformerConfig) -> Tensor:
+    return torch.randint(model.vocab_size, (1, model.seq_length), generator=torch.Generator().manual_seed(1))
+
+
+GROUPED = dataclasses.replace(
+    MODEL, num_query_groups=2, untie_embeddings_and_output_weights=True, vocab_size=250, rotary_base=500
+)
+# Of the greatest logit: sums over 64 in float32 in another order, and other code for norms, rotation and SwiGLU.
+SAME_LOGITS = 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "apart"),
+    [
+        (GROUPED, SPEC, False),
+        pytest.param(dataclasses.replace(MODEL, fan=FANConfig(p_ratio=0.125)), MY_SPEC, True, marks=pytest.mark.full),
+    ],
+    ids=["stacked", "apart-own-spec"],
+)
+def test_ranks_of_megatron_lm(
+    run_on_ranks: Any, tmp_path: Path, convert: Any, model: FANformerConfig, spec: list[str], apart: bool
+) -> None:
+    """Every weight is ours to the bit, and the model computes what stock Megatron-LM's does."""
+    (iteration := tmp_path / "saved" / f"iter_{STEP:07d}").mkdir(parents=True)
+    (own := tmp_path / "own").mkdir()
+    logits = torch.cat(run_on_ranks(2, save_both, model, spec, str(iteration), str(own), apart), dim=-1)
+    (tmp_path / "saved" / TRACKER).write_text(str(STEP))
+    (config := tmp_path / "config.yaml").write_text(NO_ACTIVATION)
+    options = ("--config", str(config)) if spec != SPEC else ()
+    found = open_megatron_lm(iteration, config if options else None)
+    assert found.config == model
+    weights = read_full_tensors(own)
+    assert found.tensors.keys() == weights.keys()
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in weights.items())
+    code, said = convert(tmp_path / "saved", *options, to="hf")
+    assert code == 0, said
+    exported = FANformerForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        own_logits = exported(prompt(model)).logits
+    expected = logits[..., : model.vocab_size]
+    assert (own_logits - expected).abs().max() <= SAME_LOGITS * expected.abs().max()
+    assert f"| steps | {STEP}" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.skipif(not HAS_TRAINING, reason="megatron.training comes with megatron-core 0.19")
+def test_the_arguments_by_hand_are_the_parsers() -> None:
+    """megatron-core 0.16's Megatron-LM has two of them under other names."""
+    older = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
+    for model in (MODEL, GROUPED):
+        parsed = vars(parsed_arguments(command_line(model, ONE_RANK, SPEC), 1))
+        by_hand = vars(arguments_by_hand(model, ONE_RANK, SPEC))
+        assert {name: parsed.get(older.get(name, name), "none") for name in by_hand} == by_hand
+        assert set(RULES) - parsed.keys() == {"apply_layernorm_1p"}
+        assert set(FIELDS) <= parsed.keys()
+
+
+# -- made in one process
+
+
+def saved(folder: Path, model: FANformerConfig, **changes: Any) -> Path:
+    """A checkpoint of random weights, each layer's apart, and its arguments with changes; the folder of all."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = expected_shapes(model, "megatron")
+    tensors = {stock_name(name, model): torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    step = write_full_tensors(folder / "run", tensors, {}, [])
+    iteration = step.rename(folder / f"iter_{STEP:07d}")
+    for name in (store.CONFIG, MANIFEST):  # ours alone
+        (iteration / name).unlink()
+    arguments = vars(arguments_by_hand(model, ONE_RANK, SPEC))
+    common = {"args": argparse.Namespace(**{**arguments, **changes}), "iteration": STEP}
+    torch.save(common, iteration / COMMON)
+    (folder / TRACKER).write_text(f"{STEP}\n")
+    return folder
+
+
+def stock_name(name: str, model: FANformerConfig) -> str:
+    """What Megatron-LM's own layer, whose norms the Engine fuses, calls a tensor; ours has names of its own."""
+    if model.has_fan:
+        return name
+    name = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    return name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+
+
+def test_a_transformer_of_megatron_lms_own_layers(tmp_path: Path, convert: Any) -> None:
+    model = as_transformer(tiny_model())
+    code, said = convert(saved(tmp_path / "saved", model, spec=None, hidden_dropout=0.1, vocab_size=None))
+    assert code == 0, said
+    first, *notes = said.splitlines()
+    assert first == f"wrote {tmp_path / 'out'}"
+    assert notes[0].startswith("trained with hidden_dropout 0.1; there is no dropout here")
+    assert notes[1].startswith("the arguments do not say how many rows of the embedding are token ids")
+    checkpoint = find_checkpoint(tmp_path / "out")
+    found = store.saved_model(checkpoint)
+    rows = model.padded_vocab_size
+    assert found == dataclasses.replace(model, vocab_size=rows)
+    assert {name: tuple(t.shape) for name, t in read_full_tensors(checkpoint).items()} == expected_shapes(
+        found, "megatron"
+    )
+
+
+def test_an_own_spec_does_not_tell_the_activation(tmp_path: Path, convert: Any) -> None:
+    folder = saved(tmp_path / "saved", tiny_model(), spec=["my_fanformer", "my_layer_spec"])
+    code, said = convert(folder)
+    assert code == 2 and "(my_fanformer my_layer_spec)" in said and "--config FILE" in said
+    (config := tmp_path / "config.yaml").write_text("model: {fan: {activation: gelu}, vocab_size: 99}\n")
+    code, said = convert(folder, "--config", str(config), "--no-verify")
+    assert code == 0, said
+    expected = tiny_model(vocab_size=99, fan=FANConfig(activation="gelu"))
+    assert store.saved_model(find_checkpoint(tmp_path / "out")) == expected
+
+
+def test_every_argument_that_makes_another_model_is_refused(tmp_path: Path, convert: Any) -> None:
+    """None of them leaves a trace in a tensor's name or shape, or but one that says less."""
+    code, said = convert(saved(tmp_path / "saved", tiny_model(), **dict.fromkeys(RULES, "odd"), kv_channels=9))
+    assert code == 2 and len(said.splitlines()) == 1
+    for name, rule in RULES.items():
+        row = foreign_names.row_of(foreign_names.plain(rule.flag))
+        assert row is not None and f"{name} ({rule.flag}) is 'odd', but {row.note}" in said
+    assert "kv_channels (--kv-channels) is 9, but the head size is " in said
+
+
+def test_arguments_that_are_not_there_can_be_stated(tmp_path: Path, convert: Any) -> None:
+    folder = saved(tmp_path / "saved", tiny_model())
+    torch.save({"iteration": STEP}, folder / f"iter_{STEP:07d}" / COMMON)
+    (config := tmp_path / "config.yaml").write_text(NO_ACTIVATION)
+    code, said = convert(folder, "--config", str(config))
+    assert code == 2 and "model.num_layers is missing" in said and said.endswith("state it by --config FILE")
+
+
+@pytest.mark.parametrize("tracker", ["4", "../other", ""])
+def test_a_tracker_that_names_nothing(tracker: str, tmp_path: Path, convert: Any) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / TRACKER).write_text(tracker)
+    code, said = convert(tmp_path / "saved")
+    assert code == 3 and f"{TRACKER} names {tracker!r}" in said
+
+
+def test_the_old_format_is_refused_with_the_remedy(tmp_path: Path, convert: Any) -> None:
+    (rank := tmp_path / "saved" / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
+    (rank / "model_optim_rng.pt").write_bytes(b"")
+    for folder in (tmp_path / "saved" / "iter_0000003", tmp_path / "saved"):
+        code, said = convert(folder)
+        assert code == 2 and "--ckpt-convert-format torch_dist" in said and len(said.splitlines()) == 1
+        (tmp_path / "saved" / TRACKER).write_text("3")
+
+
+def test_damage_in_a_weight_is_found(tmp_path: Path, convert: Any) -> None:
+    folder = saved(tmp_path / "saved", tiny_model())
+    file = max(folder.glob("*/*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    code, said = convert(folder)
+    assert code == 3 and str(file) in said and "CRC-32" in said
+
+
+def test_inspect_says_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(tmp_path / "saved", tiny_model())
+    assert main(["inspect", str(folder), "--verify"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{folder / f'iter_{STEP:07d}'}: checkpoint of Megatron-LM"
+    assert lines[-1].startswith("verified: CRC-32 of ")
+
+
+def test_a_configuration_is_for_megatron_lms_alone(tmp_path: Path, convert: Any) -> None:
+    (tmp_path / "config.yaml").write_text("model: {d_model: 8}\n")
+    code, said = convert(tmp_path, "--config", str(tmp_path / "config.yaml"))
+    assert code == 2 and "--config is for what a checkpoint of Megatron-LM does not state" in said
+
+
+class Bomb:
+    """Makes a folder when it is loaded as a pickle."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),), {"x": 1}, iter([1]), iter([(2, 3)])
+
+
+def test_nothing_in_the_arguments_is_executed(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(bomb=Bomb(tmp_path / "marker"), dtype=torch.bfloat16, num_layers=2)
+    torch.save({"args": arguments, "tensor": torch.ones(3), "class": Bomb}, tmp_path / "common.pt")
+    with (tmp_path / "common.pt").open("rb") as stream:
+        recorded = read_records(stream)
+    state = recorded["args"].state
+    assert recorded["args"].class_name == "argparse.Namespace"
+    assert isinstance(state["bomb"], Record) and state["bomb"].arguments == (str(tmp_path / "marker"),)
+    assert state["num_layers"] == 2
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02}."])
+def test_what_is_no_archive(content: bytes, tmp_path: Path, convert: Any) -> None:
+    folder = saved(tmp_path / "saved", tiny_model())
+    (folder / f"iter_{STEP:07d}" / COMMON).write_bytes(content)
+    code, said = convert(folder)
+    assert code == 3 and f"{COMMON} cannot be read" in said

@@ -1,0 +1,42 @@
+"""The layer spec in somebody else's Megatron-LM: its import brings nothing along, and says nothing."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.small_runs import ROOT
+
+# What Megatron-LM has imported before it looks for --spec; then ours, and what came with it.
+IMPORTS = """
+import json, sys, warnings
+from megatron_fanformer.runtime import megatron_cpu
+megatron_cpu.install()
+import megatron.core.models.gpt.gpt_layer_specs
+for name in [name for name in sys.modules if name.split(".")[0] == "megatron_fanformer"]:
+    del sys.modules[name]
+before = set(sys.modules)
+warnings.simplefilter("always")
+print("before", flush=True)
+print("before", file=sys.stderr, flush=True)
+from megatron_fanformer.model.layer_spec import fanformer_layer_spec
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported() -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, cwd=ROOT)
+
+
+def test_it_imports_torch_and_megatron_core_alone(imported: "subprocess.CompletedProcess[str]") -> None:
+    """`pip install --no-deps` is enough for it, and it is there as soon as megatron-core is."""
+    modules = json.loads(imported.stdout.splitlines()[-1])
+    assert {name.split(".")[0] for name in modules} <= {"megatron", "megatron_fanformer"}
+    assert "megatron_fanformer.configuration" not in modules
+
+
+def test_it_says_nothing(imported: "subprocess.CompletedProcess[str]") -> None:
+    assert imported.stderr.partition("before\n")[2] == ""
+    assert imported.stdout.partition("before\n")[2].count("\n") == 1
