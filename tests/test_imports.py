@@ -85,9 +85,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "configuration": ("errors",),
     "processes": (),
     "durable_files": (),
+    "terminal": (),
     "__init__": (),
 }
-GROUND = ("errors", "configuration", "processes", "durable_files")
+GROUND = ("errors", "configuration", "processes", "durable_files", "terminal")
 """For everybody but hf, and the package itself, for its version."""
 NAMES_THAT_SAY_NOTHING = {"util", "utils", "common", "helper", "helpers", "misc"}
 MAX_LINES = 500
