@@ -118,13 +118,14 @@ def test_the_three_forms_of_a_table() -> None:
 
 
 def test_labels_stand_beside_their_texts_or_above_them() -> None:
-    rows = [("files", "of many words that wrap"), ("a path", "/x/" + "y" * 30)]
-    assert list(terminal.labelled(rows, None)) == ["  files   of many words that wrap", f"  a path  /x/{'y' * 30}"]
-    assert list(terminal.labelled(rows, 32)) == [
-        "  files   of many words that",
-        "          wrap",
+    rows = [("files", "of so many words that it wraps"), ("a path", "/x/" + "y" * 28)]
+    whole = ["  files   of so many words that it wraps", f"  a path  /x/{'y' * 28}"]
+    assert list(terminal.labelled(rows, None)) == list(terminal.labelled(rows, 41)) == whole
+    assert list(terminal.labelled(rows, 36)) == [
+        "  files   of so many words that it",
+        "          wraps",
         "  a path",
-        f"    /x/{'y' * 30}",
+        f"    /x/{'y' * 28}",
     ]
 
 
