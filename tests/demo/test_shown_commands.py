@@ -82,3 +82,4 @@ def test_the_commands_of_a_page_run(
     with capsys.disabled():
         print(f"\n{page}", *ran, sep="\n")
     assert [f"{each}\n{each.output[-TOLD_CHARACTERS:]}" for each in ran if each.code] == []
+    assert [each.text for each in ran if {"\r", "\x1b"} & set(each.output)] == []  # into a pipe: lines alone, no colour
