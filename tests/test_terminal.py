@@ -12,6 +12,7 @@ import termios
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -143,7 +144,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
             cli.main(arguments)
             return "".join(capsys.readouterr())
         screen = Screen(columns)
-        with open(screen.file, "w") as file, monkeypatch.context() as patch:
+        with open(screen.file, "w", encoding="utf-8") as file, monkeypatch.context() as patch:
             patch.delenv("COLUMNS", raising=False)
             for name in ("stdout", "stderr", "__stdout__"):  # the last is whose size is asked for
                 patch.setattr(sys, name, file)
@@ -183,7 +184,7 @@ def test_progress_of_prepare_in_a_pipe_is_a_line_a_minute(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter(range(0, 10_000, 20))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     with progress.progress_line("preparing") as show:
         for done in range(5):
             show(PrepareProgress(documents=done, text_bytes=0, input_bytes=done, input_bytes_total=5))
