@@ -16,6 +16,7 @@ from typing import Any
 from megatron_fanformer import __version__
 from megatron_fanformer.errors import FanformerError, InputError, escaped, not_installed, redacted
 from megatron_fanformer.processes import hold_signals, signals_released
+from megatron_fanformer.terminal import tell
 from megatron_fanformer.verbs import PROGRAM, TAKES_OVERRIDES, TAKES_SIGNALS, VERBS
 
 MOST_SHOWN = 200  # characters of an argument or a path in an error
@@ -144,7 +145,7 @@ def _tell(message: str, exit_code: int) -> int:
     """Print an error, unless this rank's launcher will: then it is printed there, once."""
     if not _launcher_tells():
         for line in escaped(redacted(message)).split("\n"):
-            print(f"{PROGRAM}: {line}", file=sys.stderr)
+            tell(f"{PROGRAM}: {line}")
     return exit_code
 
 

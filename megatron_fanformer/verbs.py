@@ -20,6 +20,7 @@ from megatron_fanformer.generation.options import add_chat_options, add_generate
 from megatron_fanformer.preparation.options import add_options as add_prepare_options
 from megatron_fanformer.processes import ended_by_stop_signals, tell_loading
 from megatron_fanformer.sizing.options import add_options
+from megatron_fanformer.terminal import show, tell, width
 
 PROGRAM = "megatron-fanformer"
 TAKES_OVERRIDES = ("train", "parity", "plan", "inspect", "config", "experiment")  # --section.field VALUE
@@ -73,9 +74,9 @@ def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str
         strict=options.strict,
         chat=ChatConfig(**of_chats) if options.chat else None,
     )
-    with progress_line("preparing") as show:
-        report = prepare(config, show)
-    print("\n".join(report.lines()))
+    with progress_line("preparing") as listener:
+        report = prepare(config, listener)
+    show(report.lines())
 
 
 # -- train
@@ -129,17 +130,17 @@ def _config_verb_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _config(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
-    from megatron_fanformer.training.config_reference import field_list, resolved_text, schema_text
+    from megatron_fanformer.training.config_reference import WIDTH, field_list, resolved_text, schema_text
 
     stray = [*rest, *(["--config"] if options.config else [])]
     if stray and not options.resolved:
         raise InputError(f"{stray[0]} has no effect without --resolved; {PROGRAM} config --help lists the options")
     if options.resolved and not options.config:
         raise InputError("--resolved needs --config FILE; name a configuration file")
-    if options.resolved:
-        print(resolved_text(Path(options.config), rest))
+    if options.resolved or options.schema:
+        show([resolved_text(Path(options.config), rest) if options.resolved else schema_text()], as_they_are=True)
     else:
-        print(schema_text() if options.schema else field_list())
+        show(field_list(width() or WIDTH).splitlines())
 
 
 # -- check-node
@@ -248,7 +249,7 @@ def _experiment(options: argparse.Namespace, rest: list[str], _arguments: list[s
         from megatron_fanformer.experiments.probes.command import experiment
 
         options.checkpoint = options.checkpoint and [_on_this_machine(path) for path in options.checkpoint]
-        experiment(options, rest, _ready, functools.partial(print, flush=True))
+        experiment(options, rest, _ready, lambda text: show(text.split("\n")))
 
 
 # -- sweep, report
@@ -370,7 +371,7 @@ def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str
         verified=not options.no_verify,
         receipt=Path(options.report) if options.report else None,
     )
-    print("\n".join([f"wrote {options.destination}", *done.notes]))
+    show([f"wrote {options.destination}", *done.lines(width())])
 
 
 # -- inspect
@@ -424,7 +425,7 @@ def _on_this_machine(path: str) -> str:
 
     if not is_url(path):
         return path
-    return str(fetched(path, cache_folder(), lambda line: print(f"{PROGRAM}: {line}", file=sys.stderr)))
+    return str(fetched(path, cache_folder(), lambda line: tell(f"{PROGRAM}: {line}")))
 
 
 def _ready(*, on_cpu: bool = False) -> None:

@@ -369,7 +369,9 @@ def test_the_conversion_script_is_the_verb(tmp_path: Path, capsys: pytest.Captur
     spec.loader.exec_module(script)
     source = Path(__file__).parent / "reference" / "atl"
     assert script.main([str(source), str(tmp_path / "out"), "--to", "megatron"]) == 0
-    assert capsys.readouterr().out == f"wrote {tmp_path / 'out'}\n"
+    wrote, heading, *checks = capsys.readouterr().out.splitlines()
+    assert (wrote, heading.split()) == (f"wrote {tmp_path / 'out'}", ["check", "passed"])
+    assert [line.split()[0] for line in checks] == ["names", "round", "logits", "greedy"]
     assert (tmp_path / "out" / "checkpoints" / "latest").is_file()
 
 

@@ -1,6 +1,5 @@
-"""The commands that the documentation shows: each parses, and names what exists."""
+"""The commands that the documentation shows: each parses, and names what exists. (tests/demo runs them.)"""
 
-import re
 import shlex
 import subprocess
 from collections.abc import Iterator
@@ -11,41 +10,58 @@ import pytest
 
 from megatron_fanformer import cli
 from megatron_fanformer.experiments.probes.command import read_settings
+from megatron_fanformer.experiments.sweeps.file import read_sweep
 from megatron_fanformer.model.config import PRESETS
+from megatron_fanformer.parity.config import ParityConfig, read_layouts
+from megatron_fanformer.sizing.request import read_request
 from megatron_fanformer.training.config import config_from_dict, load_config
-
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def shown_commands(page: Path) -> list[list[str]]:
-    """Every `megatron-fanformer …` of a page's shell blocks, as its words."""
-    blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", page.read_text(), re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    commands = [shlex.split(line, comments=True) for line in lines]
-    return [words[1:] for words in commands if words and words[0] == "megatron-fanformer"]
+from tests.shown_commands import COMMANDS, NOT_OURS, NOT_RUN, READERS_OWN, Shown
+from tests.small_runs import ROOT
 
 
-COMMANDS = [(page.name, words) for page in PAGES for words in shown_commands(page)]
+def check(arguments: list[str]) -> None:
+    """Parse arguments as the program does, and read what they name that is here; raises what the program would say."""
+    options, rest = cli._parser().parse_known_args(arguments)
+    assert not rest or options.verb in cli.TAKES_OVERRIDES
+    config = getattr(options, "config", None)
+    file = Path("examples/tiny-cpu.yaml" if config == READERS_OWN else config or "none")
+    match options.verb:
+        case "train":
+            assert load_config(file, rest).section_problems(leaving=("data",)) == []
+        case "parity":
+            asked = {name: getattr(options, name) for name in ("steps", "dtype", "device", "transformer_impl")}
+            read_layouts(ParityConfig(file=file, overrides=tuple(rest), layouts=tuple(options.layouts), **asked))
+        case "plan":
+            names = ("gpus", "gpu", "layouts", "search", "tokens", "price")
+            asked = {name: getattr(options, name) for name in names}
+            read_request(file, rest, simulated_ranks=options.simulate, **asked)
+        case "sweep":
+            read_sweep(options.file, needs_data=False)
+        case "experiment" if options.name is not None:
+            read_settings(options, rest)
+        case _:
+            assert rest == [] and (config is None or load_config(file))
 
 
-@pytest.mark.parametrize(
-    ("page", "words"), COMMANDS, ids=[f"{page}: {' '.join(words)[:60]}" for page, words in COMMANDS]
-)
-def test_a_shown_command_parses(page: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_a_shown_command_is_one(command: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    options, rest = cli._parser().parse_known_args(words)
-    assert options.verb != "train" or Path(options.config).suffix == ".yaml"
-    if options.verb == "experiment":
-        assert options.name is None or read_settings(options, rest)
-    elif options.verb not in ("train", "plan"):
-        assert rest == []
-    elif Path(options.config).exists():
-        load_config(Path(options.config), rest)
+    for arguments in command.ours:
+        check(arguments)
+    others = [] if command.ours else command.programs
+    assert [words[0] for words in others if words[0] not in NOT_OURS] == []
+    named = [word for words in others for word in words if word.startswith(("tools/", "examples/", "tests/"))]
+    assert [word for word in named if not Path(word).exists()] == []
+
+
+def test_every_reason_is_of_a_command() -> None:
+    assert [start for start in NOT_RUN if not any(each.text.startswith(start) and each.ours for each in COMMANDS)] == []
+    others = {words[0] for command in COMMANDS if not command.ours for words in command.programs}
+    assert others == NOT_OURS.keys()
 
 
 def test_commands_of_every_verb_are_shown() -> None:
-    assert {words[0] for _, words in COMMANDS} >= set(cli.VERBS)
+    assert {arguments[0] for command in COMMANDS for arguments in command.ours} >= set(cli.VERBS)
 
 
 def field_names(values: dict[str, Any]) -> Iterator[str]:

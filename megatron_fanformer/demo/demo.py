@@ -200,7 +200,7 @@ def training_config(places: Places) -> dict[str, Any]:
             "exit_interval": STEPS // 2,
         },
         "checkpoint": {"keep": 2},
-        "logging": {"log_interval": 25},
+        "logging": {"log_interval": 25, "phase_interval": STEPS // 6},  # the usual 1,000 would show no phases
     }
 
 

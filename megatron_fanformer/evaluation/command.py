@@ -4,9 +4,8 @@ import argparse
 import glob
 import re
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -29,12 +28,12 @@ from megatron_fanformer.processes import tell_loading
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.launch import launch_ranks, read_found
+from megatron_fanformer.terminal import phases, show, width
 
 if TYPE_CHECKING:
-    from megatron_fanformer.evaluation.jobs import Jobs, Tell
+    from megatron_fanformer.evaluation.jobs import Jobs
     from megatron_fanformer.runtime.parallel import RankGrid
 
-WIDTH_OF_A_FILE = 80  # columns where there is no terminal
 GENERATION = ("run_code", "num_samples", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
 """The options that are fields of `GenerationSettings`."""
 NEEDED = {
@@ -163,7 +162,7 @@ def _run(options: argparse.Namespace, asked: Asked, jobs: "Jobs", grid: "RankGri
 
     results: list[Result] = []
     try:
-        with _progress() if grid.is_main else nullcontext(lambda *_: None) as tell:
+        with phases("reading") if grid.is_main else nullcontext(lambda *_: None) as tell:
             for result in evaluate_jobs(asked, jobs, grid, tell=tell):
                 if grid.is_main:
                     results.append(result)
@@ -174,30 +173,6 @@ def _run(options: argparse.Namespace, asked: Asked, jobs: "Jobs", grid: "RankGri
         raise
     if grid.is_main:
         _tell(options, asked, results)
-
-
-@contextmanager
-def _progress() -> "Iterator[Tell]":
-    """Shows what runs on a terminal's last line; elsewhere writes a line for each phase that ended."""
-    from rich.console import Console
-
-    console = Console(stderr=True, markup=False)
-    if console.is_terminal:
-        with console.status("reading") as line:
-            yield lambda phase, how_far="": line.update(f"{phase}, {how_far}" if how_far else phase)
-        return
-    phase, began = "", 0.0
-
-    def tell(what: str, _how_far: str = "") -> None:
-        nonlocal phase, began
-        if what == phase:
-            return
-        if phase:
-            print(f"{phase}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-        phase, began = what, time.monotonic()
-
-    yield tell
-    tell("")
 
 
 # -- what is asked
@@ -379,11 +354,8 @@ def _layout(text: str, world_size: int | None) -> Layout:
 
 def _tell(options: argparse.Namespace, asked: Asked, results: list[Result]) -> None:
     """Draw and print the results, then compare two of them; files first, for nobody may be reading what is printed."""
-    from rich.console import Console
+    from megatron_fanformer.evaluation.report import comparison_lines, result_lines
 
-    from megatron_fanformer.evaluation.report import print_comparison, print_results
-
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE, markup=False)
     comparison = None
     try:
         if options.picture is not None:
@@ -397,9 +369,9 @@ def _tell(options: argparse.Namespace, asked: Asked, results: list[Result]) -> N
             _write(options, results, comparison)
     finally:
         if results:
-            print_results(results, console)
+            show(result_lines(results, width()))
     if comparison is not None:
-        print_comparison(comparison, console)
+        show(comparison_lines(comparison, width()))
 
 
 def _write(options: argparse.Namespace, results: Sequence[Result], comparison: Comparison | None = None) -> None:
@@ -432,4 +404,4 @@ def _prepare(options: argparse.Namespace) -> None:
         limit=options.limit,
         told=told,
     )
-    print(report.text())
+    show(report.lines(width()))

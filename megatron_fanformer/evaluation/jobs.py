@@ -1,7 +1,7 @@
 """Checkpoints to evaluate: found and checked without reading weights, then built and scored in a layout."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -34,12 +34,11 @@ from megatron_fanformer.model.layout_rules import layout_problems
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.terminal import Tell
 
 if TYPE_CHECKING:
     from megatron_fanformer.evaluation.command import Asked
 
-Tell = Callable[..., None]
-"""Is told what runs now, and may be told with it how far that has come: two texts."""
 Documents = dict[str, list[dict[str, Any]]]
 
 DIVISORS = {

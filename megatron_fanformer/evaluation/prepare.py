@@ -25,6 +25,7 @@ from megatron_fanformer.evaluation.requests import (
     write_requests,
 )
 from megatron_fanformer.evaluation.tasks import OF_ONE_ANSWER, Task, resolve
+from megatron_fanformer.terminal import table
 
 CONTEXT_LENGTH = 2048  # the paper's
 UNCONDITIONAL = 1_000_000  # what OLMES adds to the number of a document to ask for its choices behind a neutral context
@@ -55,8 +56,8 @@ class RequestsReport:
     context_length: int
     tasks: tuple[PreparedTask, ...]
 
-    def text(self) -> str:
-        """A table with a line for each task, for a terminal."""
+    def lines(self, width: int | None) -> Iterator[str]:
+        """A table with a row for each task, for a terminal of that width; None: any."""
         total = PreparedTask(
             name="together",
             documents=sum(task.documents for task in self.tasks),
@@ -64,17 +65,15 @@ class RequestsReport:
             tokens=sum(task.tokens for task in self.tasks),
             cut=sum(task.cut for task in self.tasks),
         )
-        width = max(len(task.name) for task in (*self.tasks, total))
-        lines = [f"{'task':{width}} {'documents':>10} {'requests':>9} {'tokens':>11} {'cut':>6}"]
-        lines += [
-            f"{task.name:{width}} {task.documents:10,} {task.requests:9,} {task.tokens:11,} {task.cut:6,}"
+        rows = [
+            (task.name, *(f"{count:,}" for count in (task.documents, task.requests, task.tokens, task.cut)))
             for task in (*self.tasks, total)
         ]
-        lines.append(
+        yield from table(("task", "documents", "requests", "tokens", "cut"), rows, align="lrrrr", width=width)
+        yield (
             f"{self.path}: {self.bytes / 1e6:.1f} MB in {self.seconds:.0f} s, context length {self.context_length}, "
             f"SHA-256 {self.sha256[:12]}…"
         )
-        return "\n".join(lines)
 
 
 def prepare_requests(

@@ -1,57 +1,66 @@
-"""The results of an evaluation and of a comparison: as tables for the terminal, and as plain values for a file."""
+"""The results of an evaluation and of a comparison: as lines for the terminal, and as plain values for a file."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from megatron_fanformer.evaluation.comparison import Comparison, Difference, figure, is_share, sentences
-from megatron_fanformer.evaluation.results import MetricValue, Result, names_of
+from megatron_fanformer.evaluation.results import MetricValue, Result, TaskResult, names_of
+from megatron_fanformer.terminal import table
 
 MOST_COLUMNS = 5  # checkpoints side by side in 80 columns; more follow in further tables
 
 
-def print_results(results: Sequence[Result], console: Console) -> None:
-    """One checkpoint with all its results; of several a row for each task and set, a column for each."""
+def result_lines(results: Sequence[Result], width: int | None) -> Iterator[str]:
+    """One checkpoint with all its results; of several a row for each task and set, a column for each.
+
+    Args:
+        width: of the terminal; None: any.
+    """
     if len(results) == 1:
-        _print_one(results[0], console)
+        yield from _one(results[0], width)
         return
     names = names_of(results)
     are_steps = len({result.run for result in results}) == 1 and results[0].run is not None
     for first in range(0, len(results), MOST_COLUMNS):
         end = first + MOST_COLUMNS
-        _print_side_by_side("step" if are_steps else "", names[first:end], results[first:end], console)
+        yield from _side_by_side("step" if are_steps else "", names[first:end], results[first:end], width)
 
 
-def _print_one(result: Result, console: Console) -> None:
-    console.print(result.checkpoint, highlight=False, soft_wrap=True)
+def _one(result: Result, width: int | None) -> Iterator[str]:
+    yield result.checkpoint
     if result.tasks:
-        table = _table("task", "metric", "value", "±", "documents", left=2)
-        for name, task in result.tasks.items():
-            for metric, found in sorted(task.metrics.items(), key=lambda item: item[0] != task.metric):
-                is_own = metric == task.metric
-                table.add_row(name if is_own else "", metric, *_cells(metric, found), style=None if is_own else "dim")
-        console.print(table)
+        rows = [row for name, task in result.tasks.items() for row in _metric_rows(name, task)]
+        yield from table(("task", "metric", "value", "±", "documents"), rows, align="llrrr", width=width)
         if (mean := _mean(result)) is not None:
-            console.print(f"mean of the tasks' own metrics: {100 * mean:.2f}", highlight=False)
+            yield f"mean of the tasks' own metrics: {100 * mean:.2f}"
     if result.perplexity:
-        table = _table("set", "loss", "perplexity", "bits/byte", "tokens")
-        for name, each in result.perplexity.items():
-            bits = "-" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}"
-            table.add_row(name, f"{each.loss:.4f}", _perplexity(each.perplexity), bits, f"{each.tokens:,}")
-        console.print(table)
+        rows = [
+            (
+                name,
+                f"{each.loss:.4f}",
+                _perplexity(each.perplexity),
+                "-" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}",
+                f"{each.tokens:,}",
+            )
+            for name, each in result.perplexity.items()
+        ]
+        yield from table(("set", "loss", "perplexity", "bits/byte", "tokens"), rows, align="lrrrr", width=width)
     for group, mean in result.groups.items():
-        console.print(f"{group}: mean perplexity {_perplexity(mean)}", highlight=False)
+        yield f"{group}: mean perplexity {_perplexity(mean)}"
 
 
-def _print_side_by_side(corner: str, names: Sequence[str], results: Sequence[Result], console: Console) -> None:
-    columns = [_column(result) for result in results]
-    table = _table(corner, *names)
-    for name in dict.fromkeys(name for column in columns for name in column):
-        table.add_row(name, *(column.get(name, "-") for column in columns))
-    console.print(table)
+def _metric_rows(name: str, task: TaskResult) -> Iterator[tuple[str, ...]]:
+    """The task's own metric first."""
+    for metric, found in sorted(task.metrics.items(), key=lambda item: item[0] != task.metric):
+        yield (name if metric == task.metric else "", metric, *_cells(metric, found))
+
+
+def _side_by_side(corner: str, names: Sequence[str], results: Sequence[Result], width: int | None) -> Iterator[str]:
+    found = [_column(result) for result in results]
+    labels = dict.fromkeys(label for column in found for label in column)
+    rows = [(label, *(column.get(label, "-") for column in found)) for label in labels]
+    yield from table((corner, *names), rows, align="l" + "r" * len(names), width=width)
 
 
 def _column(result: Result) -> dict[str, str]:
@@ -71,13 +80,6 @@ def _mean(result: Result) -> float | None:
     return sum(shares) / len(shares) if len(shares) > 1 else None
 
 
-def _table(*headings: str, left: int = 1) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number < left else "right", overflow="fold")
-    return table
-
-
 def _cells(metric: str, found: MetricValue) -> tuple[str, str, str]:
     """Value, standard error and documents; shares in percent."""
     return figure(metric, found.value), figure(metric, found.standard_error), f"{found.documents:,}"
@@ -90,25 +92,26 @@ def _perplexity(value: float | None) -> str:
 # -- comparisons
 
 
-def print_comparison(comparison: Comparison, console: Console) -> None:
-    """The table, and a sentence for each task."""
+def comparison_lines(comparison: Comparison, width: int | None) -> Iterator[str]:
+    """The tables, and a sentence for each task."""
     for letter, result in (("A", comparison.a), ("B", comparison.b)):
-        console.print(f"{letter}: {result.checkpoint}", highlight=False, soft_wrap=True)
-    table = _table("task", "A", "B", "B − A", "95% interval")
-    for found in _differences(comparison):
-        value, low, high = (figure(found.metric, each, sign="+") for each in (found.value, found.low, found.high))
-        table.add_row(
-            found.name, figure(found.metric, found.a), figure(found.metric, found.b), value, f"{low} to {high}"
-        )
+        yield f"{letter}: {result.checkpoint}"
     if comparison.tasks:
-        console.print(table)
-    if rows := perplexity_differences(comparison):
-        table = _table("perplexity, without an interval", "A", "B", "B − A")
-        for name, row in rows.items():
-            table.add_row(name, *(f"{row[key]:,.2f}" for key in ("a", "b")), f"{row['difference']:+,.2f}")
-        console.print(table)
-    for sentence in sentences(comparison):
-        console.print(sentence, highlight=False)
+        rows = [_difference_cells(found) for found in _differences(comparison)]
+        yield from table(("task", "A", "B", "B − A", "95% interval"), rows, align="lrrrr", width=width)
+    if differences := perplexity_differences(comparison):
+        rows = [
+            (name, f"{row['a']:,.2f}", f"{row['b']:,.2f}", f"{row['difference']:+,.2f}")
+            for name, row in differences.items()
+        ]
+        yield from table(("perplexity, without an interval", "A", "B", "B − A"), rows, align="lrrr", width=width)
+    yield from sentences(comparison)
+
+
+def _difference_cells(found: Difference) -> tuple[str, ...]:
+    of_a, of_b = (figure(found.metric, each) for each in (found.a, found.b))
+    value, low, high = (figure(found.metric, each, sign="+") for each in (found.value, found.low, found.high))
+    return found.name, of_a, of_b, value, f"{low} to {high}"
 
 
 def _differences(comparison: Comparison) -> list[Difference]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from megatron_fanformer.formats.model_card import RECEIPT, receipt_section
 from megatron_fanformer.formats.name_table import Format, convert
 from megatron_fanformer.formats.training_record import training_record
 from megatron_fanformer.formats.transforms import vocabulary_multiple
-from megatron_fanformer.formats.verify.receipt import Json, failures, report, verify, vocabulary
+from megatron_fanformer.formats.verify.receipt import Json, failures, report, seen, verify, vocabulary
 from megatron_fanformer.formats.weight_files import shard_bytes
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.dtypes import DTYPES
@@ -36,6 +37,11 @@ class Conversion(NamedTuple):
     """By name; None where verification was off."""
     notes: list[str]
     """What was left out, one line each."""
+
+    def lines(self, width: int | None) -> Iterator[str]:
+        """For a terminal of that width; None: any."""
+        yield from ["not verified"] if self.checks is None else seen(self.checks, width)
+        yield from self.notes
 
 
 def convert_checkpoint(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from megatron_fanformer import terminal
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.generation.chat import Chat, ChatConfig, open_chat
 
@@ -92,7 +93,7 @@ def _write_answer(chat: Chat, text: str, is_stopped: Callable[[], bool]) -> None
 
 
 def _tell(line: str) -> None:
-    print(f"megatron-fanformer: {line}", file=sys.stderr, flush=True)
+    terminal.tell(f"megatron-fanformer: {line}")
 
 
 class _Interrupts:

@@ -1,8 +1,6 @@
 """The verb `inspect`: says what a path is, verifies it, or shows the samples of a training step."""
 
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +10,7 @@ from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import OURS, Target, checkpoint_of, recognise
 from megatron_fanformer.inspection.report import Advance, Report, as_json
+from megatron_fanformer.terminal import show, width
 
 
 def inspect_path(path: str, *, verify: bool, json: bool) -> None:
@@ -26,9 +25,9 @@ def inspect_path(path: str, *, verify: bool, json: bool) -> None:
     agrees = _verify(target, kind) if verify else None
     report = kind.describe(target)
     if json:
-        _print([as_json({**report.as_object(), **({"verified": agrees} if verify else {})})])
+        show([as_json({**report.as_object(), **({"verified": agrees} if verify else {})})], as_they_are=True)
     else:
-        _print([*report.lines(), *([f"verified: {agrees}"] if agrees else [])])
+        show([*report.lines(width()), *([f"verified: {agrees}"] if agrees else [])])
 
 
 def draw_phases(path: str, picture: Path) -> None:
@@ -47,7 +46,7 @@ def draw_phases(path: str, picture: Path) -> None:
         write_atomically(picture, content)
     except OSError as error:
         raise InputError(f"--phases {picture} cannot be written ({error.strerror}); name another file") from error
-    _print([f"{picture}: the phases of {path}"])
+    show([f"{picture}: the phases of {path}"])
 
 
 class _Kind(NamedTuple):
@@ -120,17 +119,6 @@ def _progress(total: int) -> Iterator[Advance]:
         yield lambda count: bar.advance(task, count)
 
 
-def _print(lines: Iterable[str]) -> None:
-    """Print lines as they come; a reader that stops reading, such as `head`, ends it."""
-    try:
-        for line in lines:
-            print(line)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes once more at exit, and would complain then.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def inspect_step(
     path: str, step: int, config: Path | None, overrides: Sequence[str], *, full: bool, json: bool
 ) -> None:
@@ -157,9 +145,9 @@ def inspect_step(
 
     samples = StepSamples(run, step, only)
     if json:
-        _print([as_json(step_report.as_object(samples, full=full))])
+        show([as_json(step_report.as_object(samples, full=full))], as_they_are=True)
     else:
-        _print(step_report.lines(samples, full=full))
+        show(step_report.lines(samples, full=full), as_they_are=full)
 
 
 def _configuration_of(path: str, config: Path | None) -> tuple[Path, Target | None]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_fanformer.errors import escaped
+from megatron_fanformer.terminal import labelled
 
 UNITS = ("bytes", "kB", "MB", "GB", "TB")
 SHOWN_NAMES = 4  # of a long list: the first ones, and the last
@@ -29,15 +30,13 @@ class Report:
         """The facts, those of the parts included."""
         return {**self.facts, "parts": [part.as_object() for part in self.parts]} if self.parts else self.facts
 
-    def lines(self) -> Iterator[str]:
-        """The report as text."""
+    def lines(self, width: int | None) -> Iterator[str]:
+        """The report as text for a terminal of that width; None: any."""
         yield escaped(self.title)
-        width = max((len(label) for label, _ in self.rows), default=0)
-        for label, text in self.rows:
-            yield f"  {label:<{width}}  {escaped(text)}".rstrip()
+        yield from labelled([(label, escaped(text)) for label, text in self.rows], width)
         for part in self.parts:
             yield ""
-            yield from part.lines()
+            yield from part.lines(width)
 
 
 def as_json(value: Any) -> str:

@@ -22,6 +22,7 @@ from megatron_fanformer.nodes.facts import STARTING, Facts, facts_from_plain, fi
 from megatron_fanformer.nodes.judgement import Links, Rules, Verdict, judge
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.launch import tell_end
+from megatron_fanformer.terminal import show
 
 JUDGE = 0
 POLL_SECONDS = 0.1
@@ -279,7 +280,7 @@ def _report(verdicts: list[Verdict], config: CheckConfig) -> None:
         healthy = all(verdict.is_healthy for verdict in verdicts)
         print(json.dumps({"healthy": healthy, "nodes": [verdict.as_plain() for verdict in verdicts]}))
     else:
-        print("\n".join(verdict.line() for verdict in verdicts))
+        show(verdict.line() for verdict in verdicts)
     if config.output is not None:
         names = [f"{verdict.node}\n" for verdict in verdicts if verdict.is_healthy]
         write_atomically(config.output, "".join(names))

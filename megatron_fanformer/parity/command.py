@@ -1,7 +1,6 @@
 """What `megatron-fanformer parity` does with its options: compares, prints, writes, and says what differs."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,7 @@ from typing import Any
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.parity.config import ParityConfig, read_layouts
-
-WIDTH_OF_A_FILE = 160  # columns where there is no terminal
+from megatron_fanformer.terminal import phases, show, width
 
 
 def parity(
@@ -37,16 +35,12 @@ def parity(
     from megatron_fanformer.runtime import megatron_cpu  # imports torch, so after errors are reported
 
     megatron_cpu.install()
-    from rich.console import Console
-
-    from megatron_fanformer.parity.report import as_values, print_report
+    from megatron_fanformer.parity.report import as_values, report_lines
     from megatron_fanformer.parity.run import run_layouts
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE, markup=False)
-    status = Console(stderr=True, markup=False)
-    with status.status("starting ranks") as line:
-        result = run_layouts(config, run, named, tell=lambda name: line.update(f"training: {name}"))
-    print_report(result, console)
+    with phases("starting ranks") as tell:
+        result = run_layouts(config, run, named, tell=lambda name: tell(f"training: {name}"))
+    show(report_lines(result, width()))
     if report is not None:
         write_atomically(report, json.dumps(as_values(result, str(file)), indent=1) + "\n")
     result.check()

@@ -1,13 +1,12 @@
-"""What a comparison showed: as a table for the terminal, and as plain values for a file."""
+"""What a comparison showed: as lines for the terminal, and as plain values for a file."""
 
 import dataclasses
 import platform
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from megatron_fanformer import __version__
 from megatron_fanformer.model.layouts import SINGLE
@@ -15,52 +14,47 @@ from megatron_fanformer.parity.communication import LayoutCommunication
 from megatron_fanformer.parity.comparison import FACTOR, KINDS, Differences
 from megatron_fanformer.parity.run import REORDERED_RUNS, LayoutResult, ParityResult
 from megatron_fanformer.planning.communication import ComparedCell
+from megatron_fanformer.terminal import table
 
 COLUMNS = ("first loss", "outputs", "gradients", "losses", "weights")
 
 
-def print_report(result: ParityResult, console: Console) -> None:
-    """The table: one row per layout, and what reordered sums alone showed."""
+def report_lines(result: ParityResult, width: int | None) -> Iterator[str]:
+    """The table: one row per layout, and what reordered sums alone showed.
+
+    Args:
+        width: of the terminal; None: any.
+    """
     small = result.small
-    console.print(
+    yield (
         f"The configuration made small: {'; '.join(small.changes) or 'it is small already'}. Global batch "
         f"{small.global_batch_size}, micro batch {small.micro_batch_size}, {result.steps} steps, {result.dtype}, "
-        f"{result.device}.",
-        highlight=False,
-        soft_wrap=True,
+        f"{result.device}."
     )
-    console.print(_table(result))
-    console.print(
+    columns = ("layout", "ranks", *COLUMNS, "largest, of its bound", "verdict")
+    yield from table(columns, _rows(result), align="l" + "r" * (1 + len(COLUMNS)) + "ll", width=width)
+    yield (
         "Relative differences from one process; the largest, over all steps and tensors. Outputs and gradients are of "
         "the first step, and losses and weights of all; a weight's difference is relative to how far it moved. "
         f"A bound is {FACTOR:g} times what {REORDERED_RUNS} single-process runs with every sum reordered"
-        f"{'' if result.dtype == 'fp32' else ', and one in fp32,'} showed.",
-        highlight=False,
-        soft_wrap=True,
+        f"{'' if result.dtype == 'fp32' else ', and one in fp32,'} showed."
     )
-
     for counted in result.communication:
-        _print_communication(counted, result, console)
+        yield from _communication_lines(counted, result, width)
 
 
-def _print_communication(counted: LayoutCommunication, result: ParityResult, console: Console) -> None:
+def _communication_lines(counted: LayoutCommunication, result: ParityResult, width: int | None) -> Iterator[str]:
     """Counted bytes, and what the formula says at the configuration's own size."""
-    table = Table(box=None, header_style="bold", pad_edge=False, title=f"{counted.name}: bytes of a step, all ranks")
-    table.add_column("group")
-    table.add_column("collective")
-    for model in counted.models:
-        table.add_column(model, justify="right")
-    for row in counted.rows:
-        table.add_row(row.group, row.kind, *(_count_cell(cell) for cell in row.cells))
-    console.print(table)
+    yield from ["", f"{counted.name}: bytes of a step, all ranks"]
+    rows = [(row.group, row.kind, *(_count_cell(cell) for cell in row.cells)) for row in counted.rows]
+    align = "ll" + "r" * len(counted.models)
+    yield from table(("group", "collective", *counted.models), rows, align=align, width=width)
     sent = {model: sum(groups.values()) for model, groups in counted.sent_bytes.items()}
     shown = ", ".join(f"{model} {size / 2**20:,.1f} MiB" for model, size in sent.items())
-    console.print(
+    yield (
         f"The formula {'equals the count exactly' if counted.agrees else 'does NOT equal the count'}. At the "
         f"configuration's own size, in {result.dtype}, a rank of the busiest stage sends in a step, "
-        f"by the formula: {shown}.",
-        highlight=False,
-        soft_wrap=True,
+        f"by the formula: {shown}."
     )
 
 
@@ -69,21 +63,12 @@ def _count_cell(cell: ComparedCell) -> str:
     return counted if cell.agrees else f"{counted} (formula {cell.formula.message_bytes:,} in {cell.formula.calls})"
 
 
-def _table(result: ParityResult) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("layout")
-    for name in ("ranks", *COLUMNS):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("largest, of its bound", overflow="fold")
-    table.add_column("verdict", overflow="fold")
+def _rows(result: ParityResult) -> Iterator[tuple[str, ...]]:
     noise = [_largest(differences) for differences in result.noise]
     reordered = [f"{max(values):.1e}" for values in zip(*noise, strict=True)]
-    table.add_row(
-        f"{SINGLE}, {'reordered' if result.dtype == 'fp32' else 'reordered or in fp32'}", "1", *reordered, "", ""
-    )
+    yield f"{SINGLE}, {'reordered' if result.dtype == 'fp32' else 'reordered or in fp32'}", "1", *reordered, "", ""
     for layout in result.layouts:
-        table.add_row(layout.name, str(layout.ranks), *_cells(layout), _closest(result, layout), layout.verdict)
-    return table
+        yield layout.name, str(layout.ranks), *_cells(layout), _closest(result, layout), layout.verdict
 
 
 def _cells(layout: LayoutResult) -> list[str]:

@@ -1,5 +1,6 @@
-"""The progress line of a preparation: documents, speed, time left."""
+"""What is seen of a preparation as it goes on: documents, speed, time left."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,14 +9,23 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from megatron_fanformer.preparation.pipeline import PrepareProgress, ProgressListener
 
+SECONDS_BETWEEN_LINES = 60.0  # where there is no terminal: an hour's log has a screenful
+
 
 @contextmanager
 def progress_line(title: str, console: Console | None = None) -> Iterator[ProgressListener]:
     """Show a live line while the block runs; pass what is yielded to `prepare` as its `progress`.
 
-    The line appears with the first progress: an earlier error shows none. If the output is not a terminal, one line
-    is printed at the end.
+    The line appears with the first progress: an earlier error shows none. If the output is not a terminal, a line is
+    printed each minute and at the end.
     """
+    console = console or Console()
+    with (_live_line if console.is_terminal else _lines)(title, console) as show:
+        yield show
+
+
+@contextmanager
+def _live_line(title: str, console: Console) -> Iterator[ProgressListener]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -30,13 +40,12 @@ def progress_line(title: str, console: Console | None = None) -> Iterator[Progre
 
     def show(progress: PrepareProgress) -> None:
         line.start()
-        seconds = line.tasks[0].elapsed or 0.0
         line.update(
             task,
             total=progress.input_bytes_total,
             completed=progress.input_bytes,
             documents=progress.documents,
-            megabytes_per_second=progress.text_bytes / 1e6 / seconds if seconds else 0.0,
+            megabytes_per_second=_rate(progress, line.tasks[0].elapsed or 0.0),
         )
 
     try:
@@ -44,3 +53,34 @@ def progress_line(title: str, console: Console | None = None) -> Iterator[Progre
     finally:
         if line.live.is_started:
             line.stop()
+
+
+@contextmanager
+def _lines(title: str, console: Console) -> Iterator[ProgressListener]:
+    last: PrepareProgress | None = None
+    began = said = time.monotonic()
+
+    def say(progress: PrepareProgress) -> None:
+        seconds = time.monotonic() - began
+        share = progress.input_bytes / max(1, progress.input_bytes_total)
+        speed = f"{_rate(progress, seconds):.1f} MB/s, {seconds:.0f} s"
+        line = f"{title}: {progress.documents:,} documents, {share:.0%} of the input, {speed}"
+        console.print(line, highlight=False, soft_wrap=True)
+
+    def show(progress: PrepareProgress) -> None:
+        nonlocal last, said
+        last = progress
+        if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
+            say(progress)
+
+    try:
+        yield show
+    finally:
+        if last is not None:
+            say(last)
+
+
+def _rate(progress: PrepareProgress, seconds: float) -> float:
+    """Megabytes of text a second."""
+    return progress.text_bytes / 1e6 / seconds if seconds else 0.0

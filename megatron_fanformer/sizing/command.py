@@ -3,22 +3,19 @@
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from rich.console import Console
 
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.sizing.cost import cost
 from megatron_fanformer.sizing.picture import plan_picture
-from megatron_fanformer.sizing.report import Plan, as_values, print_plan
+from megatron_fanformer.sizing.report import Plan, as_values, plan_lines
 from megatron_fanformer.sizing.request import PlanRequest, read_request
 from megatron_fanformer.sizing.search import Findings, judge, search
 from megatron_fanformer.sizing.simulated import SimulatedStage, simulate_layout
+from megatron_fanformer.terminal import phases, show, width
 
-WIDTH_OF_A_FILE = 160  # columns where there is no terminal
 PICTURE = ".png"
 
 
@@ -47,7 +44,7 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     )
     answer = _answer(request)
     if answer.shown is not None:
-        print_plan(answer, Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE, markup=False))
+        show(plan_lines(answer, width()))
         if report is not None:
             write_atomically(report, json.dumps(as_values(answer), indent=1) + "\n")
             write_atomically(report.with_suffix(PICTURE), plan_picture(answer.shown))
@@ -71,7 +68,7 @@ def _answer(request: PlanRequest) -> Plan:
 def _simulated(findings: Findings, request: PlanRequest) -> tuple[SimulatedStage, ...]:
     if not request.simulated_ranks or findings.best is None:
         return ()
-    with Console(stderr=True, markup=False).status(f"simulating {findings.best.name}"):
+    with phases(f"simulating {findings.best.name}"):
         processes = len(os.sched_getaffinity(0))
         return tuple(simulate_layout(findings.best, request.simulated_ranks, processes=processes))
 

@@ -1,14 +1,10 @@
-"""What a plan found: as tables for the terminal, and as plain values for a file."""
+"""What a plan found: as lines for the terminal, and as plain values for a file."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from megatron_fanformer import __version__
 from megatron_fanformer.planning.communication import communication
@@ -19,6 +15,7 @@ from megatron_fanformer.sizing.estimate import GIB, Estimate
 from megatron_fanformer.sizing.request import PlanRequest
 from megatron_fanformer.sizing.search import Findings
 from megatron_fanformer.sizing.simulated import SimulatedStage
+from megatron_fanformer.terminal import Row, table
 
 MOST_STAGES = 4  # columns; the file has all
 LAYERS = {"local": "the local layers", "transformer_engine": "Transformer Engine's layers"}
@@ -89,65 +86,58 @@ def assumptions(plan: Plan) -> list[str]:
 # -- for the terminal
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """The tables: the layout's memory, time and cost; the other candidates; what was rejected."""
+def plan_lines(plan: Plan, width: int | None) -> Iterator[str]:
+    """The layout's memory, time and cost; the other candidates; what was rejected.
+
+    Args:
+        width: of the terminal; None: any.
+    """
     request, shown = plan.request, plan.shown
     model = request.config.model
 
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
+    def titled(title: str, columns: Row, rows: Iterable[Row], align: str) -> Iterator[str]:
+        yield from ["", title, *table(columns, rows, align=align, width=width)]
 
-    def show(table: Table) -> None:
-        console.print()
-        console.print(table)
-
-    say(
+    yield (
         f"{request.file.name}: {model.num_parameters:,} parameters; a global batch of "
         f"{request.config.training.global_batch_size:,} samples of {model.seq_length:,} tokens, on {request.gpus:,} x "
         f"{request.machine.name}. Predicted, not measured."
     )
     if shown is not None and plan.cost is not None:
         room = f"{shown.needed_bytes / GIB:.1f} of {request.machine.usable_bytes / GIB:.1f} GiB"
-        say(f"\n{shown.name}: {'fits' if shown.fits else 'does NOT fit'}, {room}")
-        show(_memory_table(shown))
-        show(_time_table(shown))
-        say(_cost_line(shown, plan.cost))
-    if len(plan.findings.candidates) > 1:
-        show(_candidate_table(plan.findings))
-    if plan.simulated:
-        show(_simulation_table(plan))
+        yield from ["", f"{shown.name}: {'fits' if shown.fits else 'does NOT fit'}, {room}"]
+        stages = _shown_stages(shown)
+        columns = ["", *(f"stage {stage.stage}" for stage in stages)]
+        title = f"memory of a GPU, GiB ({LAYERS[shown.job.layers]})"
+        yield from titled(title, columns, _memory_rows(shown, stages), "l" + "r" * len(stages))
+        yield from titled("a training step", ["", "seconds", "share"], _time_rows(shown), "lrr")
+        yield from ["", _cost_line(shown, plan.cost)]
     findings = plan.findings
-    say(f"\n{findings.judged:,} {_layouts(findings.judged)} judged, {findings.legal:,} legal.")
+    if len(findings.candidates) > 1:
+        columns = ["layout", "seconds", "MFU", "GiB", ""]
+        yield from titled("candidates", columns, map(_candidate_row, findings.candidates), "lrrrl")
+    if plan.simulated:
+        columns = ["rank", "stage", "peak GiB", "by formula", "calls", "GiB moved", ""]
+        title = "simulated ranks (the local layers)"
+        yield from titled(title, columns, map(_simulation_row, plan.simulated), "rrrrrrl")
+    yield from ["", f"{findings.judged:,} {_layouts(findings.judged)} judged, {findings.legal:,} legal."]
     if findings.rejected:
-        show(_rejected_table(findings))
-    for sentence in assumptions(plan):
-        say(f"- {sentence}")
+        rows = [(f"{each.count:,}", each.example, each.message) for each in findings.rejected]
+        yield from titled("rejected", ["layouts", "of them", "what train says of it"], rows, "rll")
+        yield ""
+    yield from (f"- {sentence}" for sentence in assumptions(plan))
 
 
 def _layouts(count: int) -> str:
     return "layout" if count == 1 else "layouts"
 
 
-def _table(title: str, *columns: str, text_columns: int = 1) -> Table:
-    """A plain table whose first columns are text, and the others numbers."""
-    table = Table(box=None, header_style="bold", pad_edge=False, title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        is_text = number < text_columns
-        table.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
-    return table
-
-
-def _memory_table(shown: Estimate) -> Table:
-    stages = _shown_stages(shown)
-    table = _table(
-        f"memory of a GPU, GiB ({LAYERS[shown.job.layers]})", "", *(f"stage {stage.stage}" for stage in stages)
-    )
+def _memory_rows(shown: Estimate, stages: list[RankMemory]) -> Iterator[Row]:
     purposes = list(dict.fromkeys(line.purpose for stage in stages for line in stage.lines))
     for purpose in purposes:
-        table.add_row(purpose, *(_gib(_bytes_of(stage, purpose)) for stage in stages))
-    table.add_row("reserve", *(_gib(shown.reserve_bytes) for _ in stages))
-    table.add_row("total", *(_gib(stage.total_bytes + shown.reserve_bytes) for stage in stages), style="bold")
-    return table
+        yield purpose, *(_gib(_bytes_of(stage, purpose)) for stage in stages)
+    yield "reserve", *(_gib(shown.reserve_bytes) for _ in stages)
+    yield "total", *(_gib(stage.total_bytes + shown.reserve_bytes) for stage in stages)
 
 
 def _shown_stages(shown: Estimate) -> list[RankMemory]:
@@ -166,17 +156,13 @@ def _gib(count: int) -> str:
     return f"{size:.2f}" if size >= 0.1 or not count else f"{size:.2g}"
 
 
-def _time_table(shown: Estimate) -> Table:
+def _time_rows(shown: Estimate) -> Iterator[Row]:
     time = shown.time
-    table = _table("a training step", "", "seconds", "share")
     for name, seconds in sorted(filter(itemgetter(1), time.parts.items()), key=itemgetter(1), reverse=True):
-        table.add_row(name, f"{seconds:.3f}", f"{seconds / time.seconds:.1%}")
-    table.add_row("total", _with_error(time.seconds, time.relative_error, ".3f"), "", style="bold")
+        yield name, f"{seconds:.3f}", f"{seconds / time.seconds:.1%}"
+    yield "total", _with_error(time.seconds, time.relative_error, ".3f"), ""
     for group, seconds in time.exposed.items():
-        table.add_row(
-            f"exposed communication, {GROUPS.get(group, group)}", f"{seconds:.3f}", f"{seconds / time.seconds:.1%}"
-        )
-    return table
+        yield f"exposed communication, {GROUPS.get(group, group)}", f"{seconds:.3f}", f"{seconds / time.seconds:.1%}"
 
 
 def _with_error(value: float, relative_error: float, form: str) -> str:
@@ -187,47 +173,34 @@ def _cost_line(shown: Estimate, cost: Cost) -> str:
     time, error = shown.time, shown.time.relative_error
     price = "" if cost.price is None else f", price {_with_error(cost.price, error, ',.0f')}"
     return (
-        f"\nmodel FLOPs utilization {time.model_flops_utilization:.1%}, {time.tokens_per_second:,.0f} tokens a second; "
+        f"model FLOPs utilization {time.model_flops_utilization:.1%}, {time.tokens_per_second:,.0f} tokens a second; "
         f"{cost.tokens:,} tokens: {_with_error(cost.days, error, ',.2f')} days, "
         f"{_with_error(cost.gpu_hours, error, ',.0f')} GPU hours{price}"
     )
 
 
-def _candidate_table(findings: Findings) -> Table:
-    table = _table("candidates", "layout", "seconds", "MFU", "GiB", "")
-    for each in findings.candidates:
-        table.add_row(
-            escape(each.name),
-            f"{each.time.seconds:.3f}",
-            f"{each.time.model_flops_utilization:.1%}",
-            f"{each.needed_bytes / GIB:.1f}",
-            "fits" if each.fits else "too large",
-        )
-    return table
-
-
-def _simulation_table(plan: Plan) -> Table:
-    table = _table(
-        "simulated ranks (the local layers)", "rank", "stage", "peak GiB", "by formula", "calls", "GiB moved", ""
+def _candidate_row(each: Estimate) -> Row:
+    time = each.time
+    fits = "fits" if each.fits else "too large"
+    return (
+        each.name,
+        f"{time.seconds:.3f}",
+        f"{time.model_flops_utilization:.1%}",
+        f"{each.needed_bytes / GIB:.1f}",
+        fits,
     )
-    for each in plan.simulated:
-        table.add_row(
-            str(each.rank),
-            str(each.stage),
-            _gib(each.peak_bytes),
-            f"{_gib(each.formula_peak_bytes)} ({each.formula_peak_bytes / each.peak_bytes - 1:+.1%})",
-            f"{each.counted.calls:,}",
-            _gib(each.counted.message_bytes),
-            "DISAGREES" if each.differences else "as by formula",
-        )
-    return table
 
 
-def _rejected_table(findings: Findings) -> Table:
-    table = _table("rejected", "layouts", "of them", "what train says of it", text_columns=3)
-    for each in findings.rejected:
-        table.add_row(f"{each.count:,}", escape(each.example), escape(each.message))
-    return table
+def _simulation_row(each: SimulatedStage) -> Row:
+    return (
+        str(each.rank),
+        str(each.stage),
+        _gib(each.peak_bytes),
+        f"{_gib(each.formula_peak_bytes)} ({each.formula_peak_bytes / each.peak_bytes - 1:+.1%})",
+        f"{each.counted.calls:,}",
+        _gib(each.counted.message_bytes),
+        "DISAGREES" if each.differences else "as by formula",
+    )
 
 
 # -- for a file

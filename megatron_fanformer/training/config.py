@@ -4,12 +4,12 @@ Every problem of a configuration is reported together, one line each, before any
 """
 
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_fanformer import terminal
 from megatron_fanformer.checkpoint.config import CheckpointConfig
 from megatron_fanformer.configuration import build, described_fields, moved_names, overlaid, read_overrides, read_values
 from megatron_fanformer.data.config import DataConfig
@@ -219,7 +219,7 @@ class RunConfig:
 
 def tell_on_stderr(notice: str) -> None:
     """Print a notice where errors go."""
-    print(f"megatron-fanformer: {notice}", file=sys.stderr)
+    terminal.tell(f"megatron-fanformer: {notice}")
 
 
 def load_config(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -12,10 +11,11 @@ import yaml
 from megatron_fanformer.configuration import FieldDescription, described_fields, field_texts, json_schema
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
 from megatron_fanformer.runtime.layout import MOVED_FIELDS
+from megatron_fanformer.terminal import wrapped
 from megatron_fanformer.training.config import RunConfig, load_config
 from megatron_fanformer.training.presets import FROM_CHECKPOINT, PRESET_KEY
 
-WIDTH = 80  # columns
+WIDTH = 80  # columns, where there is no terminal
 PRESET = FieldDescription(
     name=PRESET_KEY,
     type="text or null",
@@ -35,21 +35,17 @@ def run_sections() -> Iterator[tuple[str, str, list[FieldDescription]]]:
         yield name, texts[name], [PRESET, *fields] if PRESET_KEY.startswith(f"{name}.") else fields
 
 
-def field_list() -> str:
-    """Every field with its type, default and docstring, by sections, for a terminal."""
+def field_list(width: int = WIDTH) -> str:
+    """Every field with its type, default and docstring, by sections, for a terminal of that many columns."""
     lines: list[str] = []
     for name, text, fields in run_sections():
-        lines += [*_wrapped(f"{name}: {text}"), ""]
+        lines += [*wrapped(f"{name}: {text}", width), ""]
         for field in fields:
             default = "must be given" if field.default is None else f"default {field.default}"
-            lines += _wrapped(f"{field.name}  {field.type.replace('`', '')}; {default}", first="  ", rest="      ")
-            lines += _wrapped(field.text, first="      ", rest="      ")
+            lines += wrapped(f"{field.name}  {field.type.replace('`', '')}; {default}", width, "  ", "      ")
+            lines += wrapped(field.text, width, "      ", "      ")
         lines.append("")
     return "\n".join(lines).rstrip()
-
-
-def _wrapped(text: str, *, first: str = "", rest: str = "") -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
 
 def run_schema() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.config import RunConfig
 
-LINE_WIDTH = 110
+LINE_WIDTH = 80
 
 
 class Choice(NamedTuple):

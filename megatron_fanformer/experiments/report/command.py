@@ -10,6 +10,7 @@ from megatron_fanformer.experiments.report.folder import README
 from megatron_fanformer.experiments.report.options import COMPARE, COMPARISON, FOLDER, PAGE
 from megatron_fanformer.experiments.report.page import as_html, as_markdown
 from megatron_fanformer.experiments.result import RESULT, read_result
+from megatron_fanformer.terminal import show
 
 PAGE_SUFFIXES = (".html", ".md")
 MOST_DEPTH = 3  # of folders below a named one
@@ -36,10 +37,8 @@ def report(options: argparse.Namespace) -> None:
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(page.with_suffix(".md"), as_markdown(experiments, at=page.parent))
     write_atomically(page.with_suffix(".html"), as_html(experiments))
-    for _, result in experiments:
-        for finding in result.findings:
-            print(finding.sentence)
-    print(f"wrote {page.with_suffix('.html')} and {page.with_suffix('.md').name}, of {len(experiments)} experiments")
+    show(finding.sentence for _, result in experiments for finding in result.findings)
+    show([f"wrote {page.with_suffix('.html')} and {page.with_suffix('.md').name}, of {len(experiments)} experiments"])
 
 
 def _folders(named: Sequence[Path]) -> list[Path]:
@@ -64,6 +63,4 @@ def _compare(runs: Sequence[Path], output: Path) -> None:
         raise InputError(f"{COMPARE} needs two runs at least; name their folders")
     from megatron_fanformer.experiments.report.dynamics import compare_runs
 
-    for finding in compare_runs(runs, output).findings:
-        print(finding.sentence)
-    print(f"wrote {output / README}")
+    show([*(finding.sentence for finding in compare_runs(runs, output).findings), f"wrote {output / README}"])

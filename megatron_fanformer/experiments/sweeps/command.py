@@ -1,12 +1,9 @@
 """What `megatron-fanformer sweep` does with its options: what it would run, running it, its state, its report."""
 
 import argparse
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.sweeps.cells import Outcome, outcomes
@@ -14,8 +11,7 @@ from megatron_fanformer.experiments.sweeps.file import Cell, Sweep, read_sweep
 from megatron_fanformer.experiments.sweeps.groups import groups_of, parameters_of
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.planning.machines import Machine, load_machine
-
-WIDTH_OF_A_FILE = 160  # columns where there is no terminal
+from megatron_fanformer.terminal import Row, show, table, width
 
 
 def sweep(options: argparse.Namespace) -> None:
@@ -34,7 +30,7 @@ def sweep(options: argparse.Namespace) -> None:
     found = read_sweep(options.file, needs_data=options.action == "run")
     match options.action:
         case "dry-run":
-            _print_plan(found, machine, options.gpus)
+            show(_plan_lines(found, machine, options.gpus))
         case "run" if options.slurm is not None:
             from megatron_fanformer.experiments.sweeps.slurm import write_array
 
@@ -42,24 +38,21 @@ def sweep(options: argparse.Namespace) -> None:
         case "run":
             from megatron_fanformer.experiments.sweeps.run import run_sweep
 
-            run_sweep(found, lambda line: print(line, flush=True))
+            run_sweep(found, lambda line: show([line]))
             print(f"all cells are complete; sweep {options.file} report")
         case "status":
-            for each in outcomes(found):
-                print(f"{each.cell.name}: {each}")
+            show(f"{each.cell.name}: {each}" for each in outcomes(found))
         case "report":
             from megatron_fanformer.experiments.sweeps.report import summary, write_report
 
-            print("\n".join(summary(found.folder, write_report(found))))
+            show(summary(found.folder, write_report(found)))
 
 
-def _print_plan(found: Sweep, machine: Machine | None, gpus: int) -> None:
+def _plan_lines(found: Sweep, machine: Machine | None, gpus: int) -> Iterator[str]:
     """A row for each point: what one cell of it has and takes, and what all of them take together."""
     done = outcomes(found)
     rate = _measured_rate(done)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in (*found.config.axes, "seeds", "parameters", "tokens", "FLOPs", "time"):
-        table.add_column(heading, justify="left" if heading in found.config.axes else "right")
+    rows: list[Row] = []
     whole: list[float | None] = []
     flops = 0
     for group in groups_of(done):
@@ -67,25 +60,20 @@ def _print_plan(found: Sweep, machine: Machine | None, gpus: int) -> None:
         seconds = _seconds(cell, machine, gpus, rate)
         whole += [seconds] * found.config.seeds
         flops += _flops(cell) * found.config.seeds
-        table.add_row(
-            *group.points.values(),
-            str(found.config.seeds),
-            f"{parameters_of(cell):,}",
-            f"{cell.tokens:,}",
-            f"{_flops(cell):.2e}",
-            _duration(seconds),
-        )
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_A_FILE, markup=False, highlight=False)
-    console.print(table)
+        own = (f"{parameters_of(cell):,}", f"{cell.tokens:,}", f"{_flops(cell):.2e}", _duration(seconds))
+        rows.append((*group.points.values(), str(found.config.seeds), *own))
+    numbers = ("seeds", "parameters", "tokens", "FLOPs", "time")
+    align = "l" * len(found.config.axes) + "r" * len(numbers)
+    yield from table((*found.config.axes, *numbers), rows, align=align, width=width())
     complete = sum(each.state == "complete" for each in done)
     time = _duration(None if None in whole else sum(filter(None, whole)))
-    console.print(f"{len(done)} cells, {complete} of them complete; {flops:.2e} FLOPs, {time} one after the other")
+    yield f"{len(done)} cells, {complete} of them complete; {flops:.2e} FLOPs, {time} one after the other"
     if machine is not None:
-        console.print(f"time: by formula, on {gpus} x {machine.name}")
+        yield f"time: by formula, on {gpus} x {machine.name}"
     elif rate is not None:
-        console.print(f"time: by the {rate:.2e} FLOP/s of the steps in {found.folder}, without starts and evaluations")
+        yield f"time: by the {rate:.2e} FLOP/s of the steps in {found.folder}, without starts and evaluations"
     else:
-        console.print("time: not known before a cell has begun; --gpu estimates it for a machine")
+        yield "time: not known before a cell has begun; --gpu estimates it for a machine"
 
 
 def _flops(cell: Cell) -> int:

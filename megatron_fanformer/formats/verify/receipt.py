@@ -24,6 +24,7 @@ from megatron_fanformer.formats.name_table import convert, listed, names_in, row
 from megatron_fanformer.formats.verify.streamed_models import Logits, UsedTensors, logits_of
 from megatron_fanformer.formats.versions import versions
 from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.terminal import table
 
 # Few: a 1B model takes seconds per pass on a laptop's cores, and the source makes one pass per new token.
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 3
@@ -50,6 +51,20 @@ def verify(source: Checkpoint, used: set[str], destination: Checkpoint, grid: Ra
 def failures(checks: Json) -> str:
     """What the failed checks say, in one line; empty where none failed."""
     return "; ".join(f"{name}: {check['said']}" for name, check in checks.items() if not check["passed"])
+
+
+def seen(checks: Json, width: int | None) -> list[str]:
+    """What checks that have passed saw, as a table for a terminal of that width; None: any."""
+    names, round_trip, logits = (checks[name] for name in ("names", "round_trip", "logits"))
+    tensors = f"{names['source_tensors']:,} tensors"
+    rounded = f", rounded to {round_trip['rounded_to'].removeprefix('torch.')}" if round_trip["rounded_to"] else ""
+    rows = {
+        "names": f"all {tensors} used; the {names['destination_tensors']:,} written are the model's",
+        "round trip": f"converted back, the {tensors} are the source's, bit for bit{rounded}",
+        "logits": f"differ by {logits['max_abs_error']:.1e} at most; {logits['allowed']:.1e} is allowed",
+        "greedy": f"{PROMPTS} prompts go on with the source's {NEW_TOKENS} tokens",
+    }
+    return table(("check", "passed"), rows.items(), align="ll", width=width)
 
 
 # -- names

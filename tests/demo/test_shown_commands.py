@@ -1,0 +1,85 @@
+"""Every command that the documentation shows, and that needs no more than this machine, runs as it is written.
+
+Those of a page run one after the other in a folder in which the demo has run, with `examples/` beside it, as a reader
+has them. Where a test writes to a terminal (`pytest -s` or not), each command is listed with its exit code and seconds.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megatron_fanformer.verbs import PROGRAM
+from tests.shown_commands import TO_RUN
+from tests.small_runs import ROOT
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
+
+DEMO = f"{PROGRAM} demo --output runs/demo"
+LONGEST_SECONDS = 900  # of a command, where others share the cores; what takes longer is not for a test
+TOLD_CHARACTERS = 2000  # the end of what a command that failed has printed
+
+
+class Ran(NamedTuple):
+    text: str
+    code: int
+    seconds: float
+    output: str
+
+    def __str__(self) -> str:
+        return f"exit {self.code}  {self.seconds:6.1f} s  {self.text}"
+
+
+def run(text: str, folder: Path) -> Ran:
+    """Run a line of the shell in a folder; whatever it has started ends with it."""
+    environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    began = time.monotonic()
+    process = subprocess.Popen(
+        ["bash", "-o", "pipefail", "-c", text],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LONGEST_SECONDS)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return Ran(text, process.returncode, time.monotonic() - began, output)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ran]:
+    """A reader's folder after the demo, and the demo's own command."""
+    folder = tmp_path_factory.mktemp("reader")
+    for name in ("examples", "README.md"):
+        (folder / name).symlink_to(ROOT / name)
+    program = folder / "bin" / PROGRAM
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m megatron_fanformer "$@"\n')
+    program.chmod(0o755)
+    return folder, run(DEMO, folder)
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(command.page for command in TO_RUN))
+def test_the_commands_of_a_page_run(
+    page: str, demo: tuple[Path, Ran], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    after_demo, first = demo
+    here = Path(shutil.copytree(after_demo, tmp_path / "here", symlinks=True))
+    texts = [command.text for command in TO_RUN if command.page == page]
+    ran = [first if text == DEMO else run(text, here) for text in texts]
+    with capsys.disabled():
+        print(f"\n{page}", *ran, sep="\n")
+    assert [f"{each}\n{each.output[-TOLD_CHARACTERS:]}" for each in ran if each.code] == []
+    assert [each.text for each in ran if {"\r", "\x1b"} & set(each.output)] == []  # into a pipe: lines alone, no colour

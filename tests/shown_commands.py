@@ -1,0 +1,118 @@
+"""The commands in the shell blocks of the documentation, and what becomes of each in the tests.
+
+A command of ours is run as it is written, unless `NOT_RUN` says what it needs: then it is checked, as far as its words
+go. A line without one is of the programs in `NOT_OURS`. What is in none of these fails a test.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fanformer.verbs import PROGRAM
+from tests.small_runs import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+READERS_OWN = "run.yaml"
+"""A configuration that the reader has."""
+TRAIN_SCRIPTS = ("examples/torchrun.sh", "examples/slurm.sh")
+"""Their arguments are those of `train`."""
+
+NOT_RUN = {
+    "examples/torchrun.sh": "GPUs",
+    "NNODES=": "several nodes",
+    "sbatch": "Slurm",
+    "srun": "Slurm",
+    f"{PROGRAM} train --config {READERS_OWN}": "a configuration of the reader's own",
+    f"{PROGRAM} prepare chats/": "chats",
+    f"{PROGRAM} chat": "a model that was fine-tuned on chats",
+    "cat questions.txt": "a model that was fine-tuned on chats",
+    f"{PROGRAM} convert FANformer-1B": "the authors' checkpoint",
+    f"{PROGRAM} convert runs/fanformer-1b-released": "the authors' checkpoint",
+    f"{PROGRAM} convert merged-folder": "a model that another library has fine-tuned",
+    f"{PROGRAM} evaluate --prepare": "the tasks' data",
+    f'{PROGRAM} evaluate "runs/a': "runs of the reader's own",
+    f"{PROGRAM} evaluate runs/a": "runs of the reader's own",
+    f"{PROGRAM} evaluate --compare": "runs of the reader's own",
+    f"{PROGRAM} sweep examples/sweeps/p.yaml run": "hours",
+    f"{PROGRAM} sweep examples/sweeps/p.yaml report": "hours: that sweep's runs",
+    f"{PROGRAM} sweep examples/sweeps/variants-paper.yaml run": "Slurm, and the paper's data",
+    f"{PROGRAM} report runs/sweeps": "hours: a sweep's runs",
+    f"{PROGRAM} report compare": "hours: a sweep's runs",
+    f"{PROGRAM} experiment mod": "a quarter of an hour and more",
+    f"{PROGRAM} experiment holes": "hours",
+}
+"""How a command begins, and what it needs that no test has."""
+
+NOT_OURS = {
+    "make": "starts the tests, and the demo, which the documentation starts without it, too",
+    ".venv/bin/python": "pytest on a part of the tests",
+    "python": "a tool of some hours: tests/tools has its tests",
+    "tools/gpu_check.sh": "a GPU, or half an hour of the tests that its rehearsal starts",
+    "kubectl": "a cluster: tests/test_kubernetes.py checks the file",
+    "sbatch": "Slurm: tests/test_examples.py runs the scripts",
+    "torchrun": "Megatron-LM's own program",
+    "tensorboard": "a server",
+    **dict.fromkeys(
+        ("mkdir", "find", "sort", "split", "printf", "sed"),
+        "the shell's own: tests/test_examples.py runs those of the lists of documents",
+    ),
+}
+"""Programs that stand alone in a command, and why no test runs them from the page."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A command of a page, on one line and without its comment."""
+
+    page: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text[:60]}"
+
+    @property
+    def programs(self) -> list[list[str]]:
+        """The words of each program of the line; variables before it and files after an arrow are left out."""
+        lexer = shlex.shlex(self.text, posix=True, punctuation_chars=True)
+        lexer.whitespace_split, lexer.commenters = True, ""
+        found: list[list[str]] = [[]]
+        words = iter(lexer)
+        for word in words:
+            if word in ("<", ">", ">>"):
+                next(words)
+            elif set(word) <= set("();|&"):
+                found.append([])
+            elif found[-1] or not re.match(r"[A-Z_]+=", word):
+                found[-1].append(word)
+        return found
+
+    @property
+    def ours(self) -> list[list[str]]:
+        """The arguments of our command, wherever it stands in the line."""
+        return [arguments for words in self.programs if (arguments := _ours(words)) is not None]
+
+    @property
+    def needs(self) -> str | None:
+        """What keeps it from being run; None where nothing does."""
+        return next((reason for beginning, reason in NOT_RUN.items() if self.text.startswith(beginning)), None)
+
+
+def _ours(words: list[str]) -> list[str] | None:
+    for place, word in enumerate(words):
+        if word == PROGRAM or words[max(0, place - 1) : place + 1] == ["-m", "megatron_fanformer"]:
+            return words[place + 1 :]
+        if word in TRAIN_SCRIPTS:
+            return ["train", *words[place + 1 :]]
+    return None
+
+
+def _of_page(page: Path) -> list[Shown]:
+    blocks = re.findall(r"^```(?:bash|sh)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    commands = [" ".join(re.sub(r"(^|\s+)#\s.*", "", line).split()) for line in lines]
+    return [Shown(str(page.relative_to(ROOT)), command) for command in commands if command]
+
+
+COMMANDS = [command for page in PAGES for command in _of_page(page)]
+TO_RUN = [command for command in COMMANDS if command.ours and command.needs is None]
