@@ -4,9 +4,9 @@ import json
 from typing import Any, NamedTuple
 
 from megatron_fanformer.formats.versions import versions
+from megatron_fanformer.hf.configuration_fanformer import OLDEST_TRANSFORMERS
 from megatron_fanformer.model.config import FANformerConfig
 
-TRANSFORMERS_NEEDED = "5.20"
 RECEIPT = "receipt.json"
 TOLD_VERSIONS = ("megatron-fanformer", "megatron-core", "torch", "transformers")
 
@@ -44,7 +44,7 @@ vocabulary {config.vocab_size}, sequences of {config.seq_length} tokens.
 
 ## Use
 
-It needs transformers {TRANSFORMERS_NEEDED} or later. The model's code is in this folder; `trust_remote_code` runs it.
+It needs transformers {OLDEST_TRANSFORMERS} or later. The model's code is in this folder; `trust_remote_code` runs it.
 
 {_usage(card)}
 ## Training

@@ -6,7 +6,18 @@ transformers alone.
 
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig
+import transformers
+
+OLDEST_TRANSFORMERS = "5.20"
+"""The oldest minor version that this code and `modeling_fanformer.py` run with, found by trying."""
+_installed, _oldest = (
+    tuple(map(int, version.split(".")[:2])) for version in (transformers.__version__, OLDEST_TRANSFORMERS)
+)
+if _installed < _oldest:  # of an export this file is read first: before anything that older versions lack
+    raise ImportError(
+        f"FANformer needs transformers {OLDEST_TRANSFORMERS} or later, and {transformers.__version__} is installed; "
+        "run pip install --upgrade transformers"
+    )
 
 FAN_ACTIVATIONS = ("none", "gelu")
 FAN_PLACEMENTS = ("qkv", "qk_and_v", "ffn", "none")
@@ -32,7 +43,7 @@ OWN_VALUES_TP_PLAN = {
 FFN_TP_PLAN = {name: style for name, style in TP_PLAN.items() if ".mlp." not in name}
 
 
-class FANformerConfig(PreTrainedConfig):
+class FANformerConfig(transformers.PreTrainedConfig):
     """Shape of a decoder-only language model whose attention input passes through a FAN projection.
 
     Pre-norm RMSNorm, rotary positions, SwiGLU, no biases except FAN's. The FAN projection maps the normed

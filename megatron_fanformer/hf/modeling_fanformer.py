@@ -135,7 +135,7 @@ class FANformerAttention(nn.Module):
             self.v_fan = nn.Linear(config.hidden_size, sum(self.v_fan_activation.sizes), bias=config.fan_bias)
         else:
             self.v_proj = nn.Linear(config.hidden_size, value_size, bias=False)
-        self.o_proj = ResidualLinear(heads * self.head_dim, config.hidden_size, layer_idx)
+        self.o_proj = residual_linear(heads * self.head_dim, config.hidden_size, layer_idx)
 
     def forward(
         self,
@@ -163,12 +163,14 @@ class FANformerAttention(nn.Module):
         return self.o_proj(out.reshape(*shape, -1)), weights
 
 
-class ResidualLinear(nn.Linear):
-    """A linear map that writes into the residual stream; its initial weights shrink with depth."""
+def residual_linear(in_features: int, out_features: int, layer_idx: int, *, bias: bool = False) -> nn.Linear:
+    """A linear map that writes into the residual stream; its initial weights shrink with depth.
 
-    def __init__(self, in_features: int, out_features: int, layer_idx: int, *, bias: bool = False) -> None:
-        super().__init__(in_features, out_features, bias=bias)
-        self.layer_idx = layer_idx
+    No class of its own: bitsandbytes replaces `nn.Linear` itself, and no subclass.
+    """
+    linear = nn.Linear(in_features, out_features, bias=bias)
+    linear.layer_idx = layer_idx  # type: ignore[assignment]
+    return linear
 
 
 class FANformerMLP(nn.Module):
@@ -178,7 +180,7 @@ class FANformerMLP(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = ResidualLinear(config.intermediate_size, config.hidden_size, layer_idx)
+        self.down_proj = residual_linear(config.intermediate_size, config.hidden_size, layer_idx)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]."""
@@ -194,7 +196,7 @@ class FANformerFANLayers(nn.Module):
         self.activation_1 = FANActivation(config, inner, config.p_ratio)
         self.activation_2 = FANActivation(config, hidden, config.p_ratio)
         self.fan_1 = nn.Linear(hidden, sum(self.activation_1.sizes), bias=bias)
-        self.fan_2 = ResidualLinear(inner, sum(self.activation_2.sizes), layer_idx, bias=bias)
+        self.fan_2 = residual_linear(inner, sum(self.activation_2.sizes), layer_idx, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, f] -> [b, s, h]."""

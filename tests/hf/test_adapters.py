@@ -30,10 +30,8 @@ class Adapted(nn.Module):
 
 
 def linear_maps(model: nn.Module) -> dict[str, nn.Linear]:
-    """Without the head, which peft's `all-linear` leaves out."""
-    return {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"
-    }
+    """Without the head, which peft's `all-linear` leaves out; and no subclasses, which bitsandbytes leaves out."""
+    return {name: module for name, module in model.named_modules() if type(module) is nn.Linear and name != "lm_head"}
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import StaticCache
+from transformers import ContinuousBatchingConfig, GenerationConfig, StaticCache
 
 from tests.hf.models import PLACEMENTS, build, some_ids
 
@@ -76,6 +76,17 @@ def test_a_static_cache_generates_what_a_dynamic_one_does(fields):
     model, ids = build(**fields), some_ids()
     static = model.generate(ids, max_new_tokens=12, cache_implementation="static", **GREEDY)
     assert torch.equal(static, model.generate(ids, max_new_tokens=12, **GREEDY))
+
+
+@pytest.mark.full  # a thread and its cache
+def test_continuous_batching_generates_what_its_prompts_do_alone(fields):
+    """All requests in pages of one cache and, 16 tokens at a time, in one row: prompts come in parts."""
+    model = build(**fields)
+    pages = ContinuousBatchingConfig(page_size=16, num_blocks=16, max_batch_tokens=16)
+    settings = GenerationConfig(max_new_tokens=8, eos_token_id=-1, **GREEDY)
+    answers = model.generate_batch([prompt.tolist() for prompt in prompts()], settings, pages)
+    alone = [greedy_without_cache(model, prompt[None], 8)[0, -8:].tolist() for prompt in prompts()]
+    assert [answer.generated_tokens for answer in answers.values()] == alone
 
 
 @torch.no_grad()

@@ -1,14 +1,18 @@
 """What `save_pretrained` writes opens where this package is not installed."""
 
 import os
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
+from megatron_fanformer.hf import configuration_fanformer
 from tests.hf.models import OWN_VALUES, build, some_ids
 
 # What a stranger runs: nothing of ours can be imported, and nothing can be fetched.
@@ -52,3 +56,12 @@ def test_large_models_are_saved_in_shards(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     assert torch.equal(type(model).from_pretrained(tmp_path)(some_ids()).logits, model(some_ids()).logits)
+
+
+@pytest.mark.parametrize("installed", ["4.57.6", "5.3.0.dev0"])
+def test_an_older_transformers_is_told_which_one_it_needs(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first file of an export that is read, before it uses anything that is new."""
+    monkeypatch.setattr(transformers, "__version__", installed)
+    needed = f"needs transformers {configuration_fanformer.OLDEST_TRANSFORMERS} or later, and {installed} is installed"
+    with pytest.raises(ImportError, match=re.escape(needed)):
+        runpy.run_path(configuration_fanformer.__file__)
