@@ -58,8 +58,8 @@ def rendered() -> dict[Path, str]:
 def commands_page(text: str) -> str:
     """The page of commands with the options that the parsers have."""
     (verbs,) = (action.choices for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
-    rendered = "\n\n".join(_verb(name, parser) for name, parser in verbs.items())
-    return COMMANDS.sub(lambda found: f"{found[1]}\n{rendered}\n\n{found[2]}", text)
+    sections = "\n\n".join(_verb(name, parser) for name, parser in verbs.items())
+    return COMMANDS.sub(lambda found: f"{found[1]}\n{sections}\n\n{found[2]}", text)
 
 
 def _verb(name: str, parser: argparse.ArgumentParser) -> str:
