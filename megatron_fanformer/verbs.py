@@ -325,7 +325,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
         "source", help="a checkpoint of ours or its URL, a reference checkpoint or a Hugging Face folder"
     )
     parser.add_argument("destination", help="a folder that does not exist yet")
-    parser.add_argument("--to", required=True, choices=("megatron", "hf", "reference"), help="what to write")
+    parser.add_argument("--to", required=True, choices=("megatron", "hf", "reference"))
     parser.add_argument("--tokenizer", help="tokenizer to put beside the weights, where the source has none")
     parser.add_argument("--eod-id", type=int, help="the id that ends a document (the tokenizer's end of text)")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the written weights (the source's own)")

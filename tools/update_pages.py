@@ -94,8 +94,9 @@ def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
         typed = f"{', '.join(action.option_strings)} {values}".strip()
     else:
         typed = formatter._format_args(action, action.dest)
-    must = "; required" if action.option_strings and action.required else ""
-    return f"| `{typed}` | {_cell(formatter._expand_help(action) + must)} |"
+    meaning = [formatter._expand_help(action)] if action.help else []
+    meaning += ["required"] if action.option_strings and action.required else []
+    return f"| `{typed}` | {_cell('; '.join(meaning))} |"
 
 
 def page(text: str) -> str:
