@@ -89,18 +89,16 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     """A row: the option as it is typed, what its help says, and whether it must be given."""
     formatter = parser._get_formatter()
-    if action.option_strings:
-        values = "" if action.nargs == 0 else formatter._format_args(action, action.dest.upper())
-        typed = f"{', '.join(action.option_strings)} {values}".strip()
-    else:
-        typed = formatter._format_args(action, action.dest)
+    name = action.dest.upper() if action.option_strings else action.dest
+    values = "" if action.nargs == 0 else formatter._format_args(action, name)
+    typed = f"{', '.join(action.option_strings)} {values}".strip()
     meaning = [formatter._expand_help(action)] if action.help else []
     meaning += ["required"] if action.option_strings and action.required else []
     return f"| `{typed}` | {_cell('; '.join(meaning))} |"
 
 
 def page(text: str) -> str:
-    """The page of the configuration with its tables rebuilt; raises KeyError for a section that does not exist."""
+    """The page with its tables rebuilt; raises KeyError for a section that does not exist."""
     tables = _tables()
     return TABLE.sub(lambda found: found[1] + tables[found[2]] + found[3], text)
 
