@@ -21,7 +21,7 @@ EVAL := constraints/eval.txt
 INSTALLED := $(VENV)/.installed-$(SERIES)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full smoke lint check format clean
+.PHONY: help install demo test test-full smoke lint check format docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -52,9 +52,17 @@ format: $(INSTALLED) ## rewrite the sources to the format, and fix what lint can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)-docs/.installed ## build the documentation's site into build/site
+	$(VENV)-docs/bin/mkdocs build --strict
+
 clean: ## remove .venv, builds and caches; runs/ stays
-	rm -rf $(VENV) .venv-3.1[0-9] build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-docs .venv-3.1[0-9] build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)-docs/.installed: constraints/docs.txt
+	test -e $@ || $(PYTHON) -m venv --clear $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet --requirement $<
+	touch $@
 
 # The stamp carries the interpreter's series, so that another PYTHON rebuilds the environment; a changed
 # requirement only updates it.

@@ -31,7 +31,7 @@ TAKES_SIGNALS = ("train", "evaluate", "sweep", "experiment")  # over, by themsel
 
 
 def _demo_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", default="runs/demo", help="folder for everything that it makes")
+    parser.add_argument("--output", default="runs/demo", help="folder for everything that it makes (runs/demo)")
 
 
 def _demo(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:

@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the inputs are conversations; writes PREFIX.mask.bin too (docs/fine-tuning.md)",
     )
-    add("--chat-template", metavar="FILE|olmo", help="with --chat: a Jinja file, or olmo (the tokenizer's own)")
+    add("--chat-template", metavar="FILE", help="with --chat: a Jinja file, or olmo (the tokenizer's own)")
     add("--learn", help="with --chat: the assistant's turns that are learned: all, last (all)")
     add(
         "--max-tokens",

@@ -50,7 +50,7 @@ def is_valid(values: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("page_tool", ROOT / "tools" / "update_configuration_page.py")
+    spec = importlib.util.spec_from_file_location("page_tool", ROOT / "tools" / "update_pages.py")
     assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

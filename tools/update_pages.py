@@ -1,26 +1,30 @@
-"""Renders the configuration's dataclasses, the JSON schema, and the names that Megatron-LM has for the fields.
+"""Renders the pages that the program's own tables make: commands, configuration, the names that Megatron-LM has.
 
-    python tools/update_configuration_page.py            # rewrite both pages and examples/config.schema.json
-    python tools/update_configuration_page.py --check    # exit 1 if one of them is out of date
+    python tools/update_pages.py            # rewrite the three pages and examples/config.schema.json
+    python tools/update_pages.py --check    # exit 1 if one of them is out of date
 
-A table is between `<!-- fields of SECTION -->` and `<!-- end of fields -->`, or `<!-- arguments: GROUP -->` and
-`<!-- end of arguments -->`; everything else on the pages is written by hand.
+What is rendered stands between `<!-- commands -->` and `<!-- end of commands -->`, `<!-- fields of SECTION -->` and
+`<!-- end of fields -->`, or `<!-- arguments: GROUP -->` and `<!-- end of arguments -->`; everything else is written by
+hand.
 """
 
 import argparse
 import re
 import sys
+import textwrap
 from pathlib import Path
 
-from megatron_fanformer import markdown
+from megatron_fanformer import cli, markdown
 from megatron_fanformer.configuration import FieldDescription
 from megatron_fanformer.formats.foreign_names import MEGATRON_LM, ForeignName
 from megatron_fanformer.training.config_reference import run_sections, schema_text
 
 ROOT = Path(__file__).parents[1]
+COMMANDS_PAGE = ROOT / "docs" / "commands.md"
 PAGE = ROOT / "docs" / "configuration.md"
 MEGATRON_PAGE = ROOT / "docs" / "from-megatron-lm.md"
 SCHEMA = ROOT / "examples" / "config.schema.json"
+COMMANDS = re.compile(r"(<!-- commands -->\n).*?(<!-- end of commands -->)", re.DOTALL)
 TABLE = re.compile(r"(<!-- fields of (\S+) -->\n).*?(<!-- end of fields -->)", re.DOTALL)
 ARGUMENTS = re.compile(r"(<!-- arguments: ([\w ]+) -->\n).*?(<!-- end of arguments -->)", re.DOTALL)
 LINK = re.compile(r"docs/([\w-]+\.md)(#[\w-]+)?")
@@ -34,7 +38,7 @@ def main() -> int:
     changed = [file for file, text in rendered().items() if not file.exists() or file.read_text() != text]
     for file in changed:
         if options.check:
-            print(f"{file.relative_to(ROOT)} does not match the dataclasses; run {Path(__file__).name}")
+            print(f"{file.relative_to(ROOT)} is out of date; run {Path(__file__).name}")
         else:
             file.write_text(rendered()[file])
             print(f"wrote {file.relative_to(ROOT)}")
@@ -44,10 +48,53 @@ def main() -> int:
 def rendered() -> dict[Path, str]:
     """Each file, and what it should hold."""
     return {
+        COMMANDS_PAGE: commands_page(COMMANDS_PAGE.read_text()),
         PAGE: page(PAGE.read_text()),
         MEGATRON_PAGE: megatron_page(MEGATRON_PAGE.read_text()),
         SCHEMA: schema_text() + "\n",
     }
+
+
+def commands_page(text: str) -> str:
+    """The page of commands with the options that the parsers have."""
+    (verbs,) = (action.choices for action in cli._parser()._actions if isinstance(action, argparse._SubParsersAction))
+    sections = "\n\n".join(_verb(name, parser) for name, parser in verbs.items())
+    return COMMANDS.sub(lambda found: f"{found[1]}\n{sections}\n\n{found[2]}", text)
+
+
+def _verb(name: str, parser: argparse.ArgumentParser) -> str:
+    """A verb as its --help has it: what it does, its options by group, examples."""
+    prose, _, examples = (parser.epilog or "").partition("examples:\n")
+    # shell, where the other pages' blocks say bash: these examples are held to the parsers where --help is.
+    parts = [f"## {name}", parser.description, *_options(parser), prose.strip()]
+    parts.append(f"```shell\n{textwrap.dedent(examples)}\n```")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """A table for each group, under its title where a verb has several, and which options exclude one another."""
+    parts = []
+    positionals, options, *titled = parser._action_groups
+    groups = [("", positionals._group_actions + options._group_actions)]
+    groups += [(f"**{group.title}**", group._group_actions) for group in titled]
+    for title, actions in groups:
+        if rows := [_option(parser, action) for action in actions if action.dest != "help"]:
+            parts += [title, "\n".join(["| argument | meaning |", "|---|---|", *rows])]
+    for group in parser._mutually_exclusive_groups:
+        first, *others = (f"`{action.option_strings[0]}`" for action in group._group_actions)
+        parts.append(f"{first} is not combined with {', '.join(others)}.")
+    return parts
+
+
+def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """A row: the option as it is typed, what its help says, and whether it must be given."""
+    formatter = parser._get_formatter()
+    name = action.dest.upper() if action.option_strings else action.dest
+    values = "" if action.nargs == 0 else formatter._format_args(action, name)
+    typed = f"{', '.join(action.option_strings)} {values}".strip()
+    meaning = [formatter._expand_help(action)] if action.help else []
+    meaning += ["required"] if action.option_strings and action.required else []
+    return f"| `{typed}` | {_cell('; '.join(meaning))} |"
 
 
 def page(text: str) -> str:

@@ -1,0 +1,40 @@
+"""What mkdocs.yml builds the site of: the repository's pages at their own paths, so that every link between them holds.
+
+mkdocs takes its pages from one folder, docs/. Ours lead to files beside it too, which here become pages and files of
+the site; README.md is its front page.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = re.compile(r"\]\(([^)#\s]+)")  # of a link or a picture, without its anchor
+
+
+def site_files() -> list[str]:
+    """README.md, docs/, and the files of the repository that their pages lead to: paths from its root."""
+    found = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*") if path.is_file())]
+    for page in found:  # which grows meanwhile
+        targets = TARGET.findall(page.read_text()) if page.suffix == ".md" else []
+        for path in ((page.parent / target).resolve() for target in targets):
+            if path.is_file() and path not in found:
+                found.append(path)
+    return [str(path.relative_to(ROOT)) for path in found]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Called by mkdocs with the files of docs/ and of the theme; returns those of the site."""
+    from mkdocs.structure.files import File
+
+    for file in [file for file in files if file.src_dir == config.docs_dir]:
+        files.remove(file)
+    for path in site_files():
+        files.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls))
+    return files
