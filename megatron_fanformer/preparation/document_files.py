@@ -38,8 +38,8 @@ BLOCK_BYTES = 1 << 20
 MAX_LINE_BYTES = 128 << 20
 ROWS_A_BLOCK = 256
 # A page of Parquet repeats a value of its column's dictionary in a few bits: a file of 1.8 kB can hold 120 GB of text.
-# The dictionary of a sound writer ends at 1 MB.
-LARGEST_DICTIONARY_BYTES = 16 << 20
+# A sound writer ends a dictionary at 1 MB, but looks at that only after some thousand rows: those may be long documents.
+LARGEST_DICTIONARY_BYTES = 48 << 20
 REPEATED_BYTES_A_BLOCK = 128 << 20
 DICTIONARY_PAGE = 2
 PAGE_HEADER_BYTES = 32  # the fields that are read take 18 at most

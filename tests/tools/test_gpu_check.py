@@ -62,7 +62,7 @@ def test_the_whole_check_on_the_stand_in(tmp_path: Path) -> None:
     assert [line for line in skipped if not any(reason in line for reason in REASONS)] == []
     for name in ("bench_fan", "bench_loss_head"):
         assert [json.loads(line) for line in (report / f"{name}.json").read_text().splitlines()]
-    cases = {line["case"] for line in json.loads((report / "bench_train.json").read_text())}
+    cases = {line["case"] for line in json.loads((report / "bench_train.json").read_text())["cases"]}
     assert cases == {
         f"{model} {dtype}" for model in ("fanformer", "transformer", "same-params") for dtype in ("bf16", "fp8")
     }
