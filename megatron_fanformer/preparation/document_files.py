@@ -38,7 +38,7 @@ BLOCK_BYTES = 1 << 20
 MAX_LINE_BYTES = 128 << 20
 ROWS_A_BLOCK = 256
 # A page of Parquet repeats a value of its column's dictionary in a few bits: a file of 1.8 kB can hold 120 GB of text.
-# A sound writer ends a dictionary at 1 MB, but looks at that only after some thousand rows: those may be long documents.
+# A sound writer ends a dictionary at 1 MB, but looks only after some thousand rows, which may be long documents.
 LARGEST_DICTIONARY_BYTES = 48 << 20
 REPEATED_BYTES_A_BLOCK = 128 << 20
 DICTIONARY_PAGE = 2
