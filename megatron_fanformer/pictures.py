@@ -82,4 +82,4 @@ def use_many_colours(axes: Any) -> None:
     """More lines than the usual ten colours tell apart."""
     import matplotlib
 
-    axes.set_prop_cycle(color=matplotlib.colormaps["tab20"].colors)
+    axes.set_prop_cycle(color=matplotlib.color_sequences["tab20"])
