@@ -53,6 +53,8 @@ NOT_OURS = {
     "sbatch": "Slurm: tests/test_examples.py runs the scripts",
     "torchrun": "Megatron-LM's own program",
     "tensorboard": "a server",
+    "pip": "the package registry, for what other tools need",
+    "curl": "a server",
     **dict.fromkeys(
         ("mkdir", "find", "sort", "split", "printf", "sed"),
         "the shell's own: tests/test_examples.py runs those of the lists of documents",

@@ -1,5 +1,6 @@
 """The fit of t mod 5: errors by formula, controls of equal size, and (`full`) the effect."""
 
+import statistics
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from megatron_fanformer.experiments.probes import mod
 from megatron_fanformer.experiments.probes.settings import ModSettings
 
-FACTOR = 0.75  # of the error of the MLP outside; seeds 0 to 2 came to 0.57, 0.39 and 0.47
+FACTOR = 0.75  # of the error of the MLP outside; seeds 0 to 2 came to 0.57, 0.39 and 0.47, seed 0 once to 0.84
 VARIANCE = 25 / 12  # of t mod 5
 TINY = ModSettings(seeds=2, control_size=8, control_steps=3, model_layers=1, model_size=16, model_steps=2, batch_size=8)
 
@@ -58,9 +59,12 @@ def test_a_planted_tie_is_no_win_and_a_planted_difference_is_one():
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_fan_network_fits_outside_what_an_mlp_does_not():
-    settings = ModSettings()
-    errors = {}
-    for name, model, training in list(mod._models(settings, 0))[:2]:
-        mod.train(model, training, 0)
-        errors[name] = mod.error(model, settings.half_range, 2 * settings.half_range)
-    assert errors[mod.FAN] < FACTOR * errors[mod.MLP]
+    """On average over three seeds: where a training ends depends on its last bits."""
+    settings, ratios = ModSettings(), []
+    for seed in range(3):
+        errors = {}
+        for name, model, training in list(mod._models(settings, seed))[:2]:
+            mod.train(model, training, seed)
+            errors[name] = mod.error(model, settings.half_range, 2 * settings.half_range)
+        ratios.append(errors[mod.FAN] / errors[mod.MLP])
+    assert statistics.geometric_mean(ratios) < FACTOR
