@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import transformers
 
 OLDEST_TRANSFORMERS = "5.20"
-"""The oldest minor version that this code and `modeling_fanformer.py` run with, found by trying."""
+"""The oldest minor version that this code and `modeling_fanformer.py` are tested with."""
 _installed, _oldest = (
     tuple(map(int, version.split(".")[:2])) for version in (transformers.__version__, OLDEST_TRANSFORMERS)
 )
