@@ -101,7 +101,7 @@ def test_ranks_that_share_a_gpu_over_gloo_do_not_overlap() -> None:
 def told(kind: str) -> str:
     _, choices = choose_for_machine(config_from_dict(values_of(**OPEN)), grid_of(kind, 4))
     lines = choice_lines(choices)
-    assert 1 < len(lines) < 4
+    assert 1 < len(lines) <= 5
     assert all(len(line) <= machine_choices.LINE_WIDTH for line in lines)
     return " ".join(line.strip() for line in lines)
 
