@@ -5,6 +5,7 @@ break it; each is tested on the package, on folders with a planted violation, an
 """
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -110,7 +111,12 @@ Rule = Callable[[Path], list[str]]
 def sources(root: Path) -> Iterator[tuple[Path, ast.Module]]:
     """Every module under `root` with its syntax tree, in a fixed order; paths are relative to `root`."""
     for path in sorted(root.rglob("*.py")):
-        yield path.relative_to(root), ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        yield path.relative_to(root), _parsed(path, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _parsed(path: Path, _changed: int) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
 def room_of(path: Path) -> str:

@@ -162,6 +162,7 @@ def test_a_run_killed_before_any_step_of_its_ending_ends_with_the_same_bytes(
     assert killed > 2 * len(options)  # at the least, the files of each input's shard are removed
 
 
+@pytest.mark.full
 def test_another_run_of_a_prefix_is_refused_while_one_is_under_way(long_input: "LongInput") -> None:
     first = commands.start(long_input.command)
     worker = long_input.stopped_worker(first.pid)
