@@ -11,12 +11,10 @@ from megatron_fanformer.checkpoint.plain_values import SavedProgress, check_plai
 from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
 from megatron_fanformer.data.config import TRAINING
 from megatron_fanformer.data.identity import SHOWN_DIGITS, DataIdentity, SetIdentity, identity_from_plain
-from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.formats.training_record import layout
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows, text_facts, text_row
 from megatron_fanformer.inspection.report import Report, plural, size, some
-
-METRICS_TAIL_BYTES = 1 << 16
+from megatron_fanformer.training.metrics import last_metrics
 
 Rows = list[tuple[str, str]]
 
@@ -29,7 +27,7 @@ def describe_run(run: Path) -> Report:
     """
     names = [checkpoint.name for checkpoint in store.complete_checkpoints(run)]
     latest = store.latest_checkpoint(run)
-    last = last_metrics(run)
+    last = last_numbers(run)
     rows = [("checkpoints", f"{len(names)}: {some(names)}" if names else "none")]
     if last:
         rows.append((store.METRICS, ", ".join(f"{name} {last[name]:g}" for name in ("step", "loss") if name in last)))
@@ -100,16 +98,12 @@ def _files(data: SetIdentity) -> str:
     return f"{plural(sum(file.tokens for file in data.files), 'token')} of {named}"
 
 
-def last_metrics(run: Path) -> dict[str, Any] | None:
-    """The numbers in the last line of a run's metrics.jsonl that is a step's, whatever else is in it."""
+def last_numbers(run: Path) -> dict[str, Any] | None:
+    """The numbers in the metrics of a run's last step; None where there are none, or they cannot be read."""
     try:
-        with regular_file(run / store.METRICS).open("rb") as stream:
-            stream.seek(max(0, (run / store.METRICS).stat().st_size - METRICS_TAIL_BYTES))
-            lines = stream.read().split(b"\n")
+        found = last_metrics(run)
     except OSError:
         return None
-    # after the last line end: a partial line, or nothing
-    found = next((entry for line in reversed(lines[:-1]) if (entry := store.metrics_entry(line)) is not None), None)
     return found and {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 

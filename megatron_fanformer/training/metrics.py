@@ -23,8 +23,9 @@ def last_metrics(run: Path) -> dict[str, Any] | None:
     """The metrics of the last step in a run's metrics.jsonl, of which only the end is read; None if there is none."""
     with regular_file(run / METRICS).open("rb") as stream:
         stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
-        lines = stream.read().splitlines()
-    return next((entry for line in reversed(lines) if (entry := metrics_entry(line)) is not None), None)
+        lines = stream.read().split(b"\n")
+    # after the last line end: a partial line, or nothing
+    return next((entry for line in reversed(lines[:-1]) if (entry := metrics_entry(line)) is not None), None)
 
 
 def clock(seconds: float) -> str:

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from megatron_fanformer.checkpoint.store import METRICS, TENSORBOARD
 from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
-from megatron_fanformer.inspection.checkpoint import last_metrics
+from megatron_fanformer.inspection.checkpoint import last_numbers
 from megatron_fanformer.training import machine_rules
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.loggers import (
@@ -64,7 +64,7 @@ def test_a_resume_drops_later_steps_and_keeps_what_no_run_wrote(
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 4.0}]
     with file.open("ab") as stream:
         stream.write(b"\x00\n[]\ntorn")
-    assert last_metrics(tmp_path) == {"step": 3, "loss": 4.0}
+    assert last_numbers(tmp_path) == {"step": 3, "loss": 4.0}
 
 
 def test_a_file_that_is_removed_during_a_run_is_written_anew(tmp_path: Path) -> None:
