@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "formats.foreign_names",
         "evaluation",
     ),
-    "simulation": ("runtime", "data", "model", "planning", "checkpoint", "training"),
+    "simulation": ("ops.products", "runtime", "data", "model", "planning", "checkpoint", "training"),
     "nodes": ("runtime",),
     "parity": ("runtime", "data", "model", "planning", "checkpoint", "training"),
     "sizing": ("runtime.layout", "model", "planning", "training", "simulation"),

@@ -67,11 +67,14 @@ class Case:
     peak_memory: int = 0
     peer: Peer | None = None
     """What trains it in place of a Trainer."""
+    setting: tuple[str, str, Any] | None = None
+    """Section, field and value of what distinguishes it from the case before."""
 
     @property
     def name(self) -> str:
         """What it is called in tables."""
-        return " ".join([self.model_name, self.dtype, *([] if self.layout == SINGLE else [self.layout])])
+        parts = [self.model_name, self.dtype, *([] if self.layout == SINGLE else [self.layout])]
+        return " ".join([*parts, *([] if self.setting is None else [f"{self.setting[1]}={self.setting[2]}"])])
 
     @property
     def step_seconds(self) -> float:
@@ -128,6 +131,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=_count, default=5, metavar="N", help="turns per case")
     parser.add_argument("--steps", type=_count, default=2, metavar="N", help="steps per turn")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("SECTION.FIELD", "VALUE"))
+    parser.add_argument(
+        "--against",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("SECTION.FIELD", "VALUE"),
+        help="every case once more with that setting",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the machine and the cases there")
     return parser.parse_args()
 
@@ -162,7 +173,10 @@ def _cases(options: argparse.Namespace) -> list[Case]:
     cases = []
     for dtype in options.dtypes:
         cases += [
-            Case(name, _model(name, base), dtype, layout) for layout in options.layouts for name in options.models
+            Case(name, _model(name, base), dtype, layout, setting=setting)
+            for layout in options.layouts
+            for name in options.models
+            for setting in (None, *_settings(options.against))
         ]
         first = _model(options.models[0], base)
         cases += [Case(peer.name, first, dtype, SINGLE, peer=peer) for peer in peers]
@@ -257,7 +271,7 @@ def _values(
     }
     if case.dtype == "fp8":
         values["precision"]["fp8"] = "hybrid"
-    for section, name, value in options.set:
+    for section, name, value in [*options.set, *([] if case.setting is None else [case.setting])]:
         values.setdefault(section, {})[name] = value
     return values
 

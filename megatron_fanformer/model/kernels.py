@@ -8,11 +8,11 @@ from typing import Literal
 
 TransformerImpl = Literal["auto", "local", "transformer_engine"]
 
-LOGITS_BYTES_ON_CPU, LOGITS_BYTES_ON_GPU = 100 * 2**20, 400 * 2**20
+LOGITS_BYTES_ON_CPU, LOGITS_BYTES_ON_GPU = 200 * 2**20, 400 * 2**20
 """Logits that the loss head holds at a time. Every chunk reads and writes the weight's whole gradient, which must not
 matter beside the matrix products: measured on a CPU in float32 (vocabulary 50304, width 512), chunks of 512 tokens cost
-3% more than those of 1,024, and 64 tokens half as much again; a Hopper GPU's products in bf16 are so fast that it needs
-some 4,000 tokens."""
+3% more than those of 1,024, and 64 tokens half as much again; in bf16 on AMX a step takes 2% longer with 1,024
+than with 2,048; a Hopper GPU's products in bf16 are so fast that it needs some 4,000 tokens."""
 ALIGNED_TOKENS = 64  # a chunk is a multiple of it: matrix units prefer whole tiles
 
 
@@ -33,13 +33,13 @@ class KernelsConfig:
     """Compute logits, loss and their gradients for one chunk of tokens at a time, in forward; false: Megatron's own
     loss head, which keeps the logits of a whole micro batch."""
     loss_head_chunk_tokens: int | None = None
-    """Tokens per chunk of the chunked loss head; null: as many as fill 100 MiB of logits on a CPU, 400 MiB on a GPU."""
+    """Tokens per chunk of the chunked loss head; null: as many as fill 200 MiB of logits on a CPU, 400 MiB on a GPU."""
     cuda_graph_impl: Literal["none", "local"] = "none"
     """`local`: replay each layer as a CUDA graph, megatron-core's own, which saves the host its launches
     (docs/gpu.md#cuda-graphs). It has not been measured yet."""
     gradient_accumulation_fusion: bool | None = None
-    """Add weight gradients into the float32 buffer inside the matrix product; null: in training on a GPU with
-    Transformer Engine's layers, or with apex's `fused_weight_gradient_mlp_cuda`."""
+    """Add weight gradients into the float32 buffer inside the matrix product; null: in training on a CPU, and on
+    a GPU with Transformer Engine's layers, or with apex's `fused_weight_gradient_mlp_cuda`."""
 
     @property
     def fuses_gradient_accumulation(self) -> bool:

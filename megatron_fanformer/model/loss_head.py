@@ -19,8 +19,9 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
-from megatron_fanformer.model.weight_gradients import add_product, stand_in
+from megatron_fanformer.model.weight_gradients import stand_in
 from megatron_fanformer.ops.cross_entropy import to_gradient
+from megatron_fanformer.ops.products import add_product
 
 SAME_WEIGHTS = 1e-6
 """Relative: a multiple of the loss mask is one up to the rounding of a float32 product."""

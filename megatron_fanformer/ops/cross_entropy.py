@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.ops.triton_support import has_triton, triton_reaches
 
 CACHED_BYTES_PER_THREAD = 2**20
@@ -73,8 +74,10 @@ def exponentials(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
     were 1.4 to 1.7 times as far from float32 as those of a plain softmax, at initial weights; in float32 it is one more
     pass for nothing.)
 
-    By the kernel (`cross_entropy_triton`) where Triton reaches them, else in PyTorch; both [c], in float32.
+    By a kernel (`cross_entropy_triton`, `cpu_kernels`) where one reaches them, else in PyTorch; both [c], in float32.
     """
+    if cpu_kernels.reach(logits_cv):
+        return cpu_kernels.softmax(logits_cv)
     return ((_kernel() if triton_reaches(logits_cv) else None) or exponentials_in_torch)(logits_cv)
 
 

@@ -71,7 +71,8 @@ class LayerShapes:
         self.qkv = model.qkv_rows // self.tensor
         self.is_column = parallel.fan_form == "column"
         self.fan_rows = model.fan_rows // self.tensor if self.is_column else model.fan_rows
-        self.is_fused = job.kernels.fuses_gradient_accumulation
+        # Other layers give autograd a stand-in of the gradient's size; the Engine has one for all of a size.
+        self.is_fused = self.is_engine and job.kernels.fuses_gradient_accumulation
         self.is_fp8 = self.is_engine and job.precision.fp8 is not None
 
     def whole(self, width: int) -> int:

@@ -4,18 +4,21 @@
 """
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron_fanformer.ops.element_wise import rotate
+from megatron_fanformer.ops.products import add_product
 
 
 def install() -> None:
     """Install the faster forms; megatron-core must already be importable without CUDA."""
     _write_out_rotary_embedding()
     _skip_collectives_of_one_rank()
+    _add_weight_gradients_inside_products()
 
 
 def _write_out_rotary_embedding() -> None:
@@ -64,3 +67,19 @@ def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
     """Where its first element is; not by `data_ptr`, which simulated tensors do not have."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
+def _add_weight_gradients_inside_products() -> None:
+    """A CPU has no apex, whose kernel megatron-core's layers call for it (`gradient_accumulation_fusion`).
+
+    Otherwise a gradient is made, rounded to the weights' type, and read again to be added.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    def accumulate(x_nh: torch.Tensor, grad_no: torch.Tensor, sum_oh: torch.Tensor) -> None:
+        add_product(sum_oh, grad_no, x_nh)
+
+    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
+        wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
+    )
+    layers._grad_accum_fusion_available = True

@@ -85,10 +85,13 @@ def has_bf16_matrix_units(device: DeviceKind) -> bool:
 
 
 def has_fused_gradient_kernel() -> bool:
-    """Whether NVIDIA's apex brought the kernel that adds a weight gradient into its buffer, and a GPU to run it on."""
+    """Whether megatron-core's own layers can add a weight gradient into its buffer inside the product.
+
+    On a GPU by the kernel that NVIDIA's apex brings; on a CPU by what `cpu_speedups` puts in its place.
+    """
     import torch
 
-    return torch.cuda.is_available() and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return not torch.cuda.is_available() or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def has_gpu() -> bool:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_fanformer.errors import FanformerError
+from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import megatron_cpu
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, RuntimeConfig
@@ -76,6 +77,11 @@ class RankGrid:
         return devices.has_fused_gradient_kernel()
 
     @property
+    def cpu_kernels_problem(self) -> str | None:
+        """Why the ranks do not compute by this project's kernels for a CPU; None: they do."""
+        return cpu_kernels.problem()
+
+    @property
     def is_main(self) -> bool:
         """Whether this is the rank that writes what is written once."""
         return self.rank == 0
@@ -101,6 +107,7 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
             alone = dist.FileStore(os.path.join(folder, "store"), 1)
             dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=GROUP_TIMEOUT)
             try:
+                _choose_cpu_kernels(config, kind)
                 yield kind
             finally:
                 dist.destroy_process_group()
@@ -112,8 +119,24 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
         dist.init_process_group(
             backend, store=store, rank=address.rank, world_size=address.world_size, timeout=GROUP_TIMEOUT
         )
+        _choose_cpu_kernels(config, kind)
         yield kind
         dist.destroy_process_group()
+
+
+def _choose_cpu_kernels(config: RuntimeConfig, kind: devices.DeviceKind) -> None:
+    """Have all ranks compute by this project's kernels for a CPU, or none: else weights that they share drift apart."""
+    is_auto = config.cpu_kernels == "auto"
+    wanted = kind == "cpu" and (config.cpu_kernels == "compiled" or (is_auto and devices.has_bf16_matrix_units("cpu")))
+    problem = cpu_kernels.load(devices.cache_folder()) if wanted else "they are not asked for"
+    if kind == "cpu" and dist.get_world_size() > 1:
+        problems: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        problem = next(filter(None, problems), None)
+    if problem is not None:
+        cpu_kernels.unload(problem)
+    if problem is not None and config.cpu_kernels == "compiled":
+        raise InputError(f"runtime.cpu_kernels is compiled, but {problem}; set it to torch")
 
 
 def _meet(address: devices.RankAddress, timeout: timedelta) -> Any:

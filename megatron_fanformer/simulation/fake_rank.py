@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_fanformer.model.build import build_stages
-from megatron_fanformer.model.weight_gradients import adds_to_wider
+from megatron_fanformer.ops.products import adds_to_wider
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives
 from megatron_fanformer.runtime.parallel import RankGrid, rank_grid

@@ -241,10 +241,10 @@ def test_no_tensor_is_larger_than_a_chunks_logits_or_the_weight(
 
 def test_the_default_chunk_has_a_fixed_size_of_logits() -> None:
     kernels = KernelsConfig()
-    assert kernels.loss_chunk_tokens(50304, 4, on_cpu=True) == 100 * 2**20 // (4 * 50304) // 64 * 64 == 512
+    assert kernels.loss_chunk_tokens(50304, 4, on_cpu=True) == 200 * 2**20 // (4 * 50304) // 64 * 64 == 1024
     assert kernels.loss_chunk_tokens(50304, 2, on_cpu=False) == 65 * 64
-    assert kernels.loss_chunk_tokens(50304 // 2, 4, on_cpu=True) == 1024
-    assert kernels.loss_chunk_tokens(2**20, 4, on_cpu=True) == 25
+    assert kernels.loss_chunk_tokens(50304 // 2, 4, on_cpu=True) == 2048
+    assert kernels.loss_chunk_tokens(2**20, 4, on_cpu=True) == 50
     assert kernels.loss_chunk_tokens(10**9, 4, on_cpu=True) == 1
     assert KernelsConfig(loss_head_chunk_tokens=5).loss_chunk_tokens(50304, 4, on_cpu=True) == 5
 

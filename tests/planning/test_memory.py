@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_fanformer.model import weight_gradients
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
-from megatron_fanformer.ops import cross_entropy
+from megatron_fanformer.ops import cross_entropy, products
 from megatron_fanformer.planning import vocabulary_memory
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_memory import layer_operations
@@ -278,7 +277,7 @@ def test_the_engines_ring_has_buffers() -> None:
 
 def test_constants_of_the_loss_head_are_its_own() -> None:
     """Planning reads them without torch."""
-    assert vocabulary_memory.ROWS_A_BLOCK == weight_gradients.ROWS_A_BLOCK
+    assert vocabulary_memory.ROWS_A_BLOCK == products.ROWS_A_BLOCK
     assert vocabulary_memory.FLOAT_LOGITS_BYTES == cross_entropy.CACHED_BYTES_PER_THREAD
 
 

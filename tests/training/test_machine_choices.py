@@ -30,7 +30,12 @@ def values_of(**sections: dict[str, Any]) -> dict[str, Any]:
 
 def grid_of(kind: str, replicas: int, backend: str | None = None) -> Any:
     groups = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: replicas))
-    return SimpleNamespace(device=kind, backend=backend or {"cpu": "gloo", "cuda": "nccl"}[kind], groups=groups)
+    return SimpleNamespace(
+        device=kind,
+        backend=backend or {"cpu": "gloo", "cuda": "nccl"}[kind],
+        groups=groups,
+        cpu_kernels_problem="no C++ compiler is found",
+    )
 
 
 @pytest.fixture
@@ -56,7 +61,8 @@ def test_a_cpu_chooses_every_open_field() -> None:
         "dtype": bf16,
         "transformer_impl": "local",
         "threads_per_rank": machine_choices.torch.get_num_threads(),
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": True,
+        "cpu_kernels": "torch",
         "overlap_grad_reduce": False,
         "overlap_param_gather": False,
     }
@@ -66,7 +72,7 @@ def test_what_the_user_set_stays() -> None:
     sections = {
         "parallel": {"overlap_grad_reduce": True, "overlap_param_gather": False},
         "kernels": {"transformer_impl": "local", "gradient_accumulation_fusion": False},
-        "runtime": {"device": "cpu", "threads_per_rank": 1},
+        "runtime": {"device": "cpu", "threads_per_rank": 1, "cpu_kernels": "torch"},
     }
     assert chosen("cpu", 2, **sections) == {}
     assert choice_lines([]) == []
@@ -109,7 +115,8 @@ def told(kind: str) -> str:
 def test_of_a_cpu_is_told_what_does_not_follow_from_its_being_one() -> None:
     text = told("cpu")
     assert text.startswith("chosen here: device cpu (no GPU is visible); dtype ")
-    assert [part.split()[0] for part in text.partition(": ")[2].split("; ")] == ["device", "dtype", "threads_per_rank"]
+    expected = ["device", "dtype", "threads_per_rank", *(["cpu_kernels"] if "dtype bf16" in text else [])]
+    assert [part.split()[0] for part in text.partition(": ")[2].split("; ")] == expected
 
 
 @pytest.mark.usefixtures("a_gpu")

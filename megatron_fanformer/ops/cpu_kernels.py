@@ -1,0 +1,213 @@
+"""This project's kernels for a CPU in bf16 (`cpu_kernels.cpp`), which the machine's C++ compiler builds once.
+
+A process that has called `load` uses them, on real bf16 tensors; everywhere else their callers have PyTorch's
+operations. The kernels round a result once, where those round after each operation.
+
+Shapes: as in `element_wise`; of attention as in `attention`.
+"""
+
+import ctypes
+import functools
+import hashlib
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_fanformer.durable_files import publish, temporary_name
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+COMPILERS = ("c++", "g++", "clang++")
+OPTIONS = (
+    *("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp"),
+)
+MOST_SECONDS = 120
+PARTS_OF_ROWS = 4
+"""For each thread: the gradient of a norm's weight is summed in each of them, and then over them."""
+
+_library: Any = None
+_problem: str | None = "nobody asked for them"
+
+
+def load(cache: Path) -> str | None:
+    """Have this process use them from now on.
+
+    Args:
+        cache: a folder of this user's alone, in which the library is, or is put.
+
+    Returns:
+        Why they cannot be used on this machine; None: they are in use.
+    """
+    global _library, _problem
+    if _library is None:
+        _library, _problem = _loaded(cache)
+    return _problem
+
+
+def unload(problem: str) -> None:
+    """Have this process compute by PyTorch's operations again, and say why."""
+    global _library, _problem
+    _library, _problem = None, problem
+
+
+def problem() -> str | None:
+    """Why this process does not use them; None: it does."""
+    return _problem
+
+
+def _loaded(cache: Path) -> tuple[Any, str | None]:
+    """The library, or why there is none."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return None, f"they are for Linux on x86_64, and this is {platform.system()} on {platform.machine()}"
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        return None, f"no C++ compiler is found ({', '.join(COMPILERS)})"
+    try:
+        return ctypes.CDLL(str(_built(Path(compiler), cache))), None
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[0]
+        return None, f"they cannot be built by {compiler} in {cache} ({said})"
+
+
+def reach(*tensors: Tensor) -> bool:
+    """Whether this process uses them, and they can take these: real bf16 tensors on a CPU, the last axis in one piece.
+
+    Simulated tensors have no content, and a tracer would not see what a kernel does.
+    """
+    return _library is not None and all(
+        type(each) in (Tensor, Parameter)
+        and each.dtype == torch.bfloat16
+        and each.device.type == "cpu"
+        and each.stride(-1) == 1
+        for each in tensors
+    )
+
+
+def _built(compiler: Path, cache: Path) -> Path:
+    """The library of this source, compiler and CPU. Ranks that start together may all build it: the same file."""
+    found = compiler.resolve()
+    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    named = f"{OPTIONS} {found} {found.stat().st_mtime_ns} {flags} {SOURCE.read_text()}"
+    library = cache / f"cpu-kernels-{hashlib.sha256(named.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = temporary_name(library)
+        compiled = partial.with_suffix(".o")
+        run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=MOST_SECONDS)
+        try:
+            run([str(compiler), *OPTIONS, "-c", str(SOURCE), "-o", str(compiled)])
+            # Without -fopenmp, so that no second OpenMP is linked: torch's is the process's.
+            run([str(compiler), "-shared", str(compiled), "-o", str(partial)])
+            publish(partial, library)
+        finally:
+            compiled.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
+    return library
+
+
+# -- the kernels, on tensors that they reach
+
+
+def swiglu(gate_and_up: Tensor) -> Tensor:
+    """silu(gate) * up: [..., 2 f] -> [..., f]."""
+    gate_and_up, width = gate_and_up.contiguous(), gate_and_up.shape[-1] // 2
+    out = gate_and_up.new_empty(*gate_and_up.shape[:-1], width)
+    _call("swiglu", gate_and_up, out, out.numel() // width, width)
+    return out
+
+
+def swiglu_backward(gate_and_up: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of [gate | up]."""
+    gate_and_up, grad = gate_and_up.contiguous(), grad.contiguous()
+    grad_both = torch.empty_like(gate_and_up)
+    _call("swiglu_backward", gate_and_up, grad, grad_both, grad.numel() // grad.shape[-1], grad.shape[-1])
+    return grad_both
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The normalised [..., h], and the factors [..., 1] in float32 by which rows were multiplied."""
+    x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    _call("rms_norm", x, weight, float(eps), out, scale, scale.numel(), x.shape[-1])
+    return out, scale
+
+
+def rms_norm_backward(x: Tensor, weight: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the weight."""
+    x, grad = x.contiguous(), grad.contiguous()
+    parts = PARTS_OF_ROWS * torch.get_num_threads()
+    grad_x, grad_weight = torch.empty_like(x), scale.new_empty(parts, x.shape[-1])
+    _call("rms_norm_backward", x, weight, scale, grad, grad_x, grad_weight, parts, scale.numel(), x.shape[-1])
+    return grad_x, grad_weight.sum(0).to(weight.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """Pairs (i, i + d / 2) of [s, b, n, d] rotated by angles whose cos and sin are [s, 1, 1, d / 2] in float32."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    positions, batch, heads, size = x.shape
+    _call(
+        "rotate",
+        x,
+        cos.contiguous(),
+        sin.contiguous(),
+        float(sign),
+        out,
+        positions,
+        batch,
+        heads,
+        size // 2,
+        *x.stride()[:3],
+    )
+    return out
+
+
+def softmax(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace each row by its softmax; the largest logit and the sum of exponentials relative to it, [c] in float32."""
+    greatest_c, sum_c = (logits_cv.new_empty(len(logits_cv), dtype=torch.float32) for _ in range(2))
+    _call("softmax", logits_cv, greatest_c, sum_c, *logits_cv.shape)
+    return greatest_c, sum_c
+
+
+def causal_attention_backward(
+    product: Any, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, log_sums: Tensor, grad: Tensor, scale: float
+) -> list[Tensor]:
+    """The gradients of queries, keys and values, all [b, n, s, d], contiguous as [s, b, n, d].
+
+    Args:
+        product: `products.mkl_product`.
+        log_sums: the logarithms of the sums of exponentials, [b, n, s] in float32.
+    """
+    batch, heads, length, size = out.shape
+    grads = [out.new_empty(length, batch, heads, size) for _ in qkv]
+    tensors = (*qkv, out, grad)
+    strides = [each.stride(axis) for axis in range(3) for each in tensors]
+    _call(
+        "causal_attention_backward",
+        ctypes.cast(product, ctypes.c_void_p),
+        *tensors,
+        log_sums.contiguous(),
+        *grads,
+        (ctypes.c_int64 * len(strides))(*strides),
+        *(batch, heads, length, size, float(scale)),
+    )
+    return [each.permute(1, 2, 0, 3) for each in grads]
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Call a kernel: tensors by their pointers, integers as 64-bit ones, other numbers in float32."""
+    with torch.profiler.record_function(f"{__name__}.{name}"):  # or a profiler would not see it
+        getattr(_library, name)(*map(_argument, arguments))
+
+
+def _argument(given: Any) -> Any:
+    if isinstance(given, Tensor):
+        return ctypes.c_void_p(given.data_ptr())
+    if isinstance(given, int):
+        return ctypes.c_int64(given)
+    return ctypes.c_float(given) if isinstance(given, float) else given

@@ -1,0 +1,183 @@
+"""This project's kernels for a CPU, against the same functions in float64; what is done without a compiler."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_fanformer.ops import cpu_kernels
+from megatron_fanformer.ops.attention import causal_attention
+from megatron_fanformer.ops.cross_entropy import exponentials
+from megatron_fanformer.ops.element_wise import rms_norm, rotate, swiglu
+from megatron_fanformer.ops.products import mkl_product
+
+ROUNDED_ONCE = 2.0**-9  # relative: of the norm of many elements, each rounded to bf16 (1.7e-3; rounded twice, 2.4e-3)
+OF_FEW = 1.01 * 2.0**-8  # the most that it changes a single one
+SUMMED = 1.5 * ROUNDED_ONCE  # gradients of attention are sums of rounded products
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with the built kernels."""
+    cache = tmp_path_factory.mktemp("cache")
+    if problem := cpu_kernels.load(cache):
+        pytest.skip(problem)
+    cpu_kernels.unload("the tests ask for them one by one")
+    return cache
+
+
+@pytest.fixture
+def kernels(library: Path) -> Iterator[None]:
+    assert cpu_kernels.load(library) is None
+    yield
+    cpu_kernels.unload("the test is over")
+
+
+def assert_rounded(made: Tensor, exact: Tensor, most: float) -> None:
+    assert made.dtype == torch.bfloat16
+    assert (made.double() - exact).norm() <= most * exact.norm()
+
+
+def gradients(function: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """What a function returns, and its gradients."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    out.backward(grad.to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+
+
+ANGLES = (torch.rand(5, 1, 1, 7) * 100).repeat(1, 1, 1, 2)
+FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]] = {
+    "SwiGLU": (
+        swiglu,
+        lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+        [4 * torch.randn(3, 5, 2 * 37)],
+    ),
+    "SwiGLU far out": (
+        swiglu,
+        lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+        [torch.tensor([[-200.0, -89.0, -60.0, 60.0, 89.0, 200.0] * 2])],
+    ),
+    "RMSNorm": (
+        lambda x, weight: rms_norm(x, weight, 1e-5),
+        lambda x, weight: x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight,
+        [torch.randn(9, 7, 451), torch.rand(451)],
+    ),
+    "rotation of a part": (
+        lambda x: rotate(x[..., 3:17], ANGLES),
+        lambda x: rotated(x[..., 3:17], ANGLES.double()),
+        [torch.randn(5, 2, 3, 20)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_and_gradients_are_rounded_once(kernels: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    function, exact, inputs = FUNCTIONS[name]
+    inputs = [x.bfloat16() for x in inputs]
+    grad = torch.randn_like(exact(*inputs)).bfloat16()
+    calls: list[str] = []
+    call = cpu_kernels._call
+    monkeypatch.setattr(cpu_kernels, "_call", lambda kernel, *rest: (calls.append(kernel), call(kernel, *rest)))
+    made = gradients(function, inputs, grad)
+    assert len(calls) == 2  # forward and backward
+    for own, right in zip(made, gradients(exact, [x.double() for x in inputs], grad), strict=True):
+        assert_rounded(own, right, ROUNDED_ONCE if own.numel() > 100 else OF_FEW)
+
+
+@pytest.mark.parametrize("columns", [1, 33, 5000])
+def test_softmax_of_a_row(kernels: None, columns: int) -> None:
+    """Impossible columns have a probability of 0; one that is not a number spoils its row alone."""
+    logits = (5 * torch.randn(4, columns)).bfloat16()
+    logits[1, columns // 2 :] = torch.finfo(logits.dtype).min
+    logits[2, columns // 2] = torch.nan
+    exact, given = logits.double().softmax(-1), logits.double()
+    greatest, sums = exponentials(logits)
+    for row in (0, 1, 3):
+        assert_rounded(logits[row], exact[row], OF_FEW)
+        assert greatest[row] == given[row].max()
+        expected = (given[row] - given[row].max()).exp().sum().item()
+        assert sums[row].item() == pytest.approx(expected, rel=1e-6)
+    assert columns == 1 or (logits[1, columns // 2 :] == 0).all()
+    assert logits[2].isnan().all() and sums[2].isnan()
+
+
+@pytest.mark.skipif(mkl_product() is None, reason="no MKL in torch, or no bf16 matrix units (AMX)")
+@pytest.mark.parametrize("length", [1, 100, 300, 515])
+def test_gradients_of_causal_attention(kernels: None, length: int) -> None:
+    """Of views, as QKV's output gives them; beyond a block of queries and one of keys, whole and in part."""
+    batch, heads, size = 2, 3, 16
+    made = torch.randn(length, batch, heads, 3, size).bfloat16()
+    qkv = [made[:, :, :, part].permute(1, 2, 0, 3) for part in range(3)]
+    grad = torch.randn(length, batch, heads, size).bfloat16().permute(1, 2, 0, 3)
+    own = gradients(lambda q, k, v: causal_attention(q, k, v, 0.3), qkv, grad)
+    exact = gradients(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3),
+        [x.double() for x in qkv],
+        grad,
+    )
+    plain = gradients(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3), qkv, grad)
+    assert torch.equal(own[0], plain[0])
+    for gradient, right in zip(own[1:], exact[1:], strict=True):
+        if right.any():  # a single key has a weight of 1, whatever the query
+            assert_rounded(gradient, right, SUMMED if length > 1 else OF_FEW)
+
+
+def test_what_is_no_real_bf16_tensor_is_left_to_pytorch(kernels: None) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    bf16 = torch.ones(2, 4, dtype=torch.bfloat16)
+    assert cpu_kernels.reach(bf16, torch.nn.Parameter(bf16))
+    with FakeTensorMode() as mode:
+        assert not cpu_kernels.reach(mode.from_tensor(bf16))
+    for other in (bf16.float(), bf16.t(), bf16.to("meta")):
+        assert not cpu_kernels.reach(bf16, other)
+
+
+def test_they_are_built_once(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (built,) = library.iterdir()
+    assert built.suffix == ".so"  # and nothing of its making is left
+    monkeypatch.setattr(cpu_kernels.subprocess, "run", lambda *_, **__: pytest.fail("a compiler was started"))
+    assert cpu_kernels.load(library) is None
+    cpu_kernels.unload("the test is over")
+
+
+def no_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("PATH", "")
+
+
+def a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    compiler = folder / "g++"
+    compiler.write_text("#!/bin/sh\necho 'error: no such option' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def a_library_that_is_damaged(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(cpu_kernels, "_built", lambda *_: folder / "absent.so")
+
+
+@pytest.mark.parametrize(
+    ("planted", "part"),
+    [
+        (no_compiler, "no C++ compiler is found (c++, g++, clang++)"),
+        (a_compiler_that_fails, "(error: no such option)"),
+        (a_library_that_is_damaged, "absent.so"),
+    ],
+)
+def test_without_them_it_is_said_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: Any, part: str) -> None:
+    planted(monkeypatch, tmp_path)
+    problem = cpu_kernels.load(tmp_path / "cache")
+    assert problem is not None and part in problem
+    assert cpu_kernels.problem() == problem
+    assert not cpu_kernels.reach(torch.ones(2, dtype=torch.bfloat16))
+    assert not list((tmp_path / "cache").glob("*"))  # nothing half-made, nor a folder for nothing
