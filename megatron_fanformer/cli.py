@@ -6,6 +6,7 @@ on a signal, 1 anything else. Errors are one line each, without a traceback unle
 
 import argparse
 import errno
+import gc
 import sys
 import traceback
 from collections.abc import Sequence
@@ -138,7 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def entry_point() -> None:
     """What the installed command calls."""
     hold_signals()
-    sys.exit(main())
+    code = main()
+    gc.freeze()  # or Python would look through all of torch for garbage before it ends, for a second
+    sys.exit(code)
 
 
 def _tell(message: str, exit_code: int) -> int:

@@ -19,6 +19,7 @@ def install() -> None:
     _write_out_rotary_embedding()
     _skip_collectives_of_one_rank()
     _add_weight_gradients_inside_products()
+    _leave_the_compiler_out()
 
 
 def _write_out_rotary_embedding() -> None:
@@ -83,3 +84,14 @@ def _add_weight_gradients_inside_products() -> None:
         wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
     )
     layers._grad_accum_fusion_available = True
+
+
+def _leave_the_compiler_out() -> None:
+    """torch's optimizer imports torch's compiler, over a second's work, to keep it from tracing some methods.
+
+    Each of them remembers here, as it does after its first call, what to call instead: itself, for nothing compiles it.
+    """
+    for method in vars(torch.optim.Optimizer).values():
+        plain: Any = getattr(method, "__wrapped__", None)
+        if plain is not None:
+            plain.__dynamo_disable = plain
