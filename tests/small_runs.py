@@ -36,7 +36,7 @@ def small_run(tokens: str, run_dir: Path, **sections: dict[str, Any]) -> dict[st
         },
         "parallel": {},
         "kernels": {"transformer_impl": "local"},
-        "runtime": {"device": "cpu", "threads_per_rank": 1},
+        "runtime": {"device": "cpu", "threads_per_rank": 1, "cpu_kernels": "torch"},
         "precision": {"dtype": "fp32"},
         "data": {"train_data": [tokens]},
         "optimizer": {"lr": 1e-2},

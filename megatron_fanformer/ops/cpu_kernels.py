@@ -1,7 +1,7 @@
-"""This project's kernels for a CPU in bf16 (`cpu_kernels.cpp`), which the machine's C++ compiler builds once.
+"""This project's kernels for a CPU (`cpu_kernels.cpp`), which the machine's C++ compiler builds once.
 
-A process that has called `load` uses them, on real bf16 tensors; everywhere else their callers have PyTorch's
-operations. The kernels round a result once, where those round after each operation.
+A process that has called `load` uses them, on real tensors in float32 or bf16; everywhere else their callers have
+PyTorch's operations. The kernels round a result once, where those round after each operation.
 
 Shapes: as in `element_wise`; of attention as in `attention`.
 """
@@ -27,6 +27,7 @@ OPTIONS = (
     *("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512"),
     *("-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp"),
 )
+TYPES = (torch.float32, torch.bfloat16)
 MOST_SECONDS = 120
 PARTS_OF_ROWS = 4
 """For each thread: the gradient of a norm's weight is summed in each of them, and then over them."""
@@ -76,13 +77,16 @@ def _loaded(cache: Path) -> tuple[Any, str | None]:
 
 
 def reach(*tensors: Tensor) -> bool:
-    """Whether this process uses them, and they can take these: real bf16 tensors on a CPU, the last axis in one piece.
+    """Whether this process uses them, and they can take these.
+
+    They can take real tensors on a CPU, of one type, float32 or bf16, their last axis in one piece.
 
     Simulated tensors have no content, and a tracer would not see what a kernel does.
     """
     return _library is not None and all(
         type(each) in (Tensor, Parameter)
-        and each.dtype == torch.bfloat16
+        and each.dtype in TYPES
+        and each.dtype == tensors[0].dtype
         and each.device.type == "cpu"
         and each.stride(-1) == 1
         for each in tensors
@@ -168,7 +172,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 def softmax(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace each row by its softmax; the largest logit and the sum of exponentials relative to it, [c] in float32."""
+    """Replace each row by its softmax, in float32 by its exponentials alone.
+
+    Returns:
+        The largest logit and the sum of exponentials relative to it, [c] in float32.
+    """
     greatest_c, sum_c = (logits_cv.new_empty(len(logits_cv), dtype=torch.float32) for _ in range(2))
     _call("softmax", logits_cv, greatest_c, sum_c, *logits_cv.shape)
     return greatest_c, sum_c
@@ -180,7 +188,7 @@ def causal_attention_backward(
     """The gradients of queries, keys and values, all [b, n, s, d], contiguous as [s, b, n, d].
 
     Args:
-        product: `products.mkl_product`.
+        product: `products.mkl_product` of their type.
         log_sums: the logarithms of the sums of exponentials, [b, n, s] in float32.
     """
     batch, heads, length, size = out.shape
@@ -200,9 +208,11 @@ def causal_attention_backward(
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Call a kernel: tensors by their pointers, integers as 64-bit ones, other numbers in float32."""
+    """Call a kernel of the first tensor's type: tensors by their pointers, integers of 64 bits, others in float32."""
+    first = next(each for each in arguments if isinstance(each, Tensor))
+    kernel = getattr(_library, f"{name}_{str(first.dtype).removeprefix('torch.')}")
     with torch.profiler.record_function(f"{__name__}.{name}"):  # or a profiler would not see it
-        getattr(_library, name)(*map(_argument, arguments))
+        kernel(*map(_argument, arguments))
 
 
 def _argument(given: Any) -> Any:

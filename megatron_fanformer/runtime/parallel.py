@@ -126,8 +126,7 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
 
 def _choose_cpu_kernels(config: RuntimeConfig, kind: devices.DeviceKind) -> None:
     """Have all ranks compute by this project's kernels for a CPU, or none: else weights that they share drift apart."""
-    is_auto = config.cpu_kernels == "auto"
-    wanted = kind == "cpu" and (config.cpu_kernels == "compiled" or (is_auto and devices.has_bf16_matrix_units("cpu")))
+    wanted = kind == "cpu" and config.cpu_kernels != "torch"
     problem = cpu_kernels.load(devices.cache_folder()) if wanted else "they are not asked for"
     if kind == "cpu" and dist.get_world_size() > 1:
         problems: list[str | None] = [None] * dist.get_world_size()

@@ -74,8 +74,9 @@ def _choices(config: RunConfig, grid: RankGrid) -> Iterator[Choice]:
         reason = "this machine's cores, shared by its ranks"
         yield Choice("runtime", "threads_per_rank", torch.get_num_threads(), reason)
     if runtime.cpu_kernels == "auto" and not on_gpu:
-        is_bf16 = config.dtype(grid.device) == torch.bfloat16
-        yield Choice("runtime", "cpu_kernels", *_cpu_kernels(is_bf16, grid.cpu_kernels_problem), is_bf16)
+        problem = grid.cpu_kernels_problem
+        chosen = ("compiled", "they are built") if problem is None else ("torch", f"slower: {problem}")
+        yield Choice("runtime", "cpu_kernels", *chosen)
     if kernels.gradient_accumulation_fusion is None:
         value, reason = _fusion(implementation)
         yield Choice("kernels", "gradient_accumulation_fusion", value, reason, on_gpu)
@@ -87,12 +88,6 @@ def _layers_reason(on_gpu: bool) -> str:
         return "Transformer Engine's layers need a GPU"
     problem = transformer_engine_problem()
     return "Transformer Engine imports" if problem is None else f"Transformer Engine: {problem}"
-
-
-def _cpu_kernels(is_bf16: bool, problem: str | None) -> tuple[str, str]:
-    if not is_bf16:
-        return "torch", "the kernels are for bf16"
-    return ("compiled", "they are built") if problem is None else ("torch", f"slower: {problem}")
 
 
 def _fusion(implementation: str) -> tuple[bool, str]:
