@@ -208,7 +208,7 @@ struct Head {
 
 template <typename T>
 void attention_head_backward(void* product, const Head<T>& head, const Size* strides, Size grad_stride, Size length,
-                                    Size size, float scale) {
+                             Size size, float scale) {
     const int q = int(strides[0]), k = int(strides[1]), v = int(strides[2]), g = int(strides[4]), d = int(size);
     std::vector<float> scores(QUERIES * KEYS), grads(QUERIES * KEYS), averages(length);
     std::vector<float> grad_query(length * size, 0.0f), grad_key(KEYS * size), grad_value(KEYS * size);

@@ -17,7 +17,7 @@ from megatron_fanformer.ops.products import mkl_product
 
 ROUNDED_ONCE = 2.0**-9  # relative: of the norm of many elements, each rounded to bf16 (1.7e-3; rounded twice, 2.4e-3)
 OF_FEW = 1.01 * 2.0**-8  # the most that it changes a single one
-SUMMED = 1.5 * ROUNDED_ONCE  # gradients of attention are sums of rounded products
+SUMMED = 2 * ROUNDED_ONCE  # gradients of attention are sums of rounded products; PyTorch's own are 4.6e-3 off
 IN_FLOAT32 = 2e-6  # of a norm: a few roundings, and exp to two units in the last place
 TYPES = [torch.float32, torch.bfloat16]
 
@@ -30,6 +30,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(problem)
     cpu_kernels.unload("the tests ask for them one by one")
     return cache
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.fixture
