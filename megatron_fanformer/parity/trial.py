@@ -25,7 +25,7 @@ from megatron_fanformer.parity.tensor_parts import (
 )
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.runtime.parallel import RankGrid, rank_grid
+from megatron_fanformer.runtime.parallel import RankGrid, cpu_kernels_of, rank_grid
 from megatron_fanformer.runtime.seeding import generator_for, initialize_by_name, seed_everything
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
@@ -99,7 +99,7 @@ class Preparation(NamedTuple):
 @contextmanager
 def prepared(trial: TrialConfig, layout: ParallelConfig, order: Reordering) -> Iterator[Preparation]:
     """A rank of a layout, ready for its first step."""
-    with rank_grid(layout, trial.device, trial.runtime) as grid:
+    with cpu_kernels_of(trial.runtime, trial.device), rank_grid(layout, trial.device, trial.runtime) as grid:
         seed_everything(SEED)
         dtype = DTYPES[trial.dtype]
         stages = build_stages(trial.model, layout, grid, dtype=dtype, seed=None, kernels=trial.kernels)

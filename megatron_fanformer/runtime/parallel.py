@@ -107,8 +107,8 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
             alone = dist.FileStore(os.path.join(folder, "store"), 1)
             dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=GROUP_TIMEOUT)
             try:
-                _choose_cpu_kernels(config, kind)
-                yield kind
+                with cpu_kernels_of(config, kind):
+                    yield kind
             finally:
                 dist.destroy_process_group()
         return
@@ -119,13 +119,20 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
         dist.init_process_group(
             backend, store=store, rank=address.rank, world_size=address.world_size, timeout=GROUP_TIMEOUT
         )
-        _choose_cpu_kernels(config, kind)
-        yield kind
+        with cpu_kernels_of(config, kind):
+            yield kind
         dist.destroy_process_group()
 
 
-def _choose_cpu_kernels(config: RuntimeConfig, kind: devices.DeviceKind) -> None:
-    """Have all ranks compute by this project's kernels for a CPU, or none: else weights that they share drift apart."""
+@contextmanager
+def cpu_kernels_of(config: RuntimeConfig, kind: devices.DeviceKind) -> Iterator[None]:
+    """All ranks of the process group compute by this project's kernels for a CPU, or none does.
+
+    Otherwise weights that ranks share would drift apart.
+
+    Raises:
+        InputError: they are asked for, and a rank cannot have them.
+    """
     wanted = kind == "cpu" and config.cpu_kernels != "torch"
     problem = cpu_kernels.load(devices.cache_folder()) if wanted else "they are not asked for"
     if kind == "cpu" and dist.get_world_size() > 1:
@@ -136,6 +143,10 @@ def _choose_cpu_kernels(config: RuntimeConfig, kind: devices.DeviceKind) -> None
         cpu_kernels.unload(problem)
     if problem is not None and config.cpu_kernels == "compiled":
         raise InputError(f"runtime.cpu_kernels is compiled, but {problem}; set it to torch")
+    try:
+        yield
+    finally:
+        cpu_kernels.unload("no run is going on")
 
 
 def _meet(address: devices.RankAddress, timeout: timedelta) -> Any:
