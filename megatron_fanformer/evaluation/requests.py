@@ -280,7 +280,7 @@ def _texts(name: str, array: np.ndarray) -> list[dict[str, Any]]:
     if name not in FORMS:
         raise ValueError(f"{name:.80} is no task of texts")
     try:
-        found = msgspec.json.decode(array.tobytes(), type=list[FORMS[name]])
+        found: list[dict[str, Any]] = msgspec.json.decode(array.tobytes(), type=FORMS[name])
     except msgspec.ValidationError as error:
         raise ValueError(f"documents of {name}: {error}") from None
     if not found:

@@ -46,7 +46,7 @@ class _WithTests(_Document):
     """What is run behind it."""
 
 
-FORMS: dict[str, Any] = {"gsm8k": _WithNumber, "humaneval": _WithTests, "mbpp": _WithTests}
+FORMS: dict[str, Any] = {"gsm8k": list[_WithNumber], "humaneval": list[_WithTests], "mbpp": list[_WithTests]}
 """The type of each task's documents."""
 
 
