@@ -25,6 +25,7 @@ NOT_RUN = {
     "srun": "Slurm",
     f"{PROGRAM} train --config {READERS_OWN}": "a configuration of the reader's own",
     f"{PROGRAM} prepare chats/": "chats",
+    f"{PROGRAM} prepare --chat runs/holes": "the conversations of an experiment of hours",
     f"{PROGRAM} chat": "a model that was fine-tuned on chats",
     "cat questions.txt": "a model that was fine-tuned on chats",
     f"{PROGRAM} convert FANformer-1B": "the authors' checkpoint",

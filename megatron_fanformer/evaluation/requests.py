@@ -19,6 +19,7 @@ import safetensors.numpy
 
 from megatron_fanformer.durable_files import regular_file, sha256_of, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.evaluation.task_documents import FORMS
 from megatron_fanformer.evaluation.tasks import OF_CHOICES, OF_ONE_ANSWER
 
 FORMAT, VERSION = "megatron-fanformer requests", 2
@@ -270,11 +271,21 @@ def _request_file(path: Path, sha256: str, content: _Content, arrays: dict[str, 
         context_length=content.context_length,
         versions=content.versions,
         tasks={name: _task(name, metric, arrays) for name, metric in content.tasks.items()},
-        texts={
-            name: msgspec.json.decode(arrays[f"{name}/texts"].tobytes(), type=list[dict[str, Any]])
-            for name in content.texts
-        },
+        texts={name: _texts(name, arrays[f"{name}/texts"]) for name in content.texts},
     )
+
+
+def _texts(name: str, array: np.ndarray) -> list[dict[str, Any]]:
+    """A generation task's documents. Raises ValueError where they are not such; a forged file has the right SHA-256."""
+    if name not in FORMS:
+        raise ValueError(f"{name:.80} is no task of texts")
+    try:
+        found: list[dict[str, Any]] = msgspec.json.decode(array.tobytes(), type=FORMS[name])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"documents of {name}: {error}") from None
+    if not found:
+        raise ValueError(f"{name} has no documents")
+    return found
 
 
 def _task(name: str, metric: str, arrays: Mapping[str, np.ndarray]) -> TaskRequests:

@@ -12,12 +12,42 @@ import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
+
+from msgspec import Meta
 
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError, InputError
 
 HUMANEVAL_STOP = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]
+
+
+class _Document(TypedDict):
+    """What a request file keeps of a document, whatever its task; msgspec holds what it reads against it."""
+
+    doc_id: int | str
+    prompt: str
+    stop: list[Annotated[str, Meta(min_length=1)]]
+    """Strings that end a text."""
+    max_new_tokens: Annotated[int, Meta(ge=1)]
+    solution: str
+    """A text that is right."""
+
+
+class _WithNumber(_Document):
+    answer: Annotated[str, Meta(pattern=r"\d")]
+    """Of which the last number counts."""
+
+
+class _WithTests(_Document):
+    head: str
+    """What the program begins with."""
+    tests: str
+    """What is run behind it."""
+
+
+FORMS: dict[str, Any] = {"gsm8k": list[_WithNumber], "humaneval": list[_WithTests], "mbpp": list[_WithTests]}
+"""The type of each task's documents."""
 
 
 def documents(name: str, folder: Path) -> list[dict[str, Any]]:

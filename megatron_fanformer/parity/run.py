@@ -175,18 +175,7 @@ def calibrate(
     """Train the small form that suits all these layouts in one process: as it is, and so that it shows rounding."""
     single = single_process(config.transformer_impl)
     small = shrink(run.model, run.training.micro_batch_size, [layout.parallel for layout in layouts])
-    trial = TrialConfig(
-        model=small.model,
-        optimizer=run.optimizer,
-        global_batch_size=small.global_batch_size,
-        micro_batch_size=small.micro_batch_size,
-        steps=config.steps,
-        dtype=config.dtype,
-        device=pool.device,
-        within_documents=run.data.reset_attention_mask,
-        kernels=single.kernels,
-        runtime=run.runtime,
-    )
+    trial = trial_of(config, run, small, pool.device)
     tell(SINGLE)
     baseline = baseline_of(pool.run(1, run_trial, trial, single.parallel)[0], torch.finfo(DTYPES[config.dtype]).eps)
     noise = []
@@ -200,6 +189,23 @@ def calibrate(
         exact = dataclasses.replace(trial, dtype="fp32")
         noise.append(differences(baseline, pool.run(1, run_trial, exact, single.parallel)))
     return Calibration(run=run, small=small, trial=trial, baseline=baseline, noise=noise, bounds=bounds_from(noise))
+
+
+def trial_of(config: ParityConfig, run: RunConfig, small: SmallRun, device: devices.DeviceKind) -> TrialConfig:
+    """What one process trains, and every layout with its own kernels."""
+    return TrialConfig(
+        model=small.model,
+        optimizer=run.optimizer,
+        global_batch_size=small.global_batch_size,
+        micro_batch_size=small.micro_batch_size,
+        steps=config.steps,
+        dtype=config.dtype,
+        device=device,
+        within_documents=run.data.reset_attention_mask,
+        chats=run.data.is_chats,
+        kernels=single_process(config.transformer_impl).kernels,
+        runtime=run.runtime,
+    )
 
 
 def compare_layouts(

@@ -60,6 +60,8 @@ class TrialConfig:
     device: DeviceKind
     within_documents: bool = False
     """Whether attention stays within documents, as `data.reset_attention_mask` has it."""
+    chats: bool = False
+    """Whether the documents are conversations, of which parts are learned: `data.format` is sft."""
     kernels: KernelsConfig = DEFAULT_KERNELS
     runtime: RuntimeConfig = DEFAULT_RUNTIME
 
@@ -114,7 +116,7 @@ def prepared(trial: TrialConfig, layout: ParallelConfig, order: Reordering) -> I
             seq_length=trial.model.seq_length,
         )
         batches = micro_batches(
-            _Samples(trial, order),
+            Samples(trial, order),
             consumed_samples=0,
             micro_batch_size=trial.micro_batch_size,
             data_parallel_rank=grid.data_parallel_rank,
@@ -172,7 +174,7 @@ def _initial(
 # -- data
 
 
-class _Samples:
+class Samples:
     """Arithmetic progressions modulo the vocabulary, with some noise: something to learn, and nothing to read."""
 
     def __init__(self, trial: TrialConfig, order: Reordering) -> None:
@@ -184,7 +186,8 @@ class _Samples:
 
     def __getitem__(self, position: int) -> dict[str, Tensor]:
         model = self._trial.model
-        generator = generator_for(SEED, f"sample {self._order.sample(position)}")
+        number = self._order.sample(position)
+        generator = generator_for(SEED, f"sample {number}")
         start, stride = torch.randint(model.vocab_size, (2,), generator=generator)
         noise = torch.rand(model.seq_length + 1, generator=generator) < 0.1
         tokens = (start + (stride % 8) * torch.arange(model.seq_length + 1) + noise) % model.vocab_size
@@ -198,4 +201,17 @@ class _Samples:
         if self._trial.within_documents:
             begins = torch.rand(model.seq_length, generator=generator) < 1 / DOCUMENT_TOKENS
             sample[DOCUMENT_IDS] = begins.cumsum(0).int()
+        if self._trial.chats:  # nothing is learned of a step's first micro batch, and unequal numbers of the others
+            is_silent = number % self._trial.global_batch_size < self._trial.micro_batch_size
+            sample["loss_mask"] = _answers(sample[DOCUMENT_IDS], generator) * (not is_silent)
         return sample
+
+
+def _answers(document_ids_s: Tensor, generator: torch.Generator) -> Tensor:
+    """The loss mask of packed conversations, [s]: each ends with an answer, whose last token predicts nothing."""
+    lengths = document_ids_s.unique_consecutive(return_counts=True)[1].tolist()
+    asked = [int(torch.randint(length, (), generator=generator)) for length in lengths]
+    places = [torch.arange(length) for length in lengths]
+    return torch.cat(
+        [(place >= first) & (place < len(place) - 1) for place, first in zip(places, asked, strict=True)]
+    ).float()

@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -339,6 +340,8 @@ class WeightsAndBiases:
         file.parent.mkdir(exist_ok=True)
         given.touch()
         last_step = int(regular_file(given).read_text() or 0)
+        run_id = regular_file(file).read_text().strip() if file.exists() else uuid.uuid4().hex
+        _wait_for_own_folder(file.parent, run_id)
         # For the whole process, so that without a key it fails, and asks for none: the other ranks would wait.
         wandb.setup(wandb.Settings(silent=True))
         self._run = wandb.init(
@@ -346,7 +349,7 @@ class WeightsAndBiases:
             entity=config.wandb_entity,
             name=config.wandb_exp_name,
             mode=config.wandb_mode,
-            id=regular_file(file).read_text().strip() if file.exists() else uuid.uuid4().hex,
+            id=run_id,
             resume="allow",
             dir=str(run),
             config=start.values,
@@ -375,3 +378,12 @@ class WeightsAndBiases:
         """Send what is left, and end."""
         self._given.close()
         self._run.finish(exit_code=int(failed))
+
+
+def _wait_for_own_folder(folder: Path, run_id: str) -> None:
+    """Until what W&B would call the folder of this life, by the second, is not that of an earlier one.
+
+    Two lives that begin in one second would share a file, of which W&B keeps the rows of one.
+    """
+    while any(folder.glob(f"*run-{time.strftime('%Y%m%d_%H%M%S')}-{run_id}")):
+        time.sleep(0.05)

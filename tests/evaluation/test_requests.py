@@ -22,7 +22,8 @@ from megatron_fanformer.evaluation.requests import (
 )
 from tests.evaluation.asking import made_up_requests, rows
 
-TEXTS = {"gsm8k": [{"question": "Wie viele Äpfel? ☃", "answer": "3", "tests": ["a", None]}]}
+QUESTION = {"doc_id": 7, "prompt": "Wie viele Äpfel? ☃", "stop": ["\n"], "max_new_tokens": 4, "solution": "3"}
+TEXTS = {"gsm8k": [{**QUESTION, "answer": "3"}]}
 STEP = 7  # every seventh byte
 
 
@@ -155,11 +156,25 @@ def test_a_forged_file_whose_words_do_not_fit_is_refused(tmp_path, change, said)
     assert "\n" not in str(refused.value)
 
 
-def test_documents_of_another_kind_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(TEXTS, "gsm8k", 5)
+@pytest.mark.parametrize(
+    ("name", "forged", "said"),
+    [
+        ("gsm8k", 5, "documents of gsm8k: Expected `array`"),
+        ("gsm8k", [], "gsm8k has no documents"),
+        ("gsm8k", [QUESTION], "missing required field `answer`"),
+        ("gsm8k", [{**QUESTION, "answer": "three"}], r"answer"),  # of no number every text without one would be right
+        ("gsm8k", [{**QUESTION, "answer": "3", "max_new_tokens": 0}], r"max_new_tokens"),
+        ("gsm8k", [{**QUESTION, "answer": "3", "stop": [""]}], r"stop"),  # ends every text before it begins
+        ("mbpp", [{**QUESTION, "head": "", "tests": ["assert True"]}], r"tests"),
+        ("poems", [QUESTION], "poems is no task of texts"),
+    ],
+)
+def test_a_forged_file_whose_documents_do_not_fit_is_refused(tmp_path, monkeypatch, name, forged, said):
+    monkeypatch.setitem(TEXTS, name, forged)
     write(tmp_path / "requests")
-    with pytest.raises(CorruptError, match="not as `evaluate --prepare` writes it"):
+    with pytest.raises(CorruptError, match=f"not as `evaluate --prepare` writes it .*{said}") as refused:
         read_requests(tmp_path / "requests")
+    assert "\n" not in str(refused.value)
 
 
 def test_a_long_request_loses_the_beginning_of_its_context():

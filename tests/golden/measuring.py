@@ -49,6 +49,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 MODELS: dict[str, dict[str, Any]] = {
     "": {},
     ", qk_and_v": {"fan": {"placement": "qk_and_v"}},
+    ", ffn": {"fan": {"placement": "ffn"}},
     ", no FAN": {"fan": {"placement": "none"}},
 }
 CASES = {
@@ -68,7 +69,8 @@ def machine_kind() -> str:
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()} ({torch.backends.cpu.get_cpu_capability()})"
+    name = names[0].partition(" @ ")[0] if names else platform.processor()  # some state their clock, which moves no bit
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def recorded() -> dict[str, Losses]:

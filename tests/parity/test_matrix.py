@@ -4,10 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.parity.config import ParityConfig, read_layouts
-from megatron_fanformer.parity.run import ParityResult
+from megatron_fanformer.parity.reordering import Reordering
+from megatron_fanformer.parity.run import ParityResult, trial_of
+from megatron_fanformer.parity.shrinking import shrink
+from megatron_fanformer.parity.trial import Samples
 from megatron_fanformer.runtime.rank_pool import RankPool
 from tests.parity.test_parity import compare, write_config
 
@@ -145,16 +149,41 @@ def test_more_combinations(long_pool: RankPool, config_file: Path, placement: st
     assert_close(result, in_weights=placement != "ffn")
 
 
-def within_documents(folder: Path) -> Path:
+APART: dict[str, dict[str, object]] = {
+    "documents": {"train_data": ["none"], "reset_attention_mask": True},
+    "chats": {"train_data": ["none"], "format": "sft"},
+}
+
+
+def within_documents(folder: Path, data: str = "documents") -> Path:
     """Two samples a micro batch: they are one row then, of which a rank's part ends within a sample."""
     training = {"run_dir": str(folder), "train_iters": 10, "global_batch_size": 32, "micro_batch_size": 2}
-    return write_config(folder, data={"train_data": ["none"], "reset_attention_mask": True}, training=training)
+    return write_config(folder, data=APART[data], training=training)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_attention_within_documents_for_two_steps(long_pool: RankPool, tmp_path: Path) -> None:
-    assert_close(compare(long_pool, within_documents(tmp_path), *WITHIN_DOCUMENTS, steps=2))
+@pytest.mark.parametrize("data", APART)
+def test_attention_within_documents_for_two_steps(long_pool: RankPool, tmp_path: Path, data: str) -> None:
+    assert_close(compare(long_pool, within_documents(tmp_path, data), *WITHIN_DOCUMENTS, steps=2))
+
+
+def test_of_chats_answers_are_learned_and_micro_batches_have_unequal_numbers_of_tokens(tmp_path: Path) -> None:
+    config = ParityConfig(file=within_documents(tmp_path, "chats"), layouts=("dp=2",))
+    run, named = read_layouts(config)
+    small = shrink(run.model, run.training.micro_batch_size, [layout.parallel for layout in named.values()])
+    trial = trial_of(config, run, small, "cpu")
+    samples = Samples(trial, Reordering(trial.model, trial.global_batch_size, 0))
+    learned = []
+    for number in range(trial.global_batch_size):
+        mask, documents = samples[number]["loss_mask"], samples[number]["document_ids"]
+        ends = torch.cat([documents[1:] != documents[:-1], torch.ones(1, dtype=torch.bool)])
+        begins = (mask[1:] > mask[:-1]) & ~ends[:-1]
+        assert not mask[ends].any()
+        assert begins.sum() <= documents[-1] + 1  # one answer of a conversation
+        learned.append(int(mask.sum()))
+    micro = torch.tensor(learned).view(-1, trial.micro_batch_size).sum(1)
+    assert micro[0] == 0 and len(micro.unique()) == len(micro)
 
 
 def test_a_layout_that_cannot_keep_attention_within_documents(tmp_path: Path) -> None:

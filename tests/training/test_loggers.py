@@ -33,6 +33,7 @@ from megatron_fanformer.training.loggers import (
     Loggers,
     Start,
     TensorBoard,
+    _wait_for_own_folder,
     dashboard_name,
 )
 from megatron_fanformer.training.logging_config import LoggingConfig
@@ -199,7 +200,7 @@ needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reas
 
 
 @needs_wandb
-@pytest.mark.full  # as the one below
+@pytest.mark.full  # starts W&B's own processes
 def test_wandb_goes_on_with_its_run_and_gets_no_step_twice(tmp_path: Path) -> None:
     """Its rows cannot be taken back: of steps that were logged before, the first life's stay."""
     log_two_lives(tmp_path, wandb_project="small", wandb_exp_name="two lives", wandb_mode="offline")
@@ -221,7 +222,7 @@ def test_wandb_goes_on_with_its_run_and_gets_no_step_twice(tmp_path: Path) -> No
 
 
 @needs_wandb
-@pytest.mark.full  # beside other work W&B's process has lost rows of a life: not understood yet
+@pytest.mark.full
 def test_wandb_gets_the_steps_that_only_others_have(tmp_path: Path) -> None:
     """Of three lives the second is without it; the third one fails, which W&B is told."""
     offline = {"wandb_project": "small", "wandb_mode": "offline"}
@@ -236,6 +237,19 @@ def test_wandb_gets_the_steps_that_only_others_have(tmp_path: Path) -> None:
     steps_by_file = [[record.history.step.num for record in life if record.HasField("history")] for life in records]
     assert steps_by_file == [[1, 2], [3, 4, 5]]
     assert [[record.exit.exit_code for record in life if record.HasField("exit")] for life in records] == [[0], [1]]
+
+
+def test_two_lives_that_begin_in_one_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B names them by the second, and loses the rows of one of two that are alike."""
+    seconds = iter(["01", "01", "02"])
+    clock = mock.Mock(strftime=lambda _: next(seconds))
+    monkeypatch.setattr("megatron_fanformer.training.loggers.time", clock)
+    (tmp_path / "offline-run-01-own").mkdir()
+    (tmp_path / "offline-run-02-other").mkdir()
+    _wait_for_own_folder(tmp_path, "own")
+    assert (next(seconds, None), clock.sleep.call_count) == (None, 2)
 
 
 @pytest.mark.parametrize(

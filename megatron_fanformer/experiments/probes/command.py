@@ -40,7 +40,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--output", type=Path, metavar="FOLDER", help=f"for what it leaves ({FOLDER}/NAME)")
     add("--seeds", type=int, metavar="N", help="how many; every model has the same ones")
     add(
-        "--checkpoint", action="append", metavar="CHECKPOINT", help="lipschitz, logic: a trained model; may be repeated"
+        "--checkpoint",
+        action="append",
+        metavar="CHECKPOINT",
+        help="holes, lipschitz, logic: a trained model; may be repeated",
     )
     add("--rules", metavar="FILE", help="logic: ULogic's probing_subset.json (20 rules of our own)")
     add(
@@ -80,7 +83,7 @@ def experiment(
 
     folder = options.output or Path(FOLDER, options.name)
     with _alone_in(folder):
-        asked = json.loads(json.dumps(dataclasses.asdict(settings)))
+        asked = json.loads(json.dumps(settings.counting()))
         if (folder / RESULT).exists():
             result = _result_of(folder, options.name, asked)
         else:

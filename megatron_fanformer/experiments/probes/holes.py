@@ -4,7 +4,7 @@ All pairs (a, b) of 0 to 112 with an answer to each; a square of them is never t
 learned the rule answers there as elsewhere; one that goes by the cases around it does not. Tasks and holes are the
 paper's, after "Case-Based or Rule-Based: How Do Transformers Do the Math?" (Hu et al., 2024). The paper fine-tunes
 models of a billion parameters, trained on text; here small ones are trained from scratch, on pairs alone. `write_data`
-writes the paper's conversations, to fine-tune a checkpoint on.
+writes the paper's conversations, to fine-tune a checkpoint on, which `fine_tuned_holes` asks.
 
 A sequence is `a + b =` or `( a , b ) =`, each number a token, and the answer is one more; the loss is on it alone. Of
 each trained model: the share of pairs whose likeliest answer is right (greedy), and the mean probability of the right
@@ -52,8 +52,9 @@ PAPER = {
     SAME_PARAMETERS: "FANformer-1B, fine-tuned: no obvious hole",
 }
 ARCHITECTURES = (TRANSFORMER, SAME_PARAMETERS)
-AXES = ("seeds", "tasks", "weight_decays")
-"""Settings that a run is one point of."""
+AXES = ("seeds", "tasks", "weight_decays", "checkpoints")
+"""Settings that a run is one point of, or has nothing to do with."""
+PANEL = (3.6, 3.2)
 
 
 class Pairs(NamedTuple):
@@ -88,7 +89,16 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(settings: HolesSettings, folder: Path, tell: Tell) -> Measured:
-    """Train every model with every seed and weight decay, but for those that the folder has."""
+    """Train every model with every seed and weight decay, but for those that the folder has; or ask checkpoints.
+
+    Raises:
+        InputError, CorruptError, DivergenceError: as `fine_tuned_holes.measure_checkpoints`.
+        CorruptError: a file of the folder is no finished run.
+    """
+    if settings.checkpoints:
+        from megatron_fanformer.experiments.probes.fine_tuned_holes import measure_checkpoints
+
+        return measure_checkpoints(settings, tell)
     runs: dict[tuple[Task, float, str], list[Run]] = {}
     axes = (settings.tasks, settings.weight_decays, range(settings.seeds), ARCHITECTURES)
     for number, (task, weight_decay, seed, architecture) in enumerate(itertools.product(*axes), start=1):
@@ -200,17 +210,12 @@ def train(
             right = right.double()
             curve.append((step, right[~pairs.in_hole_n].mean().item(), right[pairs.in_hole_n].mean().item()))
     probability, right = score(logits, pairs, settings.temperature)
-    trained, hole = (
-        Scores(right[where].double().mean().item(), probability[where].mean().item())
-        for where in (~pairs.in_hole_n, pairs.in_hole_n)
-    )
-    around = slice(centre(task) - settings.half_side - MARGIN, centre(task) + settings.half_side + MARGIN + 1)
     return Run(
         asked=asked,
-        trained=trained,
-        hole=hole,
+        trained=scores(probability, right, ~pairs.in_hole_n),
+        hole=scores(probability, right, pairs.in_hole_n),
         curve=curve,
-        map=[[round(each, 4) for each in row] for row in probability.view(NUMBERS, NUMBERS)[around, around].tolist()],
+        map=[[round(each, 4) for each in row] for row in map_around(task, settings.half_side, probability).tolist()],
         parameters=parameters,
         seconds=time.perf_counter() - started,
     )
@@ -246,6 +251,17 @@ def score(logits: Callable[[Tensor], Tensor], pairs: Pairs, temperature: float) 
         probabilities.append((logits_nv / temperature).softmax(-1).gather(1, answers_n[:, None])[:, 0])
         right.append(logits_nv.argmax(-1) == answers_n)
     return torch.cat(probabilities), torch.cat(right)
+
+
+def scores(probability_n: Tensor, right_n: Tensor, where_n: Tensor) -> Scores:
+    """Of the pairs that are meant."""
+    return Scores(right_n[where_n].double().mean().item(), probability_n[where_n].mean().item())
+
+
+def map_around(task: Task, half_side: int, probability_n: Tensor) -> Tensor:
+    """The probabilities of all pairs, on and around the hole alone, by a and b."""
+    around = slice(centre(task) - half_side - MARGIN, centre(task) + half_side + MARGIN + 1)
+    return probability_n.view(NUMBERS, NUMBERS)[around, around]
 
 
 # -- what it says
@@ -323,24 +339,25 @@ def _table(runs: Runs) -> Table:
 
 def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
     """The probability of the right answer on and around the hole: a model a row, a weight decay a column."""
-    low = centre(task) - settings.half_side - MARGIN
-    high = centre(task) + settings.half_side + MARGIN
 
     def draw(panels: Any) -> None:
         for row, architecture in zip(panels, ARCHITECTURES, strict=True):
             for axes, decay in zip(row, settings.weight_decays, strict=True):
                 found = runs[task, decay, architecture]
-                mean = torch.tensor([run.map for run in found]).mean(0).numpy()
-                extent = (low - 0.5, high + 0.5, low - 0.5, high + 0.5)
-                draw_heat_map(axes, mean, vmin=0, vmax=1, extent=extent)
-                side = 2 * settings.half_side + 1
-                corner = centre(task) - settings.half_side - 0.5
-                axes.plot(*_square(corner, side), color="white", linewidth=1)
+                mean = torch.tensor([run.map for run in found]).mean(0)
                 title = f"{architecture}\nweight decay {decay:g}, {len(found)} seeds"
-                axes.set_title(title, fontsize="small")
-                axes.set(xlabel="b", ylabel="a")
+                draw_hole(axes, task, settings.half_side, mean, title=title)
 
-    return drawn(draw, rows=len(ARCHITECTURES), columns=len(settings.weight_decays), size=(3.6, 3.2))
+    return drawn(draw, rows=len(ARCHITECTURES), columns=len(settings.weight_decays), size=PANEL)
+
+
+def draw_hole(axes: Any, task: Task, half_side: int, map_ab: Tensor, *, title: str) -> None:
+    """Probabilities on and around the hole, whose edge is drawn."""
+    low, high = centre(task) - half_side - MARGIN, centre(task) + half_side + MARGIN
+    draw_heat_map(axes, map_ab.numpy(), vmin=0, vmax=1, extent=(low - 0.5, high + 0.5, low - 0.5, high + 0.5))
+    axes.plot(*_square(centre(task) - half_side - 0.5, 2 * half_side + 1), color="white", linewidth=1)
+    axes.set_title(title, fontsize="small")
+    axes.set(xlabel="b", ylabel="a")
 
 
 def _square(corner: float, side: int) -> tuple[Sequence[float], Sequence[float]]:
@@ -360,12 +377,13 @@ def write_data(settings: HolesSettings, folder: Path) -> list[str]:
         for name, where in (("train", ~pairs.in_hole_n), ("hole", pairs.in_hole_n)):
             file = folder / f"{task}-{name}.jsonl"
             numbers = torch.nonzero(where)[:, 0].tolist()
-            write_atomically(file, "".join(_conversation(pairs, task, number) for number in numbers))
+            chats = ({"messages": conversation(pairs, task, number)} for number in numbers)
+            write_atomically(file, "".join(json.dumps(chat) + "\n" for chat in chats))
             told.append(f"{file}: {len(numbers):,} conversations")
     return told
 
 
-def _conversation(pairs: Pairs, task: Task, number: int) -> str:
+def conversation(pairs: Pairs, task: Task, number: int) -> list[dict[str, str]]:
+    """The question about a pair, and its answer."""
     asked = {"role": "user", "content": question(task, *divmod(number, NUMBERS))}
-    told = {"role": "assistant", "content": str(pairs.answers_n[number].item())}
-    return json.dumps({"messages": [asked, told]}) + "\n"
+    return [asked, {"role": "assistant", "content": str(pairs.answers_n[number].item())}]

@@ -5,14 +5,24 @@ are set on the command line as --NAME.FIELD VALUE.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Literal, NamedTuple
 
 Task = Literal["modular", "linear"]
 
 
 class Settings:
     """What one probe is asked; each is a frozen dataclass."""
+
+    OF_CHECKPOINTS: ClassVar[tuple[str, ...]] = ()
+    """The fields that count where trained models are measured in place of the probe's own."""
+
+    def counting(self) -> dict[str, Any]:
+        """The fields that count, as plain values: what a result states, and is known by."""
+        values = asdict(self)  # type: ignore[call-overload]
+        if self.OF_CHECKPOINTS and values["checkpoints"]:
+            return {name: values[name] for name in self.OF_CHECKPOINTS}
+        return values
 
     def problems(self) -> list[str]:
         """Rules that it breaks, one line each: numbers are counts or rates, and lists name each thing once."""
@@ -33,6 +43,8 @@ class Settings:
 @dataclass(frozen=True, kw_only=True)
 class LipschitzSettings(Settings):
     """How far models at random weights spread two near inputs, as the authors' notebook has it; or trained ones."""
+
+    OF_CHECKPOINTS = ("checkpoints", "text", "sequences", "sequence_length", "iterations")
 
     seeds: int = 1
     """Draws of weights and inputs: 0 is the notebook's."""
@@ -105,6 +117,8 @@ class ModSettings(Settings):
 class HolesSettings(Settings):
     """Leave-Square-Out: arithmetic on pairs of numbers, of which a square is never trained on."""
 
+    OF_CHECKPOINTS = ("checkpoints", "tasks", "half_side", "temperature")
+
     seeds: int = 5
     """Of weights and of the order of samples; both architectures have the same ones."""
     tasks: tuple[Task, ...] = ("modular", "linear")
@@ -127,6 +141,8 @@ class HolesSettings(Settings):
     """After a warm-up over the first hundredth of the steps."""
     temperature: float = 0.5
     """At which the probability of the right answer is computed."""
+    checkpoints: tuple[str, ...] = ()
+    """Models that were fine-tuned on the conversations of --write-data, which are asked; none is trained then."""
 
     def own_problems(self) -> Iterator[str]:
         """Rules of this probe alone."""
