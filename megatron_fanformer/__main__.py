@@ -1,16 +1,28 @@
-"""`python -m megatron_fanformer VERB`, the same as `megatron-fanformer VERB`."""
+"""The command's first moments: of `megatron-fanformer VERB`, and of `python -m megatron_fanformer VERB`, the same."""
 
-if __name__ == "__main__":  # processes that megatron-core starts while it saves import this module again
+import gc
+import sys
+
+
+def entry_point() -> None:
+    """What the installed command calls.
+
+    Signals are held before anything that takes time. A package that is missing ends it with a line and exit code 2.
+    """
     from megatron_fanformer.processes import hold_signals
 
-    hold_signals()  # before anything that takes time
+    hold_signals()
     try:
-        from megatron_fanformer.cli import entry_point
+        from megatron_fanformer.cli import main
     except ModuleNotFoundError as error:
-        import sys
-
         from megatron_fanformer.errors import InputError, not_installed
 
         print(f"megatron-fanformer: {not_installed(error)}", file=sys.stderr)
         sys.exit(InputError.exit_code)
+    code = main()
+    gc.freeze()  # or Python would look through all of torch for garbage before it ends, for a second
+    sys.exit(code)
+
+
+if __name__ == "__main__":  # processes that megatron-core starts while it saves import this module again
     entry_point()

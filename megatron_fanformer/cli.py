@@ -6,7 +6,6 @@ on a signal, 1 anything else. Errors are one line each, without a traceback unle
 
 import argparse
 import errno
-import gc
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 from megatron_fanformer import __version__
 from megatron_fanformer.errors import FanformerError, InputError, escaped, not_installed, redacted
-from megatron_fanformer.processes import hold_signals, signals_released
+from megatron_fanformer.processes import signals_released
 from megatron_fanformer.terminal import tell
 from megatron_fanformer.verbs import PROGRAM, TAKES_OVERRIDES, TAKES_SIGNALS, VERBS
 
@@ -134,14 +133,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         return _tell(f"{type(error).__name__}: {error} (--debug shows where)", 1)
     return 0
-
-
-def entry_point() -> None:
-    """What the installed command calls."""
-    hold_signals()
-    code = main()
-    gc.freeze()  # or Python would look through all of torch for garbage before it ends, for a second
-    sys.exit(code)
 
 
 def _tell(message: str, exit_code: int) -> int:

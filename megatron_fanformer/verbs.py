@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
+from megatron_fanformer.durable_files import file_problems
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.options import add_options as add_evaluate_options
 from megatron_fanformer.experiments.probes.command import add_options as add_experiment_options
@@ -45,7 +46,7 @@ def _demo(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) 
 
 
 def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
-    from megatron_fanformer.preparation.prepare import ChatConfig, PrepareConfig, available_cores, prepare
+    from megatron_fanformer.preparation.prepare import ConversationsConfig, PrepareConfig, available_cores, prepare
     from megatron_fanformer.preparation.progress import progress_line
     from megatron_fanformer.runtime.device import quieten_libraries
 
@@ -72,7 +73,7 @@ def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str
         backend=options.backend,
         workers=available_cores() if options.workers is None else options.workers,
         strict=options.strict,
-        chat=ChatConfig(**of_chats) if options.chat else None,
+        chat=ConversationsConfig(**of_chats) if options.chat else None,
     )
     with progress_line("preparing") as listener:
         report = prepare(config, listener)
@@ -332,7 +333,12 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
         help="a checkpoint of ours or its URL, a Hugging Face folder, a checkpoint of the authors or of Megatron-LM",
     )
     parser.add_argument("destination", help="a folder that does not exist yet")
-    parser.add_argument("--to", required=True, choices=("megatron", "hf", "reference"))
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("megatron", "hf", "reference"),
+        help="a checkpoint of ours, a Hugging Face folder, or a checkpoint in the authors' format",
+    )
     parser.add_argument(
         "--config", metavar="FILE", help="configuration with fields of model that a Megatron-LM checkpoint lacks"
     )
@@ -347,7 +353,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a Hugging Face folder (5GB)")
     parser.add_argument("--no-verify", action="store_true", help="publish without checking the result")
-    parser.add_argument("--report", metavar="FILE", help="write the receipt as JSON, with hashes of the files")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the receipt as JSON, with hashes of files")
 
 
 def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
@@ -355,6 +361,8 @@ def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str
 
     options.source = _on_this_machine(options.source)
     recognise(options.source, MODELS)  # anything else is reported before torch is imported
+    if found := file_problems(report=options.report):
+        raise InputError("\n".join(found))
     _ready(on_cpu=True)
     from megatron_fanformer.formats.convert import convert_checkpoint
 
@@ -369,7 +377,7 @@ def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str
         padded_vocab_size=options.padded_vocab_size,
         max_shard_size=options.max_shard_size,
         verified=not options.no_verify,
-        receipt=Path(options.report) if options.report else None,
+        receipt=options.report,
     )
     show([f"wrote {options.destination}", *done.lines(width())])
 

@@ -4,6 +4,7 @@ Nor does a command that computes nothing import them.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,12 @@ def test_a_path_that_is_no_checkpoint(verb: list[str]) -> None:
     assert "none does not exist; name a run's folder" in told(*verb)
 
 
+def test_a_receipt_that_could_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "fanformer"}')
+    asked = ["convert", str(tmp_path), str(tmp_path / "out"), "--to", "hf", "--report", "none/receipt.json"]
+    assert "--report none/receipt.json is not a file in a folder that exists" in told(*asked)
+
+
 @pytest.mark.parametrize(
     "arguments", [["none"], ["none", "--step", "3"], ["examples/tiny-cpu.yaml", "--step", "3", "--modle.x", "1"]]
 )
@@ -126,9 +133,15 @@ def test_a_run_gives_a_sign_of_life_before_torch_and_says_what_python_lacks(tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_a_python_without_the_packages_is_told_of_the_environment() -> None:
+INSTALLED = re.findall(r"^megatron-fanformer = \"(.+):(.+)\"$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "start", [["-m", "megatron_fanformer"], *(["-c", f"from {m} import {f}; {f}()"] for m, f in INSTALLED)]
+)
+def test_a_python_without_the_packages_is_told_of_the_environment(start: list[str]) -> None:
     """As outside .venv: -S leaves its packages out."""
-    command = [sys.executable, "-S", "-m", "megatron_fanformer", "config"]
+    command = [sys.executable, "-S", *start, "config"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"megatron-fanformer: {lacking('msgspec')}\n"

@@ -307,7 +307,7 @@ INNOCENT = [
     ("model/attention.py", "from ..runtime.parallel import ParallelConfig"),
     ("runtime/device.py", "import os\nrank = os.environ.get('RANK')"),
     ("runtime/parallel.py", "import os\nos.environ['OMP_NUM_THREADS'] = '1'"),
-    ("__main__.py", "from megatron_fanformer.cli import entry_point"),
+    ("__main__.py", "from megatron_fanformer.cli import main"),
 ]
 
 

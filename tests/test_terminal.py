@@ -17,8 +17,11 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_fanformer import cli, terminal
+from megatron_fanformer.errors import Interrupted
 from megatron_fanformer.preparation import progress
 from megatron_fanformer.preparation.pipeline import PrepareProgress
+from megatron_fanformer.processes import NOTHING_LOST
+from megatron_fanformer.runtime.launch import tell_end
 from tests.small_runs import ROOT, small_run, write_config, write_tokens
 
 WIDTHS = (40, 80, 200)
@@ -178,6 +181,18 @@ def test_a_screen_is_as_wide_as_the_terminal_and_whole(printed: Printed, tmp_pat
         assert too_wide(shown.splitlines(), columns) == []
         assert words(piped) <= words(shown)
         assert "\x1b" not in shown
+
+
+def test_the_line_of_a_signal_is_no_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(80)
+    with open(screen.file, "w", encoding="utf-8") as file, monkeypatch.context() as patch:
+        patch.delenv("COLUMNS", raising=False)
+        for name in ("stderr", "__stdout__"):
+            patch.setattr(sys, name, file)
+        tell_end(Interrupted(f"stopped on SIGTERM {NOTHING_LOST}"))
+    lines = screen.text().splitlines()
+    assert too_wide(lines, 80) == []
+    assert " ".join(map(str.strip, lines)) == f"{cli.PROGRAM}: stopped on SIGTERM {NOTHING_LOST}"
 
 
 def test_progress_of_prepare_in_a_pipe_is_a_line_a_minute(

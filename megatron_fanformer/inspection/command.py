@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.formats.recognition import OURS, Target, checkpoint_of, recognise
+from megatron_fanformer.formats.recognition import DESCRIPTIONS, OURS, Target, checkpoint_of, recognise
 from megatron_fanformer.inspection.report import Advance, Report, as_json
 from megatron_fanformer.terminal import show, width
 
@@ -158,7 +158,9 @@ def _configuration_of(path: str, config: Path | None) -> tuple[Path, Target | No
     if target.kind in OURS:
         return config or target.path / store.CONFIG, None
     if not target.is_data:
-        raise InputError(f"{path} is an export, which does not say what it was trained on; name a run's folder")
+        raise InputError(
+            f"{path} is {DESCRIPTIONS[target.kind]}, which does not say what it was trained on; name a run's folder"
+        )
     if config is None:
         raise InputError(
             f"{path} is token files, and --step needs the configuration that trains on them; add --config FILE"

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.nodes.facts import STARTING, Facts, facts_from_plain, find_facts
 from megatron_fanformer.nodes.judgement import Links, Rules, Verdict, judge
@@ -105,6 +105,8 @@ def _check_nodes(config: CheckConfig) -> None:
     count = address.world_size // local if address is not None else 1
     if count == 1 and config.folder is not None and not config.folder.is_dir():
         raise InputError(f"--folder {config.folder} is not a folder; name one that all nodes share")
+    if number == JUDGE and (found := file_problems(output=config.output)):
+        raise InputError("\n".join(found))
     facts, links = Facts(), Links()
     if not _done_within(config.time_limit, lambda: find_facts(facts, config.folder)):
         facts.problems.append(

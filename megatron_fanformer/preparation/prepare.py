@@ -51,7 +51,7 @@ def available_cores() -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatConfig:
+class ConversationsConfig:
     """What makes token files of conversations."""
 
     template: str | None = None
@@ -98,7 +98,7 @@ class PrepareConfig:
     """Worker processes, at least 1. They do not change the output."""
     strict: bool = False
     """Stop at the first line that is not a document, instead of counting it."""
-    chat: ChatConfig | None = None
+    chat: ConversationsConfig | None = None
     """Where the inputs are conversations and not documents."""
 
 
@@ -192,7 +192,7 @@ def _check(config: PrepareConfig) -> None:
     DocumentParser(DocumentRules(text_field=config.text_field))  # refuses an impossible name before any worker does
 
 
-def _check_chat(config: PrepareConfig, chat: ChatConfig) -> None:
+def _check_chat(config: PrepareConfig, chat: ConversationsConfig) -> None:
     """Refuse wrong options of conversations, and those of documents."""
     default = PrepareConfig(inputs=(), output="", tokenizer="")
     for name in ("text_field", "min_length", "max_length", "sources", "part_bytes", "npy_dtype"):
@@ -236,7 +236,7 @@ def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> Settings:
     )
 
 
-def _chat_settings(config: PrepareConfig, chat: ChatConfig, tokenizer: Tokenizer) -> ChatSettings:
+def _chat_settings(config: PrepareConfig, chat: ConversationsConfig, tokenizer: Tokenizer) -> ChatSettings:
     refuse_spaces_between(tokenizer)
     template = find_template(config.tokenizer, chat.template, eod_id=config.eod_id)
     is_npy = config.format == "npy"

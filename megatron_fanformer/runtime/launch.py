@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from megatron_fanformer.errors import FanformerError, Interrupted
 from megatron_fanformer.processes import SAVE_SIGNAL, end_with_owner, end_with_parent, signals_held, signals_to
 from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.terminal import tell
 
 STOP_GRACE_SECONDS = 600  # how long a rank may take to save after a signal to stop, and to end after another ended
 FAILURE_GRACE_SECONDS = 0.5  # ranks that fail together end together
@@ -245,7 +246,7 @@ def tell_end(error: FanformerError) -> None:
     """Leave an error where the launcher finds it, or print it where there is no launcher of ours to."""
     _leave_for_launcher(error)
     if not (devices.launched_here() or error.is_told_elsewhere):
-        print(f"megatron-fanformer: {error}", file=sys.stderr, flush=True)
+        tell(f"megatron-fanformer: {error}")
 
 
 def _leave_for_launcher(error: Exception) -> None:

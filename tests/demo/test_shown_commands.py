@@ -1,7 +1,8 @@
 """Every command that the documentation shows, and that needs no more than this machine, runs as it is written.
 
-Those of a page run one after the other in a folder in which the demo has run, with `examples/` beside it, as a reader
-has them. Where a test writes to a terminal (`pytest -s` or not), each command is listed with its exit code and seconds.
+Those of a page run one after the other in a folder in which the demo has run, with `examples/` and `docs/` beside it,
+as a reader has them. Where a test writes to a terminal (`pytest -s` or not), each command is listed with its exit code
+and seconds.
 """
 
 import os
@@ -62,12 +63,13 @@ def run(text: str, folder: Path) -> Ran:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ran]:
     """A reader's folder after the demo, and the demo's own command."""
     folder = tmp_path_factory.mktemp("reader")
-    for name in ("examples", "README.md"):
+    for name in ("examples", "docs", "README.md"):
         (folder / name).symlink_to(ROOT / name)
-    program = folder / "bin" / PROGRAM
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m megatron_fanformer "$@"\n')
-    program.chmod(0o755)
+    (folder / "bin").mkdir()
+    for name, words in ((PROGRAM, "-m megatron_fanformer"), ("python", "")):
+        program = folder / "bin" / name
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        program.chmod(0o755)
     return folder, run(DEMO, folder)
 
 

@@ -41,7 +41,7 @@ if planted == "other folder":
     def read_text(file, **options):
         return "of another file system" if file.name.startswith(".check-node") else read(file, **options)
     facts.Path.read_text = read_text
-from megatron_fanformer.cli import entry_point
+from megatron_fanformer.__main__ import entry_point
 entry_point()
 """
 
@@ -158,6 +158,8 @@ def test_who_does_not_come_in_time_is_not_waited_for(tmp_path: Path, capsys: pyt
         assert main(["check-node", "--time-limit", "0.5", "--output", str(output)]) == 1
         assert main(["check-node", "--time-limit", "0.5", "--output", str(tmp_path / "no" / "folder")]) == 2
     said, errors = capsys.readouterr()
+    assert said.count("node 1 of 3") == 1  # nothing was looked at for names that could not be written
+    assert f"--output {tmp_path / 'no' / 'folder'} is not a file in a folder that exists" in errors
     missing = "unhealthy: it did not answer within 0.5 s; leave it out, and see whether it is up"
     assert said.splitlines()[1:3] == [f"node {number} of 3: {missing}" for number in (1, 2)]
     assert errors.splitlines()[0] == "megatron-fanformer: 2 of 3 nodes are unhealthy; leave them out"

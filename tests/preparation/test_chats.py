@@ -23,14 +23,14 @@ from megatron_fanformer.preparation.chats import Chat, ChatParser, ChatRows
 from megatron_fanformer.preparation.document_files import DocumentFile, LineBlock
 from megatron_fanformer.preparation.documents import Refusal
 from megatron_fanformer.preparation.id_encoders import choose_encoder
-from megatron_fanformer.preparation.prepare import ChatConfig
+from megatron_fanformer.preparation.prepare import ConversationsConfig
 from tests.data.chat_making import Messages, made_up_chats
 from tests.preparation.making import prepare_files
 
 WriteLines = Callable[[str, Iterable[bytes]], Path]
 
 USER, ANSWER = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
-OLMO = ChatConfig(template="olmo")
+OLMO = ConversationsConfig(template="olmo")
 PADDING, END = 1, 50279
 
 
@@ -136,7 +136,7 @@ def test_the_npy_form_is_what_olmos_script_writes(
     ends = ((chat, chat[-1]) for chat in made_up_chats(150, seed=3))
     made_up = [chat for chat, end in ends if end["role"] == "assistant" or end["content"].strip()]
     file = write_lines("chats.jsonl", as_lines(made_up))
-    config = ChatConfig(template="olmo", max_tokens=64)
+    config = ConversationsConfig(template="olmo", max_tokens=64)
     report = prepare_files(str(tmp_path / "tulu"), [file], olmo_tokenizer_file, chat=config, format="npy")
     library = Library.from_file(str(olmo_tokenizer_file))
     rows = [in_olmos_form(library, messages) for messages in made_up]
@@ -172,7 +172,7 @@ def test_the_ledger_accounts_for_every_line(
         ("cut", ["nothing to learn within max_tokens", "cut"]),
     ):
         outcomes = ["whole", chats.NO_ASSISTANT_TURN, *of_longer, "whole", documents.NOT_JSON]
-        config = ChatConfig(template="olmo", max_tokens=whole, too_long=too_long)  # type: ignore[arg-type]
+        config = ConversationsConfig(template="olmo", max_tokens=whole, too_long=too_long)  # type: ignore[arg-type]
         report = prepare_files(str(tmp_path / too_long), [file], small_tokenizer_file, chat=config)
         rows = parquet.read_table(tmp_path / f"{too_long}.ledger.parquet").to_pylist()
         assert [row["outcome"] for row in rows] == outcomes
@@ -215,7 +215,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(
     files = [write_lines(f"{n}.jsonl.gz", [*lines[n::2], b"{"]) for n in range(2)]
     for workers in (1, 3):  # three: two threads for one of the files
         prefix = str(tmp_path / str(workers) / "chats")
-        config = ChatConfig(template="olmo", max_tokens=300)
+        config = ConversationsConfig(template="olmo", max_tokens=300)
         prepare_files(prefix, files, small_tokenizer_file, chat=config, format=form, workers=workers)
     first, second = (
         {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -246,10 +246,10 @@ def test_gigatoken_gives_the_same_bytes(tmp_path: Path, write_lines: WriteLines,
         ({"part_bytes": 1000}, "part_bytes is set"),
         ({"npy_dtype": "uint16"}, "npy_dtype is set"),
         ({"sources": ("x",)}, "sources is set"),
-        ({"chat": ChatConfig()}, "has no chat template"),
-        ({"chat": ChatConfig(template="olmo", max_tokens=1)}, "max_tokens is 1"),
-        ({"chat": ChatConfig(template="olmo", learn="first")}, "learn is 'first'"),  # type: ignore[arg-type]
-        ({"chat": ChatConfig(template="olmo", too_long="drop")}, "without max_tokens"),
+        ({"chat": ConversationsConfig()}, "has no chat template"),
+        ({"chat": ConversationsConfig(template="olmo", max_tokens=1)}, "max_tokens is 1"),
+        ({"chat": ConversationsConfig(template="olmo", learn="first")}, "learn is 'first'"),  # type: ignore[arg-type]
+        ({"chat": ConversationsConfig(template="olmo", too_long="drop")}, "without max_tokens"),
     ],
 )
 def test_wrong_options_are_one_line_and_leave_nothing(
@@ -271,8 +271,8 @@ def test_a_prefix_with_another_template_or_with_documents_is_not_prepared_again(
     assert prepare_files(prefix, [file], small_tokenizer_file, chat=OLMO).already_there
     (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
     for chat, said in (
-        (ChatConfig(template=str(tmp_path / "t.jinja")), "with another chat template"),
-        (ChatConfig(template="olmo", learn="last"), "with learn 'all' and not 'last'"),
+        (ConversationsConfig(template=str(tmp_path / "t.jinja")), "with another chat template"),
+        (ConversationsConfig(template="olmo", learn="last"), "with learn 'all' and not 'last'"),
         (None, "with conversations and not documents"),
     ):
         with pytest.raises(InputError, match=said):
@@ -284,6 +284,6 @@ def test_inputs_without_any_conversation_are_refused(
 ) -> None:
     file = write_lines("chats.jsonl", as_lines([[USER, ANSWER]]))
     (tmp_path / "t.jinja").write_text("{{ raise_exception('never') }}")
-    config = ChatConfig(template=str(tmp_path / "t.jinja"))
+    config = ConversationsConfig(template=str(tmp_path / "t.jinja"))
     with pytest.raises(InputError, match="hold no conversation: 1 lines read, refused: 1 refused by the template"):
         prepare_files(str(tmp_path / "x"), [file], small_tokenizer_file, chat=config)

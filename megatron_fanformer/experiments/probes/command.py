@@ -16,15 +16,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_fanformer.configuration import build, read_overrides
 from megatron_fanformer.durable_files import take_lock
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.probes.outcome import Measured, Tell
 from megatron_fanformer.experiments.probes.settings import PROBES
 from megatron_fanformer.experiments.report.folder import README, write_folder
 from megatron_fanformer.experiments.result import RESULT, Result, read_result, this_machine
+
+if TYPE_CHECKING:
+    from megatron_fanformer.experiments.probes.outcome import Measured, Tell  # which imports NumPy, as no --help should
 
 FOLDER = "runs/experiments"
 # The options that stand for a field of the settings, by their name there.
@@ -56,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def experiment(
-    options: argparse.Namespace, arguments: Sequence[str], ready: Callable[[], None], tell: Tell = print
+    options: argparse.Namespace, arguments: Sequence[str], ready: Callable[[], None], tell: "Tell" = print
 ) -> None:
     """List the probes, or have one measure, write its folder and print its findings.
 
@@ -94,7 +96,7 @@ def experiment(
     tell("\n".join([*(finding.sentence for finding in result.findings), f"{folder / README} has all of it"]))
 
 
-def _list_probes(options: argparse.Namespace, arguments: Sequence[str], tell: Tell) -> None:
+def _list_probes(options: argparse.Namespace, arguments: Sequence[str], tell: "Tell") -> None:
     given = [*arguments, *(f"--{name.replace('_', '-')}" for name in OPTIONS if getattr(options, name) is not None)]
     if given:
         raise InputError(f"{given[0]} comes without an experiment before it; name one of {', '.join(PROBES)}")
@@ -114,7 +116,7 @@ def _result_of(folder: Path, name: str, asked: dict[str, Any]) -> Result:
     return result
 
 
-def _write(folder: Path, name: str, asked: dict[str, Any], measured: Measured, seconds: float) -> Result:
+def _write(folder: Path, name: str, asked: dict[str, Any], measured: "Measured", seconds: float) -> Result:
     result = Result(
         experiment=name,
         settings=asked,
