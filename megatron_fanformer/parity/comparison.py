@@ -29,6 +29,8 @@ class Baseline:
     """By kind, then by name."""
     scales: dict[str, Errors]
     """The norm of each tensor; of a weight, of how far it moved, or could at least have moved."""
+    last_places: Errors
+    """Of each weight: a unit in the last place of its largest element, relative to its scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,11 @@ def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON) -> Baseline:
     scales = {kind: _scales(moved if kind == "weights" else tensors[kind]) for kind in KINDS}
     for name, weight in tensors["weights"].items():  # a move below its rounding is none
         scales["weights"][name] = max(scales["weights"][name], epsilon * _norm(weight))
-    return Baseline(losses=trace.losses, tensors=tensors, scales=scales)
+    places = {
+        name: epsilon * float(np.abs(weight).max()) / scales["weights"][name]
+        for name, weight in tensors["weights"].items()
+    }
+    return Baseline(losses=trace.losses, tensors=tensors, scales=scales, last_places=places)
 
 
 def differences(baseline: Baseline, traces: list[Trace]) -> Differences:
@@ -105,12 +111,13 @@ def differences(baseline: Baseline, traces: list[Trace]) -> Differences:
     return Differences(losses=losses, tensors=tensors)
 
 
-def bounds_from(noise: list[Differences]) -> Bounds:
+def bounds_from(noise: list[Differences], last_places: Errors) -> Bounds:
     """The bounds that reordered runs give.
 
     A tensor's is taken from its own noise or the median tensor's, whichever is larger: with few runs some tensor is
-    always lucky. A loss's is the largest so far, or that of the token losses that it is the mean of, which cannot be
-    lucky.
+    always lucky. A weight's is taken from a unit in its last place where that is more: updates that are a millionth
+    apart mostly round to the same weight, and so seldom to the next one that few runs do not show it in every tensor.
+    A loss's is the largest so far, or that of the token losses that it is the mean of, which cannot be lucky.
     """
     steps = range(len(noise[0].losses))
     so_far = [max(run.losses[earlier] for run in noise for earlier in range(step + 1)) for step in steps]
@@ -118,7 +125,8 @@ def bounds_from(noise: list[Differences]) -> Bounds:
     for kind in KINDS:
         worst = {name: max(run.tensors[kind][name] for run in noise) for name in noise[0].tensors[kind]}
         floor = max(median(worst.values()), FLOAT32_EPSILON)
-        tensors[kind] = {name: FACTOR * max(value, floor) for name, value in worst.items()}
+        places = last_places if kind == "weights" else {}
+        tensors[kind] = {name: FACTOR * max(value, floor, places.get(name, 0.0)) for name, value in worst.items()}
     of_tokens = max(run.tensors["outputs"][TOKEN_LOSS] for run in noise)
     return Bounds(losses=[FACTOR * max(value, of_tokens, FLOAT32_EPSILON) for value in so_far], tensors=tensors)
 

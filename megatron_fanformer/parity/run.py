@@ -188,7 +188,8 @@ def calibrate(
         tell(f"{SINGLE}, in fp32")
         exact = dataclasses.replace(trial, dtype="fp32")
         noise.append(differences(baseline, pool.run(1, run_trial, exact, single.parallel)))
-    return Calibration(run=run, small=small, trial=trial, baseline=baseline, noise=noise, bounds=bounds_from(noise))
+    bounds = bounds_from(noise, baseline.last_places)
+    return Calibration(run=run, small=small, trial=trial, baseline=baseline, noise=noise, bounds=bounds)
 
 
 def trial_of(config: ParityConfig, run: RunConfig, small: SmallRun, device: devices.DeviceKind) -> TrialConfig:
