@@ -381,9 +381,6 @@ class WeightsAndBiases:
 
 
 def _wait_for_own_folder(folder: Path, run_id: str) -> None:
-    """Until what W&B would call the folder of this life, by the second, is not that of an earlier one.
-
-    Two lives that begin in one second would share a file, of which W&B keeps the rows of one.
-    """
+    """Until the second is over in which an earlier life began: W&B names the folder and the file of a life by it."""
     while any(folder.glob(f"*run-{time.strftime('%Y%m%d_%H%M%S')}-{run_id}")):
         time.sleep(0.05)

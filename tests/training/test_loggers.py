@@ -222,7 +222,7 @@ def test_wandb_goes_on_with_its_run_and_gets_no_step_twice(tmp_path: Path) -> No
 
 
 @needs_wandb
-@pytest.mark.full
+@pytest.mark.full  # beside other work rows of a life were missing, not understood; lives of a second are apart since
 def test_wandb_gets_the_steps_that_only_others_have(tmp_path: Path) -> None:
     """Of three lives the second is without it; the third one fails, which W&B is told."""
     offline = {"wandb_project": "small", "wandb_mode": "offline"}
@@ -242,7 +242,7 @@ def test_wandb_gets_the_steps_that_only_others_have(tmp_path: Path) -> None:
 def test_two_lives_that_begin_in_one_second_have_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """W&B names them by the second, and loses the rows of one of two that are alike."""
+    """W&B names them by the second."""
     seconds = iter(["01", "01", "02"])
     clock = mock.Mock(strftime=lambda _: next(seconds))
     monkeypatch.setattr("megatron_fanformer.training.loggers.time", clock)
