@@ -353,7 +353,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a Hugging Face folder (5GB)")
     parser.add_argument("--no-verify", action="store_true", help="publish without checking the result")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write the receipt as JSON, with hashes of files")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write the receipt as JSON, with the files' hashes")
 
 
 def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:

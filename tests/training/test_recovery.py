@@ -51,7 +51,7 @@ def train_poisoned(values: dict[str, Any], poison: Poison) -> str | None:
             left[trainer.step] -= 1
             return gradient * float("nan")
 
-        spoiling = trainer._stages[0].decoder.layers[0].mlp.linear_fc2.weight.register_hook(spoil)
+        spoiling = trainer._stages[0].decoder.layers[0].pre_mlp_layernorm.weight.register_hook(spoil)
         try:
             trainer.train()
         except (DivergenceError, CorruptError) as error:

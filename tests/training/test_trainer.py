@@ -340,7 +340,7 @@ def spoil_loss(stage: Any) -> None:
 def spoil_gradient(stage: Any) -> None:
     """The loss stays finite, the gradient of one weight does not; on one rank."""
     if torch.distributed.get_rank() == 1:
-        stage.decoder.layers[0].mlp.linear_fc2.weight.register_hook(lambda gradient: gradient * float("nan"))
+        stage.decoder.layers[0].pre_mlp_layernorm.weight.register_hook(lambda gradient: gradient * float("nan"))
 
 
 @pytest.mark.parametrize(
