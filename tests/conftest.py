@@ -9,26 +9,56 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_fanformer.data.tokenizer import train_sentencepiece
 from megatron_fanformer.preparation.document_files import read_documents
 from megatron_fanformer.processes import SAVE_SIGNAL, STOP_SIGNALS
-from megatron_fanformer.runtime import device, megatron_cpu
+from megatron_fanformer.runtime import device
+from megatron_fanformer.runtime.garbage import keep_what_there_is
 from megatron_fanformer.runtime.rank_pool import RankPool
-
-# `pytest -m gpu` and `pytest tests/gpu` want to see it; pytest-xdist's workers do as the process that started them.
-if not ("PYTEST_XDIST_WORKER" in os.environ or any("gpu" in argument for argument in sys.argv)):
-    device.hide_gpus()
-device.quieten_libraries()
-megatron_cpu.install()
-torch.set_num_threads(1)  # the models are tiny, and the cores busy with ranks and other test processes
 
 MANY_THREADS = 40
 MANY_MODULES = 50
+POOLS = {"rank_pool", "engine_pool"}
 
 REFERENCE = Path(__file__).parent / "reference"
 SAMPLES = Path(__file__).parent / "samples"
+
+is_worker = "PYTEST_XDIST_WORKER" in os.environ
+# `pytest -m gpu` and `pytest tests/gpu` want to see it; pytest-xdist's workers do as the process that started them.
+if not (is_worker or any("gpu" in argument for argument in sys.argv)):
+    device.hide_gpus()
+device.quieten_libraries()
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Called as soon as this file is read. A process that only hands tests to pytest-xdist's workers needs no torch."""
+    options = pluginmanager.get_plugin("pytestconfig").known_args_namespace
+    if is_worker or options.collectonly or not getattr(options, "numprocesses", None):
+        make_ready()
+
+
+def make_ready() -> None:
+    """What comes before megatron-core's first import, which takes seconds like the tests' own."""
+    gc.disable()  # until all are collected: what is imported stays
+    from megatron_fanformer.runtime import megatron_cpu
+
+    megatron_cpu.install()
+    import torch
+
+    torch.set_num_threads(1)  # the models are tiny, and the cores busy with ranks and other test processes
+
+
+@pytest.hookimpl(trylast=True)  # of those that were chosen
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that use ranks first: the others, which take less each, even out when the workers end."""
+    use_ranks = {item.path for item in items if POOLS & set(item.fixturenames)}
+    items.sort(key=lambda item: item.path not in use_ranks)
+
+
+def pytest_collection_finish() -> None:
+    keep_what_there_is()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +69,7 @@ def groups_let_go() -> Iterator[None]:
     if len(os.listdir("/proc/self/task")) > MANY_THREADS:
         gc.collect()
     if len(sys.modules) > modules + MANY_MODULES:
-        keep_what_is_imported()
+        keep_what_there_is()
 
 
 @pytest.fixture(autouse=True)
@@ -51,16 +81,6 @@ def signals_as_before() -> Iterator[None]:
     for number, handler in handlers.items():
         signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, held)
-
-
-def pytest_collection_finish() -> None:
-    keep_what_is_imported()
-
-
-def keep_what_is_imported() -> None:
-    """A collection looks through it no more: a run makes several, and torch and Megatron take half a second each."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -4,18 +4,30 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_is_kept = False
+
+
+def keep_what_there_is() -> None:
+    """Collect, and have no later collection look through what stays: for a process that does one run after another.
+
+    torch and megatron-core are half a second of each collection.
+    """
+    global _is_kept
+    gc.collect()
+    gc.freeze()
+    _is_kept = True
+
 
 @contextmanager
 def collected_by_hand() -> Iterator[None]:
     """No automatic garbage collection: ranks would each pause at a different moment, and wait for each other."""
     gc.collect()
-    is_frozen = gc.get_freeze_count() > 0  # by whoever runs several, and is not to have it undone
-    if not is_frozen:
+    if not _is_kept:  # by whoever does several runs, and is not to have it undone
         gc.freeze()  # what exists now stays: not to be scanned each time
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        if not is_frozen:
+        if not _is_kept:
             gc.unfreeze()

@@ -27,6 +27,7 @@ from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.processes import end_with_owner
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME
+from megatron_fanformer.runtime.garbage import keep_what_there_is
 
 CONTEXT = multiprocessing.get_context("spawn")
 END_SECONDS = 5
@@ -168,8 +169,7 @@ def _bear_ranks(setting: _Setting, connection: Any) -> None:
     nursery = os.getpid()
     with suppress(EOFError, OSError):  # the pool is gone
         connection.recv()  # the first job's function, and so all that it imports
-        gc.collect()
-        gc.freeze()  # ranks share it, and do not look through it after every job
+        keep_what_there_is()  # ranks share it, and do not look through it after every job
         while True:
             rank, descriptor = connection.recv(), reduction.recv_handle(connection)
             if os.fork() == 0:
@@ -220,7 +220,7 @@ def _serve(setting: _Setting, connection: Any, rank: int) -> None:
                 connection.send((False, traceback.format_exc(limit=LAST_FRAMES)))
                 os._exit(1)  # the process group may be in any state
             if len(sys.modules) > modules:
-                gc.freeze()  # what was imported stays: to look through it all after every job takes 0.16 s
+                keep_what_there_is()  # the modules that it imported, among others
 
 
 def _run_job(

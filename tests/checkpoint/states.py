@@ -61,6 +61,12 @@ def small_model(**fields: Any) -> FANformerConfig:
     return tiny_model(**{"num_layers": 4, "ffn_hidden_size": 64, "num_query_groups": 2, "seq_length": 16, **fields})
 
 
+def layers_for(*layouts: str) -> int:
+    """As few as give each chunk of their stages one, and two at least."""
+    parallel = map(parallel_config, layouts)
+    return max(2, *(each.pipeline_model_parallel_size * each.virtual_stages for each in parallel))
+
+
 def parallel_config(layout: str) -> ParallelConfig:
     """A layout of the table, on CPUs."""
     return ParallelConfig(**LAYOUTS[layout])

@@ -15,6 +15,7 @@ from megatron_fanformer.model.config import FANConfig
 from tests.checkpoint.states import (
     LAYOUTS,
     Shown,
+    layers_for,
     load_and_train,
     show,
     small_model,
@@ -46,6 +47,8 @@ OTHER_BF16_PAIRS = [
     ("fan-sequence-plain", "dp2-overlap"),
 ]
 
+FEW = {"num_layers": 2}  # unless stages are cut into chunks
+
 RunOnRanks = Callable[..., list[Any]]
 
 
@@ -60,6 +63,7 @@ def saved_in(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory)
     made: dict[Any, Saved] = {}
 
     def saved(layout: str, dtype: str, **fields: Any) -> Saved:
+        fields = {**FEW, **fields}
         key = (layout, dtype, *fields.items())
         if key not in made:
             run = tmp_path_factory.mktemp(layout)
@@ -74,7 +78,7 @@ def saved_in(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory)
 def check(run_on_ranks: RunOnRanks, saved: Saved, loaded_in: str, dtype: str, **fields: Any) -> None:
     kind, same_loss = DTYPES[dtype]
     ranks = run_on_ranks(
-        world_size(loaded_in), load_and_train, loaded_in, small_model(**fields), kind, saved.checkpoint
+        world_size(loaded_in), load_and_train, loaded_in, small_model(**{**FEW, **fields}), kind, saved.checkpoint
     )
     before, after = (gather([rank.pieces for rank in each]) for each in (saved.ranks, ranks))
     assert before.keys() == after.keys()
@@ -93,7 +97,8 @@ def check(run_on_ranks: RunOnRanks, saved: Saved, loaded_in: str, dtype: str, **
 def test_the_state_is_the_same_in_every_layout(
     run_on_ranks: RunOnRanks, saved_in: Callable[..., Saved], saved: str, loaded: str
 ) -> None:
-    check(run_on_ranks, saved_in(saved, "fp32"), loaded, "fp32")
+    layers = {"num_layers": layers_for(saved, loaded)}
+    check(run_on_ranks, saved_in(saved, "fp32", **layers), loaded, "fp32", **layers)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +107,8 @@ def test_the_state_is_the_same_in_every_layout(
 def test_main_weights_in_float32_are_the_same_too(
     run_on_ranks: RunOnRanks, saved_in: Callable[..., Saved], saved: str, loaded: str
 ) -> None:
-    check(run_on_ranks, saved_in(saved, "bf16"), loaded, "bf16")
+    layers = {"num_layers": layers_for(saved, loaded)}
+    check(run_on_ranks, saved_in(saved, "bf16", **layers), loaded, "bf16", **layers)
 
 
 def test_an_output_layer_of_its_own_is_the_same_too(run_on_ranks: RunOnRanks, saved_in: Callable[..., Saved]) -> None:
@@ -139,7 +145,9 @@ def test_a_run_in_float32_goes_on_from_the_main_weights_of_one_in_bf16(
     run_on_ranks: RunOnRanks, saved_in: Callable[..., Saved], loaded: str
 ) -> None:
     saved = saved_in("tp2", "bf16")
-    ranks = run_on_ranks(world_size(loaded), load_and_train, loaded, small_model(), torch.float32, saved.checkpoint)
+    ranks = run_on_ranks(
+        world_size(loaded), load_and_train, loaded, small_model(**FEW), torch.float32, saved.checkpoint
+    )
     main, weights = gathered(saved.ranks, MAIN_WEIGHT), gathered(ranks)
     assert [name for name in main if not torch.equal(main[name], weights[name])] == []
 
@@ -149,7 +157,9 @@ def test_the_main_weights_of_a_run_in_bf16_are_the_weights_of_one_in_float32(
     run_on_ranks: RunOnRanks, saved_in: Callable[..., Saved], loaded: str
 ) -> None:
     saved = saved_in("tp2", "fp32")
-    ranks = run_on_ranks(world_size(loaded), load_and_train, loaded, small_model(), torch.bfloat16, saved.checkpoint)
+    ranks = run_on_ranks(
+        world_size(loaded), load_and_train, loaded, small_model(**FEW), torch.bfloat16, saved.checkpoint
+    )
     main, weights = gathered(ranks, MAIN_WEIGHT), gathered(saved.ranks)
     assert len(main) > 10
     assert [name for name in main if not torch.equal(main[name], weights[name])] == []
@@ -160,7 +170,7 @@ def test_the_main_weights_of_a_run_in_bf16_are_the_weights_of_one_in_float32(
 
 def save_in_the_earlier_form(layout: str, dtype: torch.dtype, folder: Path) -> Shown:
     """Save an optimizer's state as megatron-core's own sharded state dict, which differs between optimizers."""
-    with training(layout, small_model(), dtype=dtype) as run:
+    with training(layout, small_model(**FEW), dtype=dtype) as run:
         run.take_steps(2)
         weights = model_state(run.stages, run.grid)["model0"]
         metadata = run.grid.sharding_metadata | {"distrib_optim_sharding_type": "fully_reshardable"}

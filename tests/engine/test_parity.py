@@ -15,7 +15,7 @@ from tests.parity.test_parity import Comparison, write_config
 LOSSES = 1e-5
 GRADIENTS = 1e-5  # norm of the difference over the norm
 
-# In each run, beside those that faults are planted in.
+# In each run, beside those that faults in layers are planted in.
 LAYOUTS = (
     "recompute=selective,recompute_modules=[fan]",
     "fused_single_qkv_rope=true",
@@ -89,7 +89,14 @@ def test_a_planted_fault_is_caught_and_named(comparison: Comparison, name: str) 
 
 
 def test_layouts_without_a_fault_are_the_same(comparison: Comparison) -> None:
-    assert_close(comparison.of(*comparison.layouts))
+    in_layers = {fault.layout for name, fault in ENGINE_FAULTS.items() if name not in OUTSIDE_LAYERS}
+    replicas = ENGINE_FAULTS["updated weights not gathered"].layout
+    assert_close(comparison.of(*sorted({*in_layers, replicas, *on_engine(LAYOUTS)})))
+
+
+@pytest.mark.full  # plain stages and replicas: in each run they are interleaved, and with the distributed optimizer
+def test_layouts_of_the_other_faults_are_the_same(comparison: Comparison) -> None:
+    assert_close(comparison.of(*sorted({ENGINE_FAULTS[name].layout for name in OUTSIDE_LAYERS})))
 
 
 def test_context_parallelism_and_a_fault_in_it(bf16_comparison: Comparison) -> None:

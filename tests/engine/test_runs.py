@@ -12,7 +12,7 @@ from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.training.metrics import read_metrics
-from tests.checkpoint.states import Pieces, small_model, training
+from tests.checkpoint.states import Pieces, layers_for, small_model, training
 from tests.generation.making import all_logits, cached_logits, with_model, write_checkpoint, write_tokenizer
 from tests.small_runs import write_tokens
 from tests.training.layouts import gather
@@ -39,7 +39,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 ALWAYS = ("dp2, delayed, fp8_fan",)  # an evaluation before the save, with other samples on each rank
-STEPS = 8  # of two micro batches: the first half is longer than the scales' history
+STEPS = 6  # of two micro batches: the first half is longer than the scales' history
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.full) for n in RUNS])
@@ -75,7 +75,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(run_on_engine_ranks: RunOnRanks,
 
 def trained(layout: str, kernels: KernelsConfig, dtype: torch.dtype, folder: Path) -> tuple[Pieces, list[float]]:
     """Weights and optimizer after two steps, which are saved, and the losses of two more."""
-    with training(layout, small_model(), dtype=dtype, device="cuda", kernels=kernels) as run:
+    with training(
+        layout, small_model(num_layers=layers_for(layout)), dtype=dtype, device="cuda", kernels=kernels
+    ) as run:
         run.take_steps(2)
         run.save(CheckpointSaver(folder, run.grid, keep=None))
         return run.pieces(), run.take_steps(2)
@@ -83,7 +85,9 @@ def trained(layout: str, kernels: KernelsConfig, dtype: torch.dtype, folder: Pat
 
 def loaded(layout: str, kernels: KernelsConfig, dtype: torch.dtype, folder: Path) -> tuple[Pieces, list[float]]:
     """The same of other weights once the checkpoint is loaded."""
-    with training(layout, small_model(), dtype=dtype, seed=2, device="cuda", kernels=kernels) as run:
+    with training(
+        layout, small_model(num_layers=layers_for(layout)), dtype=dtype, seed=2, device="cuda", kernels=kernels
+    ) as run:
         run.load(folder / "checkpoints" / "step-00000002")
         return run.pieces(), run.take_steps(2)
 

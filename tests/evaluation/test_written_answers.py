@@ -13,7 +13,7 @@ from tests.evaluation.oe_data import write_library
 from tests.evaluation.test_ulogic import RULES
 from tests.generation.making import write_export, write_tokenizer
 
-NEW_TOKENS = 20
+NEW_TOKENS = 8
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.small_runs import start_program
 
-SECONDS = [3, pytest.param(60, marks=[pytest.mark.full, pytest.mark.timeout(200)])]
+SECONDS = [1, pytest.param(60, marks=[pytest.mark.full, pytest.mark.timeout(200)])]
 
 
 @pytest.mark.parametrize("seconds", SECONDS)

@@ -99,18 +99,19 @@ def measure(pool: RankPool, folder: Path, case: str, steps: int = STEPS) -> list
         parallel=LAYOUTS[layout],
         optimizer={"lr": 3e-3},
         schedule={"lr_decay_iters": STEPS},
-        training={"train_iters": steps},
+        training={"train_iters": STEPS},
     )
     parallel = config_from_dict(values).parallel
-    pool.run(parallel.model_parallel_size * (parallel.data_parallel_size or 1), _train, values)
+    pool.run(parallel.model_parallel_size * (parallel.data_parallel_size or 1), _train, values, steps)
     return [metrics["loss"] for metrics in read_metrics(folder / "run")]
 
 
-def _train(values: dict[str, Any]) -> None:
+def _train(values: dict[str, Any], steps: int) -> None:
     from megatron_fanformer.training.trainer import Trainer
 
     config = config_from_dict(values)
     with rank_grid(config.parallel, "cpu") as grid, redirect_stdout(io.StringIO()):
         trainer = Trainer(config, grid)
-        trainer.train()
+        for _ in range(steps):
+            trainer.take_step()
         trainer.close()

@@ -22,6 +22,9 @@ from megatron_fanformer.parity.run import (
 from megatron_fanformer.runtime.rank_pool import RankPool
 from tests.parity.faults import FAULTS, Fault, faulty_trial
 
+STEPS = 2
+"""The second step's loss depends on the first one's update: the last faults show there."""
+
 
 def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
     """A configuration of the 1B, clipping at a norm that its gradients exceed; `sections` replace whole ones."""
@@ -67,7 +70,7 @@ class Comparison:
         **options: Any,
     ) -> None:
         layouts = (*sorted({fault.layout for fault in faults.values()}), *others)
-        config = ParityConfig(file=file, layouts=layouts, steps=3, **options)
+        config = ParityConfig(file=file, layouts=layouts, steps=STEPS, **options)
         run, self.layouts = read_layouts(config)
         self._pool, self._faults, self._faulty = pool, faults, faulty
         self._calibration = calibrate(config, run, list(self.layouts.values()), pool)

@@ -78,7 +78,7 @@ def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
     """The signal reaches loader workers too, whose batches the step in progress still needs."""
     sections: dict[str, Any] = {
         "parallel": TP2,
-        "training": {"train_iters": 25, "global_batch_size": 16, "micro_batch_size": 4},
+        "training": {"train_iters": 20, "global_batch_size": 8, "micro_batch_size": 4},
     }
     values = small_run(tokens, tmp_path / "stopped", data={"num_workers": workers}, **sections)
     config = str(write_config(tmp_path / "config.yaml", values))
@@ -89,7 +89,7 @@ def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
     assert process.returncode == 5, errors
     first, second, *rest = output.splitlines()
     assert first == "starting 2 ranks on this machine (tp=2)"
-    assert second.endswith(f" parameters, 25 steps, in {tmp_path / 'stopped'}")
+    assert second.endswith(f" parameters, 20 steps, in {tmp_path / 'stopped'}")
     assert [line for line in rest if not line.startswith("step ")][3:] == []
     assert errors.splitlines() == ["megatron-fanformer: stopped on SIGTERM, saved; run the same command to continue"]
     steps_before = len(losses(tmp_path / "stopped"))

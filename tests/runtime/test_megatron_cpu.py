@@ -1,47 +1,38 @@
 """The adaptations for machines without CUDA: when they go in, and when they must not."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
 
-
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-
-
-def test_install_is_refused_after_megatron_core_was_imported() -> None:
-    code = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')\n"
-    done = run_python(code + "from megatron_fanformer.runtime import megatron_cpu; megatron_cpu.install()")
-    assert done.returncode == 1
-    assert "megatron.core was imported before" in done.stderr
-
-
-def test_nothing_is_touched_where_a_gpu_is_usable() -> None:
-    code = """
-import torch
-before = {name: getattr(torch, name) for name in ("empty", "zeros", "tensor", "compile")}
-methods = torch.Tensor.type, torch.Tensor.cuda
-torch.cuda.is_available = lambda: True
 from megatron_fanformer.runtime import megatron_cpu
-megatron_cpu.install()
-assert all(getattr(torch, name) is value for name, value in before.items())
-assert (torch.Tensor.type, torch.Tensor.cuda) == methods
-"""
-    assert run_python(code).returncode == 0
+
+
+@pytest.fixture
+def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has imported megatron-core, and has not called `install`."""
+    assert "megatron.core" in sys.modules
+    monkeypatch.setattr(megatron_cpu, "_installed", False)
+
+
+def test_install_is_refused_after_megatron_core_was_imported(not_installed: None) -> None:
+    with pytest.raises(RuntimeError, match=r"megatron\.core was imported before"):
+        megatron_cpu.install()
+
+
+def test_nothing_is_touched_where_a_gpu_is_usable(not_installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here whatever it began would be refused, as above."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    megatron_cpu.install()
+    assert not megatron_cpu._installed
 
 
 def test_torch_compile_is_itself_again_after_install() -> None:
-    import torch
-
     assert torch.compile.__module__ == "torch"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_types_read_as_megatron_core_wants_them(dtype: str) -> None:
-    import torch
-
     tensor = torch.zeros(2, dtype=getattr(torch, dtype), device="cuda")
     assert tensor.device.type == "cpu"
     assert tensor.type().startswith("torch.cuda.")

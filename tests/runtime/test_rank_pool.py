@@ -65,7 +65,8 @@ def test_a_ranks_environment(run_on_ranks: Callable[..., list[Any]]) -> None:
 
 def test_a_job_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_pool, "END_SECONDS", 0.1)  # it never ends by itself
-    with RankPool(job_seconds=1, prepare=import_nothing) as pool, pytest.raises(JobFailed, match="took longer than 1 s on 1 ranks"):
+    refused = pytest.raises(JobFailed, match="took longer than 1 s on 1 ranks")
+    with RankPool(job_seconds=1, prepare=import_nothing) as pool, refused:
         pool.run(1, wait_for_ever)
 
 

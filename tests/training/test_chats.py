@@ -134,7 +134,7 @@ def test_a_stop_and_loader_processes_leave_no_trace(tmp_path: Path, run_on_ranks
         tmp_path,
         random_chats(60, vocab_size=VOCAB_SIZE),
         training={"train_iters": STEPS, "run_dir": str(tmp_path / "straight")},
-        checkpoint={"save_interval": 1},
+        checkpoint={"save_interval": 5},
     )
     run_on_ranks(1, train, values)
     resuming = {**values, "checkpoint": {}, "data": {**values["data"], "num_workers": workers}}
