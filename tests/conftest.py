@@ -29,6 +29,8 @@ is_worker = "PYTEST_XDIST_WORKER" in os.environ
 if not (is_worker or any("gpu" in argument for argument in sys.argv)):
     device.hide_gpus()
 device.quieten_libraries()
+# Of torch here and in all that is started: models are tiny, and the cores busy with ranks and other test processes.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -44,9 +46,7 @@ def make_ready() -> None:
     from megatron_fanformer.runtime import megatron_cpu
 
     megatron_cpu.install()
-    import torch
-
-    torch.set_num_threads(1)  # the models are tiny, and the cores busy with ranks and other test processes
+    device.threads_per_rank = lambda _ranks: 1  # of commands that run in this process, too
 
 
 @pytest.hookimpl(trylast=True)  # of those that were chosen
