@@ -1,12 +1,15 @@
 """What all tests share: megatron-core made ready for the CPU, the pool of ranks, documents and tokenizers."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -94,6 +97,17 @@ def rank_pool() -> Iterator[RankPool]:
 def run_on_ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
     """`run_on_ranks(world_size, function, *arguments)`: the results of all ranks."""
     return rank_pool.run
+
+
+@pytest.fixture(scope="session")
+def forked_workers() -> None:
+    """Workers of `prepare` in this process are forked off a server that has imported all: see `preparation/forked`."""
+    from megatron_fanformer.preparation import workers
+
+    workers.CONTEXT = multiprocessing.get_context("forkserver")
+    workers.CONTEXT.set_forkserver_preload(["tests.preparation.forked"])
+    with mock.patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parents[1])):
+        forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")

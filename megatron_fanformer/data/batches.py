@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import count
 from typing import Any
 
@@ -25,8 +25,10 @@ def micro_batches(
     data_parallel_rank: int,
     data_parallel_size: int,
     num_workers: int = 0,
-) -> Iterator[dict[str, Tensor]]:
+) -> Generator[dict[str, Tensor], None, None]:
     """This data-parallel rank's micro batches, one after the other, without end.
+
+    Its `close` ends the loader processes; in the hands of the garbage collector, torch waits five seconds for each.
 
     The k-th micro batch from here on is the b samples from consumed_samples + (k * dp + r) * b on, where r is the
     rank and dp the number of ranks. So a step of m micro batches takes the next m * dp * b samples in order,
@@ -74,7 +76,7 @@ class _ErrorsAsSamples(Dataset[Any]):
             return error
 
 
-def _raised(batches: Iterator[Any]) -> Iterator[dict[str, Tensor]]:
+def _raised(batches: Iterator[Any]) -> Generator[dict[str, Tensor], None, None]:
     for batch in batches:
         if isinstance(batch, FanformerError):
             raise batch

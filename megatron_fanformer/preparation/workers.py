@@ -35,6 +35,7 @@ from megatron_fanformer.preparation.npy_documents import NpyDocuments
 from megatron_fanformer.preparation.shards import ShardFiles, ShardRecord, ShardWriter
 from megatron_fanformer.processes import end_with_owner
 
+CONTEXT: Any = multiprocessing.get_context("spawn")  # a forked worker would inherit threads and locks in any state
 PROGRESS_SECONDS = 0.2
 # One file in progress and one queued, so that no worker waits while the parent is writing.
 FILES_PER_WORKER = 2
@@ -217,10 +218,8 @@ class WorkerPool:
             yield from self._listen(waiting)
 
     def _start(self, threads: int) -> None:
-        """Spawn a worker: a forked one would inherit threads and locks in any state."""
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=run_worker, args=(self._setup, threads, theirs), daemon=True)
+        ours, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=run_worker, args=(self._setup, threads, theirs), daemon=True)
         process.start()
         theirs.close()
         self._workers.append(_Worker(process, ours, threads))

@@ -3,7 +3,7 @@
 The trainer takes its batches here, and `inspect` asks here what a step took: the order is defined in one place.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -39,7 +39,7 @@ def run_datasets(config: RunConfig, survey: DataSurvey | None = None) -> Dataset
 
 def run_batches(
     config: RunConfig, dataset: Any, *, consumed_samples: int, data_parallel_rank: int, data_parallel_size: int
-) -> Iterator[dict[str, Tensor]]:
+) -> Generator[dict[str, Tensor], None, None]:
     """A rank's micro batches from a number of consumed samples on, as `micro_batches` yields them."""
     return micro_batches(
         dataset,

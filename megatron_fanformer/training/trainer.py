@@ -153,6 +153,7 @@ class Trainer:
         """Close logs and progress (`failed`: as an error's), free the model; abort the writing of a checkpoint."""
         self._saver.close()
         self._mirror.close()
+        self._batches.close()
         release(self._wrapped)
         self._logs.close(failed=failed)
 

@@ -12,6 +12,8 @@ from tests.conftest import SAMPLES
 from tests.inspection.conftest import TOKENIZER, Said
 from tests.small_runs import small_run, write_config
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 Inspect = Callable[..., Said]
 END = "<|endoftext|>"
 

@@ -9,6 +9,11 @@ import pytest
 from tests.preparation.making import prepare_files
 
 
+@pytest.fixture(autouse=True)
+def quick_workers(forked_workers: None) -> None:
+    """Of preparations in this process."""
+
+
 @pytest.fixture
 def write_lines(tmp_path: Path) -> Callable[[str, Iterable[bytes]], Path]:
     """Write lines, each ended by a line feed, to a document file of the test's folder."""

@@ -1,6 +1,5 @@
 """The adaptations for machines without CUDA: when they go in, and when they must not."""
 
-import subprocess
 import sys
 
 import pytest
