@@ -48,6 +48,8 @@ class Outcome(NamedTuple):
     state: str
     """SHA-256 of all tensors of the last checkpoint."""
     kills: int
+    within_saves: int
+    """Kills that left an unfinished save, or an old checkpoint half removed."""
 
 
 def run_once(config: RunConfig, ranks: int, kill_after: float | None) -> bool:
@@ -114,21 +116,22 @@ def _free_port() -> int:
 
 def killed_to_the_end(config: RunConfig, ranks: int, generator: random.Random, seconds: float, kills: int) -> Outcome:
     """Start a run again and again, each time killed after up to `seconds`; the last start is left alone."""
-    done = 0
+    run, done, within_saves, seen = Path(config.training.run_dir), 0, 0, set[Path]()
     while done < kills and not run_once(config, ranks, generator.uniform(0, seconds)):
-        done += 1
+        unfinished = set((run / store.CHECKPOINTS).glob("*.tmp"))  # their names are unique
+        done, within_saves, seen = done + 1, within_saves + bool(unfinished - seen), seen | unfinished
     run_once(config, ranks, None)
-    return outcome_of(Path(config.training.run_dir), done)
+    return outcome_of(run, done, within_saves)
 
 
-def outcome_of(run: Path, kills: int) -> Outcome:
+def outcome_of(run: Path, kills: int = 0, within_saves: int = 0) -> Outcome:
     """How the run in a folder ended, whose checkpoints are all found sound."""
     for checkpoint in store.complete_checkpoints(run):
         check_stored(checkpoint)
     last = store.latest_checkpoint(run)
     assert last is not None and store.step_of(last) == STEPS
     numbers = [(m["step"], m["loss"], m["grad_norm"]) for m in read_metrics(run)]
-    return Outcome(numbers, _digest(last), kills)
+    return Outcome(numbers, _digest(last), kills, within_saves)
 
 
 def _digest(checkpoint: Path) -> str:
@@ -169,16 +172,19 @@ def campaign(layout: str, *, async_save: bool, kills: int, seed: int, folder: Pa
     shutil.rmtree(straight.training.run_dir)
     run_once(straight, ranks, None)  # again, for the time, and to show that it ends the same
     seconds = time.monotonic() - started
-    expected = outcome_of(Path(straight.training.run_dir), 0)
-    generator, done, runs = random.Random(seed), 0, 0
+    expected = outcome_of(Path(straight.training.run_dir))
+    generator, done, within_saves, runs = random.Random(seed), 0, 0, 0
     while done < kills:
         config = configuration(f"killed-{runs}")
         outcome = killed_to_the_end(config, ranks, generator, seconds, kills - done)
         assert outcome[:2] == expected[:2], f"{layout}, run {runs}: ended otherwise after {outcome.kills} kills"
         shutil.rmtree(config.training.run_dir)
-        done, runs = done + outcome.kills, runs + 1
+        done, within_saves, runs = done + outcome.kills, within_saves + outcome.within_saves, runs + 1
     how = "asynchronous" if async_save else "synchronous"
-    return f"{layout}, {how} saves: {done} kills in {runs} runs of {seconds:.1f} s, every one ended the same"
+    return (
+        f"{layout}, {how} saves: {done} kills, {within_saves} within a save, in {runs} runs of {seconds:.1f} s, "
+        "every one ended the same"
+    )
 
 
 def main() -> None:

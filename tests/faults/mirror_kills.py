@@ -101,7 +101,7 @@ def campaign(layout: str, url: str, *, kills: int, seed: int, folder: Path) -> s
 
     straight = configuration("straight")
     run_once(straight, ranks, None)
-    expected = outcome_of(Path(straight.training.run_dir), 0)
+    expected = outcome_of(Path(straight.training.run_dir))
     timed = configuration("timed", mirror=f"{url}/mirror-timed", mirror_keep=2)
     started = time.monotonic()
     run_once(timed, ranks, None)
@@ -119,7 +119,7 @@ def campaign(layout: str, url: str, *, kills: int, seed: int, folder: Path) -> s
                 shutil.rmtree(run, ignore_errors=True)
                 lost += 1
         run_once(config, ranks, None)
-        assert outcome_of(run, 0)[:2] == expected[:2], f"{layout}, run {runs}: ended otherwise"
+        assert outcome_of(run)[:2] == expected[:2], f"{layout}, run {runs}: ended otherwise"
         assert RemoteRun(mirror).candidates()[0] == store.checkpoint_name(STEPS)
         seen += verified(mirror, folder / "fetched")
         runs += 1
