@@ -1,5 +1,6 @@
 """The adaptations for machines without CUDA: when they go in, and when they must not."""
 
+import subprocess
 import sys
 
 import pytest
