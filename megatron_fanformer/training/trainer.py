@@ -151,9 +151,8 @@ class Trainer:
 
     def close(self, *, failed: bool = False) -> None:
         """Close logs and progress (`failed`: as an error's), free the model; abort the writing of a checkpoint."""
-        self._saver.close()
-        self._mirror.close()
-        self._batches.close()
+        for close in (self._saver.close, self._mirror.close, self._batches.close):
+            close()
         release(self._wrapped)
         self._logs.close(failed=failed)
 
