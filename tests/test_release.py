@@ -125,7 +125,7 @@ def test_the_sdist_and_the_wheel_are_whole(released: Path) -> None:
     assert {name for name in package if "__pycache__" not in name} == {
         name for name in files if ".dist-info/" not in name
     }
-    assert {"megatron_fanformer/py.typed", "megatron_fanformer/ops/cpu_kernels.cpp"} <= set(files)
+    assert "megatron_fanformer/py.typed" in files
     assert any(name.endswith("licenses/LICENSE") for name in files)
     assert f"\nAuthor: {PROJECT['authors'][0]['name']}\n" in metadata
 
