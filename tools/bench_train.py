@@ -170,13 +170,14 @@ def _cases(options: argparse.Namespace) -> list[Case]:
     if found := [problem for name in options.models for problem in _model(name, base).problems()]:
         raise InputError("; ".join(dict.fromkeys(found)))
     peers = runnable_peers() if options.peers else ()
+    settings = (None, *_settings(options.against))
     cases = []
     for dtype in options.dtypes:
         cases += [
             Case(name, _model(name, base), dtype, layout, setting=setting)
             for layout in options.layouts
             for name in options.models
-            for setting in (None, *_settings(options.against))
+            for setting in settings
         ]
         first = _model(options.models[0], base)
         cases += [Case(peer.name, first, dtype, SINGLE, peer=peer) for peer in peers]

@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_fanformer.model.fan_functions import Activation, FANActivationAndProduct
-from megatron_fanformer.ops.attention import causal_attention
+from megatron_fanformer.ops.attention import attention
 from megatron_fanformer.ops.element_wise import rms_norm, swiglu
 from megatron_fanformer.runtime.layout import context_chunks
 
@@ -190,10 +190,7 @@ class TorchCoreAttention(MegatronModule):
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if masking.get("is_causal"):
-            context_bnsd = causal_attention(query, key, value, self.softmax_scale)
-        else:
-            context_bnsd = F.scaled_dot_product_attention(query, key, value, scale=self.softmax_scale, **masking)
+        context_bnsd = attention(query, key, value, scale=self.softmax_scale, **masking)
         return context_bnsd.permute(2, 0, 1, 3).flatten(2)
 
     def _attend_within(self, bounds: Tensor, *qkv: Tensor, is_causal: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Causal attention by torch's kernel, on a CPU with this project's backward.
+"""Attention by torch's kernel, causal one on a CPU with this project's backward.
 
 torch's own backward takes six times as long there as its forward, in bf16, for two and a half times the work.
 
@@ -15,16 +15,26 @@ from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.ops.products import mkl_product
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """softmax(q k^T * scale) v, each query seeing the keys up to its own: [b, n, s, d] of each -> [b, n, s, d].
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+) -> Tensor:
+    """softmax(q k^T * scale) v, [b, n, s, d] of each -> [b, n, s, d], as torch's scaled-dot-product attention.
 
     Args:
         scale: None: 1 / sqrt(d).
+        is_causal: each query sees the keys up to its own.
+        attn_mask: True where a query sees a key, [queries, keys].
     """
     is_trained = torch.is_grad_enabled() and query.requires_grad and query.shape == key.shape == value.shape
-    if is_trained and cpu_kernels.reach(query, key, value) and mkl_product(query.dtype) is not None:
+    if is_causal and is_trained and cpu_kernels.reach(query, key, value) and mkl_product(query.dtype) is not None:
         return _CausalAttention.apply(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
-    return F.scaled_dot_product_attention(query, key, value, scale=scale, is_causal=True)
+    return F.scaled_dot_product_attention(query, key, value, scale=scale, is_causal=is_causal, attn_mask=attn_mask)
 
 
 class _CausalAttention(torch.autograd.Function):

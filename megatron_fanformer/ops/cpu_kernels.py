@@ -77,20 +77,18 @@ def _loaded(cache: Path) -> tuple[Any, str | None]:
 
 
 def reach(*tensors: Tensor) -> bool:
-    """Whether this process uses them, and they can take these.
-
-    They can take real tensors on a CPU, of one type, float32 or bf16, their last axis in one piece.
-
-    Simulated tensors have no content, and a tracer would not see what a kernel does.
-    """
+    """Whether this process uses them, and they can take these: of one type, float32 or bf16, `in_memory`."""
     return _library is not None and all(
-        type(each) in (Tensor, Parameter)
-        and each.dtype in TYPES
-        and each.dtype == tensors[0].dtype
-        and each.device.type == "cpu"
-        and each.stride(-1) == 1
-        for each in tensors
+        in_memory(each) and each.dtype in TYPES and each.dtype == tensors[0].dtype for each in tensors
     )
+
+
+def in_memory(tensor: Tensor) -> bool:
+    """Whether a pointer to it says enough: a real tensor on a CPU, whose last axis lies in one piece.
+
+    Simulated tensors have no content, and a tracer would not see what is done by pointers.
+    """
+    return type(tensor) in (Tensor, Parameter) and tensor.device.type == "cpu" and tensor.stride(-1) == 1
 
 
 def _built(compiler: Path, cache: Path) -> Path:
@@ -155,19 +153,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """Pairs (i, i + d / 2) of [s, b, n, d] rotated by angles whose cos and sin are [s, 1, 1, d / 2] in float32."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     positions, batch, heads, size = x.shape
-    _call(
-        "rotate",
-        x,
-        cos.contiguous(),
-        sin.contiguous(),
-        float(sign),
-        out,
-        positions,
-        batch,
-        heads,
-        size // 2,
-        *x.stride()[:3],
-    )
+    angles = (each.float().contiguous() for each in (cos, sin))
+    _call("rotate", x, *angles, float(sign), out, positions, batch, heads, size // 2, *x.stride()[:3])
     return out
 
 

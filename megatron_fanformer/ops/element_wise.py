@@ -1,7 +1,7 @@
 """Element-wise functions of a layer (SwiGLU, RMSNorm, rotary positions), their gradients written out in few passes.
 
 On a CPU each operation of PyTorch is a pass over memory of its own, and automatic differentiation makes more of them.
-In bf16 each function is one kernel there, where those could be built (`cpu_kernels`). Otherwise outputs are rounded as
+Each function is one kernel there, where those could be built (`cpu_kernels`). Otherwise outputs are rounded as
 PyTorch's own operations round them, bit for bit in float32; only the gradients are summed differently.
 
 Shapes: h hidden size, f inner size of the MLP, s sequence, b micro batch, n heads, d head size.

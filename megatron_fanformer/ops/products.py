@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fanformer.ops import cpu_kernels
+
 ROWS_A_BLOCK = 4096
 """Rows of a weight's gradient that are held twice where the product cannot add to a float32 one."""
 PROBE_SIZE = 16  # a multiple that every kernel takes
@@ -70,9 +72,9 @@ def mkl_product(dtype: torch.dtype) -> Any | None:
 
 
 def _reaches(sum_oh: Tensor, *factors: Tensor) -> bool:
-    """Whether pointers can be given of them: real tensors on a CPU, in the types and the order that MKL takes."""
+    """Whether pointers can be given of them, and they are of the types that MKL takes."""
     return (
-        all(type(each) is Tensor and each.device.type == "cpu" and each.stride(-1) == 1 for each in (sum_oh, *factors))
+        all(map(cpu_kernels.in_memory, (sum_oh, *factors)))
         and sum_oh.dtype == torch.float32
         and all(each.dtype == torch.bfloat16 for each in factors)
     )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fanformer.ops import cpu_kernels
-from megatron_fanformer.ops.attention import causal_attention
+from megatron_fanformer.ops.attention import attention
 from megatron_fanformer.ops.cross_entropy import exponentials
 from megatron_fanformer.ops.element_wise import rms_norm, rotate, swiglu
 from megatron_fanformer.ops.products import mkl_product
@@ -135,7 +135,7 @@ def test_gradients_of_causal_attention(kernels: None, length: int, dtype: torch.
     made = torch.randn(length, batch, heads, 3, size).to(dtype)
     qkv = [made[:, :, :, part].permute(1, 2, 0, 3) for part in range(3)]
     grad = torch.randn(length, batch, heads, size).to(dtype).permute(1, 2, 0, 3)
-    own = gradients(lambda q, k, v: causal_attention(q, k, v, 0.3), qkv, grad)
+    own = gradients(lambda q, k, v: attention(q, k, v, scale=0.3, is_causal=True), qkv, grad)
     exact = gradients(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3),
         [x.double() for x in qkv],

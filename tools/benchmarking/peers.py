@@ -15,6 +15,7 @@ import torch
 
 from benchmarking.ranks import CaseProcesses, Timing
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.ops.cpu_kernels import COMPILERS
 from megatron_fanformer.runtime import device as devices
 
 
@@ -35,7 +36,6 @@ PEERS = (
     Peer(name="plain, memory kept, compiled", keeps_memory=True, compiles=True),
 )
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # what `use_huge_pages` sets
-COMPILERS = ("g++", "clang++", "c++")
 
 
 def runnable_peers() -> tuple[Peer, ...]:
