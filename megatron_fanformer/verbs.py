@@ -17,10 +17,14 @@ from megatron_fanformer.evaluation.options import add_options as add_evaluate_op
 from megatron_fanformer.experiments.probes.command import add_options as add_experiment_options
 from megatron_fanformer.experiments.report.options import add_options as add_report_options
 from megatron_fanformer.experiments.sweeps.options import add_options as add_sweep_options
+from megatron_fanformer.formats.options import add_options as add_convert_options
 from megatron_fanformer.generation.options import add_chat_options, add_generate_options
+from megatron_fanformer.inspection.options import add_options as add_inspect_options
+from megatron_fanformer.nodes.options import add_options as add_check_node_options
+from megatron_fanformer.parity.options import add_options as add_parity_options
 from megatron_fanformer.preparation.options import add_options as add_prepare_options
 from megatron_fanformer.processes import ended_by_stop_signals, tell_loading
-from megatron_fanformer.sizing.options import add_options
+from megatron_fanformer.sizing.options import add_options as add_plan_options
 from megatron_fanformer.terminal import show, tell, width
 
 PROGRAM = "megatron-fanformer"
@@ -147,17 +151,6 @@ def _config(options: argparse.Namespace, rest: list[str], _arguments: list[str])
 # -- check-node
 
 
-def _check_node_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--folder", type=Path, help="of the file system that all nodes share, such as the run's; is written to")
-    add("--minimum-bandwidth", type=float, metavar="GB/S", help="between two nodes (half of the nodes' median)")
-    add("--tolerance", type=float, default=0.85, help="the least share of the median that a rate may be (0.85)")
-    add("--gpus", type=int, metavar="N", help="GPUs that a node must show (as many as most nodes)")
-    add("--time-limit", type=float, default=180.0, metavar="SECONDS", help="for a node to answer in (180)")
-    add("--output", type=Path, metavar="FILE", help="write the names of the healthy nodes, one a line")
-    add("--json", action="store_true", help="print one JSON object")
-
-
 def _check_node(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
     from megatron_fanformer.nodes.check import CheckConfig, check_nodes
     from megatron_fanformer.runtime.device import let_late_collectives_fail
@@ -172,25 +165,7 @@ def _check_node(options: argparse.Namespace, _rest: list[str], _arguments: list[
 
 def _parity_options(parser: argparse.ArgumentParser) -> None:
     _config_option(parser)
-    parser.add_argument(
-        "--layouts",
-        nargs="+",
-        default=(),
-        metavar="LAYOUT",
-        help='such as tp=2,sp=true or "dp=2,distributed_optimizer=true,cp=2" (the configuration\'s own)',
-    )
-    parser.add_argument("--steps", type=int, default=20, help="steps to train (20)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of weights and activations (fp32)")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="what to run on (auto)")
-    parser.add_argument(
-        "--transformer-impl",
-        choices=("auto", "local", "transformer_engine"),
-        default="auto",
-        metavar="LAYERS",
-        help="local (megatron-core's and torch's), transformer_engine, or auto: the Engine's if they import (auto)",
-    )
-    parser.add_argument("--communication", action="store_true", help="count the bytes that a step's collectives move")
-    parser.add_argument("--report", metavar="FILE", help="write everything as JSON")
+    add_parity_options(parser)
 
 
 def _parity(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
@@ -215,7 +190,7 @@ def _parity(options: argparse.Namespace, rest: list[str], _arguments: list[str])
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     _config_option(parser)
-    add_options(parser)
+    add_plan_options(parser)
 
 
 def _plan(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
@@ -327,35 +302,6 @@ def _chat(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) 
 # -- convert
 
 
-def _convert_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source",
-        help="a checkpoint of ours or its URL, a Hugging Face folder, a checkpoint of the authors or of Megatron-LM",
-    )
-    parser.add_argument("destination", help="a folder that does not exist yet")
-    parser.add_argument(
-        "--to",
-        required=True,
-        choices=("megatron", "hf", "reference"),
-        help="a checkpoint of ours, a Hugging Face folder, or a checkpoint in the authors' format",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="configuration with fields of model that a Megatron-LM checkpoint lacks"
-    )
-    parser.add_argument("--tokenizer", help="tokenizer to put beside the weights, where the source has none")
-    parser.add_argument("--eod-id", type=int, help="the id that ends a document (the tokenizer's end of text)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the written weights (the source's own)")
-    parser.add_argument(
-        "--padded-vocab-size",
-        type=int,
-        metavar="N",
-        help="rows of the embedding (the source's own; for hf the token ids alone)",
-    )
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a Hugging Face folder (5GB)")
-    parser.add_argument("--no-verify", action="store_true", help="publish without checking the result")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write the receipt as JSON, with the files' hashes")
-
-
 def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
     from megatron_fanformer.formats.recognition import MODELS, recognise
 
@@ -383,22 +329,6 @@ def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str
 
 
 # -- inspect
-
-
-def _inspect_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path",
-        metavar="PATH",
-        help="token files (a prefix, one of them, a blend file, a folder), a run or a checkpoint or the URL of one, an "
-        "exported folder",
-    )
-    parser.add_argument("--verify", action="store_true", help="check that all of it is present and undamaged")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--phases", metavar="FILE", help="draw the phase health that a run has logged into this PNG")
-    parser.add_argument("--step", type=int, help="show the samples of this training step, of a run or of --config")
-    parser.add_argument("--config", metavar="FILE", help="with --step: the configuration that trains on PATH")
-    parser.add_argument("--full", action="store_true", help="with --step: whole texts")
-    parser.epilog = "With --step, fields of the configuration can be set as --section.field VALUE, after PATH."
 
 
 def _inspect(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
@@ -465,7 +395,7 @@ VERBS: dict[str, tuple[_Describe, _Run, str]] = {
     "demo": (_demo_options, _demo, "From text to a trained FANformer, on this machine, in minutes."),
     "prepare": (add_prepare_options, _prepare, "Turn documents or conversations into token files."),
     "train": (_train_options, _train, "Train, or continue a run."),
-    "check-node": (_check_node_options, _check_node, "Check the nodes that a run is about to start on."),
+    "check-node": (add_check_node_options, _check_node, "Check the nodes that a run is about to start on."),
     "config": (
         _config_verb_options,
         _config,
@@ -492,9 +422,9 @@ VERBS: dict[str, tuple[_Describe, _Run, str]] = {
     "chat": (add_chat_options, _chat, "Talk to a model that was fine-tuned on chats."),
     "experiment": (add_experiment_options, _experiment, "One of the paper's smaller experiments, on this machine."),
     "inspect": (
-        _inspect_options,
+        add_inspect_options,
         _inspect,
         "Describe or verify data, a checkpoint or an export; show the samples of a step.",
     ),
-    "convert": (_convert_options, _convert, "Convert between our checkpoints, Hugging Face and the reference."),
+    "convert": (add_convert_options, _convert, "Convert between our checkpoints, Hugging Face and the reference."),
 }

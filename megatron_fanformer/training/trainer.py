@@ -11,8 +11,6 @@ import torch
 from rich.console import Console
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.mirror import Mirror
-from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.training_state import load_training_state, load_weights
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import CorruptError, DivergenceError, Interrupted
@@ -37,6 +35,7 @@ from megatron_fanformer.training.preflight import RunStart, find_start
 from megatron_fanformer.training.recovery import BadSteps, EventLog
 from megatron_fanformer.training.run_log import told_if_slow
 from megatron_fanformer.training.samples import run_batches, run_datasets
+from megatron_fanformer.training.saves import Saves
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import (
     StepResult,
@@ -52,7 +51,6 @@ from megatron_fanformer.training.step_metrics import StepMetrics
 from megatron_fanformer.training.stragglers import Stragglers
 
 GARBAGE_INTERVAL = 100  # steps
-STOPPED_MIRROR_SECONDS = 60.0  # after a signal to stop, whose sender may not wait: the next start copies what is left
 
 Stopping = Literal["signal", "exit_interval", "exit_duration_in_mins"]
 
@@ -111,7 +109,7 @@ class Trainer:
             stopping: Stopping | None = None
             while not (stopping or self._is_over):
                 stopping = self.take_step()
-            self._finish_mirror(stopping)
+            self._saves.finish_copies(was_stopped=stopping == "signal")
             if stopping == "signal" and self._is_over:
                 raise Interrupted(
                     f"complete after step {self.step}, saved, but its last evaluation was stopped; "
@@ -143,16 +141,16 @@ class Trainer:
         stopping = self._shall_stop()
         if self._save_if_due(force=stopping is not None or self._asked.save):
             stopping = stopping or self._shall_stop()
-        self._publish_if_written(blocking=stopping is not None or self._is_over)
-        self._mirror.hear()
+        self._saves.publish_if_written(self.step, blocking=stopping is not None or self._is_over)
+        self._saves.hear_of_copies()
         if self.step % GARBAGE_INTERVAL == 0:
             gc.collect()
         return stopping
 
     def close(self, *, failed: bool = False) -> None:
         """Close logs and progress (`failed`: as an error's), free the model; abort the writing of a checkpoint."""
-        for close in (self._saver.close, self._mirror.close, self._batches.close):
-            close()
+        self._saves.close()
+        self._batches.close()
         release(self._wrapped)
         self._logs.close(failed=failed)
 
@@ -210,7 +208,7 @@ class Trainer:
         Raises:
             DivergenceError: there is none, or the run has gone back too often.
         """
-        self._publish_if_written(blocking=True)
+        self._saves.publish_if_written(self.step, blocking=True)
         bad = self._bad_steps.in_a_row
         first, last = min(bad), max(bad)
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
@@ -245,7 +243,7 @@ class Trainer:
             with weights_in_step(self._wrapped):
                 metrics = self._evaluation.metrics(self.step, self._wrapped, self._data.valid)
         except DivergenceError:
-            self._publish_if_written(blocking=True)  # of an earlier step, and sound
+            self._saves.publish_if_written(self.step, blocking=True)  # of an earlier step, and sound
             raise
         self._ask_again()
         return metrics
@@ -258,12 +256,9 @@ class Trainer:
             due = False  # nothing has changed, and the run may go back to before them
         if not (due or force or self._is_over):
             return False
-        self._publish_if_written(blocking=True)  # one at a time
-        heartbeat.tell("saving", in_step=False)
-        self._listener.begin_save()
         with weights_in_step(self._wrapped):
-            folder = self._saver.save(
-                step=self.step,
+            self._saves.save(
+                self.step,
                 stages=self._stages,
                 optimizer=self._optimizer,
                 progress={
@@ -275,30 +270,8 @@ class Trainer:
                 config=self._resolved_config(),
                 attachments=self._attachments(),
             )
-        self._tell_saved(folder)
         self._ask_again()
         return True
-
-    def _publish_if_written(self, *, blocking: bool) -> None:
-        """Give a checkpoint that was being written its name, once it is; `blocking` waits for that."""
-        if blocking:
-            heartbeat.tell("waiting for the checkpoint's writers", in_step=False)
-        self._tell_saved(self._saver.finish_due(blocking=blocking))
-
-    def _tell_saved(self, folder: Path | None) -> None:
-        if folder is not None:
-            self._bad_steps.note_saved()
-            logger.info("step %d  saved %s", self.step, folder)  # possibly of an earlier step
-            self._listener.end_save()
-            self._mirror.offer(folder)
-
-    def _finish_mirror(self, stopping: Stopping | None) -> None:
-        if self.config.checkpoint.mirror is None:
-            return
-        heartbeat.tell("waiting for the mirror", in_step=False)
-        was_stopped = stopping == "signal"
-        seconds = STOPPED_MIRROR_SECONDS if was_stopped else float("inf")
-        on_main(lambda: self._mirror.finish(lambda: not was_stopped and self._listener.now().stop, seconds))
 
     def _is_asked_to_stop(self) -> bool:
         return share(self._listener.now(), self.grid).stop
@@ -365,17 +338,11 @@ class Trainer:
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         )
         self._scheduler = self._build_scheduler()
-        self._saver = CheckpointSaver(
-            self.run,
+        self._saves = Saves(
+            config,
             grid,
-            keep=config.checkpoint.keep,
-            async_save=config.checkpoint.async_save,
-            fully_parallel=config.checkpoint.fully_parallel_save,
-            spared=lambda: self._mirror.spared,
-        )
-        self._mirror = Mirror(
-            config.checkpoint.mirror if grid.is_main else None,
-            keep=config.checkpoint.mirror_keep,
+            self._listener,
+            note_saved=lambda: self._bad_steps.note_saved(),
             note_failure=lambda name, why: self._events.add("not_mirrored", self.step, checkpoint=name, reason=why),
         )
         self._shape = StepShape(
@@ -423,7 +390,7 @@ class Trainer:
         )
         if self._start.resumed is not None:
             self._resume([self._start.resumed, *self._start.earlier], list(self._start.damaged))
-            self._mirror.offer(self.run / store.CHECKPOINTS / store.checkpoint_name(self.step))
+            self._saves.copy(self.step)
 
     def _resume(self, candidates: list[Path], damaged: list[tuple[Path, CorruptError]] | None = None) -> None:
         """Go on from the first of some checkpoints that is not damaged; those that are, are set aside.

@@ -2,6 +2,8 @@
 
     python -m tests.faults.kills --kills 1000
 
+Every second kill is aimed at a save: it comes at a random moment after one has begun.
+
 Runs are forked from this process, which has imported what they need: a start takes a tenth of a second, not ten.
 """
 
@@ -52,14 +54,47 @@ class Outcome(NamedTuple):
     """Kills that left an unfinished save, or an old checkpoint half removed."""
 
 
-def run_once(config: RunConfig, ranks: int, kill_after: float | None) -> bool:
-    """Start a run, and kill all its ranks after some seconds, if any are given; whether it came to its end."""
+class Moment:
+    """A random moment to kill a run at, within some seconds of its start."""
+
+    def __init__(self, generator: random.Random, seconds: float) -> None:
+        self._end = time.monotonic() + generator.uniform(0, seconds)
+
+    def is_reached(self) -> bool:
+        """Whether it has come; to be asked again and again."""
+        return time.monotonic() >= self._end
+
+
+class MomentOfSave(Moment):
+    """A random moment within some seconds of the beginning of a save, one of the next three."""
+
+    def __init__(self, generator: random.Random, seconds: float, checkpoints: Path) -> None:
+        self._checkpoints, self._known = checkpoints, _unfinished(checkpoints)
+        self._saves_before = generator.randrange(3)
+        self._delay = generator.uniform(0, seconds)
+        self._end = float("inf")
+
+    def is_reached(self) -> bool:
+        """Whether it has come; to be asked again and again."""
+        begun = _unfinished(self._checkpoints) - self._known
+        self._known |= begun
+        self._saves_before -= len(begun)
+        if self._saves_before < 0:
+            self._end = min(self._end, time.monotonic() + self._delay)
+        return super().is_reached()
+
+
+def _unfinished(checkpoints: Path) -> set[Path]:
+    return set(checkpoints.glob("*.tmp"))  # their names are unique
+
+
+def run_once(config: RunConfig, ranks: int, moment: Moment | None) -> bool:
+    """Start a run, and kill all its ranks at a moment, if there is one; whether it came to its end."""
     port = _free_port()
-    started = time.monotonic()
     children = [_forked(functools.partial(_train, config, rank, ranks, port)) for rank in range(ranks)]
-    deadline = started + (NOT_FOR_EVER_SECONDS if kill_after is None else kill_after)
+    deadline = time.monotonic() + NOT_FOR_EVER_SECONDS
     codes: dict[int, int] = {}
-    while len(codes) < ranks and time.monotonic() < deadline:
+    while len(codes) < ranks and time.monotonic() < deadline and not (moment and moment.is_reached()):
         for child in children:
             if child not in codes and (ended := os.waitpid(child, os.WNOHANG))[0]:
                 codes[child] = os.waitstatus_to_exitcode(ended[1])
@@ -69,7 +104,7 @@ def run_once(config: RunConfig, ranks: int, kill_after: float | None) -> bool:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)  # the writers of its checkpoints, too
             os.waitpid(child, 0)
-    if kill_after is None and set(codes.values()) != {0}:
+    if moment is None and set(codes.values()) != {0}:
         raise AssertionError(f"a run that nobody touched ended with {codes}")
     return len(codes) == ranks and set(codes.values()) == {0}
 
@@ -115,10 +150,19 @@ def _free_port() -> int:
 
 
 def killed_to_the_end(config: RunConfig, ranks: int, generator: random.Random, seconds: float, kills: int) -> Outcome:
-    """Start a run again and again, each time killed after up to `seconds`; the last start is left alone."""
-    run, done, within_saves, seen = Path(config.training.run_dir), 0, 0, set[Path]()
-    while done < kills and not run_once(config, ranks, generator.uniform(0, seconds)):
-        unfinished = set((run / store.CHECKPOINTS).glob("*.tmp"))  # their names are unique
+    """Start a run again and again, each time killed; the last start is left alone.
+
+    Args:
+        seconds: that the run takes if it is left alone.
+    """
+    run = Path(config.training.run_dir)
+    checkpoints, done, within_saves, seen = run / store.CHECKPOINTS, 0, 0, set[Path]()
+    while done < kills:
+        aimed = done % 2 == 0
+        moment = MomentOfSave(generator, seconds / STEPS, checkpoints) if aimed else Moment(generator, seconds)
+        if run_once(config, ranks, moment):
+            break
+        unfinished = _unfinished(checkpoints)
         done, within_saves, seen = done + 1, within_saves + bool(unfinished - seen), seen | unfinished
     run_once(config, ranks, None)
     return outcome_of(run, done, within_saves)

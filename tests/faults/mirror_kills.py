@@ -87,7 +87,7 @@ def campaign(layout: str, url: str, *, kills: int, seed: int, folder: Path) -> s
         AssertionError: a run ended otherwise than one that nobody touched.
         CorruptError: a published checkpoint in the store does not verify.
     """
-    from tests.faults.kills import LAYOUTS, STEPS, outcome_of, run_once
+    from tests.faults.kills import LAYOUTS, STEPS, Moment, outcome_of, run_once
 
     ranks, parallel = LAYOUTS[layout]
     tokens = write_tokens(folder / "tokens")
@@ -112,7 +112,7 @@ def campaign(layout: str, url: str, *, kills: int, seed: int, folder: Path) -> s
         mirror = f"{url}/mirror-{runs}"
         config = configuration(name, mirror=mirror, mirror_keep=2)
         run = Path(config.training.run_dir)
-        while done < kills and not run_once(config, ranks, chance.uniform(0, seconds)):
+        while done < kills and not run_once(config, ranks, Moment(chance, seconds)):
             done += 1
             seen += verified(mirror, folder / "fetched")
             if chance.random() < 0.5:

@@ -43,7 +43,7 @@ def train_and_ask(values: dict[str, Any], during: str, number: signal.Signals, a
         owner, name = {
             "a step": (trainer._attempts, "take"),
             "an evaluation": (evaluation, "evaluate_loss"),
-            "a save": (trainer._saver, "save"),
+            "a save": (trainer._saves._saver, "save"),
         }[during]
         stopped = False
         with mock.patch.object(owner, name, asked(getattr(owner, name))):

@@ -1,0 +1,98 @@
+"""The saves of a run: a step's state to disk, and all that is due once a checkpoint has its name."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.mirror import Mirror
+from megatron_fanformer.checkpoint.saving import CheckpointSaver
+from megatron_fanformer.runtime import heartbeat
+from megatron_fanformer.runtime.agreement import on_main
+from megatron_fanformer.runtime.parallel import RankGrid
+from megatron_fanformer.training.config import RunConfig
+from megatron_fanformer.training.interrupts import InterruptListener
+
+STOPPED_MIRROR_SECONDS = 60.0  # after a signal to stop, whose sender may not wait: the next start copies what is left
+
+logger = logging.getLogger(__name__)
+
+
+class Saves:
+    """Writes a run's checkpoints one at a time, and copies them to the mirror if the run has one.
+
+    Every rank makes one, and makes the same calls in the same order.
+
+    Args:
+        listener: of the interrupts that ask for saves.
+        note_saved: is called when a checkpoint is published.
+        note_failure: is called with a checkpoint's name and the reason, whenever an attempt to copy it failed.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        grid: RankGrid,
+        listener: InterruptListener,
+        *,
+        note_saved: Callable[[], None],
+        note_failure: Callable[[str, str], None],
+    ) -> None:
+        self._checkpoints = Path(config.training.run_dir) / store.CHECKPOINTS
+        self._listener, self._note_saved = listener, note_saved
+        self._has_mirror = config.checkpoint.mirror is not None
+        self._mirror = Mirror(
+            config.checkpoint.mirror if grid.is_main else None,
+            keep=config.checkpoint.mirror_keep,
+            note_failure=note_failure,
+        )
+        self._saver = CheckpointSaver(
+            Path(config.training.run_dir),
+            grid,
+            keep=config.checkpoint.keep,
+            async_save=config.checkpoint.async_save,
+            fully_parallel=config.checkpoint.fully_parallel_save,
+            spared=lambda: self._mirror.spared,
+        )
+
+    def save(self, step: int, **state: Any) -> None:
+        """Save the state of a step, after an earlier one is published: see `CheckpointSaver.save`."""
+        self.publish_if_written(step, blocking=True)
+        heartbeat.tell("saving", in_step=False)
+        self._listener.begin_save()
+        self._tell(step, self._saver.save(step=step, **state))
+
+    def publish_if_written(self, step: int, *, blocking: bool) -> None:
+        """Give a checkpoint that was being written its name, once it is; `blocking` waits for that."""
+        if blocking:
+            heartbeat.tell("waiting for the checkpoint's writers", in_step=False)
+        self._tell(step, self._saver.finish_due(blocking=blocking))
+
+    def copy(self, step: int) -> None:
+        """Copy the checkpoint of a step, which is there, to the mirror."""
+        self._mirror.offer(self._checkpoints / store.checkpoint_name(step))
+
+    def hear_of_copies(self) -> None:
+        """Take note of what was copied since; never waits."""
+        self._mirror.hear()
+
+    def finish_copies(self, *, was_stopped: bool) -> None:
+        """Wait until all is copied; after a signal for a minute at most, else until one comes."""
+        if not self._has_mirror:
+            return
+        heartbeat.tell("waiting for the mirror", in_step=False)
+        seconds = STOPPED_MIRROR_SECONDS if was_stopped else float("inf")
+        on_main(lambda: self._mirror.finish(lambda: not was_stopped and self._listener.now().stop, seconds))
+
+    def close(self) -> None:
+        """Abort the writing of a checkpoint and all copies."""
+        self._saver.close()
+        self._mirror.close()
+
+    def _tell(self, step: int, published: Path | None) -> None:
+        if published is not None:
+            self._note_saved()
+            logger.info("step %d  saved %s", step, published)  # possibly of an earlier step
+            self._listener.end_save()
+            self._mirror.offer(published)
