@@ -124,13 +124,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         ("one process", "qkv"),
         *(
             pytest.param(*case, marks=pytest.mark.full)
-            for case in (*((name, "qkv") for name in LAYOUTS if name != "one process"), ("one process", "qk_and_v"))
+            for case in (
+                *((name, "qkv") for name in LAYOUTS if name != "one process"),
+                *((name, "qk_and_v") for name in ("one process", "tp2")),
+            )
         ),
     ],
 )
 def test_packed_equals_unpacked(run_on_ranks: RunOnRanks, layout: str, placement: str) -> None:
     parallel = ParallelConfig(**LAYOUTS[layout])
-    one_by_one = run_on_ranks(1, one_step, ParallelConfig(), placement, True)
+    # TP 2 alone rounds differently than one process, by 1.3e-6 of a gradient of `qk_and_v`: packing is what is asked
+    # here. The other layouts take no micro batches of documents of any length.
+    alone = parallel if layout == "tp2" else ParallelConfig()
+    one_by_one = run_on_ranks(alone.model_parallel_size, one_step, alone, placement, True)
     ranks = parallel.model_parallel_size * (parallel.data_parallel_size or 1)
     together = run_on_ranks(ranks, one_step, parallel, placement)
     (loss, tokens, _), expected, found = one_by_one[0], whole(one_by_one), whole(together)
