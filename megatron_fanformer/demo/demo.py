@@ -38,7 +38,7 @@ from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.start import start_run
 
 VOCAB_SIZE = 8192
-STEPS = 240
+STEPS = 330
 MARK = ".fanformer-demo"  # a folder that contains it is the demo's own, and may be replaced
 VALIDATION = "held-out"
 LOGITS_TOLERANCE = 1e-4  # the trainer's own against transformers', absolute; both in float32
@@ -52,7 +52,7 @@ NEXT = {
 }
 """What to try after the demo, and what it shows: short forms of three of the paper's experiments."""
 MODEL = FANformerConfig(
-    num_layers=4, hidden_size=192, ffn_hidden_size=512, num_attention_heads=4, vocab_size=VOCAB_SIZE, seq_length=256
+    num_layers=2, hidden_size=128, ffn_hidden_size=352, num_attention_heads=4, vocab_size=VOCAB_SIZE, seq_length=256
 )
 
 
@@ -188,8 +188,8 @@ def training_config(places: Places) -> dict[str, Any]:
             "valid_data": {VALIDATION: [str(places.tokens(VALIDATION))]},
             "tokenizer": str(places.tokenizer),
         },
-        "optimizer": {"lr": 3e-3, "adam_eps": 1e-8},
-        "schedule": {"lr_warmup_iters": STEPS // 10},
+        "optimizer": {"lr": 5e-3, "adam_beta2": 0.99, "adam_eps": 1e-8},
+        "schedule": {"lr_decay_style": "linear", "lr_warmup_iters": STEPS // 10, "min_lr": 0.0},
         "training": {
             "run_dir": str(places.run),
             "train_iters": STEPS,
