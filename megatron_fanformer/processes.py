@@ -23,12 +23,6 @@ NOTHING_LOST = "with no step in progress; nothing is lost, run the same command 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-def tell_loading(what: str) -> None:
-    """Say, where no data go, what this process's next seconds are for; none where torch is imported already."""
-    if "torch" not in sys.modules:
-        print(f"megatron-fanformer: loading {what}", file=sys.stderr, flush=True)
-
-
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this process a signal when its parent ends, however that ends; to be called by the child.
 

@@ -50,6 +50,12 @@ def tell(line: str) -> None:
     print(*fitted(line, width(sys.stderr)), sep="\n", file=sys.stderr, flush=True)
 
 
+def tell_loading(what: str) -> None:
+    """Tell what this process's next seconds are for; nothing where torch is imported already."""
+    if "torch" not in sys.modules:
+        tell(f"megatron-fanformer: loading {what}")
+
+
 def fitted(line: str, columns: int | None) -> list[str]:
     """A line as lines of at most that many columns, as far as its words allow; all but the first are indented more."""
     if columns is None or len(line) <= columns:

@@ -23,9 +23,9 @@ from megatron_fanformer.inspection.options import add_options as add_inspect_opt
 from megatron_fanformer.nodes.options import add_options as add_check_node_options
 from megatron_fanformer.parity.options import add_options as add_parity_options
 from megatron_fanformer.preparation.options import add_options as add_prepare_options
-from megatron_fanformer.processes import ended_by_stop_signals, tell_loading
+from megatron_fanformer.processes import ended_by_stop_signals
 from megatron_fanformer.sizing.options import add_options as add_plan_options
-from megatron_fanformer.terminal import show, tell, width
+from megatron_fanformer.terminal import show, tell, tell_loading, width
 
 PROGRAM = "megatron-fanformer"
 TAKES_OVERRIDES = ("train", "parity", "plan", "inspect", "config", "experiment")  # --section.field VALUE

@@ -22,6 +22,7 @@ from megatron_fanformer.preparation import progress
 from megatron_fanformer.preparation.pipeline import PrepareProgress
 from megatron_fanformer.processes import NOTHING_LOST
 from megatron_fanformer.runtime.launch import tell_end
+from megatron_fanformer.training.last_lines import COMMAND
 from tests.small_runs import ROOT, small_run, write_config, write_tokens
 
 WIDTHS = (40, 80, 200)
@@ -249,7 +250,9 @@ def test_the_screens_of_a_run(tmp_path: Path) -> None:
     for columns in WIDTHS:
         shown = in_terminal(["train", "--config", config, "--training.run_dir", str(tmp_path / str(columns))], columns)
         assert COLOUR.search(shown) is None and "saved" in shown
-        assert too_wide([ESCAPES.sub("", line) for line in re.split(r"[\r\n]+", shown)], columns) == []
+        lines = [ESCAPES.sub("", line) for line in re.split(r"[\r\n]+", shown)]
+        assert too_wide([line for line in lines if not line.startswith(COMMAND)], columns) == []
+        assert sum(line.startswith(COMMAND) for line in lines) == 2  # whole, to be copied
 
     for columns in WIDTHS:
         shown = in_terminal(["convert", run, f"{export}-{columns}", "--to", "hf"], columns)

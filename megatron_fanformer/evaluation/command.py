@@ -24,11 +24,10 @@ from megatron_fanformer.evaluation.results import Result
 from megatron_fanformer.evaluation.tasks import resolve
 from megatron_fanformer.formats.recognition import RUNNABLE, checkpoint_of, recognise
 from megatron_fanformer.model.layouts import Layout, layout_fields, parse_layout
-from megatron_fanformer.processes import tell_loading
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.launch import launch_ranks, read_found
-from megatron_fanformer.terminal import phases, show, width
+from megatron_fanformer.terminal import phases, show, tell_loading, width
 
 if TYPE_CHECKING:
     from megatron_fanformer.evaluation.jobs import Jobs

@@ -14,9 +14,10 @@ from megatron_fanformer.data.chat_template import find_template, refuse_spaces_b
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.errors import FanformerError, noting
 from megatron_fanformer.processes import seconds_since_start
+from megatron_fanformer.terminal import fitted, width
 from megatron_fanformer.training.metrics import clock, last_metrics
 
-PROGRAM = "megatron-fanformer"
+COMMAND = "  megatron-fanformer "  # what the line of one begins with
 PROMPT = "The"
 NEW_TOKENS = 64  # that `generate` adds to a prompt unless told otherwise, if the model's context has room for them
 VALIDATION_PREFIX = f"{store.VALIDATION_LOSS}/"
@@ -26,7 +27,8 @@ def tell_last_lines(run: Path) -> None:
     """Print them. Nothing keeps a run that is saved from ending well: what cannot be read is left out."""
     with suppress(FanformerError, OSError):
         for line in last_lines(run, seconds_since_start(os.getpid())):
-            print(line, flush=True)
+            is_command = line.startswith(COMMAND)  # which is to be copied: the terminal alone breaks it
+            print(*([line] if is_command else fitted(line, width())), sep="\n", flush=True)
 
 
 def last_lines(run: Path, seconds: float) -> list[str]:
@@ -51,7 +53,7 @@ def last_lines(run: Path, seconds: float) -> list[str]:
         f"complete: {step:,} of {step:,} steps, {tokens:,} tokens; {losses}this start took {clock(seconds)}",
         f"in {run}: {', '.join(name for name in made if (run / name).exists())}",
         "next:",
-        *(f"  {shlex.join([PROGRAM, *words])}" for words in _next_commands(run, checkpoint, config)),
+        *(f"{COMMAND}{shlex.join(words)}" for words in _next_commands(run, checkpoint, config)),
     ]
 
 
