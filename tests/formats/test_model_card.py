@@ -164,7 +164,7 @@ def test_the_card_tells_how_the_conversion_went(tmp_path: Path) -> None:
 def test_use_is_told_as_the_folder_can_be_used() -> None:
     card = Card("name", "Not known.", has_tokenizer=True, has_padding=True)
     whole, unpadded = model_card(MODEL, card), model_card(MODEL, card._replace(has_padding=False))
-    assert "transformers 5.20 or later" in whole
+    assert "transformers 5.4 or later" in whole
     assert "lm_eval --model hf --model_args pretrained=name,trust_remote_code=True --tasks" in whole
     assert "padded on the left" in whole and "set `tokenizer.pad_token` first" not in whole
     assert "set `tokenizer.pad_token` first" in unpadded
