@@ -376,8 +376,11 @@ class WeightsAndBiases:
 
     def close(self, *, failed: bool) -> None:
         """Send what is left, and end."""
+        import wandb
+
         self._given.close()
         self._run.finish(exit_code=int(failed))
+        wandb.teardown()  # waits for W&B's own process, which writes the last rows after `finish`
 
 
 def _wait_for_own_folder(folder: Path, run_id: str) -> None:

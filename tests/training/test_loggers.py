@@ -222,7 +222,7 @@ def test_wandb_goes_on_with_its_run_and_gets_no_step_twice(tmp_path: Path) -> No
 
 
 @needs_wandb
-@pytest.mark.full  # beside other work rows of a life were missing, not understood; lives of a second are apart since
+@pytest.mark.full  # starts W&B's own processes
 def test_wandb_gets_the_steps_that_only_others_have(tmp_path: Path) -> None:
     """Of three lives the second is without it; the third one fails, which W&B is told."""
     offline = {"wandb_project": "small", "wandb_mode": "offline"}
