@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fanformer.evaluation.forward import evaluating, length_multiple, micro_batch_multiple, row_losses
+from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.parallel import RankGrid
 
 MICRO_BATCHES_A_STAGE = 4  # that a pipeline of several stages takes at a time: two stages then idle a ninth of it
 LENGTHS_AN_OCTAVE = 8  # that rows are padded to, an eighth at the most: a GPU's attention plans anew for every shape
+TRIM_INTERVAL = 8  # batches, after which memory of other lengths' tensors is returned
 EMPTY = -1
 
 ReadRow = Callable[[int], np.ndarray]
@@ -59,9 +61,11 @@ def losses_of_rows(
     scored = lengths - 1 if scored is None else scored
     losses = np.zeros(len(lengths))
     with evaluating(stages):
-        for batch in batches_of_rows(lengths, stages, grid, batch_tokens):
+        for number, batch in enumerate(batches_of_rows(lengths, stages, grid, batch_tokens), 1):
             if shall_stop is not None and shall_stop():
                 raise Stopped
+            if number % TRIM_INTERVAL == 0:
+                return_freed_memory()
             own_mb = batch.rows[grid.data_parallel_rank]
             found = row_losses(
                 stages,

@@ -18,6 +18,7 @@ from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.processes import signals_to
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.agreement import on_main
+from megatron_fanformer.runtime.device import return_freed_memory
 from megatron_fanformer.runtime.garbage import collected_by_hand
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.pipeline import Batches
@@ -145,6 +146,7 @@ class Trainer:
         self._saves.hear_of_copies()
         if self.step % GARBAGE_INTERVAL == 0:
             gc.collect()
+            return_freed_memory()
         return stopping
 
     def close(self, *, failed: bool = False) -> None:
