@@ -13,6 +13,7 @@ import torch
 
 from megatron_fanformer.generation.continuation import Continuation
 from megatron_fanformer.generation.models import TrainedModel
+from megatron_fanformer.runtime.device import return_freed_memory
 
 
 def continue_all(
@@ -44,6 +45,7 @@ def continue_together(
     Raises:
         DivergenceError: the model's logits are not finite.
     """
+    return_freed_memory()  # which an earlier batch of other lengths has left
     rows = list(continuations)
     given = min(row.length for row in rows)
     decoder = model.decoder(len(rows), max(row.length + row.max_new_tokens for row in rows))

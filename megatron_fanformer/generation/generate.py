@@ -10,7 +10,6 @@ from megatron_fanformer.generation.continuation import Continuation, EndedBy, ne
 from megatron_fanformer.generation.decoding import continue_together
 from megatron_fanformer.generation.models import ModelSource, find_model_and_tokenizer, load_model
 from megatron_fanformer.generation.sampling import SamplingConfig
-from megatron_fanformer.runtime.device import return_freed_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +97,6 @@ def generate(
         for first in range(0, len(rows), config.batch_size):
             batch = rows[first : first + config.batch_size]
             continue_together(model, batch, functools.partial(watch, first, batch))
-            return_freed_memory()
     return [
         Generation(
             prompt=config.prompts[number],
