@@ -162,7 +162,7 @@ def test_a_run_says_the_same_on_the_terminal_with_a_log_file(
     assert [main(command) for command in next_commands] == [0, 0, 0], capsys.readouterr().err
     assert (tmp_path / "run-hf" / "config.json").is_file()
     text = log.read_text()
-    assert f"INFO rank 0 megatron_fanformer.training.trainer: {saved}" in text
+    assert f"INFO rank 0 megatron_fanformer.training.saves: {saved}" in text
     assert "DEBUG rank 0 megatron_fanformer.data.survey: checked 1 pairs" in text
 
 
