@@ -6,7 +6,6 @@ from megatron_fanformer.simulation.comparison import communication_differences
 from megatron_fanformer.simulation.fake_rank import run_rank
 from megatron_fanformer.simulation.rank import check, first_rank_of_each_stage
 from megatron_fanformer.training.config import RunConfig
-from tests.full_size import full_size
 from tests.simulation.drawn import describe, draw
 from tests.simulation.runs import run_config
 
@@ -37,7 +36,7 @@ def test_a_world_of_1024_ranks() -> None:
 
 SEED = 15
 WORLDS = (1024, 4096, 16384)
-LAYOUTS = full_size(12, len(WORLDS))  # one of many stages takes up to half an hour
+LAYOUTS = 12
 
 
 @pytest.mark.full
