@@ -267,6 +267,7 @@ def use_huge_pages() -> None:
 # glibc's mallopt: never trim the heap, grow it by 256 MiB, and take nothing from outside it. By the variables that set
 # the same: number of the parameter, value.
 KEEPING = {"MALLOC_TRIM_THRESHOLD_": (-1, -1), "MALLOC_TOP_PAD_": (-2, 2**28), "MALLOC_MMAP_MAX_": (-4, 0)}
+_is_kept = False
 
 
 def keep_freed_memory() -> None:
@@ -276,22 +277,24 @@ def keep_freed_memory() -> None:
     has been at its peak, and grows where sizes change from step to step: see `return_freed_memory`. Only glibc can be
     told so; what the environment says of the same takes precedence.
     """
+    global _is_kept
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     is_told = any(name in os.environ for name in KEEPING) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
     if mallopt is None or is_told:
         return
     for parameter, value in KEEPING.values():
         mallopt(parameter, value)
+    _is_kept = True
 
 
 def return_freed_memory() -> None:
-    """Give the kernel the pages that the C library keeps and nobody uses; nothing where it is not glibc.
+    """Give the kernel what `keep_freed_memory` has kept and nobody uses; nothing where nothing is kept, as on GPUs.
 
     To be called now and then by what makes tensors of many sizes: pieces that were kept for one size seldom serve the
-    next, and so the process would grow without end (23 GB in scoring 5M tokens in bf16 by a model of 13 MB).
+    next, and so the process would grow without end (beyond 23 GB in scoring the paper's tasks by a model of 13 MB).
     """
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
+    if _is_kept:
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_launch_order() -> None:
