@@ -379,13 +379,11 @@ def _ready(*, on_cpu: bool = False) -> None:
 
 def _prepare_environment(*, on_cpu: bool = False) -> None:
     """Set what libraries read when they are imported; imports none of them itself."""
-    from megatron_fanformer.runtime.device import hide_gpus, keep_launch_order, quieten_libraries, use_huge_pages
+    from megatron_fanformer.runtime.device import hide_gpus, prepare_libraries
 
     if on_cpu:
         hide_gpus()
-    quieten_libraries()
-    use_huge_pages()
-    keep_launch_order()
+    prepare_libraries()
 
 
 _Describe = Callable[[argparse.ArgumentParser], None]

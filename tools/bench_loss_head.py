@@ -104,8 +104,7 @@ def measure(size: HeadSize, chunk_tokens: list[int | None], backend: Backend | N
 def _started(size: HeadSize, backend: Backend | None) -> Any:
     from megatron_fanformer.runtime import device, megatron_cpu
 
-    device.quieten_libraries()
-    device.keep_launch_order()
+    device.prepare_libraries()
     if size.device == "cpu":
         device.hide_gpus()
         megatron_cpu.install()

@@ -85,9 +85,7 @@ class Case:
 def main() -> int:
     """Print the table, and write the JSON."""
     options = _options()
-    devices.quieten_libraries()
-    devices.use_huge_pages()
-    devices.keep_launch_order()
+    devices.prepare_libraries()
     device = devices.resolve_device(options.device)
     if device == "cpu":
         devices.hide_gpus()

@@ -9,6 +9,7 @@ replicated map of the `sequence` form has a norm before it.) The FAN map stays o
 
 import functools
 import importlib
+import sys
 from typing import Any, Literal
 
 import torch
@@ -76,6 +77,17 @@ def resolve_transformer_impl(wanted: TransformerImpl) -> Literal["local", "trans
             "machine with a GPU, or set it to local"
         )
     return "local"
+
+
+def chosen_engine_attention() -> Literal["flash", "fused", "unfused"] | None:
+    """What Transformer Engine's attention last was computed by in this process; None: not by it, or it does not tell.
+
+    The Engine decides in its first forward pass, by shapes and by which libraries load.
+    """
+    module = sys.modules.get("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
+    chosen = getattr(module, "_attention_backends", {})
+    names: tuple[Literal["flash", "fused", "unfused"], ...] = ("flash", "fused", "unfused")
+    return next((name for name in names if chosen.get(f"use_{name}_attention")), None)
 
 
 def layer_spec(

@@ -305,6 +305,27 @@ def keep_launch_order() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
+def share_cudnn() -> None:
+    """Have Transformer Engine load the cuDNN that came with torch; must be called before it is imported.
+
+    By itself it prefers the system's. Where that is another version, the two find each other's parts and refuse them,
+    and the Engine's attention falls back to one that keeps every score, without a word.
+    """
+    nvidia = importlib.util.find_spec("nvidia")
+    for folder in (nvidia and nvidia.submodule_search_locations) or ():
+        cudnn = Path(folder, "cudnn")
+        if (cudnn / "lib").is_dir() and "CUDNN_PATH" not in os.environ:
+            os.environ.setdefault("CUDNN_HOME", str(cudnn))
+
+
+def prepare_libraries() -> None:
+    """Set all that libraries read when they are imported; every process that trains begins with it."""
+    quieten_libraries()
+    use_huge_pages()
+    keep_launch_order()
+    share_cudnn()
+
+
 def let_late_collectives_fail() -> None:
     """Have a collective of NCCL that exceeds its group's limit raise where it is waited for; before any group is made.
 

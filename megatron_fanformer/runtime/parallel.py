@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime import megatron_cpu
+from megatron_fanformer.runtime import megatron_cpu, shared_gpu
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, RuntimeConfig
 from megatron_fanformer.runtime.heartbeat import watching_ranks
 from megatron_fanformer.runtime.layout import ParallelConfig
@@ -176,6 +176,8 @@ def rank_grid(
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    if kind == "cuda" and dist.get_backend() == "gloo":
+        shared_gpu.install()
     config.resolve_data_parallel_size(dist.get_world_size())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,

@@ -202,9 +202,7 @@ def _begin(setting: _Setting) -> None:
     """Ready a process, whose owner is the pool's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool's owner, which closes the connection
     end_with_owner()
-    devices.quieten_libraries()
-    devices.use_huge_pages()
-    devices.keep_launch_order()
+    devices.prepare_libraries()
     setting.prepare()
 
 

@@ -22,14 +22,15 @@ def seed_everything(seed: int, *, graphable: bool = False) -> None:
     """Seed Python, NumPy, torch and Megatron's tensor parallel random states.
 
     Args:
-        graphable: make the last one of a kind that CUDA graphs can capture.
+        graphable: make the last one of a kind that CUDA graphs can capture: Transformer Engine's, where it is, whose
+            attention captures no other.
     """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=graphable)
+    model_parallel_cuda_manual_seed(seed, te_rng_tracker=graphable, use_cudagraphable_rng=graphable)
 
 
 @torch.no_grad()

@@ -8,7 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_fanformer.model.layer_spec import resolve_transformer_impl, transformer_engine_problem
+from megatron_fanformer.model.layer_spec import (
+    chosen_engine_attention,
+    resolve_transformer_impl,
+    transformer_engine_problem,
+)
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import RankGrid
@@ -51,6 +55,17 @@ def choice_lines(choices: list[Choice]) -> list[str]:
         f"{', '.join(choice.field for choice in alike)} {_shown(value)} ({reason})" for (value, reason), alike in groups
     )
     return textwrap.wrap(f"chosen here: {told}", LINE_WIDTH, subsequent_indent="  ")
+
+
+def attention_notice(config: RunConfig, grid: RankGrid) -> str | None:
+    """What the user must know of the attention that Transformer Engine chose in the first step, if anything."""
+    is_left_open = config.kernels.attention_backend == "auto" and config.dtype(grid.device).itemsize == 2
+    if not (is_left_open and grid.device == "cuda" and chosen_engine_attention() == "unfused"):
+        return None
+    return (
+        "Transformer Engine has no fused attention for this run, and keeps every score: slower, and memory grows with "
+        "the square of the sequence (docs/gpu.md#attention; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 say why)"
+    )
 
 
 def _shown(value: Any) -> str:

@@ -29,7 +29,7 @@ from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.evaluation import Evaluation
 from megatron_fanformer.training.interrupts import InterruptListener, Interrupts, share
 from megatron_fanformer.training.loggers import Loggers
-from megatron_fanformer.training.machine_choices import choice_lines, choose_for_machine
+from megatron_fanformer.training.machine_choices import attention_notice, choice_lines, choose_for_machine
 from megatron_fanformer.training.optimizer import build_optimizer, keep_hyperparameters
 from megatron_fanformer.training.phase_health import PhaseHealth
 from megatron_fanformer.training.preflight import RunStart, find_start
@@ -108,8 +108,11 @@ class Trainer:
         """
         with signals_to(self._listener.hear, is_last=True), collected_by_hand():
             stopping: Stopping | None = None
+            first = self.step + 1
             while not (stopping or self._is_over):
                 stopping = self.take_step()
+                if self.step == first and (notice := attention_notice(self.config, self.grid)):
+                    logger.warning("%s", notice)
             self._saves.finish_copies(was_stopped=stopping == "signal")
             if stopping == "signal" and self._is_over:
                 raise Interrupted(

@@ -2,5 +2,4 @@
 
 from megatron_fanformer.runtime import device
 
-device.quieten_libraries()
-device.keep_launch_order()
+device.prepare_libraries()

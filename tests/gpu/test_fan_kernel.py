@@ -178,7 +178,7 @@ def differentiated() -> Iterator[list[Implementation]]:
         taken.append(choose(tensor))
         return taken[-1]
 
-    with mock.patch.object(fan_activation, "form_for", noted):
+    with mock.patch.object(fan_activation, "implementation_for", noted):
         yield taken
 
 

@@ -91,6 +91,7 @@ def test_nccl_is_for_gpus() -> None:
         (True, {"context_parallel_size": 2, "cp_comm_type": "a2a"}, None),
         (False, {"context_parallel_size": 2}, None),  # the local layers gather
         (True, {"tensor_model_parallel_size": 2}, None),
+        (True, {"overlap_grad_reduce": True}, "set it and overlap_param_gather to null"),
     ],
 )
 def test_gloo_sends_nothing_between_gpus(

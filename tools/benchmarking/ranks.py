@@ -95,9 +95,7 @@ def ranks_of(values: dict[str, Any], world_size: int) -> CaseProcesses:
 
 
 def _serve_rank(connection: Any, values: dict[str, Any], rank: int, world_size: int, port: int) -> None:
-    devices.quieten_libraries()
-    devices.use_huge_pages()
-    devices.keep_launch_order()
+    devices.prepare_libraries()
     from megatron_fanformer.runtime.parallel import distributed
     from megatron_fanformer.training.config import config_from_dict
 
