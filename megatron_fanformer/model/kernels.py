@@ -28,7 +28,7 @@ class KernelsConfig:
     choice to the Engine."""
     fused_single_qkv_rope: bool = False
     """With Transformer Engine's layers, rotate queries and keys within the one tensor that QKV makes, instead of
-    splitting it first. It has not been measured yet."""
+    splitting it first: fewer launches, no less work (docs/performance.md#gpu)."""
     chunked_loss_head: bool = True
     """Compute logits, loss and their gradients for one chunk of tokens at a time, in forward; false: Megatron's own
     loss head, which keeps the logits of a whole micro batch."""
@@ -36,7 +36,7 @@ class KernelsConfig:
     """Tokens per chunk of the chunked loss head; null: as many as fill 200 MiB of logits on a CPU, 400 MiB on a GPU."""
     cuda_graph_impl: Literal["none", "local"] = "none"
     """`local`: replay each layer as a CUDA graph, megatron-core's own, which saves the host its launches
-    (docs/gpu.md#cuda-graphs). It has not been measured yet."""
+    (docs/gpu.md#cuda-graphs): faster where the host is slower than the GPU."""
     gradient_accumulation_fusion: bool | None = None
     """Add weight gradients into the float32 buffer inside the matrix product; null: in training on a CPU, and on
     a GPU with Transformer Engine's layers, or with apex's `fused_weight_gradient_mlp_cuda`."""

@@ -12,7 +12,7 @@ from megatron_fanformer.checkpoint.training_state import model_state
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
-from megatron_fanformer.model.layer_spec import transformer_engine_problem
+from megatron_fanformer.model.layer_spec import chosen_engine_attention, transformer_engine_problem
 from megatron_fanformer.runtime.device import fp8_problem
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 from megatron_fanformer.runtime.seeding import seed_everything
@@ -142,6 +142,11 @@ def test_no_norm_is_dropped(variant: str, norm: str) -> None:
     local = run("local", VARIANTS[variant], scaled_norm=norm)
     assert (plain.logits - scaled.logits).abs().max() > NORM_LOGITS
     torch.testing.assert_close(scaled.logits, local.logits, atol=BF16_LOGITS, rtol=0)
+
+
+def test_attention_is_fused() -> None:
+    run("transformer_engine", VARIANTS["paper"])
+    assert chosen_engine_attention() in ("flash", "fused")  # else perhaps two cuDNNs: docs/gpu.md#attention
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

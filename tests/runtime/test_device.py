@@ -106,6 +106,22 @@ def test_deterministic_algorithms_and_an_environment_that_asks_for_others(monkey
         device.configure_process("cuda", 0, 1, deterministic=True)
 
 
+@pytest.mark.parametrize(
+    ("given", "home"),
+    [({}, "{}/nvidia/cudnn"), ({"CUDNN_HOME": "mine"}, "mine"), ({"CUDNN_PATH": "mine"}, None)],
+    ids=["none", "home", "path"],
+)
+def test_the_cudnn_beside_torch_unless_another_is_named(
+    given: dict[str, str], home: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia" / "cudnn" / "lib").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    monkeypatch.setattr(os, "environ", dict(given))
+    device.share_cudnn()
+    assert os.environ.get("CUDNN_HOME") == (home and home.format(tmp_path))
+
+
 AT_TORCH = """
 import os, sys
 class Stop:

@@ -1,6 +1,7 @@
 """What is left to the machine, as a CPU chooses it, and as a run tells and records it."""
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,11 @@ from megatron_fanformer.runtime import device
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training import machine_choices
 from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.machine_choices import choice_lines, choose_for_machine
+from megatron_fanformer.training.machine_choices import attention_notice, choice_lines, choose_for_machine
 from tests.small_runs import small_run, write_tokens
 
 RunOnRanks = Callable[..., list[Any]]
+ENGINE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 OPEN = {
     "kernels": {"transformer_impl": "auto"},
     "runtime": {"device": "auto", "threads_per_rank": None, "cpu_kernels": "auto"},
@@ -52,6 +54,25 @@ def chosen(kind: str, replicas: int, **sections: dict[str, Any]) -> dict[str, An
     config, choices = choose_for_machine(config_from_dict(values_of(**sections)), grid_of(kind, replicas))
     assert all(getattr(getattr(config, choice.section), choice.field) == choice.value for choice in choices)
     return {choice.field: choice.value for choice in choices}
+
+
+@pytest.mark.parametrize(
+    ("attention", "sections", "kind", "is_told"),
+    [
+        ("unfused", {"precision": {"dtype": "bf16"}}, "cuda", True),
+        ("fused", {"precision": {"dtype": "bf16"}}, "cuda", False),
+        ("unfused", {"precision": {"dtype": "fp32"}}, "cuda", False),  # the Engine has no other
+        ("unfused", {"precision": {"dtype": "bf16"}, "kernels": {"attention_backend": "unfused"}}, "cuda", False),
+        (None, {"precision": {"dtype": "bf16"}}, "cpu", False),
+    ],
+)
+def test_attention_that_fell_back_is_told(
+    attention: str | None, sections: dict[str, Any], kind: str, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = SimpleNamespace(_attention_backends={f"use_{attention}_attention": True} if attention else {})
+    monkeypatch.setitem(sys.modules, ENGINE_ATTENTION, module)
+    notice = attention_notice(config_from_dict(values_of(**sections)), grid_of(kind, 1))
+    assert (notice is not None) == is_told
 
 
 def test_a_cpu_chooses_every_open_field() -> None:

@@ -31,15 +31,20 @@ def breakdown(events: Any, steps: int, wall_seconds: float) -> dict[str, float]:
     On a GPU the time is that of kernels, which may overlap (communication with work): the sum may exceed the step.
     """
     seconds: Counter[str] = Counter()
+    unclaimed: Counter[str] = Counter()
     has_kernels = ProfilerActivity.CUDA in activities()
     for event in events:
         if event.device_type != torch.autograd.DeviceType.CPU:
-            continue  # kernels come with the events that launched them
-        if event.kernels:
+            if not event.is_user_annotation:  # a range that spans kernels
+                unclaimed[event.name] += event.time_range.elapsed_us()
+        elif event.kernels:
             for kernel in event.kernels:
                 seconds[category([kernel.name, *_chain(event)])] += kernel.duration / 1e6
+                unclaimed[kernel.name] -= kernel.duration
         elif not has_kernels:
             seconds[category(_chain(event))] += event.self_cpu_time_total / 1e6
+    for name, microseconds in unclaimed.items():  # launched by no operator of torch's, as the Engine's Adam is
+        seconds[category([name])] += max(0.0, microseconds) / 1e6
     total = {name: seconds[name] / steps for name in (*CATEGORIES, OTHER) if seconds[name]}
     total[HOST] = max(0.0, wall_seconds - sum(total.values()))
     return total
