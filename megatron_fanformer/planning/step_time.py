@@ -36,6 +36,7 @@ from megatron_fanformer.planning.step_traffic import Term
 FLASH_BACKWARD = 5 / 4  # flash attention's backward computes the scores again: five products in place of four
 RING_OPERATIONS = 3  # of each of the Engine's ring steps: attention to the keys received, correcting sums and output
 CAST_BYTES = 2 + 1 + 1  # FP8: an element is read in bf16, and written as it is and transposed
+SCALE_BYTES = 2  # and read once more before, for a scale of the present tensor's own
 
 TENSOR, CONTEXT, PIPELINE, REPLICAS = "tp", "cp", "pp", "dp_cp"
 IN_WORDS = {TENSOR: "tensor parallel", CONTEXT: "context parallel"}
@@ -282,7 +283,8 @@ class _Seconds:
             efficiency, flops = machine.attention_efficiency, flops * (FLASH_BACKWARD if is_backward else 1)
         elif self._is_in_fp8(operation):
             dtype, efficiency = "fp8", machine.fp8_product_efficiency
-            moved += CAST_BYTES * operation.operands // 2  # an operand a direction
+            of_scale = SCALE_BYTES if job.precision.fp8_recipe == "tensorwise" else 0
+            moved += (CAST_BYTES + of_scale) * operation.operands // 2  # an operand a direction
         moving = moved / machine.memory_rate
         if not flops:
             return moving

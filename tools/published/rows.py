@@ -185,7 +185,9 @@ def _job(values: dict[str, str], n: dict[str, int], software: Software) -> Job:
             attention_backend="unfused" if software.has_plain_attention else "flash",
             chunked_loss_head=software.has_fused_loss,
         ),
-        precision=PrecisionConfig(dtype="bf16", fp8="hybrid" if values["prec"] == "fp8" else None),
+        precision=PrecisionConfig(
+            dtype="bf16", fp8="hybrid" if values["prec"] == "fp8" else None, fp8_recipe="delayed"
+        ),
         data_parallel_size=replicas,
         micro_batch_size=n["mbs"],
         num_micro_batches=max(1, n["gbs"] // (n["mbs"] * replicas)),
