@@ -19,6 +19,7 @@ from megatron_fanformer.errors import InputError, noting
 from megatron_fanformer.generation.continuation import new_continuation
 from megatron_fanformer.generation.models import ModelSource, TrainedModel, find_model_and_tokenizer, load_model
 from megatron_fanformer.generation.sampling import SamplingConfig
+from megatron_fanformer.runtime.device import return_freed_memory
 
 FREE_SHARE = 4
 """The part of the context, one in so many, that an answer of unstated length finds free."""
@@ -130,6 +131,7 @@ class Chat:
                 written = len(settled)
         finally:
             self._messages.append({"role": "assistant", "content": answer.text})
+            return_freed_memory()  # each token's attention was of another size
 
     def _with_room(self, messages: list[Message]) -> list[int]:
         """The tokens of a conversation, whose oldest turns are left out until an answer has room."""

@@ -395,6 +395,7 @@ NOTICES = (
     "`torch.distributed._reduce_scatter_base` is deprecated",
     "torch.distributed._all_gather_base is a private function",
     "torch.distributed._reduce_scatter_base is a private function",
+    "barrier(): using the device under current context",
     "When using async grad allreduce",
     "When using sequence parallelism it is recommended",
     "TypedStorage is deprecated",

@@ -1,7 +1,7 @@
 """The Transformer Engine layers against the local ones, on a GPU; skipped where there is none."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.model.layer_spec import chosen_engine_attention, transformer_engine_problem
 from megatron_fanformer.runtime.device import fp8_problem
 from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
+from megatron_fanformer.runtime.pipeline import packed_documents
 from megatron_fanformer.runtime.seeding import seed_everything
 from tests.gpu.making import MODEL, ON_GPU
 
@@ -85,8 +86,14 @@ def run(
     precision: PrecisionConfig | None = None,
     scaled_norm: str | None = None,
     passes: int = 1,
+    documents: Sequence[int] = (),
 ) -> Pass:
-    """The last of so many passes; `scaled_norm` names a norm whose weight is taken times 1.5 before."""
+    """The last of so many passes.
+
+    Args:
+        scaled_norm: names a norm whose weight is taken times 1.5 before.
+        documents: lengths of those that attention stays within, as one row.
+    """
     with stage_of(implementation, fan, precision) as (stage, grid):
         state = model_state([stage], grid)["model0"]
         if scaled_norm:
@@ -94,13 +101,18 @@ def run(
             with torch.no_grad():
                 norm.data.mul_(1.5)
         tokens = (torch.arange(256, device="cuda") * 7 % CONFIG.vocab_size).view(2, 128)
-        positions = torch.arange(128, device="cuda").expand(2, 128)
+        positions, packed = torch.arange(128, device="cuda").expand(2, 128), None
+        if documents:
+            tokens, positions = tokens.view(1, -1), positions.reshape(1, -1)
+            ids = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
+            packed = packed_documents(ids.unsqueeze(0), "cuda")
         with torch.no_grad():
-            logits = stage(tokens, positions, None).float().cpu()
+            logits = stage(tokens, positions, None, packed_seq_params=packed).float().cpu()
         for _ in range(passes):
             stage.zero_grad()
             stage.set_is_first_microbatch()  # the schedules call it: the Engine makes the FP8 weights anew
-            loss = stage(tokens, positions, None, labels=tokens.roll(-1, 1)).float().mean()
+            losses = stage(tokens, positions, None, labels=tokens.roll(-1, 1), packed_seq_params=packed)
+            loss = losses.float().mean()
             loss.backward()
         return Pass(
             loss.item(),
@@ -147,6 +159,17 @@ def test_no_norm_is_dropped(variant: str, norm: str) -> None:
 def test_attention_is_fused() -> None:
     run("transformer_engine", VARIANTS["paper"])
     assert chosen_engine_attention() in ("flash", "fused")  # else perhaps two cuDNNs: docs/gpu.md#attention
+
+
+def test_attention_within_documents() -> None:
+    lengths = (100, 28, 1, 127)
+    ours = run("transformer_engine", VARIANTS["paper"], documents=lengths)
+    local = run("local", VARIANTS["paper"], documents=lengths)
+    assert ours.loss == pytest.approx(local.loss, abs=BF16_LOSS)
+    difference, name = worst_gradient(ours, local)
+    assert difference < BF16_GRADIENT, name
+    across = run("transformer_engine", VARIANTS["paper"], documents=(256,))
+    assert worst_gradient(across, local)[0] > 2 * BF16_GRADIENT  # what a bound that is not heeded would change
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
