@@ -161,8 +161,9 @@ def _settings(result: Result) -> str:
 
 def _provenance(folder: Path, result: Result) -> str:
     machine = result.machine
+    cores = machine.get("cores", "?")
     parts = [
-        f"{machine.get('cores', '?')} cores ({machine.get('processor', '?')})",
+        f"{cores} {'core' if cores == 1 else 'cores'} ({machine.get('processor', '?')})",
         machine.get("gpu") or "no GPU",
         f"{timedelta(seconds=round(result.seconds))} of computing",
         f"all settings and numbers in {folder.name}/result.json",
