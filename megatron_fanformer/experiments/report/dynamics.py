@@ -71,7 +71,7 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
         InputError: they are not two sides with seeds in common, of batches with as many tokens.
     """
     found = read_dynamics(runs)
-    crossings = [[seed, crossing] for seed, crossing in zip(found.seeds, found.crossings, strict=True)]
+    crossings = [[str(seed), crossing] for seed, crossing in zip(found.seeds, found.crossings, strict=True)]
     result = Result(
         experiment="training dynamics",
         settings={
