@@ -318,6 +318,12 @@ def share_cudnn() -> None:
             os.environ.setdefault("CUDNN_HOME", str(cudnn))
 
 
+def attention_switches() -> dict[str, str]:
+    """What the environment says of Transformer Engine's attentions: `flash`, `fused` and `unfused`, as far as set."""
+    switches = {kind: f"NVTE_{kind.upper()}_ATTN" for kind in ("flash", "fused", "unfused")}
+    return {kind: os.environ[name] for kind, name in switches.items() if name in os.environ}
+
+
 def prepare_libraries() -> None:
     """Set all that libraries read when they are imported; every process that trains begins with it."""
     quieten_libraries()

@@ -130,6 +130,13 @@ def _kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
         )
     if kernels.cuda_graph_impl == "local" and not devices.has_gpu():
         yield "kernels.cuda_graph_impl is local, but there is no GPU; set it to none"
+    for kind, value in devices.attention_switches().items():  # megatron-core sets them, and refuses others
+        backend = kernels.attention_backend
+        if value != ("1" if backend in ("auto", kind) else "0"):
+            yield (
+                f"NVTE_{kind.upper()}_ATTN is {value} in the environment, but kernels.attention_backend is {backend}; "
+                "unset the one and set the other"
+            )
 
 
 def _has_fused_gradients(kernels: KernelsConfig) -> bool:

@@ -27,6 +27,19 @@ def test_kernels_that_need_a_gpu(fields: dict[str, Any], part: str) -> None:
     assert part in problem
 
 
+@pytest.mark.parametrize(
+    ("backend", "value", "count"), [("auto", "1", 0), ("auto", "0", 1), ("fused", "1", 0), ("unfused", "1", 1)]
+)
+def test_the_environment_agrees_on_attention(
+    backend: Any, value: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in ("FLASH", "FUSED", "UNFUSED"):
+        monkeypatch.delenv(f"NVTE_{kind}_ATTN", raising=False)
+    monkeypatch.setenv("NVTE_FUSED_ATTN", value)
+    problems = kernel_problems(KernelsConfig(attention_backend=backend))
+    assert ["unset the one and set the other" in problem for problem in problems] == [True] * count
+
+
 @pytest.mark.parametrize(("transformer_impl", "count"), [("auto", 0), ("local", 1)])
 def test_fused_gradients_are_the_engines_or_apexs(
     transformer_impl: Any, count: int, monkeypatch: pytest.MonkeyPatch
