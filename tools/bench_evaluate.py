@@ -36,7 +36,7 @@ from megatron_fanformer.training.config import load_config
 def main() -> int:
     """Print the rates of each round and their medians, and write the JSON."""
     options = _options()
-    devices.quieten_libraries()
+    devices.prepare_libraries()
     try:
         named = PRESETS[options.preset] if options.preset else SMALL
         model = load_config(options.config).model if options.config else named

@@ -15,6 +15,7 @@ def install() -> None:
     """Have megatron-core reduce gradients and gather weights one bucket a call, where the group is gloo's."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
+    assert hasattr(buffers, "_coalescing_manager"), "megatron-core reduces buckets in another way"
     buffers._coalescing_manager = _one_a_call
 
 

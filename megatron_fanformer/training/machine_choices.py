@@ -58,10 +58,11 @@ def choice_lines(choices: list[Choice]) -> list[str]:
 
 
 def attention_notice(config: RunConfig, grid: RankGrid) -> str | None:
-    """What the user must know of the attention that Transformer Engine chose in the first step, if anything."""
-    is_left_open = config.kernels.attention_backend == "auto" and config.dtype(grid.device).itemsize == 2
-    if not (is_left_open and grid.device == "cuda" and chosen_engine_attention() == "unfused"):
+    """What the user must know of the attention that Transformer Engine chose in a step before, if anything."""
+    if grid.device != "cuda" or chosen_engine_attention() != "unfused":
         return None
+    if config.kernels.attention_backend != "auto" or config.dtype(grid.device).itemsize != 2:
+        return None  # asked for, or the only one for float32
     return (
         "Transformer Engine has no fused attention for this run, and keeps every score: slower, and memory grows with "
         "the square of the sequence (docs/gpu.md#attention; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 say why)"

@@ -135,7 +135,7 @@ def _kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
         if value != ("1" if backend in ("auto", kind) else "0"):
             yield (
                 f"NVTE_{kind.upper()}_ATTN is {value} in the environment, but kernels.attention_backend is {backend}; "
-                "unset the one and set the other"
+                "unset it, and choose by that field"
             )
 
 

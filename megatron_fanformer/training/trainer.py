@@ -108,10 +108,10 @@ class Trainer:
         """
         with signals_to(self._listener.hear, is_last=True), collected_by_hand():
             stopping: Stopping | None = None
-            first = self.step + 1
+            notice: str | None = None
             while not (stopping or self._is_over):
                 stopping = self.take_step()
-                if self.step == first and (notice := attention_notice(self.config, self.grid)):
+                if notice is None and (notice := attention_notice(self.config, self.grid)):
                     logger.warning("%s", notice)
             self._saves.finish_copies(was_stopped=stopping == "signal")
             if stopping == "signal" and self._is_over:

@@ -1,4 +1,4 @@
-"""The formulas of memory and time against runs of this project on a GPU, of which the constants knew nothing.
+"""The formulas of memory and time against runs of this project on a GPU, of which no constant was fitted to.
 
 One NVIDIA H100 80GB HBM3, 2026-11-23: torch 2.11 (CUDA 13.0), megatron-core 0.19.2, Transformer Engine 2.20.2; samples
 of 2,048 tokens, one micro batch a step, distributed optimizer. Memory is the most that torch allocated over four steps,

@@ -37,7 +37,7 @@ def test_the_environment_agrees_on_attention(
         monkeypatch.delenv(f"NVTE_{kind}_ATTN", raising=False)
     monkeypatch.setenv("NVTE_FUSED_ATTN", value)
     problems = kernel_problems(KernelsConfig(attention_backend=backend))
-    assert ["unset the one and set the other" in problem for problem in problems] == [True] * count
+    assert ["unset it, and choose by that field" in problem for problem in problems] == [True] * count
 
 
 @pytest.mark.parametrize(("transformer_impl", "count"), [("auto", 0), ("local", 1)])
