@@ -113,6 +113,7 @@ def measure(settings: HolesSettings, folder: Path, tell: Tell) -> Measured:
         findings=[*_trained(runs), *_differences(settings, runs)],
         tables=[_table(runs)],
         pictures={f"holes-{task}.png": _picture(settings, task, runs) for task in settings.tasks},
+        seconds=sum(run.seconds for own in runs.values() for run in own),
     )
 
 

@@ -19,6 +19,8 @@ class Measured:
     tables: list[Table] = field(default_factory=list)
     pictures: dict[str, bytes] = field(default_factory=dict)
     """PNG files by their names."""
+    seconds: float | None = None
+    """Of computing, where calls before this one did a part; None: all that this call took."""
 
 
 def ratio_interval(values: Sequence[float]) -> tuple[float, float] | None:

@@ -227,7 +227,7 @@ PROBES: dict[str, Probe] = {
         "how far near inputs spread, by depth: the authors' notebook, or --checkpoint", "6", LipschitzSettings
     ),
     "mod": Probe("the fit of t mod 5 (fig. 1a), with a FAN network and an MLP as controls", "14", ModSettings),
-    "holes": Probe("arithmetic beside a square that is never trained on", "120", HolesSettings),
+    "holes": Probe("arithmetic beside a square that is never trained on", "150", HolesSettings),
     "cost": Probe("parameters, FLOPs and memory beside the paper's table, by formula and counted", "1", CostSettings),
     "inference": Probe("prefill and decoding, a FANformer and its two twins in turns", "3", InferenceSettings),
     "logic": Probe("ULogic: a rule and its negation judged alike, of --checkpoint", "1", LogicSettings),

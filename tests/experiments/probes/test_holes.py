@@ -97,6 +97,7 @@ def test_a_probe_that_was_stopped_goes_on_with_the_runs_that_are_left(tmp_path, 
     (tmp_path / "went-on").touch()
     measured = holes.measure(TINY, tmp_path, lambda _: None)
     assert trained == [(seed, name) for seed in (0, 1) for name in holes.ARCHITECTURES], "each once"
+    assert measured.seconds == pytest.approx(sum(row[-1] for row in measured.tables[0].rows), abs=0.1), "of all four"
     assert len(measured.tables[0].rows) == 4 and measured.pictures["holes-linear.png"].startswith(b"\x89PNG")
     assert {finding.shows for finding in measured.findings[:2]} == {False}, "one step teaches nothing"
 
