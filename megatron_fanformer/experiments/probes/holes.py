@@ -191,8 +191,10 @@ def train(
     parameters = sum(weight.numel() for weight in model.parameters())
     pairs = all_pairs(task, settings.half_side)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=weight_decay)
-    warm_up = max(1, round(WARM_UP * settings.steps))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm_up))
+    warm_up, cooldown = (max(1, round(share * settings.steps)) for share in (WARM_UP, settings.cooldown))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / warm_up, (settings.steps - step) / cooldown)
+    )
     curve: list[tuple[int, float, float]] = []
 
     def logits(tokens_ns: Tensor) -> Tensor:

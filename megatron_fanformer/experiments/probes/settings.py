@@ -139,6 +139,9 @@ class HolesSettings(Settings):
     """Of AdamW: 500 epochs are 12,000."""
     learning_rate: float = 1e-3
     """After a warm-up over the first hundredth of the steps."""
+    cooldown: float = 0.25
+    """Share of the steps, at the end, over which the learning rate falls to 0. With weight decay FANformers do not
+    settle without it."""
     temperature: float = 0.5
     """At which the probability of the right answer is computed."""
     checkpoints: tuple[str, ...] = ()
@@ -150,6 +153,8 @@ class HolesSettings(Settings):
             yield "tasks is empty; name modular, linear or both"
         if not self.weight_decays or min(self.weight_decays) < 0:
             yield f"weight_decays is {list(self.weight_decays)}; name numbers from 0 on"
+        if not 0 <= self.cooldown <= 1:
+            yield f"cooldown is {self.cooldown}; it must lie in [0, 1], a share of the steps"
         if self.half_side > 50:
             yield f"half_side is {self.half_side}; it must be at most 50, so that the hole lies within the pairs"
         if self.hidden_size % (2 * self.num_heads):
