@@ -318,10 +318,13 @@ def share_cudnn() -> None:
             os.environ.setdefault("CUDNN_HOME", str(cudnn))
 
 
+ATTENTION_SWITCHES = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUSED_ATTN": "unfused"}
+"""Variables by which Transformer Engine's attentions are switched on or off, and which."""
+
+
 def attention_switches() -> dict[str, str]:
-    """What the environment says of Transformer Engine's attentions: `flash`, `fused` and `unfused`, as far as set."""
-    switches = {kind: f"NVTE_{kind.upper()}_ATTN" for kind in ("flash", "fused", "unfused")}
-    return {kind: os.environ[name] for kind, name in switches.items() if name in os.environ}
+    """Those of `ATTENTION_SWITCHES` that the environment sets, with their values."""
+    return {name: os.environ[name] for name in ATTENTION_SWITCHES if name in os.environ}
 
 
 def prepare_libraries() -> None:

@@ -130,12 +130,12 @@ def _kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
         )
     if kernels.cuda_graph_impl == "local" and not devices.has_gpu():
         yield "kernels.cuda_graph_impl is local, but there is no GPU; set it to none"
-    for kind, value in devices.attention_switches().items():  # megatron-core sets them, and refuses others
-        backend = kernels.attention_backend
-        if value != ("1" if backend in ("auto", kind) else "0"):
+    backend = kernels.attention_backend
+    for name, value in devices.attention_switches().items():  # megatron-core sets them, and refuses other values
+        if value != ("1" if backend in ("auto", devices.ATTENTION_SWITCHES[name]) else "0"):
             yield (
-                f"NVTE_{kind.upper()}_ATTN is {value} in the environment, but kernels.attention_backend is {backend}; "
-                "unset it, and choose by that field"
+                f"{name} is {value} in the environment, but kernels.attention_backend is {backend}; unset it, and "
+                "choose by that field"
             )
 
 

@@ -33,8 +33,8 @@ def test_kernels_that_need_a_gpu(fields: dict[str, Any], part: str) -> None:
 def test_the_environment_agrees_on_attention(
     backend: Any, value: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for kind in ("FLASH", "FUSED", "UNFUSED"):
-        monkeypatch.delenv(f"NVTE_{kind}_ATTN", raising=False)
+    for name in device.ATTENTION_SWITCHES:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NVTE_FUSED_ATTN", value)
     problems = kernel_problems(KernelsConfig(attention_backend=backend))
     assert ["unset it, and choose by that field" in problem for problem in problems] == [True] * count
