@@ -1,4 +1,4 @@
-"""This project's kernels for a CPU (`cpu_kernels.cpp`), which the machine's C++ compiler builds once.
+"""This project's kernels for a CPU (`cpu_*.cpp`), which the machine's C++ compiler builds once.
 
 A process that has called `load` uses them, on real tensors in float32 or bf16; everywhere else their callers have
 PyTorch's operations. The kernels round a result once, where those round after each operation.
@@ -12,6 +12,7 @@ import hashlib
 import platform
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from torch.nn import Parameter
 
 from megatron_fanformer.durable_files import publish, temporary_name
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernels.cpp", "cpu_attention.cpp")]
+HEADER = Path(__file__).with_name("cpu_kernels.h")
 COMPILERS = ("c++", "g++", "clang++")
 OPTIONS = (
     *("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512"),
@@ -29,6 +31,8 @@ OPTIONS = (
 )
 TYPES = (torch.float32, torch.bfloat16)
 MOST_SECONDS = 120
+BYTES_OF_A_WORD = 4  # what a product's factors are made of
+MOST_BYTES_OF_A_VECTOR = 64
 PARTS_OF_ROWS = 32
 """The gradient of a norm's weight is summed in each of them, and then over them: the same for any number of threads."""
 
@@ -92,24 +96,27 @@ def in_memory(tensor: Tensor) -> bool:
 
 
 def _built(compiler: Path, cache: Path) -> Path:
-    """The library of this source, compiler and CPU. Ranks that start together may all build it: the same file."""
+    """The library of these sources, compiler and CPU. Ranks that start together may all build it: the same file."""
     found = compiler.resolve()
     flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
-    named = f"{OPTIONS} {found} {found.stat().st_mtime_ns} {flags} {SOURCE.read_text()}"
+    texts = [each.read_text() for each in (HEADER, *SOURCES)]
+    named = f"{OPTIONS} {found} {found.stat().st_mtime_ns} {flags} {texts}"
     library = cache / f"cpu-kernels-{hashlib.sha256(named.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         cache.mkdir(parents=True, exist_ok=True)
         partial = temporary_name(library)
-        compiled = partial.with_suffix(".o")
+        parts = [partial.with_name(f"{partial.name}-{source.stem}.o") for source in SOURCES]
         run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=MOST_SECONDS)
         try:
-            run([str(compiler), *OPTIONS, "-c", str(SOURCE), "-o", str(compiled)])
+            with ThreadPoolExecutor() as pool:
+                pairs = zip(SOURCES, parts, strict=True)
+                list(pool.map(run, ([str(compiler), *OPTIONS, "-c", f"{cpp}", "-o", f"{o}"] for cpp, o in pairs)))
             # Without -fopenmp, so that no second OpenMP is linked: torch's is the process's.
-            run([str(compiler), "-shared", str(compiled), "-o", str(partial)])
+            run([str(compiler), "-shared", *map(str, parts), "-o", str(partial)])
             publish(partial, library)
         finally:
-            compiled.unlink(missing_ok=True)
-            partial.unlink(missing_ok=True)
+            for each in (*parts, partial):
+                each.unlink(missing_ok=True)
     return library
 
 
@@ -169,29 +176,57 @@ def softmax(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
     return greatest_c, sum_c
 
 
-def causal_attention_backward(
-    product: Any, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, log_sums: Tensor, grad: Tensor, scale: float
-) -> list[Tensor]:
-    """The gradients of queries, keys and values, all [b, n, s, d], contiguous as [s, b, n, d].
+def reaches_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `causal_attention` can take them: as many of each, and heads of whole words."""
+    of_whole_words = query.shape[-1] * query.element_size() % BYTES_OF_A_WORD == 0
+    return reach(query, key, value) and query.shape == key.shape == value.shape and of_whole_words
 
-    Args:
-        product: `products.mkl_product` of their type.
-        log_sums: the logarithms of the sums of exponentials, [b, n, s] in float32.
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T * scale) v of [b, n, s, d], each query of which sees the keys up to its own.
+
+    Returns:
+        What is seen, [b, n, s, d], contiguous as [s, b, n, d]; the logarithms of the sums of exponentials, [b, n, s] in
+        float32.
     """
+    batch, heads, length, size = query.shape
+    out = query.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)
+    log_sums = query.new_empty(batch, heads, length, dtype=torch.float32)
+    strides = _strides(query, key, value, out, out)
+    sizes = batch, heads, length, size, float(scale)
+    _call("causal_attention", query, key, value, out, log_sums, strides, *sizes)
+    return out, log_sums
+
+
+def causal_attention_backward(
+    qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, log_sums: Tensor, grad: Tensor, scale: float
+) -> list[Tensor]:
+    """The gradients of queries, keys and values, all [b, n, s, d], contiguous as [s, b, n, d]."""
     batch, heads, length, size = out.shape
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     grads = [out.new_empty(length, batch, heads, size) for _ in qkv]
-    tensors = (*qkv, out, grad)
-    strides = [each.stride(axis) for axis in range(3) for each in tensors]
-    _call(
-        "causal_attention_backward",
-        ctypes.cast(product, ctypes.c_void_p),
-        *tensors,
-        log_sums.contiguous(),
-        *grads,
-        (ctypes.c_int64 * len(strides))(*strides),
-        *(batch, heads, length, size, float(scale)),
-    )
+    strides = _strides(*qkv, out, grad)
+    sizes = batch, heads, length, size, float(scale)
+    _call("causal_attention_backward", *qkv, out, grad, log_sums, *grads, strides, *sizes)
     return [each.permute(1, 2, 0, 3) for each in grads]
+
+
+def reaches_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> bool:
+    """Whether `add_product` can take them: sums in float32, of rows that are whole vectors."""
+    are_whole_vectors = sum_oh.shape[-1] * sum_oh.element_size() % MOST_BYTES_OF_A_VECTOR == 0
+    return reach(grad_no, x_nh) and in_memory(sum_oh) and sum_oh.dtype == torch.float32 and are_whole_vectors
+
+
+def add_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> None:
+    """Add the product of the first, transposed, and the second to the sums."""
+    matrices = [part for each in (grad_no, x_nh, sum_oh) for part in (each, each.stride(0))]
+    _call("add_product", *matrices, len(x_nh), *sum_oh.shape)
+
+
+def _strides(*tensors: Tensor) -> Any:
+    """Of batch, head and position each, of tensors [b, n, s, d]."""
+    strides = [each.stride(axis) for axis in range(3) for each in tensors]
+    return (ctypes.c_int64 * len(strides))(*strides)
 
 
 def _call(name: str, *arguments: Any) -> None:

@@ -25,10 +25,12 @@ def add_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> None:
         sum_oh.addmm_(grad_no.t(), x_nh)
     elif adds_to_wider(sum_oh.dtype, x_nh.dtype, sum_oh.device):
         torch.addmm(sum_oh, grad_no.t(), x_nh, out_dtype=sum_oh.dtype, out=sum_oh)
-    elif _reaches(sum_oh, grad_no, x_nh) and (product := mkl_product(torch.bfloat16)) is not None:
+    elif _mkl_reaches(sum_oh, grad_no, x_nh) and (product := mkl_product()) is not None:
         grad, x, sums = ((each.data_ptr(), each.stride(0)) for each in (grad_no, x_nh, sum_oh))
         with torch.profiler.record_function(f"{__name__}.mkl_product"):  # or a profiler would not see it
             product(ROW_MAJOR, TRANSPOSED, AS_IT_IS, *sum_oh.shape, len(x_nh), 1.0, *grad, *x, 1.0, *sums)
+    elif cpu_kernels.reaches_product(sum_oh, grad_no, x_nh):
+        cpu_kernels.add_product(sum_oh, grad_no, x_nh)
     else:
         for sums, grad in zip(sum_oh.split(ROWS_A_BLOCK), grad_no.split(ROWS_A_BLOCK, dim=1), strict=True):
             sums.add_(grad.t() @ x_nh)
@@ -50,28 +52,26 @@ def adds_to_wider(wide: torch.dtype, narrow: torch.dtype, device: torch.device) 
 
 
 @functools.cache
-def mkl_product(dtype: torch.dtype) -> Any | None:
-    """MKL's product of two matrices with float32 sums, a function of torch's library that torch itself does not offer.
+def mkl_product() -> Any | None:
+    """MKL's product of two bf16 matrices with float32 sums, `cblas_gemm_bf16bf16f32`, which torch's library contains.
 
     Returns:
-        For bf16 `cblas_gemm_bf16bf16f32`; None on a CPU without bf16 matrix units (AMX), where it has not been seen to
-        be faster than a product that is added afterwards. For float32 `SGEMM`. None in a build of torch without MKL.
+        None on a CPU without bf16 matrix units (AMX), where this project's own is faster, and in a build of torch
+        without MKL.
     """
-    if dtype == torch.bfloat16 and not torch.cpu._is_amx_tile_supported():
+    if not torch.cpu._is_amx_tile_supported():
         return None
     try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        found = library.SGEMM if dtype == torch.float32 else library.cblas_gemm_bf16bf16f32
+        found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).cblas_gemm_bf16bf16f32
     except (OSError, AttributeError):
         return None
-    if dtype == torch.bfloat16:
-        number, factor, matrix = ctypes.c_int, ctypes.c_float, (ctypes.c_void_p, ctypes.c_int)
-        found.argtypes = [*[number] * 6, factor, *matrix, *matrix, factor, *matrix]
-        found.restype = None
+    number, factor, matrix = ctypes.c_int, ctypes.c_float, (ctypes.c_void_p, ctypes.c_int)
+    found.argtypes = [*[number] * 6, factor, *matrix, *matrix, factor, *matrix]
+    found.restype = None
     return found
 
 
-def _reaches(sum_oh: Tensor, *factors: Tensor) -> bool:
+def _mkl_reaches(sum_oh: Tensor, *factors: Tensor) -> bool:
     """Whether pointers can be given of them, and they are of the types that MKL takes."""
     return (
         all(map(cpu_kernels.in_memory, (sum_oh, *factors)))

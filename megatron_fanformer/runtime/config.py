@@ -16,9 +16,9 @@ class RuntimeConfig:
     threads_per_rank: int | None = None
     """CPU threads per rank; null: the machine's usable cores, shared evenly by its ranks."""
     cpu_kernels: Literal["auto", "compiled", "torch"] = "auto"
-    """What computes a layer's element-wise functions, the loss head's softmax and attention's backward on a CPU: this
-    project's kernels, which the machine's C++ compiler builds once (`compiled`), or PyTorch's operations (`torch`).
-    `auto` uses the first where every rank finds a compiler."""
+    """What computes a layer's element-wise functions and attention, the loss head's softmax and bf16's weight gradients
+    on a CPU: this project's kernels, which the machine's C++ compiler builds once (`compiled`), or PyTorch's operations
+    (`torch`). `auto` uses the first where every rank finds a compiler."""
     deterministic_mode: bool = False
     """Reproduce the same numbers bit for bit, on a GPU at the cost of speed; a CPU run always does
     (docs/gpu.md#the-same-numbers-every-time)."""

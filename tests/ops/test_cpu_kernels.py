@@ -1,6 +1,7 @@
 """This project's kernels for a CPU, against the same functions in float64; what is done without a compiler."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,10 @@ from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.ops.attention import attention
 from megatron_fanformer.ops.cross_entropy import exponentials
 from megatron_fanformer.ops.element_wise import rms_norm, rotate, swiglu
-from megatron_fanformer.ops.products import mkl_product
 
 ROUNDED_ONCE = 2.0**-9  # relative: of the norm of many elements, each rounded to bf16 (1.7e-3; rounded twice, 2.4e-3)
 OF_FEW = 1.01 * 2.0**-8  # the most that it changes a single one
-SUMMED = 2 * ROUNDED_ONCE  # gradients of attention are sums of rounded products; PyTorch's own are 4.6e-3 off
+SUMMED = 2 * ROUNDED_ONCE  # attention sums rounded products; PyTorch's own gradients are 4.6e-3 off
 IN_FLOAT32 = 2e-6  # of a norm: a few roundings, and exp to two units in the last place
 TYPES = [torch.float32, torch.bfloat16]
 
@@ -125,26 +125,66 @@ def test_softmax_of_a_row(kernels: None, columns: int, dtype: torch.dtype) -> No
     assert (logits[2] / sums[2]).isnan().all()
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("length", [1, 100, 300, 515])
-def test_gradients_of_causal_attention(kernels: None, length: int, dtype: torch.dtype) -> None:
-    """Of views, as QKV's output gives them; beyond a block of queries and one of keys, whole and in part."""
-    if mkl_product(dtype) is None:
-        pytest.skip("torch has no MKL, or this CPU no bf16 matrix units (AMX)")
-    batch, heads, size = 2, 3, 16
+def assert_causal_attention(length: int, size: int, dtype: torch.dtype) -> None:
+    """Of views, as QKV's output gives them."""
+    batch, heads = 2, 3
     made = torch.randn(length, batch, heads, 3, size).to(dtype)
     qkv = [made[:, :, :, part].permute(1, 2, 0, 3) for part in range(3)]
     grad = torch.randn(length, batch, heads, size).to(dtype).permute(1, 2, 0, 3)
+    assert cpu_kernels.reaches_attention(*qkv)
     own = gradients(lambda q, k, v: attention(q, k, v, scale=0.3, is_causal=True), qkv, grad)
-    exact = gradients(
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3),
-        [x.double() for x in qkv],
-        grad,
-    )
-    plain = gradients(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3), qkv, grad)
-    assert torch.equal(own[0], plain[0])
-    for gradient, right in zip(own[1:], exact[1:], strict=True):
-        assert_rounded(gradient, right, SUMMED if length > 1 else OF_FEW)
+    plain = partial(F.scaled_dot_product_attention, is_causal=True, scale=0.3)
+    for made, right in zip(own, gradients(plain, [x.double() for x in qkv], grad), strict=True):
+        assert made.dtype == dtype
+        assert_rounded(made, right, SUMMED if length > 1 else OF_FEW)
+
+
+def assert_product(tokens: int, rows: int, columns: int, dtype: torch.dtype) -> None:
+    """Added to a part of a sum, from parts of rows, without an error but those of float32."""
+    sums, grads = torch.randn(rows + 4, columns + 7), torch.randn(tokens, rows + 3).to(dtype)
+    xs = torch.randn(tokens, columns + 5).to(dtype)
+    sum_oh, grad_no, x_nh = sums[2:-2, :columns], grads[:, 3:], xs[:, 5:]
+    expected, others = sum_oh.double() + grad_no.double().t() @ x_nh.double(), sums.clone()
+    assert cpu_kernels.reaches_product(sum_oh, grad_no, x_nh)
+    cpu_kernels.add_product(sum_oh, grad_no, x_nh)
+    torch.testing.assert_close(sum_oh.double(), expected, atol=tokens * 2**-20, rtol=0)
+    others[2:-2, :columns] = sum_oh
+    assert torch.equal(sums, others)
+
+
+ATTENTIONS = [(1, 16), (100, 18), (300, 64), (515, 16)]
+"""Beyond a block of queries and one of keys, whole and in part; heads that are a vector, less and more."""
+PRODUCTS = [(1, 1, 16), (7, 5, 32), (300, 101, 208)]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("length", "size"), ATTENTIONS)
+def test_causal_attention_and_its_gradients(kernels: None, length: int, size: int, dtype: torch.dtype) -> None:
+    assert_causal_attention(length, size, dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("tokens", "rows", "columns"), PRODUCTS)
+def test_products_are_added(kernels: None, tokens: int, rows: int, columns: int, dtype: torch.dtype) -> None:
+    assert_product(tokens, rows, columns, dtype)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("machine", ["x86-64-v3", "x86-64-v4"])
+def test_other_cpus(library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str) -> None:
+    """Without units for bf16, and without AVX512."""
+    if machine == "x86-64-v4" and not torch.cpu._is_avx512_supported():
+        pytest.skip("this CPU has no AVX512")
+    monkeypatch.setattr(cpu_kernels, "OPTIONS", (*cpu_kernels.OPTIONS, f"-march={machine}"))
+    assert cpu_kernels.load(tmp_path) is None
+    try:
+        for dtype in TYPES:
+            for attended in ATTENTIONS:
+                assert_causal_attention(*attended, dtype)
+            for product in PRODUCTS:
+                assert_product(*product, dtype)
+    finally:
+        cpu_kernels.unload("the test is over")
 
 
 def test_what_they_cannot_take_is_left_to_pytorch(kernels: None) -> None:
@@ -156,6 +196,13 @@ def test_what_they_cannot_take_is_left_to_pytorch(kernels: None) -> None:
         assert not cpu_kernels.reach(mode.from_tensor(bf16))
     for other in (bf16.float(), bf16.half(), bf16.t(), bf16.to("meta")):
         assert not cpu_kernels.reach(bf16, other)
+    heads = torch.ones(2, 3, 5, 4, dtype=torch.bfloat16)
+    assert cpu_kernels.reaches_attention(heads, heads, heads)
+    assert not cpu_kernels.reaches_attention(heads, heads[:, :1], heads[:, :1])  # groups of queries
+    assert not cpu_kernels.reaches_attention(*[heads[..., :3]] * 3)  # a half word
+    sums, grads = torch.ones(4, 16), torch.ones(2, 4, dtype=torch.bfloat16)
+    assert cpu_kernels.reaches_product(sums, grads, bf16.expand(2, 4))
+    assert not cpu_kernels.reaches_product(sums[:, :15], grads, bf16)  # not whole vectors
 
 
 def test_they_are_built_once(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,9 @@ def train(by_kernel: bool) -> Trained:
             name: stack.enter_context(mock.patch.object(module, name, wraps=getattr(module, name)))
             for module, name in kernels
         }
-        grid = stack.enter_context(distributed(parallel, runtime=RuntimeConfig(device="cpu", threads_per_rank=1)))
+        grid = stack.enter_context(
+            distributed(parallel, runtime=RuntimeConfig(device="cpu", threads_per_rank=1, cpu_kernels="torch"))
+        )
         seed_everything(0)
         stages = build_stages(model, parallel, grid, dtype=torch.float32, seed=1)
         wrapped = wrap_stages(stages, parallel)

@@ -14,8 +14,8 @@ OTHER = "other"
 # attention; those of the loss head are matrix products.
 CATEGORIES = {
     "communication": r"c10d::|gloo:|nccl",
-    "attention": r"scaled_dot_product|attention_backward|flash|fmha|FusedAttn|cudnn.*sdpa",
-    "matrix products": r"aten::(add|b|badd)?mm_?$|mkl_product|mkldnn_linear|gemm|nvjet|cutlass|onednn",
+    "attention": r"scaled_dot_product|causal_attention|flash|fmha|FusedAttn|cudnn.*sdpa",
+    "matrix products": r"aten::(add|b|badd)?mm_?$|(mkl|add)_product|mkldnn_linear|gemm|nvjet|cutlass|onednn",
     "FAN activation": r"FANActivation|_fan_(activate|differentiate)",
     "loss head": r"LossHeadFunction|CrossEntropy|log_softmax|^_exponentials",
     "optimizer": r"optimizer|Optimizer\.step|multi_tensor|fused_adam",
