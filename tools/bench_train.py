@@ -33,13 +33,14 @@ import torch
 from benchmarking.machine import measured_machine, predicted_seconds
 from benchmarking.matrix_rate import MatrixClock
 from benchmarking.peers import Peer, runnable_peers, start_peer
-from benchmarking.ranks import CaseProcesses, Timing, ranks_of, write_tokens
+from benchmarking.ranks import MANY_STEPS, CaseProcesses, Timing, ranks_of, write_tokens
 
 from megatron_fanformer.durable_files import file_problems
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.model.config import PRESETS, FANformerConfig, as_transformer, with_same_parameters
 from megatron_fanformer.model.dtypes import DTYPES
 from megatron_fanformer.model.layouts import parse_layout
+from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.training.config import load_config
@@ -48,7 +49,6 @@ SMALL = FANformerConfig(  # the one that the authors' implementation was measure
     num_layers=8, hidden_size=512, ffn_hidden_size=2048, num_attention_heads=8, vocab_size=50_304, seq_length=512
 )
 WARM_UP = 2
-MANY_STEPS = 100_000  # more than any benchmark takes
 SINGLE = "tp=1"
 
 
@@ -215,6 +215,7 @@ def _run(
     tokens = write_tokens(folder / f"tokens-{group[0].dtype}", model.vocab_size, 100 * model.seq_length)
     if device == "cpu":
         torch.set_num_threads(devices.threads_per_rank(1))
+        cpu_kernels.load(devices.cache_folder())  # or attention's rate would not be that of a run
     dtype = DTYPES.get(group[0].dtype, torch.bfloat16)  # fp8 is compared with bf16's rate
     micro_batch = options.micro_batch_size * model.seq_length
     clock = MatrixClock(model, micro_batch, dtype, torch.device(device))

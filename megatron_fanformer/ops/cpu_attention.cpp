@@ -36,6 +36,7 @@ struct Call {
     Size made_stride() const { return batch * heads * size; }
     Size width() const { return up_to_multiple(size, LANES); }
     Size steps() const { return in_words<T>(size); }
+    Size block() const { return up_to_multiple(std::min(QUERIES, length), DEPTH<T>) * KEYS; }
 };
 
 // How many of the `seen` keys from `first` the query at a position sees.
@@ -53,8 +54,8 @@ class Forward {
   public:
     explicit Forward(const Call<T>& call)
         : width(call.width()), keys(up_to_multiple(call.length, KEYS) * call.steps()),
-          values(in_words<T>(call.length) * width), scores(QUERIES * KEYS), sums(QUERIES * width), most(QUERIES),
-          total(QUERIES), weights(QUERIES * KEYS) {}
+          values(in_words<T>(call.length) * width), scores(call.block()), sums(QUERIES * width), most(QUERIES),
+          total(QUERIES), weights(call.block()) {}
 
     void operator()(const Call<T>& head) {
         for (Size first = 0; first < head.length; first += KEYS)
@@ -115,10 +116,14 @@ class Backward {
   public:
     explicit Backward(const Call<T>& call)
         : width(call.width()), keys(KEYS * call.steps()), values(keys.size()), key_rows(in_words<T>(KEYS) * width),
-          query_rows(in_words<T>(call.length) * width), grad_rows(query_rows.size()), weight_words(WORDS),
-          slope_words(WORDS), weights(QUERIES * KEYS), slopes(weights.size()), averages(call.length),
-          grad_query(call.length * width), grad_key(KEYS * width), grad_value(grad_key.size()),
-          rounded_slopes(WORDS ? weights.size() : 0) {}
+          query_rows(in_words<T>(call.length) * width), grad_rows(query_rows.size()), weights(call.block()),
+          slopes(weights.size()), averages(call.length), grad_query(call.length * width), grad_key(KEYS * width),
+          grad_value(grad_key.size()) {
+        if (DEPTH<T> > 1) {  // float32 is multiplied as it is
+            weight_words.resize(weights.size() / DEPTH<T>), slope_words.resize(weight_words.size());
+            rounded_slopes.resize(weights.size());
+        }
+    }
 
     void operator()(const Call<T>& head) {
         pack(head.query, head.stride(0), head.length, head.size, query_rows.data(), width);
@@ -149,9 +154,6 @@ class Backward {
     }
 
   private:
-    // Words of a block's weights, or slopes, by queries: none in float32, which is multiplied as it is.
-    static constexpr Size WORDS = DEPTH<T> == 1 ? 0 : QUERIES / DEPTH<T> * KEYS;
-
     // What the queries [begin, end) and the `count` keys from `first` add to each other's gradients.
     void see(const Call<T>& head, Size begin, Size end, Size first, Size count) {
         const Size rows = end - begin, seen = std::min(end - first, count), columns = up_to_multiple(seen, LANES);

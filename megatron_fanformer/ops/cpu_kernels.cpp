@@ -6,12 +6,12 @@
 //
 // Nothing here links an OpenMP of its own: torch's is the one of the process, with its threads.
 
-#include <omp.h>
-
 #include <memory>
 #include <vector>
 
 #include "cpu_kernels.h"
+
+extern "C" int omp_get_num_threads();  // not every compiler brings omp.h
 
 namespace {
 

@@ -76,7 +76,7 @@ class Machine:
     """Of the shorter of a kernel's computing and moving, the share that adds to the longer, in [0, 1]: first loads and
     last stores wait. 0 where `product_efficiency` was measured of the products themselves."""
     launch_seconds: float
-    """Of the host, an operation of a layer: its Python, autograd and launches. A layer lasts at least so long."""
+    """Of the host, an operation of a layer: its Python, autograd and launches."""
     step_seconds: float
     """Of the host, a step: what runs between the last kernel of one and the first of the next."""
     collective_seconds: float
@@ -94,6 +94,9 @@ class Machine:
     of its own source; 0 if nobody has compared."""
     sources: list[str]
     """Where the figures are from, one a line."""
+    launches_ahead: bool = True
+    """Whether the host launches operations while the chip computes earlier ones, so that a layer lasts as long as the
+    slower of the two; a CPU is its own host, and takes the time of both."""
     devices: list[str] = field(default_factory=list)
     """What torch calls such a chip, where that says which one it is."""
 
@@ -127,7 +130,7 @@ class Machine:
         named |= {
             f"machine.{link}.{name}": value for link in LINKS for name, value in vars(getattr(self, link)).items()
         }
-        numbers = {name: value for name, value in named.items() if isinstance(value, int | float)}
+        numbers = {name: value for name, value in named.items() if type(value) in (int, float)}
         found = [
             f"{name} is {value}; it must be {'at least' if name.endswith(MAY_BE_ZERO) else 'above'} 0"
             for name, value in numbers.items()

@@ -233,7 +233,8 @@ class _Seconds:
         direction.add({f"{IN_WORDS[group]} communication": value for group, value in spent.items() if value})
         if self._job.kernels.cuda_graph_impl == "none":
             launches = kernels + sum(term.calls for term in terms if self._groups[term.group] > 1)
-            direction.add({"host": max(0.0, launches * machine.launch_seconds - direction.total())})
+            beside = direction.total() if machine.launches_ahead else 0.0
+            direction.add({"host": max(0.0, launches * machine.launch_seconds - beside)})
 
     def _sent_round(self, terms: Iterable[Term]) -> list[Term]:
         """The terms with the Engine's ring in place of its collectives over context parallel ranks.

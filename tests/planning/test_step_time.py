@@ -258,6 +258,10 @@ def test_small_layers_wait_for_the_host() -> None:
     ring = step_time(job(micro_batches=1, cp=4), machine)
     assert ring.seconds - ring.parts["loss head"] == pytest.approx(8 * (13 + 13 + 5 + 2 * 3 * 4 + 1))
     assert "host" not in step_time(job(micro_batches=1, cuda_graph_impl="local"), machine).parts
+    # A CPU launches nothing beforehand: what the host takes comes on top.
+    own_host = dataclasses.replace(machine, launches_ahead=False)
+    assert step_time(job(micro_batches=1), own_host).parts["host"] == pytest.approx(8 * (13 + 13 + 5))
+    assert time.parts["host"] < 8 * (13 + 13 + 5)
 
 
 def test_fp8_leaves_the_fan_map_and_the_head_alone() -> None:

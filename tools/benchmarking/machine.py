@@ -1,5 +1,7 @@
 """The machine as the formula of the step time knows it (`planning.machines`), measured with a model's own shapes."""
 
+import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -12,11 +14,13 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import multiprocessing
 
 from benchmarking.matrix_rate import REPEATS, timed
-from megatron_fanformer.model.config import FANformerConfig
+from benchmarking.ranks import MANY_STEPS, ranks_of, write_tokens
+from megatron_fanformer.model.config import FANformerConfig, as_transformer
+from megatron_fanformer.ops.attention import attention
+from megatron_fanformer.ops.element_wise import swiglu
 from megatron_fanformer.planning.machines import known_machines, machine_of
 from megatron_fanformer.planning.roofline import layer_operations
 from megatron_fanformer.planning.step_time import FLASH_BACKWARD, step_time
@@ -24,6 +28,11 @@ from megatron_fanformer.training.config import config_from_dict
 
 USUAL_GPU = "h100"
 LARGEST_SUM, SUMS = 32 << 20, 5  # bytes; times
+NARROW = FANformerConfig(
+    num_layers=1, hidden_size=32, ffn_hidden_size=64, num_attention_heads=2, vocab_size=64, seq_length=16
+)
+NARROW_LAYERS = 2, 10
+NARROW_STEPS = 20
 
 
 def measured_machine(
@@ -45,7 +54,7 @@ def measured_machine(
         "relative_error": 0.0,  # not known: the report has what each case was off by
     }
     if device.type == "cpu":
-        return {**_cpu(), **measured, "sources": [f"measured by tools/bench_train.py, in {short}"]}
+        return {**_cpu(), **_host(short), **measured, "sources": [f"measured by tools/bench_train.py, in {short}"]}
     name = torch.cuda.get_device_name(device)
     like = next((known for known in known_machines() if known in name.lower()), USUAL_GPU)
     sources = [
@@ -66,14 +75,43 @@ def _cpu() -> dict[str, Any]:
     return {
         "name": f"{os.cpu_count()} cores of {platform.machine()}, measured",
         "memory_bytes": psutil.virtual_memory().total,
-        "launch_seconds": 0.0,  # no kernel is launched: an operation's time has its Python
-        "step_seconds": 0.0,
+        "launches_ahead": False,
         "collective_seconds": least,
         "domain_size": os.cpu_count(),
         "domain": link,
         "network": link,
         "overlap": 0.0,  # gloo takes cores from the computation
     }
+
+
+@functools.cache
+def _host(dtype: str) -> dict[str, float]:
+    """What operations and a step take besides their computing: steps of two models that have next to none."""
+    with tempfile.TemporaryDirectory(prefix="host-") as folder, contextlib.ExitStack() as stack:
+        tokens = write_tokens(Path(folder, "tokens"), NARROW.vocab_size, 100 * NARROW.seq_length)
+        ranks = []
+        for layers in NARROW_LAYERS:
+            run = {
+                "model": dataclasses.asdict(dataclasses.replace(NARROW, num_layers=layers)),
+                "runtime": {"device": "cpu"},
+                "precision": {"dtype": dtype},
+                "data": {"train_data": [tokens]},
+                "training": {
+                    "run_dir": str(Path(folder, str(layers))),
+                    "train_iters": MANY_STEPS,
+                    "micro_batch_size": 1,
+                    "global_batch_size": 1,
+                },
+                "logging": {"log_interval": MANY_STEPS},
+            }
+            ranks.append(stack.enter_context(contextlib.closing(ranks_of(run, 1))))
+            ranks[-1].steps(NARROW_STEPS)
+        turns = [[own.steps(NARROW_STEPS).seconds for own in ranks] for _ in range(REPEATS)]
+    few, many = map(min, zip(*turns, strict=True))
+    operations = layer_operations(NARROW, tokens=NARROW.seq_length, element_bytes=4 if dtype == "fp32" else 2)
+    kernels = sum(each.forward.kernels + each.backward.kernels for each in operations)
+    a_layer = max(0.0, many - few) / (NARROW_LAYERS[1] - NARROW_LAYERS[0])
+    return {"launch_seconds": a_layer / kernels, "step_seconds": max(0.0, few - NARROW_LAYERS[0] * a_layer)}
 
 
 def _time_sums(rank: int, folder: str) -> None:
@@ -107,17 +145,31 @@ def _attention_rate(model: FANformerConfig, micro_batch_size: int, dtype: torch.
     gradient = torch.randn(shape, dtype=dtype, device=device)
 
     def both() -> None:
-        context = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        context = attention(query, key, value, scale=None, is_causal=True)
         torch.autograd.grad(context, (query, key, value), gradient)
 
     operations = layer_operations(model, tokens=micro_batch_size * model.seq_length, element_bytes=dtype.itemsize)
-    [attention] = [operation for operation in operations if operation.kind == "attention"]
-    flops = attention.forward.flops + FLASH_BACKWARD * attention.backward.flops
+    [counted] = [operation for operation in operations if operation.kind == "attention"]
+    flops = counted.forward.flops + FLASH_BACKWARD * counted.backward.flops
     return flops / min(timed(both, device) for _ in range(REPEATS))
 
 
 def _memory_rate(model: FANformerConfig, micro_batch_size: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Bytes per second of a sum of two activations as wide as the MLP."""
-    shape = (micro_batch_size * model.seq_length, model.ffn_hidden_size)
-    first, second = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
-    return 3 * first.nbytes / min(timed(lambda: torch.add(first, second), device) for _ in range(REPEATS))
+    """Bytes per second of an element-wise function of the MLP's width.
+
+    On a GPU of a sum of two tensors; on a CPU, which computes for longer than it moves, of SwiGLU, forward and
+    backward, and of the bytes that the formula counts for it.
+    """
+    tokens, width = micro_batch_size * model.seq_length, model.ffn_hidden_size
+    first, second = (torch.randn(tokens, width, dtype=dtype, device=device) for _ in range(2))
+    if device.type == "cuda":
+        return 3 * first.nbytes / min(timed(lambda: torch.add(first, second), device) for _ in range(REPEATS))
+    both = torch.cat([first, second], dim=1).requires_grad_()
+
+    def there_and_back() -> None:
+        torch.autograd.grad(swiglu(both), both, first)
+
+    operations = layer_operations(as_transformer(model), tokens=tokens, element_bytes=dtype.itemsize)
+    [counted] = [operation for operation in operations if operation.name == "SwiGLU"]
+    moved = counted.forward.bytes + counted.backward.bytes
+    return moved / min(timed(there_and_back, device) for _ in range(REPEATS))

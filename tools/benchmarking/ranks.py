@@ -18,6 +18,7 @@ from benchmarking.breakdown import activities, breakdown
 from megatron_fanformer.runtime import device as devices
 
 END_SECONDS = 20
+MANY_STEPS = 100_000  # more than any benchmark takes
 
 
 @dataclass(frozen=True)
