@@ -80,9 +80,13 @@ def measure(row: Row) -> list[Result]:
 
     from megatron_fanformer.model.dtypes import DTYPES
     from megatron_fanformer.model.local_layers import TorchCoreAttention
+    from megatron_fanformer.ops import cpu_kernels
     from megatron_fanformer.runtime.pipeline import packed_documents
 
     torch.set_num_threads(row.threads)
+    device.keep_freed_memory()
+    if problem := cpu_kernels.load(device.cache_folder()):
+        print(f"by PyTorch's operations: {problem}", file=sys.stderr)
     config = TransformerConfig(
         num_layers=1, hidden_size=row.heads * row.head_size, num_attention_heads=row.heads, attention_dropout=0.0
     )

@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr Size QUERIES = 96, KEYS = 256;  // of a block: multiples of TILE_ROWS, and of TILE_LANES * LANES
+constexpr Size QUERIES = 96, MOST_KEYS = 256;  // of a block: multiples of TILE_ROWS, and of TILE_LANES * LANES
 
 // Tensors [b, n, s, d] of a call. Strides are of batch, head and position each, in the order query, key, value, out,
 // grad; what is made is [s, b, n, d], contiguous; log_sums is [b, n, s].
@@ -27,7 +27,8 @@ struct Call {
         const Size b = number / heads, n = number % heads, place = number * size;
         const auto start = [&](Size which) { return b * strides[which] + n * strides[5 + which]; };
         Call head = *this;
-        head.query += start(0), head.key += start(1), head.value += start(2), head.out += start(3), head.grad += start(4);
+        head.query += start(0), head.key += start(1), head.value += start(2);
+        head.out += start(3), head.grad += start(4);
         head.log_sums += number * length;
         head.made += place, head.grad_query += place, head.grad_key += place, head.grad_value += place;
         return head;
@@ -36,7 +37,9 @@ struct Call {
     Size made_stride() const { return batch * heads * size; }
     Size width() const { return up_to_multiple(size, LANES); }
     Size steps() const { return in_words<T>(size); }
-    Size block() const { return up_to_multiple(std::min(QUERIES, length), DEPTH<T>) * KEYS; }
+    // Keys of a block, and a block's scores: a short sequence has smaller ones.
+    Size keys() const { return std::min(MOST_KEYS, up_to_multiple(length, TILE_LANES * LANES)); }
+    Size block() const { return up_to_multiple(std::min(QUERIES, length), DEPTH<T>) * keys(); }
 };
 
 // How many of the `seen` keys from `first` the query at a position sees.
@@ -53,18 +56,19 @@ template <typename T>
 class Forward {
   public:
     explicit Forward(const Call<T>& call)
-        : width(call.width()), keys(up_to_multiple(call.length, KEYS) * call.steps()),
+        : width(call.width()), block_keys(call.keys()), keys(up_to_multiple(call.length, block_keys) * call.steps()),
           values(in_words<T>(call.length) * width), scores(call.block()), sums(QUERIES * width), most(QUERIES),
           total(QUERIES), weights(call.block()) {}
 
     void operator()(const Call<T>& head) {
-        for (Size first = 0; first < head.length; first += KEYS)
-            pack_transposed(head.key + first * head.stride(1), head.stride(1), std::min(KEYS, head.length - first),
-                            head.size, keys.data() + first * head.steps(), KEYS);
+        for (Size first = 0; first < head.length; first += block_keys)
+            pack_transposed(head.key + first * head.stride(1), head.stride(1),
+                            std::min(block_keys, head.length - first), head.size, keys.data() + first * head.steps(),
+                            block_keys);
         pack(head.value, head.stride(2), head.length, head.size, values.data(), width);
         for (Size begin = 0; begin < head.length; begin += QUERIES) {
             const Size end = std::min(begin + QUERIES, head.length);
-            for (Size first = 0; first < end; first += KEYS) see(head, begin, end, first);
+            for (Size first = 0; first < end; first += block_keys) see(head, begin, end, first);
             for (Size row = 0; row < end - begin; row++) {
                 for (Size i = 0; i < width; i++) sums[row * width + i] *= 1.0f / total[row];
                 head.log_sums[begin + row] = most[row] + std::log(total[row]);
@@ -76,13 +80,14 @@ class Forward {
   private:
     // Have the queries [begin, end) see the keys from `first`: softmax's sums go on from the keys before.
     void see(const Call<T>& head, Size begin, Size end, Size first) {
-        const Size rows = end - begin, seen = std::min(end - first, KEYS), columns = up_to_multiple(seen, LANES);
-        multiply<T>(along_rows(head.query + begin * head.stride(0), head.stride(0)), keys.data() + first * head.steps(),
-                    KEYS, head.steps(), scores.data(), KEYS, rows, columns, false);
+        const Size rows = end - begin, seen = std::min(end - first, block_keys), columns = up_to_multiple(seen, LANES);
+        multiply<T>(along_rows(head.query + begin * head.stride(0), head.stride(0)),
+                    keys.data() + first * head.steps(), block_keys, head.steps(), scores.data(), block_keys, rows,
+                    columns, false);
         for (Size row = 0; row < rows; row++) {
             const Size own = visible(begin + row, first, seen);
-            const float *score = scores.data() + row * KEYS, scale = head.scale;
-            T* weight = weights.data() + row * KEYS;
+            const float *score = scores.data() + row * block_keys, scale = head.scale;
+            T* weight = weights.data() + row * block_keys;
             float greatest = first ? most[row] : -INFINITY, sum = 0;
 #pragma omp simd reduction(max : greatest)
             for (Size i = 0; i < own; i++) greatest = score[i] * scale > greatest ? score[i] * scale : greatest;
@@ -101,11 +106,11 @@ class Forward {
             total[row] = sum;
             most[row] = greatest;
         }
-        multiply<T>(along_rows(weights.data(), KEYS), values.data() + first / DEPTH<T> * width, width, in_words<T>(seen),
-                    sums.data(), width, rows, width, first > 0);
+        multiply<T>(along_rows(weights.data(), block_keys), values.data() + first / DEPTH<T> * width, width,
+                    in_words<T>(seen), sums.data(), width, rows, width, first > 0);
     }
 
-    const Size width;
+    const Size width, block_keys;
     std::vector<uint32_t> keys, values;
     std::vector<float> scores, sums, most, total;
     std::vector<T> weights;
@@ -115,10 +120,10 @@ template <typename T>
 class Backward {
   public:
     explicit Backward(const Call<T>& call)
-        : width(call.width()), keys(KEYS * call.steps()), values(keys.size()), key_rows(in_words<T>(KEYS) * width),
-          query_rows(in_words<T>(call.length) * width), grad_rows(query_rows.size()), weights(call.block()),
-          slopes(weights.size()), averages(call.length), grad_query(call.length * width), grad_key(KEYS * width),
-          grad_value(grad_key.size()) {
+        : width(call.width()), block_keys(call.keys()), keys(block_keys * call.steps()), values(keys.size()),
+          key_rows(in_words<T>(block_keys) * width), query_rows(in_words<T>(call.length) * width),
+          grad_rows(query_rows.size()), weights(call.block()), slopes(weights.size()), averages(call.length),
+          grad_query(call.length * width), grad_key(block_keys * width), grad_value(grad_key.size()) {
         if (DEPTH<T> > 1) {  // float32 is multiplied as it is
             weight_words.resize(weights.size() / DEPTH<T>), slope_words.resize(weight_words.size());
             rounded_slopes.resize(weights.size());
@@ -137,11 +142,11 @@ class Backward {
         }
         std::fill(grad_query.begin(), grad_query.end(), 0.0f);
         const Size stride = head.made_stride();
-        for (Size first = 0; first < head.length; first += KEYS) {
-            const Size count = std::min(KEYS, head.length - first);
+        for (Size first = 0; first < head.length; first += block_keys) {
+            const Size count = std::min(block_keys, head.length - first);
             const T *key = head.key + first * head.stride(1), *value = head.value + first * head.stride(2);
-            pack_transposed(key, head.stride(1), count, head.size, keys.data(), KEYS);
-            pack_transposed(value, head.stride(2), count, head.size, values.data(), KEYS);
+            pack_transposed(key, head.stride(1), count, head.size, keys.data(), block_keys);
+            pack_transposed(value, head.stride(2), count, head.size, values.data(), block_keys);
             pack(key, head.stride(1), count, head.size, key_rows.data(), width);
             std::fill(grad_key.begin(), grad_key.end(), 0.0f);
             std::fill(grad_value.begin(), grad_value.end(), 0.0f);
@@ -157,13 +162,13 @@ class Backward {
     // What the queries [begin, end) and the `count` keys from `first` add to each other's gradients.
     void see(const Call<T>& head, Size begin, Size end, Size first, Size count) {
         const Size rows = end - begin, seen = std::min(end - first, count), columns = up_to_multiple(seen, LANES);
-        multiply<T>(along_rows(head.query + begin * head.stride(0), head.stride(0)), keys.data(), KEYS, head.steps(),
-                    weights.data(), KEYS, rows, columns, false);
-        multiply<T>(along_rows(head.grad + begin * head.stride(4), head.stride(4)), values.data(), KEYS, head.steps(),
-                    slopes.data(), KEYS, rows, columns, false);
+        multiply<T>(along_rows(head.query + begin * head.stride(0), head.stride(0)), keys.data(), block_keys,
+                    head.steps(), weights.data(), block_keys, rows, columns, false);
+        multiply<T>(along_rows(head.grad + begin * head.stride(4), head.stride(4)), values.data(), block_keys,
+                    head.steps(), slopes.data(), block_keys, rows, columns, false);
         for (Size row = 0; row < rows; row++) {
             const Size own = visible(begin + row, first, seen);
-            float *weight = weights.data() + row * KEYS, *slope = slopes.data() + row * KEYS;
+            float *weight = weights.data() + row * block_keys, *slope = slopes.data() + row * block_keys;
             const float log_sum = head.log_sums[begin + row], average = averages[begin + row], scale = head.scale;
 #pragma omp simd
             for (Size i = 0; i < own; i++) {
@@ -185,28 +190,28 @@ class Backward {
     // A block [queries, keys] as the left factor of a sum over queries, and the slopes as that of a sum over keys.
     Left by_keys(const std::vector<float>& block, std::vector<uint32_t>& words, Size rows, Size columns) {
         if constexpr (DEPTH<T> == 1) {
-            return {reinterpret_cast<const char*>(block.data()), sizeof(float), KEYS * sizeof(float)};
+            return {reinterpret_cast<const char*>(block.data()), sizeof(float), block_keys * Size(sizeof(float))};
         } else {
             for (Size row = 0; row < rows; row += 2) {
-                const float *one = block.data() + row * KEYS, *two = one + KEYS;
-                uint32_t* to = words.data() + row / 2 * KEYS;
+                const float *one = block.data() + row * block_keys, *two = one + block_keys;
+                uint32_t* to = words.data() + row / 2 * block_keys;
                 const uint32_t kept = row + 1 < rows ? 0xffffffff : 0xffff;
 #pragma omp simd
                 for (Size i = 0; i < columns; i++) to[i] = (rounded(one[i]) | rounded(two[i]) << 16) & kept;
             }
-            return {reinterpret_cast<const char*>(words.data()), sizeof(Word), KEYS * sizeof(Word)};
+            return {reinterpret_cast<const char*>(words.data()), sizeof(Word), block_keys * Size(sizeof(Word))};
         }
     }
     Left by_queries(Size rows, Size columns) {
         if constexpr (DEPTH<T> == 1) {
-            return along_rows(slopes.data(), KEYS);
+            return along_rows(slopes.data(), block_keys);
         } else {
-            write_rows(slopes, rows, KEYS, rounded_slopes.data(), KEYS, columns);
-            return along_rows(rounded_slopes.data(), KEYS);
+            write_rows(slopes, rows, block_keys, rounded_slopes.data(), block_keys, columns);
+            return along_rows(rounded_slopes.data(), block_keys);
         }
     }
 
-    const Size width;
+    const Size width, block_keys;
     std::vector<uint32_t> keys, values, key_rows, query_rows, grad_rows, weight_words, slope_words;
     std::vector<float> weights, slopes, averages, grad_query, grad_key, grad_value;
     std::vector<T> rounded_slopes;

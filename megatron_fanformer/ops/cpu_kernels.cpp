@@ -135,8 +135,8 @@ void softmax(T* logits, float* greatest, float* sums, Size rows, Size width) {
 
 // sum [rows, columns] += grad [tokens, rows], transposed, times x [tokens, columns]; columns is a multiple of LANES.
 //
-// x is packed once, in panels as wide as a tile; of grad every thread packs some columns, which stay in its core's cache
-// with a panel. A tile sums over all tokens, so that `sum` is read and written once.
+// x is packed once, in panels as wide as a tile; of grad every thread packs some columns, which stay in its core's
+// cache with a panel. A tile sums over all tokens, so that `sum` is read and written once.
 template <typename T>
 void add_product(const T* grad, Size grad_stride, const T* x, Size x_stride, float* sum, Size sum_stride, Size tokens,
                  Size rows, Size columns) {
@@ -145,7 +145,7 @@ void add_product(const T* grad, Size grad_stride, const T* x, Size x_stride, flo
     const std::unique_ptr<uint32_t[]> packed(new uint32_t[panels * steps * PANEL]);
 #pragma omp parallel
     {
-        const Size blocks = up_to_multiple((rows - 1) / MOST_ROWS + 1, omp_get_num_threads());  // as many for each thread
+        const Size blocks = up_to_multiple((rows - 1) / MOST_ROWS + 1, omp_get_num_threads());  // each takes as many
         const Size block = up_to_multiple((rows - 1) / blocks + 1, TILE_ROWS);
         const std::unique_ptr<uint32_t[]> own(new uint32_t[steps * block]);
         const Left left{reinterpret_cast<const char*>(own.get()), sizeof(Word), block * Size(sizeof(Word))};

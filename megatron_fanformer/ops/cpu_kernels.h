@@ -1,7 +1,7 @@
 // What the kernels share: bf16, exp, and products of small matrices.
 //
-// A product's factors are made of words of 32 bits, one float32 or two bf16 that follow each other along the axis that is
-// summed over. `a` may lie in memory in any order of words; `b` is packed: one row of words for each step of the sum.
+// A product's factors are made of words of 32 bits, one float32 or two bf16 that follow each other along the axis that
+// is summed over. `a` may lie in memory in any order of words; `b` is packed: a row of words for each step of the sum.
 
 #pragma once
 
@@ -94,7 +94,7 @@ inline Lanes plus_product(Lanes sum, Words a, Words b) {
 #endif
 }
 
-// The left factor: `row` and `step` are the distances in bytes from a word to that of the next row and of the next step.
+// The left factor: `row` and `step` are the distances in bytes from a word to those of the next row and the next step.
 struct Left {
     const char* words;
     Size row, step;
