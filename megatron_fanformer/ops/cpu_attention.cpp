@@ -232,14 +232,15 @@ void every_head(const Call<T>& call) {
 #define KERNELS(T, type)                                                                                              \
     void causal_attention_##type(const T* query, const T* key, const T* value, T* out, float* log_sums,               \
                                  const Size* strides, Size batch, Size heads, Size length, Size size, float scale) {  \
-        every_head<Forward>(Call<T>{query, key, value, nullptr, nullptr, log_sums, out, nullptr, nullptr, nullptr,    \
-                                    strides, batch, heads, length, size, scale});                                     \
+        /* what a forward does not touch is anything of the right type */                                             \
+        every_head<Forward>(Call<T>{query, key, value, out, out, log_sums, out, out, out, out, strides, batch, heads, \
+                                    length, size, scale});                                                            \
     }                                                                                                                 \
     void causal_attention_backward_##type(const T* query, const T* key, const T* value, const T* out, const T* grad,  \
                                           float* log_sums, T* grad_query, T* grad_key, T* grad_value,                 \
                                           const Size* strides, Size batch, Size heads, Size length, Size size,        \
                                           float scale) {                                                              \
-        every_head<Backward>(Call<T>{query, key, value, out, grad, log_sums, nullptr, grad_query, grad_key,           \
+        every_head<Backward>(Call<T>{query, key, value, out, grad, log_sums, grad_query, grad_query, grad_key,        \
                                      grad_value, strides, batch, heads, length, size, scale});                        \
     }
 
