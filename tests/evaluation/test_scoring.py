@@ -27,6 +27,7 @@ RunOnRanks = Callable[..., list[Any]]
 
 SAME_AS_TRANSFORMERS = 1e-4  # nats, of up to eight tokens, in float32
 MODEL = tiny_model(num_layers=4, seq_length=48)
+SAME_IN_LAYOUTS = 2 * LOSSES  # of one request, not the mean of many: 1.2e-5 seen (tp=4, MKL on an AMD CPU)
 SOME_LAYOUTS = ("tp=2,sp=true,fan=sequence", "cp=2", "pp=2,vpp=2", "dp=2")
 """Of two ranks: each way of spreading a row, a layer or the requests once."""
 
@@ -81,7 +82,7 @@ def same_in(
     for of_rank in run_on_ranks(ranks, scores, layouts, documents):
         for layout, found in zip(layouts, of_rank, strict=True):
             for task, own, expected in zip(tasks(documents), found, alone, strict=True):
-                np.testing.assert_allclose(own, expected, rtol=LOSSES, err_msg=f"{task.name}, {layout}")
+                np.testing.assert_allclose(own, expected, rtol=SAME_IN_LAYOUTS, err_msg=f"{task.name}, {layout}")
                 assert choices(task, own) == choices(task, expected), (task.name, layout)
 
 
