@@ -33,7 +33,7 @@ import torch
 from benchmarking.machine import measured_machine, predicted_seconds
 from benchmarking.matrix_rate import MatrixClock
 from benchmarking.peers import Peer, runnable_peers, start_peer
-from benchmarking.ranks import MANY_STEPS, CaseProcesses, Timing, ranks_of, write_tokens
+from benchmarking.ranks import CaseProcesses, Timing, ranks_of, run_values, write_tokens
 
 from megatron_fanformer.durable_files import file_problems
 from megatron_fanformer.errors import FanformerError, InputError
@@ -254,21 +254,16 @@ def _values(
     case: Case, options: argparse.Namespace, tokens: str, run: Path, device: devices.DeviceKind
 ) -> dict[str, Any]:
     layout = parse_layout(f"distributed_optimizer=true,{case.layout}")
-    values = {
-        "model": dataclasses.asdict(case.model),
-        "parallel": dataclasses.asdict(layout.parallel),
-        "kernels": dataclasses.asdict(layout.kernels),
-        "runtime": {"device": device},
-        "precision": {"dtype": "fp32" if case.dtype == "fp32" else "bf16"},
-        "data": {"train_data": [tokens]},
-        "training": {
-            "run_dir": str(run),
-            "train_iters": MANY_STEPS,
-            "micro_batch_size": options.micro_batch_size,
-            "global_batch_size": _samples_a_step(case, options),
-        },
-        "logging": {"log_interval": MANY_STEPS},
-    }
+    values = run_values(
+        case.model,
+        "fp32" if case.dtype == "fp32" else "bf16",
+        tokens,
+        run,
+        device=device,
+        micro_batch_size=options.micro_batch_size,
+        global_batch_size=_samples_a_step(case, options),
+    )
+    values |= {"parallel": dataclasses.asdict(layout.parallel), "kernels": dataclasses.asdict(layout.kernels)}
     if case.dtype == "fp8":
         values["precision"]["fp8"] = "hybrid"
     for section, name, value in [*options.set, *([] if case.setting is None else [case.setting])]:

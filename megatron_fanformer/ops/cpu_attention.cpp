@@ -65,7 +65,7 @@ class Forward {
             pack_transposed(head.key + first * head.stride(1), head.stride(1),
                             std::min(block_keys, head.length - first), head.size, keys.data() + first * head.steps(),
                             block_keys);
-        pack(head.value, head.stride(2), head.length, head.size, values.data(), width);
+        pack<T>(head.value, head.stride(2), head.length, head.size, values.data(), width);
         for (Size begin = 0; begin < head.length; begin += QUERIES) {
             const Size end = std::min(begin + QUERIES, head.length);
             for (Size first = 0; first < end; first += block_keys) see(head, begin, end, first);
@@ -131,8 +131,8 @@ class Backward {
     }
 
     void operator()(const Call<T>& head) {
-        pack(head.query, head.stride(0), head.length, head.size, query_rows.data(), width);
-        pack(head.grad, head.stride(4), head.length, head.size, grad_rows.data(), width);
+        pack<T>(head.query, head.stride(0), head.length, head.size, query_rows.data(), width);
+        pack<T>(head.grad, head.stride(4), head.length, head.size, grad_rows.data(), width);
         for (Size row = 0; row < head.length; row++) {
             const T *out = head.out + row * head.stride(3), *grad = head.grad + row * head.stride(4);
             float average = 0;
@@ -147,7 +147,7 @@ class Backward {
             const T *key = head.key + first * head.stride(1), *value = head.value + first * head.stride(2);
             pack_transposed(key, head.stride(1), count, head.size, keys.data(), block_keys);
             pack_transposed(value, head.stride(2), count, head.size, values.data(), block_keys);
-            pack(key, head.stride(1), count, head.size, key_rows.data(), width);
+            pack<T>(key, head.stride(1), count, head.size, key_rows.data(), width);
             std::fill(grad_key.begin(), grad_key.end(), 0.0f);
             std::fill(grad_value.begin(), grad_value.end(), 0.0f);
             for (Size begin = first / QUERIES * QUERIES; begin < head.length; begin += QUERIES)
@@ -189,18 +189,9 @@ class Backward {
 
     // A block [queries, keys] as the left factor of a sum over queries, and the slopes as that of a sum over keys.
     Left by_keys(const std::vector<float>& block, std::vector<uint32_t>& words, Size rows, Size columns) {
-        if constexpr (DEPTH<T> == 1) {
-            return {reinterpret_cast<const char*>(block.data()), sizeof(float), block_keys * Size(sizeof(float))};
-        } else {
-            for (Size row = 0; row < rows; row += 2) {
-                const float *one = block.data() + row * block_keys, *two = one + block_keys;
-                uint32_t* to = words.data() + row / 2 * block_keys;
-                const uint32_t kept = row + 1 < rows ? 0xffffffff : 0xffff;
-#pragma omp simd
-                for (Size i = 0; i < columns; i++) to[i] = (rounded(one[i]) | rounded(two[i]) << 16) & kept;
-            }
-            return {reinterpret_cast<const char*>(words.data()), sizeof(Word), block_keys * Size(sizeof(Word))};
-        }
+        if (DEPTH<T> == 1) return across_rows(block.data(), block_keys);
+        pack<T>(block.data(), block_keys, rows, columns, words.data(), block_keys);
+        return across_rows(words.data(), block_keys);
     }
     Left by_queries(Size rows, Size columns) {
         if constexpr (DEPTH<T> == 1) {

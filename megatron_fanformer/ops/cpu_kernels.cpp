@@ -148,17 +148,16 @@ void add_product(const T* grad, Size grad_stride, const T* x, Size x_stride, flo
         const Size blocks = up_to_multiple((rows - 1) / MOST_ROWS + 1, omp_get_num_threads());  // each takes as many
         const Size block = up_to_multiple((rows - 1) / blocks + 1, TILE_ROWS);
         const std::unique_ptr<uint32_t[]> own(new uint32_t[steps * block]);
-        const Left left{reinterpret_cast<const char*>(own.get()), sizeof(Word), block * Size(sizeof(Word))};
 #pragma omp for schedule(dynamic)
         for (Size panel = 0; panel < panels; panel++)
-            pack(x + panel * PANEL, x_stride, tokens, std::min(PANEL, columns - panel * PANEL),
-                 packed.get() + panel * steps * PANEL, PANEL);
+            pack<T>(x + panel * PANEL, x_stride, tokens, std::min(PANEL, columns - panel * PANEL),
+                    packed.get() + panel * steps * PANEL, PANEL);
 #pragma omp for schedule(dynamic)
         for (Size first = 0; first < rows; first += block) {
             const Size count = std::min(block, rows - first);
-            pack(grad + first, grad_stride, tokens, count, own.get(), block);
+            pack<T>(grad + first, grad_stride, tokens, count, own.get(), block);
             for (Size panel = 0; panel < panels; panel++)
-                multiply<T>(left, packed.get() + panel * steps * PANEL, PANEL, steps,
+                multiply<T>(across_rows(own.get(), block), packed.get() + panel * steps * PANEL, PANEL, steps,
                             sum + first * sum_stride + panel * PANEL, sum_stride, count,
                             std::min(PANEL, columns - panel * PANEL), true);
         }

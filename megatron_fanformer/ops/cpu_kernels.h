@@ -39,6 +39,8 @@ inline uint32_t rounded(float x) {
     return x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
+inline uint32_t rounded(bf16 x) { return x.bits; }
+
 inline void store(bf16& to, float x) { to.bits = uint16_t(rounded(x)); }
 
 // exp in float32, to 2 units in the last place: 2^n * e^r with |r| <= ln(2) / 2. Below -87 it is 0; NaN stays NaN.
@@ -109,6 +111,11 @@ Left along_rows(const T* x, Size stride) {
     return {reinterpret_cast<const char*>(x), stride * Size(sizeof(T)), sizeof(Word)};
 }
 
+// A packed matrix, whose rows of words are the steps of the sum, and whose columns are the product's rows.
+inline Left across_rows(const void* words, Size columns) {
+    return {static_cast<const char*>(words), sizeof(Word), columns * Size(sizeof(Word))};
+}
+
 template <typename T, int ROWS, int VECTORS>
 inline void multiply_tile(Left a, const uint32_t* b, Size b_stride, Size steps, float* c, Size c_stride, bool add) {
     Lanes sums[ROWS][VECTORS];  // in registers, if all of the loops over it are unrolled
@@ -166,16 +173,18 @@ void pack_transposed(const T* x, Size stride, Size rows, Size size, uint32_t* ou
 }
 
 // Pack x [rows, size] for a sum over its rows: `out` is [rows in words, columns]; what is beyond rows and size is 0.
-template <typename T>
-void pack(const T* x, Size stride, Size rows, Size size, uint32_t* out, Size columns) {
+// Values of another type than T are rounded to it.
+template <typename T, typename From>
+void pack(const From* x, Size stride, Size rows, Size size, uint32_t* out, Size columns) {
     for (Size row = 0; row < rows; row += DEPTH<T>, out += columns) {
-        const T* first = x + row * stride;
+        const From* first = x + row * stride;
         if constexpr (DEPTH<T> == 1) {
             std::memcpy(out, first, size * sizeof(Word));
         } else {
-            const T* second = row + 1 < rows ? first + stride : first;
+            const From* second = row + 1 < rows ? first + stride : first;
             const uint32_t kept = row + 1 < rows ? 0xffffffff : 0xffff;
-            for (Size i = 0; i < size; i++) out[i] = (first[i].bits | uint32_t(second[i].bits) << 16) & kept;
+#pragma omp simd
+            for (Size i = 0; i < size; i++) out[i] = (rounded(first[i]) | rounded(second[i]) << 16) & kept;
         }
         std::fill(out + size, out + columns, 0);
     }

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from benchmarking.matrix_rate import REPEATS, timed
-from benchmarking.ranks import MANY_STEPS, ranks_of, write_tokens
+from benchmarking.ranks import ranks_of, run_values, write_tokens
 from megatron_fanformer.model.config import FANformerConfig, as_transformer
 from megatron_fanformer.ops.attention import attention
 from megatron_fanformer.ops.element_wise import swiglu
@@ -91,20 +91,9 @@ def _host(dtype: str) -> dict[str, float]:
         tokens = write_tokens(Path(folder, "tokens"), NARROW.vocab_size, 100 * NARROW.seq_length)
         ranks = []
         for layers in NARROW_LAYERS:
-            run = {
-                "model": dataclasses.asdict(dataclasses.replace(NARROW, num_layers=layers)),
-                "runtime": {"device": "cpu"},
-                "precision": {"dtype": dtype},
-                "data": {"train_data": [tokens]},
-                "training": {
-                    "run_dir": str(Path(folder, str(layers))),
-                    "train_iters": MANY_STEPS,
-                    "micro_batch_size": 1,
-                    "global_batch_size": 1,
-                },
-                "logging": {"log_interval": MANY_STEPS},
-            }
-            ranks.append(stack.enter_context(contextlib.closing(ranks_of(run, 1))))
+            model, run = dataclasses.replace(NARROW, num_layers=layers), Path(folder, str(layers))
+            values = run_values(model, dtype, tokens, run, device="cpu", micro_batch_size=1, global_batch_size=1)
+            ranks.append(stack.enter_context(contextlib.closing(ranks_of(values, 1))))
             ranks[-1].steps(NARROW_STEPS)
         turns = [[own.steps(NARROW_STEPS).seconds for own in ranks] for _ in range(REPEATS)]
     few, many = map(min, zip(*turns, strict=True))

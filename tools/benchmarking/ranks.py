@@ -1,5 +1,6 @@
 """The processes of one case: ranks that hold a whole Trainer, or another, and take steps when they are told to."""
 
+import dataclasses
 import multiprocessing
 import os
 import resource
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarking.breakdown import activities, breakdown
+from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime import device as devices
 
 END_SECONDS = 20
@@ -175,6 +177,32 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
+
+
+def run_values(
+    model: FANformerConfig,
+    dtype: str,
+    tokens: str,
+    run: Path,
+    *,
+    device: str,
+    micro_batch_size: int,
+    global_batch_size: int,
+) -> dict[str, Any]:
+    """The configuration of a run that a benchmark takes steps of, as plain values."""
+    return {
+        "model": dataclasses.asdict(model),
+        "runtime": {"device": device},
+        "precision": {"dtype": dtype},
+        "data": {"train_data": [tokens]},
+        "training": {
+            "run_dir": str(run),
+            "train_iters": MANY_STEPS,
+            "micro_batch_size": micro_batch_size,
+            "global_batch_size": global_batch_size,
+        },
+        "logging": {"log_interval": MANY_STEPS},
+    }
 
 
 def write_tokens(prefix: Path, vocab_size: int, number: int) -> str:
