@@ -3,7 +3,7 @@
 import json
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
+from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.planning.machines import load_machine
 from tests.small_runs import ROOT, small_run, write_config
 
@@ -27,7 +28,7 @@ NUMBERS = {
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     """Its `main` in this process; the ranks have their own."""
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # put back at the end
     monkeypatch.syspath_prepend(str(TOOL.parent))
@@ -36,7 +37,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         monkeypatch.setattr(sys, "argv", [str(TOOL), *arguments])
         return runpy.run_path(str(TOOL))["main"]()
 
-    return run
+    yield run
+    cpu_kernels.unload("the benchmark is over")
 
 
 @pytest.mark.full  # it starts ranks of its own for each case
