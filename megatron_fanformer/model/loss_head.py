@@ -185,6 +185,7 @@ class _Gradients:
             self.sum_vh = torch.zeros_like(weight_vh, dtype=torch.float32)
         self._done_tokens = 0
         self._reduction: Any = None
+        self._is_read: Tensor | None = None
 
     def add(self, dlogits_cv: Tensor, x_ch: Tensor, factor_c: Tensor) -> None:
         """Add the next chunk's; the gradient of its logits is `dlogits_cv` times `factor_c`."""
@@ -204,12 +205,14 @@ class _Gradients:
             self._reduction = dist.all_reduce(self.x_nh, group=group, async_op=True)
             return
         whole, self.x_nh = self.x_nh, self.x_nh.new_empty((len(self.x_nh) // group.size(), self.x_nh.shape[1]))
+        self._is_read = whole  # until it is waited for, whether or not the backend holds on to it
         self._reduction = dist.reduce_scatter_tensor(self.x_nh, whole, group=group, async_op=True)
 
     def scaled(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What backward returns for the hidden states and the weight, times `scale`."""
         if self._reduction is not None:
             self._reduction.wait()
+            self._is_read = None
         x_sbh = self.x_nh.view(self.shape)
         if scale is not None:
             x_sbh.mul_(scale)

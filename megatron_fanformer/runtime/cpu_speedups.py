@@ -1,4 +1,4 @@
-"""Patches that make megatron-core faster on a CPU and change no result: a closed list, each with its reason.
+"""Patches that make megatron-core faster on a CPU and change no result but by rounding: a closed list, with reasons.
 
 `megatron_cpu.install` installs them. A run without them computes the same (the required ones are in `megatron_cpu`).
 """
@@ -12,12 +12,14 @@ import torch
 
 from megatron_fanformer.ops.element_wise import rotate
 from megatron_fanformer.ops.products import add_product
+from megatron_fanformer.runtime import cpu_collectives
 
 
 def install() -> None:
     """Install the faster forms; megatron-core must already be importable without CUDA."""
     _write_out_rotary_embedding()
     _skip_collectives_of_one_rank()
+    cpu_collectives.install()
     _add_weight_gradients_inside_products()
     _leave_the_compiler_out()
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_fanformer.runtime.collectives import COLLECTIVES, methods_replaced
 from megatron_fanformer.runtime.config import DeviceKind
+from megatron_fanformer.runtime.cpu_collectives import CollectiveThroughMemory
 
 # Messages of a pipeline are received, too, and several may be sent as one.
 _CALLS = (*COLLECTIVES, "recv", "recv_anysource", "_end_coalescing")
@@ -65,5 +66,9 @@ def timed_waits(device: DeviceKind) -> Iterator[Waits]:
 
         return call
 
-    with methods_replaced(dist.ProcessGroup, _CALLS, timed), methods_replaced(dist.Work, ("wait",), timed):
+    with (
+        methods_replaced(dist.ProcessGroup, _CALLS, timed),
+        methods_replaced(dist.Work, ("wait",), timed),
+        methods_replaced(CollectiveThroughMemory, ("wait",), timed),
+    ):
         yield waits

@@ -15,6 +15,7 @@ from megatron_fanformer.model.fan_functions import Activation, Exchanged, FANAct
 from megatron_fanformer.model.fan_rows import FANOutput, FANShard
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.runtime.shared_memory import GroupMemory
 from tests.tiny import tiny_model
 
 MODEL = tiny_model(hidden_size=64, seq_length=6)
@@ -41,7 +42,8 @@ class Recorded(TorchDispatchMode):
 @contextmanager
 def recorded() -> Iterator[list[str]]:
     wait = Exchanged.wait
-    with Recorded() as mode:
+    all_by_gloo = mock.patch.object(GroupMemory, "of", lambda _group: None)  # torch dispatches no others
+    with all_by_gloo, Recorded() as mode:
 
         def recorded_wait(exchanged: Exchanged) -> torch.Tensor:
             mode.events.append("wait")

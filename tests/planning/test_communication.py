@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from megatron_fanformer.planning.step_traffic import StepTraffic
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
+from megatron_fanformer.runtime.shared_memory import GroupMemory
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.training.step import StepShape, train_step, wrap_stages
 from tests.tiny import tiny_model
@@ -180,7 +182,8 @@ def count_step(step: StepTraffic, clip_grad: float = 1.0) -> CountedRank:
             seq_length=step.model.seq_length,
         )
         train_step(wrapped, optimizer, batches(step), grid, shape)
-        with Dispatched() as dispatched, count_collectives(grid) as counts:
+        all_by_gloo = mock.patch.object(GroupMemory, "of", lambda _group: None)  # torch dispatches no others
+        with all_by_gloo, Dispatched() as dispatched, count_collectives(grid) as counts:
             train_step(wrapped, optimizer, batches(step), grid, shape)
         return CountedRank(
             stage=grid.groups.pp.rank(),

@@ -1,7 +1,8 @@
 """Simulated ranks against real ones over gloo: the same code, followed by the same tracker, to the byte."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -11,7 +12,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_fanformer.runtime.collectives import CollectiveCount
+from megatron_fanformer.runtime.cpu_collectives import CollectiveThroughMemory
 from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.runtime.shared_memory import GroupMemory
 from megatron_fanformer.simulation.fake_rank import run_rank, take_steps
 from megatron_fanformer.simulation.memory_tracker import MemoryTracker
 from megatron_fanformer.training.config import RunConfig
@@ -79,23 +82,33 @@ class FollowedRank(NamedTuple):
     collectives: list[CollectiveCount]
 
 
+@contextlib.contextmanager
+def collectives_unseen() -> Iterator[None]:
+    """Without what is the collectives' own: the memory that CPU ranks share, and what gloo copies."""
+    with contextlib.ExitStack() as stack:
+        for owner, name in (
+            (GroupMemory, "of"),
+            (CollectiveThroughMemory, "_next"),
+            (CollectiveThroughMemory, "wait"),
+            (dist.Work, "wait"),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, unseen(getattr(owner, name))))
+        yield
+
+
 def followed(config: RunConfig) -> FollowedRank:
-    """This rank, over gloo, less what is gloo's own."""
     tracker = MemoryTracker()
-    without_gloo = mock.patch.object(dist.Work, "wait", unseen(dist.Work.wait))
-    with without_gloo, tracker, rank_grid(config.parallel, "cpu") as grid:
+    with collectives_unseen(), tracker, rank_grid(config.parallel, "cpu") as grid:
         _, collectives = take_steps(config, grid, seed=0, tracker=tracker)
         return FollowedRank(tracker.peak_bytes, tracker.held_bytes, collectives)
 
 
-def unseen(wait: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo reduces and scatters in a buffer of its own, out of which it copies when it is waited for."""
-
-    def wait_unseen(*args: Any, **kwargs: Any) -> Any:
+def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
-            return wait(*args, **kwargs)
+            return function(*args, **kwargs)
 
-    return wait_unseen
+    return call
 
 
 ATTEMPTS = 3
@@ -127,7 +140,7 @@ def allocated(config: RunConfig) -> tuple[int, int, int]:
     """This rank's stage, and its peak by the tracker and by torch's own record of its CPU allocator."""
     tracker = MemoryTracker()
     recorder = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    with recorder, tracker, rank_grid(config.parallel, "cpu") as grid:
+    with recorder, collectives_unseen(), tracker, rank_grid(config.parallel, "cpu") as grid:
         take_steps(config, grid, seed=0)
         stage = grid.groups.pp.rank()
     held = peak = 0

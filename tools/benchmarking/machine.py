@@ -24,6 +24,7 @@ from megatron_fanformer.ops.element_wise import swiglu
 from megatron_fanformer.planning.machines import known_machines, machine_of
 from megatron_fanformer.planning.roofline import layer_operations
 from megatron_fanformer.planning.step_time import FLASH_BACKWARD, step_time
+from megatron_fanformer.runtime import cpu_collectives
 from megatron_fanformer.training.config import config_from_dict
 
 USUAL_GPU = "h100"
@@ -66,8 +67,8 @@ def measured_machine(
 
 @functools.cache
 def _cpu() -> dict[str, Any]:
-    """What does not change from round to round, of a CPU whose ranks communicate over gloo."""
-    with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
+    """What does not change from round to round, of a CPU whose ranks are this machine's."""
+    with tempfile.TemporaryDirectory(prefix="sums-") as folder:
         multiprocessing.spawn(_time_sums, args=(folder,), nprocs=2)
         least, most = json.loads(Path(folder, "seconds").read_text())
     # Of two ranks an all-reduce moves half of the tensor, twice.
@@ -80,7 +81,7 @@ def _cpu() -> dict[str, Any]:
         "domain_size": os.cpu_count(),
         "domain": link,
         "network": link,
-        "overlap": 0.0,  # gloo takes cores from the computation
+        "overlap": 0.0,  # what moves bytes is the cores
     }
 
 
@@ -105,6 +106,7 @@ def _host(dtype: str) -> dict[str, float]:
 
 def _time_sums(rank: int, folder: str) -> None:
     """Write the seconds of an all-reduce over two ranks, of one number and of many bytes."""
+    cpu_collectives.install()
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     seconds = []
     for elements in (1, LARGEST_SUM // 4):

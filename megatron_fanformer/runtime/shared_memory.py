@@ -1,0 +1,147 @@
+"""Memory that the ranks of a group on one machine share, and the word from each to each that something is in it."""
+
+import contextlib
+import mmap
+import os
+import secrets
+import select
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+PIECE_BYTES = 2 * 2**20
+"""What a rank writes at a time: few enough that it is still in the processor's caches when the others read it."""
+
+_NAME = "fanformer-rank"
+
+
+class Piece(NamedTuple):
+    """A step of a collective: each rank writes up to PIECE_BYTES, and reads what the others wrote."""
+
+    written: list[tuple[int, torch.Tensor]]
+    """Flat tensors, each with where it begins in this rank's buffer, in elements."""
+    finish: Callable[[list[torch.Tensor]], None]
+    """What to do with the buffers of all ranks (bytes), once each has written."""
+
+
+class GroupMemory:
+    """Two buffers a rank, which it writes in turns.
+
+    One is written again when all ranks have written the other one after it, and so have read this one: therefore only
+    one collective may be going on.
+    """
+
+    _of_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, "GroupMemory | None"]] = (
+        weakref.WeakKeyDictionary()
+    )
+
+    def __init__(self, rank: int, buffers: list[torch.Tensor], said: list[int], heard: list[int], seconds: float):
+        """Use memory that is connected.
+
+        Args:
+            buffers: bytes [2, PIECE_BYTES] of each rank.
+            said: descriptors of the pipes to the other ranks.
+            heard: of the pipes from them.
+            seconds: how long they may be silent.
+        """
+        self.rank, self.size = rank, len(buffers)
+        self._buffers, self._said, self._heard, self._seconds = buffers, said, heard, seconds
+        self._turn = 0
+        self.is_in_use = False
+        """Whether a collective is going on."""
+        weakref.finalize(self, _close, [*said, *heard])
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> "GroupMemory | None":
+        """A group's; None where its ranks share none. The first call is a collective of the group."""
+        if group not in cls._of_group:
+            backend = group._get_backend(torch.device("cpu"))
+            cls._of_group[group] = _connect(backend) if isinstance(backend, dist.ProcessGroupGloo) else None
+        return cls._of_group[group]
+
+    def write(self, piece: Piece) -> list[torch.Tensor]:
+        """Write this rank's share, and tell the others; the buffers to read once they told, too (see `hear`)."""
+        self._turn = 1 - self._turn
+        buffers = [buffer[self._turn] for buffer in self._buffers]
+        for begin, tensor in piece.written:
+            buffers[self.rank].view(tensor.dtype)[begin : begin + tensor.numel()].copy_(tensor)
+        for pipe in self._said:
+            os.write(pipe, b"\0")
+        return buffers
+
+    def hear(self) -> None:
+        """Wait until all others have written.
+
+        Raises:
+            RuntimeError: one of them has ended, or is silent for too long.
+        """
+        for pipe in self._heard:
+            poll = select.poll()
+            poll.register(pipe, select.POLLIN)
+            if not poll.poll(1000 * self._seconds):
+                raise RuntimeError(f"another rank has been silent for {self._seconds:.0f} seconds")
+            if not os.read(pipe, 1):
+                raise RuntimeError("Connection closed by peer: another rank has ended")
+
+
+def _connect(gloo: Any) -> GroupMemory | None:
+    """Memory with pipes, which all ranks have; None where one cannot.
+
+    Neither has a name in a file system: they are gone with the last of their processes, however that ends.
+    """
+    rank, size = gloo.rank(), gloo.size()
+    key = secrets.randbits(62)
+    own = [-1] * (1 + size)  # the memory, and where each rank is to write
+    heard = []
+    if hasattr(os, "memfd_create"):
+        own[0] = os.memfd_create(_NAME)
+        os.write(own[0], key.to_bytes(8, "little"))
+        os.ftruncate(own[0], 2 * PIECE_BYTES)
+        for other in range(size):
+            if other != rank:
+                pipe, own[1 + other] = os.pipe()
+                heard.append(pipe)
+    places = torch.zeros(size, 2 + len(own), dtype=torch.int64)
+    gloo.allgather([list(places)], [torch.tensor([os.getpid(), key, *own])]).wait()
+    buffers, said = [], []
+    with contextlib.suppress(OSError):
+        for other, (process, theirs, memory, *pipes) in enumerate(places.tolist()):
+            buffers.append(_map(process, memory, theirs))
+            if other != rank:
+                said.append(os.open(f"/proc/{process}/fd/{pipes[rank]}", os.O_WRONLY))
+    is_connected = torch.tensor([len(buffers) == size and len(said) == size - 1], dtype=torch.uint8)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+    gloo.allreduce([is_connected], options).wait()  # and no key is read any more
+    _close([descriptor for descriptor in own if descriptor >= 0])
+    if not is_connected:
+        _close([*heard, *said])
+        return None
+    return GroupMemory(rank, buffers, said, heard, gloo.options._timeout.total_seconds())
+
+
+def _map(process: int, descriptor: int, key: int) -> torch.Tensor:
+    """A rank's memory.
+
+    Raises:
+        OSError: it is not a process of this machine.
+    """
+    path = f"/proc/{process}/fd/{descriptor}"
+    if _NAME not in os.readlink(path):
+        raise OSError(f"{path} is another process's")
+    opened = os.open(path, os.O_RDWR)
+    try:
+        memory = mmap.mmap(opened, 2 * PIECE_BYTES)
+    finally:
+        os.close(opened)
+    if memory[:8] != key.to_bytes(8, "little"):
+        raise OSError(f"{path} is another rank's")
+    return torch.frombuffer(memory, dtype=torch.uint8).view(2, PIECE_BYTES)
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
