@@ -8,6 +8,9 @@ names at import, and are refused after. Checked on megatron-core 0.16.1 and 0.19
 
 import importlib
 import sys
+import types
+from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -42,7 +45,7 @@ def adapt(*, with_engine: bool = False) -> None:
         raise RuntimeError("megatron.core was imported before runtime.megatron_cpu.install(); call install() first")
     _hide_cuda_extensions(("apex",) if with_engine else ("transformer_engine", "apex"))
     cuda_on_cpu.map_cuda()
-    _import_megatron()
+    _import_megatron(with_engine)
     _adapt_random_state()
     _adapt_recomputation(with_engine)
     _adapt_inference()
@@ -61,22 +64,49 @@ def _hide_cuda_extensions(extensions: tuple[str, ...]) -> None:
         sys.modules[extension] = None  # type: ignore[assignment]  # the import system's own mark for "not found"
 
 
-def _import_megatron() -> None:
+# What megatron-core 0.16 imports where it is there, and nothing here uses on a CPU: three quarters of its time, by FSDP
+# above all, which asks for torch's distributed tensors. (0.19 needs them all.)
+_OPTIONAL = (
+    "megatron.core.distributed.fsdp.src.megatron_fsdp",
+    "torch.distributed._tensor",
+    "torch.distributed.fsdp",
+    "triton",
+)
+# Of these it has functions in any case, which it calls for FSDP's checkpoints and for NCCL's memory.
+_CALLED_SELDOM = ("megatron.core.transformer.fsdp_dtensor_checkpoint", "torch.utils.cpp_extension")
+
+
+def _import_megatron(with_engine: bool) -> None:
     """megatron.core.jit binds torch.compile when imported; inductor would need a compiler at run time.
 
     Its dynamic inference, which is not used here, imports wandb where that is installed: a second, for nothing.
     """
     compile_ = torch.compile
     torch.compile = lambda function=None, **_: function if function else (lambda f: f)  # type: ignore
-    hides_wandb = "wandb" not in sys.modules
-    if hides_wandb:
-        sys.modules["wandb"] = None  # type: ignore[assignment]
+    hidden: dict[str, Any] = {"wandb": None}
+    if not with_engine and metadata.version("megatron-core").startswith("0.16."):
+        hidden |= dict.fromkeys(_OPTIONAL) | {name: _imported_when_called(name) for name in _CALLED_SELDOM}
+    hidden = {name: module for name, module in hidden.items() if name not in sys.modules}
+    sys.modules.update(hidden)
     try:
-        importlib.import_module("megatron.core")
+        importlib.import_module("megatron.core.models.gpt")  # with all of megatron-core that a model is built from
     finally:
         torch.compile = compile_
-        if hides_wandb:
-            del sys.modules["wandb"]
+        for name in hidden:
+            del sys.modules[name]
+
+
+def _imported_when_called(name: str) -> types.ModuleType:
+    """Stands for a module of which functions are imported, until one of them is called."""
+
+    def function(attribute: str) -> Callable[..., Any]:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return lambda *args, **kwargs: getattr(importlib.import_module(name), attribute)(*args, **kwargs)
+
+    stand_in = types.ModuleType(name)
+    stand_in.__getattr__ = function  # type: ignore[method-assign]
+    return stand_in
 
 
 def _adapt_random_state() -> None:

@@ -1,18 +1,21 @@
 """The saves of a run: a step's state to disk, and all that is due once a checkpoint has its name."""
 
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.mirror import Mirror
-from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.interrupts import InterruptListener
+
+if TYPE_CHECKING:
+    from megatron_fanformer.checkpoint.saving import CheckpointSaver
 
 STOPPED_MIRROR_SECONDS = 60.0  # after a signal to stop, whose sender may not wait: the next start copies what is left
 
@@ -39,6 +42,7 @@ class Saves:
         note_saved: Callable[[], None],
         note_failure: Callable[[str, str], None],
     ) -> None:
+        self._config, self._grid = config, grid
         self._checkpoints = Path(config.training.run_dir) / store.CHECKPOINTS
         self._listener, self._note_saved = listener, note_saved
         self._has_mirror = config.checkpoint.mirror is not None
@@ -47,12 +51,18 @@ class Saves:
             keep=config.checkpoint.mirror_keep,
             note_failure=note_failure,
         )
-        self._saver = CheckpointSaver(
-            Path(config.training.run_dir),
-            grid,
-            keep=config.checkpoint.keep,
-            async_save=config.checkpoint.async_save,
-            fully_parallel=config.checkpoint.fully_parallel_save,
+
+    @functools.cached_property
+    def _saver(self) -> "CheckpointSaver":
+        """Made after the first step: torch's checkpoints import its distributed tensors, for over half a second."""
+        from megatron_fanformer.checkpoint.saving import CheckpointSaver
+
+        return CheckpointSaver(
+            Path(self._config.training.run_dir),
+            self._grid,
+            keep=self._config.checkpoint.keep,
+            async_save=self._config.checkpoint.async_save,
+            fully_parallel=self._config.checkpoint.fully_parallel_save,
             spared=lambda: self._mirror.spared,
         )
 
@@ -87,7 +97,8 @@ class Saves:
 
     def close(self) -> None:
         """Abort the writing of a checkpoint and all copies."""
-        self._saver.close()
+        if "_saver" in vars(self):
+            self._saver.close()
         self._mirror.close()
 
     def _tell(self, step: int, published: Path | None) -> None:

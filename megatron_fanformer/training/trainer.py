@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.training_state import load_training_state, load_weights
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.errors import CorruptError, DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stages
@@ -332,6 +331,8 @@ class Trainer:
             kernels=config.kernels,
         )
         if loaded:
+            from megatron_fanformer.checkpoint.training_state import load_weights  # as in `Saves._saver`
+
             with told_if_slow(f"loading the weights of {loaded}"):
                 load_weights(loaded, self._stages, grid)
             logger.debug("starts with the weights of %s", loaded)
@@ -426,6 +427,8 @@ class Trainer:
         logger.debug("loaded %s in %.1f s", checkpoint, time.monotonic() - started)
 
     def _load_checkpoint(self, checkpoint: Path) -> None:
+        from megatron_fanformer.checkpoint.training_state import load_training_state  # as in `Saves._saver`
+
         with weights_in_step(self._wrapped):
             progress = load_training_state(
                 checkpoint,

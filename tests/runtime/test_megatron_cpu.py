@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -55,6 +56,7 @@ def test_an_optimizer_leaves_torchs_compiler_out() -> None:
 from megatron_fanformer.runtime import megatron_cpu
 megatron_cpu.install()
 import sys
+from importlib.metadata import version
 import torch
 from megatron_fanformer.training.optimizer import Adam
 weight = torch.nn.Parameter(torch.ones(3))
@@ -67,3 +69,32 @@ assert "torch._dynamo" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+ON_0_16 = pytest.mark.skipif(not version("megatron-core").startswith("0.16."), reason="megatron-core 0.19 needs them")
+
+
+@ON_0_16
+@pytest.mark.full
+def test_a_trainer_needs_no_distributed_tensors_before_it_saves() -> None:
+    """torch's: half a second of every start."""
+    code = """
+from megatron_fanformer.runtime import megatron_cpu
+megatron_cpu.install()
+import sys
+from importlib.metadata import version
+import megatron_fanformer.training.trainer
+assert not {"torch.distributed.tensor", "torch.distributed.checkpoint", "sympy", "setuptools"} & set(sys.modules)
+import torch.distributed.fsdp, torch.utils.cpp_extension, megatron_fanformer.checkpoint.saving
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@ON_0_16
+def test_what_was_left_out_is_imported_when_it_is_called() -> None:
+    from megatron.core import optimizer
+
+    with pytest.raises(ValueError, match="not found in model chunks"):
+        optimizer.get_global_unique_param_name([], None)
+    assert sys.modules["megatron.core.transformer.fsdp_dtensor_checkpoint"].__file__
