@@ -21,7 +21,6 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.training_state import load_weights
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.errors import noting
-from megatron_fanformer.formats.huggingface import open_huggingface, stated_model
 from megatron_fanformer.formats.name_table import convert
 from megatron_fanformer.formats.recognition import RUNNABLE, checkpoint_of, recognise
 from megatron_fanformer.model.build import build_stages, sharded_state
@@ -104,6 +103,8 @@ def find_model_and_tokenizer(
 
 
 def _huggingface_source(folder: Path) -> ModelSource:
+    from megatron_fanformer.formats.huggingface import stated_model  # imports transformers: over a second
+
     stated = stated_model(folder)
     return ModelSource(
         path=folder,
@@ -117,6 +118,8 @@ def _huggingface_source(folder: Path) -> ModelSource:
 
 @torch.no_grad()
 def _fill_from_huggingface(folder: Path, stages: list[Any], grid: RankGrid) -> None:
+    from megatron_fanformer.formats.huggingface import open_huggingface
+
     config, tensors = open_huggingface(folder)
     whole = convert(tensors, config, "hf", "megatron")
     for shard in local_shards({str(number): sharded_state(chunk, grid) for number, chunk in enumerate(stages)}):
