@@ -4,163 +4,163 @@ gloo sends tensors through sockets even where no network is between, and scatter
 rank. A sum here is the same on all ranks, bit for bit, and from run to run.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_fanformer.runtime.shared_memory import PIECE_BYTES, GroupMemory, Piece
+from megatron_fanformer.runtime.shared_memory import PIECE_BYTES, Buffers, GroupMemory, Written
 
 _Operation = Callable[..., torch.Tensor]
 _Tensors = Sequence[torch.Tensor]
+_Pieces = Generator[Written, Buffers, None]
+"""A collective, piece by piece: yields what this rank writes, and is sent all ranks' buffers once each has written."""
 
 
 def install() -> None:
     """Replace the methods of process groups by which torch.distributed's functions sum and gather.
 
-    Where the ranks are not CPUs of one machine, or what is asked for is not a sum or a maximum, they do as before.
+    Where the ranks are not CPUs of one machine, or what is asked for is not a sum or a maximum of numbers, or is
+    refused by gloo, they do as before.
     """
-    for names, pieces_of, is_coalesced in (
-        (("allreduce", "allreduce_coalesced"), _all_reduce, True),
-        (("_reduce_scatter_base", "reduce_scatter_single"), _reduce_scatter, False),
-        (("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"), _reduce_scatter, True),
-        (("_allgather_base", "all_gather_single"), _all_gather, False),
-        (("allgather_into_tensor_coalesced", "all_gather_single_coalesced"), _all_gather, True),
+    for names, pieces_of in (
+        (("allreduce", "allreduce_coalesced"), _all_reduce),
+        (("_reduce_scatter_base", "reduce_scatter_tensor_coalesced"), _reduce_scatter),
+        (("reduce_scatter_single", "reduce_scatter_single_coalesced"), _reduce_scatter),
+        (("_allgather_base", "allgather_into_tensor_coalesced"), _all_gather),
+        (("all_gather_single", "all_gather_single_coalesced"), _all_gather),
     ):
         for name in names:  # torch 2.13 renamed them, and has both
             if hasattr(dist.ProcessGroup, name):
                 method = getattr(dist.ProcessGroup, name)
-                setattr(dist.ProcessGroup, name, _through_memory(method, pieces_of, is_coalesced))
+                setattr(dist.ProcessGroup, name, _through_memory(method, pieces_of))
 
 
-def _through_memory(
-    method: Callable[..., Any], pieces_of: Callable[..., Iterator[Piece]], is_coalesced: bool
-) -> Callable[..., Any]:
+def _through_memory(method: Callable[..., Any], pieces_of: Callable[..., _Pieces]) -> Callable[..., Any]:
+    is_sum = pieces_of is not _all_gather
+
     def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        if group.size() == 1 or kwargs or not hasattr(args[-1], "asyncOp"):  # or not called as those functions do
+        # Of a gather torch 2.11 gives no options.
+        *tensors, options = args if hasattr(args[-1], "asyncOp") else (*args, None)
+        operation = _operation(options)
+        if group.size() == 1 or kwargs or (is_sum and operation is None):
             return method(group, *args, **kwargs)
-        *tensors, options = args
-        if not is_coalesced:
-            tensors = [[tensor] for tensor in tensors]
-        if not _is_done_here(tensors[0], options):
+        lists = [[each] if isinstance(each, torch.Tensor) else each for each in tensors]
+        if not _fit(lists, group.size(), is_sum=is_sum):
             return method(group, *args)
         memory = GroupMemory.of(group)
         if memory is None or memory.is_in_use:
             return method(group, *args)
-        return CollectiveThroughMemory(memory, pieces_of(memory, *tensors, options))
+        return CollectiveThroughMemory(memory, pieces_of(memory, operation, *lists))
 
     return call
 
 
-def _is_done_here(tensors: _Tensors, options: Any) -> bool:
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        return False
-    if not hasattr(options, "reduceOp"):
-        return True
-    return _operation(options) is not None and all(tensor.is_floating_point() for tensor in tensors)
-
-
 def _operation(options: Any) -> _Operation | None:
     """What joins two operands; None where that is left to gloo."""
-    if options.reduceOp == dist.ReduceOp.SUM:
+    operation = getattr(options, "reduceOp", None)
+    if operation == dist.ReduceOp.SUM:
         return torch.add
-    return torch.maximum if options.reduceOp == dist.ReduceOp.MAX else None
+    return torch.maximum if operation == dist.ReduceOp.MAX else None
+
+
+def _fit(lists: list[_Tensors], ranks: int, *, is_sum: bool) -> bool:
+    """Whether all are blocks on the CPU, a whole of the type of its part and `ranks` times as large."""
+    for tensors in zip(*lists, strict=True):
+        kind = tensors[0].dtype
+        if not all(each.device.type == "cpu" and each.dtype == kind and each.is_contiguous() for each in tensors):
+            return False
+        part, *whole = sorted(each.numel() for each in tensors)
+        if (whole and whole != [ranks * part]) or (is_sum and not kind.is_floating_point):
+            return False
+    return True
 
 
 class CollectiveThroughMemory(dist.Work):
-    """A collective of which this rank has written the first piece; the others follow where it is waited for."""
+    """A collective of which this rank has written the first piece; the others follow where it is waited for.
 
-    def __init__(self, memory: GroupMemory, pieces: Iterator[Piece]) -> None:
+    So all ranks must wait for those of all their groups in the same order, as ranks of one program do.
+    """
+
+    def __init__(self, memory: GroupMemory, pieces: _Pieces) -> None:
         super().__init__()
         self._memory, self._pieces = memory, pieces
-        self._piece: Piece | None = None
-        self._next()
+        self._buffers: Buffers | None = None
+        self._advance()
 
-    def _next(self) -> None:
-        with torch.no_grad():  # what is summed or gathered may be weights
-            self._piece = next(self._pieces, None)
-            if self._piece is not None:
-                self._buffers = self._memory.write(self._piece)
-        self._memory.is_in_use = self._piece is not None
+    def _advance(self) -> None:
+        with torch.no_grad(), torch.profiler.record_function(type(self).__name__):  # weights may be gathered
+            try:
+                self._buffers = self._memory.write(self._pieces.send(self._buffers))  # type: ignore[arg-type]
+            except StopIteration:
+                self._buffers = None
+        self._memory.is_in_use = self._buffers is not None
 
     def wait(self, timeout: Any = None) -> bool:
         """Take what the other ranks wrote, piece by piece."""
-        while self._piece is not None:
+        while self._buffers is not None:
             self._memory.hear()
-            with torch.no_grad():
-                self._piece.finish(self._buffers)
-            self._next()
+            self._advance()
         return True
 
+    def is_completed(self) -> bool:
+        """Whether it was waited for: nothing goes on by itself."""
+        return self._buffers is None
 
-def _all_reduce(memory: GroupMemory, tensors: _Tensors, options: Any) -> Iterator[Piece]:
-    operation = _operation(options)
-    assert operation is not None
+
+def _all_reduce(memory: GroupMemory, operation: _Operation, tensors: _Tensors) -> _Pieces:
     for tensor in tensors:
         flat = tensor.view(-1)
         if tensor.nbytes * memory.size <= 2 * PIECE_BYTES:  # in one delay in place of two
-            yield _sum(flat, operation)
+            yield from _sum(flat, operation)
         else:
             parts = flat.tensor_split(memory.size)
-            yield from _sums_of_parts(memory, parts[memory.rank], parts, operation)
+            yield from _sum_of_part(memory, operation, parts[memory.rank], parts)
             yield from _gathered_parts(memory, parts)
 
 
-def _reduce_scatter(memory: GroupMemory, outputs: _Tensors, inputs: _Tensors, options: Any) -> Iterator[Piece]:
-    operation = _operation(options)
-    assert operation is not None
+def _reduce_scatter(memory: GroupMemory, operation: _Operation, outputs: _Tensors, inputs: _Tensors) -> _Pieces:
     for output, whole in zip(outputs, inputs, strict=True):
-        yield from _sums_of_parts(memory, output.view(-1), whole.view(-1).chunk(memory.size), operation)
+        yield from _sum_of_part(memory, operation, output.view(-1), whole.view(-1).chunk(memory.size))
 
 
-def _all_gather(memory: GroupMemory, outputs: _Tensors, inputs: _Tensors, _options: Any) -> Iterator[Piece]:
+def _all_gather(memory: GroupMemory, _operation: None, outputs: _Tensors, inputs: _Tensors) -> _Pieces:
     for output, own in zip(outputs, inputs, strict=True):
         parts = output.view(-1).chunk(memory.size)
         if parts[memory.rank].data_ptr() != own.data_ptr():
-            parts[memory.rank].copy_(own.reshape(-1))
+            parts[memory.rank].copy_(own.view(-1))
         yield from _gathered_parts(memory, parts)
 
 
-def _sum(tensor: torch.Tensor, operation: _Operation) -> Piece:
+def _sum(tensor: torch.Tensor, operation: _Operation) -> _Pieces:
     """Each rank joins the whole tensors of all, in the ranks' order."""
-
-    def finish(buffers: list[torch.Tensor]) -> None:
-        first, second, *others = (buffer.view(tensor.dtype)[: len(tensor)] for buffer in buffers)
-        operation(first, second, out=tensor)
-        for other in others:
-            operation(tensor, other, out=tensor)
-
-    return Piece([(0, tensor)], finish)
+    buffers = yield [(0, tensor)]
+    first, second, *others = (buffer.view(tensor.dtype)[: len(tensor)] for buffer in buffers)
+    operation(first, second, out=tensor)
+    for other in others:
+        operation(tensor, other, out=tensor)
 
 
-def _sums_of_parts(
-    memory: GroupMemory, output: torch.Tensor, parts: _Tensors, operation: _Operation
-) -> Iterator[Piece]:
+def _sum_of_part(memory: GroupMemory, operation: _Operation, output: torch.Tensor, parts: _Tensors) -> _Pieces:
     """Each rank joins its part of all ranks' tensors; it may lie where the sum is to go."""
     length = PIECE_BYTES // memory.size // output.element_size()
     others = [rank for rank in range(memory.size) if rank != memory.rank]
     for begin in range(0, max(map(len, parts)), length):
-        end = begin + length
-
-        def finish(buffers: list[torch.Tensor], own: slice = slice(begin, end)) -> None:
-            total, joined = output[own], parts[memory.rank][own]
-            for other in others:
-                theirs = buffers[other].view(output.dtype)[memory.rank * length :][: len(total)]
-                joined = operation(joined, theirs, out=total)
-
-        yield Piece([(rank * length, parts[rank][begin:end]) for rank in others], finish)
+        piece = slice(begin, begin + length)
+        buffers = yield [(rank * length, parts[rank][piece]) for rank in others]
+        total, joined = output[piece], parts[memory.rank][piece]
+        for other in others:
+            theirs = buffers[other].view(output.dtype)[memory.rank * length :][: len(total)]
+            joined = operation(joined, theirs, out=total)
 
 
-def _gathered_parts(memory: GroupMemory, parts: _Tensors) -> Iterator[Piece]:
+def _gathered_parts(memory: GroupMemory, parts: _Tensors) -> _Pieces:
     """Each rank takes the others' parts of a tensor."""
     length = PIECE_BYTES // parts[0].element_size()
     for begin in range(0, max(map(len, parts)), length):
         pieces = [part[begin : begin + length] for part in parts]
-
-        def finish(buffers: list[torch.Tensor], pieces: list[torch.Tensor] = pieces) -> None:
-            for rank, piece in enumerate(pieces):
-                if rank != memory.rank:
-                    piece.copy_(buffers[rank].view(piece.dtype)[: len(piece)])
-
-        yield Piece([(0, pieces[memory.rank])], finish)
+        buffers = yield [(0, pieces[memory.rank])]
+        for rank, piece in enumerate(pieces):
+            if rank != memory.rank:
+                piece.copy_(buffers[rank].view(piece.dtype)[: len(piece)])

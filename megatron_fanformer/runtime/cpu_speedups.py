@@ -1,6 +1,6 @@
 """Patches that make megatron-core faster on a CPU and change no result but by rounding: a closed list, with reasons.
 
-`megatron_cpu.install` installs them. A run without them computes the same (the required ones are in `megatron_cpu`).
+`megatron_cpu.install` installs them. The required ones are in `megatron_cpu`.
 """
 
 import functools

@@ -6,8 +6,7 @@ import os
 import secrets
 import select
 import weakref
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,16 +14,14 @@ import torch.distributed as dist
 PIECE_BYTES = 2 * 2**20
 """What a rank writes at a time: few enough that it is still in the processor's caches when the others read it."""
 
+PEER_HAS_ENDED = "Connection closed by peer: another rank of this machine has ended"
 _NAME = "fanformer-rank"
 
 
-class Piece(NamedTuple):
-    """A step of a collective: each rank writes up to PIECE_BYTES, and reads what the others wrote."""
-
-    written: list[tuple[int, torch.Tensor]]
-    """Flat tensors, each with where it begins in this rank's buffer, in elements."""
-    finish: Callable[[list[torch.Tensor]], None]
-    """What to do with the buffers of all ranks (bytes), once each has written."""
+Written = list[tuple[int, torch.Tensor]]
+"""Flat tensors, each with where it begins in a rank's buffer, in elements: up to PIECE_BYTES."""
+Buffers = list[torch.Tensor]
+"""Bytes [PIECE_BYTES] of each rank."""
 
 
 class GroupMemory:
@@ -49,6 +46,9 @@ class GroupMemory:
         """
         self.rank, self.size = rank, len(buffers)
         self._buffers, self._said, self._heard, self._seconds = buffers, said, heard, seconds
+        self._polls = [select.poll() for _ in heard]
+        for poll, pipe in zip(self._polls, heard, strict=True):
+            poll.register(pipe, select.POLLIN)
         self._turn = 0
         self.is_in_use = False
         """Whether a collective is going on."""
@@ -62,14 +62,21 @@ class GroupMemory:
             cls._of_group[group] = _connect(backend) if isinstance(backend, dist.ProcessGroupGloo) else None
         return cls._of_group[group]
 
-    def write(self, piece: Piece) -> list[torch.Tensor]:
-        """Write this rank's share, and tell the others; the buffers to read once they told, too (see `hear`)."""
+    def write(self, written: Written) -> Buffers:
+        """Write this rank's share, and tell the others; what to read once they told, too (see `hear`).
+
+        Raises:
+            RuntimeError: one of them has ended.
+        """
         self._turn = 1 - self._turn
         buffers = [buffer[self._turn] for buffer in self._buffers]
-        for begin, tensor in piece.written:
+        for begin, tensor in written:
             buffers[self.rank].view(tensor.dtype)[begin : begin + tensor.numel()].copy_(tensor)
-        for pipe in self._said:
-            os.write(pipe, b"\0")
+        try:
+            for pipe in self._said:
+                os.write(pipe, b"\0")
+        except BrokenPipeError:
+            raise RuntimeError(PEER_HAS_ENDED) from None
         return buffers
 
     def hear(self) -> None:
@@ -78,13 +85,11 @@ class GroupMemory:
         Raises:
             RuntimeError: one of them has ended, or is silent for too long.
         """
-        for pipe in self._heard:
-            poll = select.poll()
-            poll.register(pipe, select.POLLIN)
+        for poll, pipe in zip(self._polls, self._heard, strict=True):
             if not poll.poll(1000 * self._seconds):
                 raise RuntimeError(f"another rank has been silent for {self._seconds:.0f} seconds")
             if not os.read(pipe, 1):
-                raise RuntimeError("Connection closed by peer: another rank has ended")
+                raise RuntimeError(PEER_HAS_ENDED)
 
 
 def _connect(gloo: Any) -> GroupMemory | None:
@@ -96,7 +101,7 @@ def _connect(gloo: Any) -> GroupMemory | None:
     key = secrets.randbits(62)
     own = [-1] * (1 + size)  # the memory, and where each rank is to write
     heard = []
-    if hasattr(os, "memfd_create"):
+    with contextlib.suppress(OSError, AttributeError):  # not allowed here, too many, not on this system
         own[0] = os.memfd_create(_NAME)
         os.write(own[0], key.to_bytes(8, "little"))
         os.ftruncate(own[0], 2 * PIECE_BYTES)

@@ -77,6 +77,13 @@ def several_at_once() -> None:
             dist.reduce_scatter_tensor(part, whole.repeat(ranks))
     works.wait()
     assert all(torch.equal(part, ranks * whole) for part, whole in zip(parts, (first, second), strict=True))
+    wholes = [torch.empty(ranks * 10), torch.empty(ranks * MANY)]
+    with _coalescing_manager(async_ops=True) as works:
+        for whole, part in zip(wholes, parts, strict=True):
+            dist.all_gather_into_tensor(whole, part)
+    assert [type(work) for work in works.works] == [CollectiveThroughMemory]
+    works.wait()
+    assert all(torch.equal(whole, part.repeat(ranks)) for whole, part in zip(wholes, parts, strict=True))
 
 
 def test_buckets_of_a_call(run_on_ranks: RunOnRanks) -> None:
@@ -113,19 +120,28 @@ def test_one_that_begins_before_the_last_ended_is_left_to_gloo(run_on_ranks: Run
     run_on_ranks(2, begun_before_the_last_ended)
 
 
-def others_than_sums_of_numbers() -> None:
+def what_gloo_does() -> None:
+    rank = dist.get_rank()
     for tensor, operation, expected in (
-        (torch.tensor([dist.get_rank() + 2]), dist.ReduceOp.SUM, 5),
-        (torch.tensor([dist.get_rank() + 2.0]), dist.ReduceOp.PRODUCT, 6),
+        (torch.tensor([rank + 2]), dist.ReduceOp.SUM, [5]),
+        (torch.tensor([rank + 2.0]), dist.ReduceOp.PRODUCT, [6]),
+        ((torch.arange(6.0) + rank).view(2, 3).t(), dist.ReduceOp.SUM, [[1, 7], [3, 9], [5, 11]]),
     ):
         work = dist.all_reduce(tensor, op=operation, async_op=True)
         assert not isinstance(work, CollectiveThroughMemory)
         work.wait()
-        assert tensor.item() == expected
+        assert tensor.tolist() == expected
+    for whole, part in ((torch.ones(4), torch.ones(2).bfloat16()), (torch.ones(7), torch.ones(4))):
+        for collective, tensors in (
+            (dist.reduce_scatter_tensor, (part, whole)),
+            (dist.all_gather_into_tensor, (whole, part)),
+        ):
+            with pytest.raises((RuntimeError, ValueError)):  # in gloo's words
+                collective(*tensors)
 
 
 def test_others_are_left_to_gloo(run_on_ranks: RunOnRanks) -> None:
-    run_on_ranks(2, others_than_sums_of_numbers)
+    run_on_ranks(2, what_gloo_does)
 
 
 def of_another_machine(rank: int) -> tuple[bool, int]:

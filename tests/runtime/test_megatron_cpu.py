@@ -56,7 +56,6 @@ def test_an_optimizer_leaves_torchs_compiler_out() -> None:
 from megatron_fanformer.runtime import megatron_cpu
 megatron_cpu.install()
 import sys
-from importlib.metadata import version
 import torch
 from megatron_fanformer.training.optimizer import Adam
 weight = torch.nn.Parameter(torch.ones(3))
@@ -76,16 +75,22 @@ ON_0_16 = pytest.mark.skipif(not version("megatron-core").startswith("0.16."), r
 
 @ON_0_16
 @pytest.mark.full
-def test_a_trainer_needs_no_distributed_tensors_before_it_saves() -> None:
-    """torch's: half a second of every start."""
-    code = """
+@pytest.mark.parametrize(
+    ("module", "needless", "later"),
+    [
+        ("training.trainer", "torch.distributed.tensor torch.distributed.checkpoint sympy", "checkpoint.saving"),
+        ("generation.models", "transformers", "formats.huggingface"),
+    ],
+)
+def test_what_a_start_does_not_need_is_not_imported(module: str, needless: str, later: str) -> None:
+    """Half a second each, or more."""
+    code = f"""
 from megatron_fanformer.runtime import megatron_cpu
 megatron_cpu.install()
 import sys
-from importlib.metadata import version
-import megatron_fanformer.training.trainer
-assert not {"torch.distributed.tensor", "torch.distributed.checkpoint", "sympy", "setuptools"} & set(sys.modules)
-import torch.distributed.fsdp, torch.utils.cpp_extension, megatron_fanformer.checkpoint.saving
+import megatron_fanformer.{module}
+assert not {{*"{needless} setuptools".split()}} & set(sys.modules)
+import torch.distributed.fsdp, torch.utils.cpp_extension, megatron_fanformer.{later}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

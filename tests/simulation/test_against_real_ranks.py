@@ -88,7 +88,7 @@ def collectives_unseen() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name in (
             (GroupMemory, "of"),
-            (CollectiveThroughMemory, "_next"),
+            (CollectiveThroughMemory, "_advance"),
             (CollectiveThroughMemory, "wait"),
             (dist.Work, "wait"),
         ):

@@ -13,7 +13,7 @@ OTHER = "other"
 # In this order: the first whose pattern an event, a kernel of it or anything around it matches. GEMMs of attention are
 # attention; those of the loss head are matrix products.
 CATEGORIES = {
-    "communication": r"c10d::|gloo:|nccl",
+    "communication": r"c10d::|gloo:|nccl|CollectiveThroughMemory",
     "attention": r"scaled_dot_product|causal_attention|flash|fmha|FusedAttn|cudnn.*sdpa",
     "matrix products": r"aten::(add|b|badd)?mm_?$|(mkl|add)_product|mkldnn_linear|gemm|nvjet|cutlass|onednn",
     "FAN activation": r"FANActivation|_fan_(activate|differentiate)",
