@@ -1,7 +1,7 @@
 """Every patch that megatron-core needs to run on a machine without CUDA: a closed list, with reasons.
 
-Those of torch are in `cuda_on_cpu`; those that only make it faster there are in `cpu_speedups`, but for what is left out
-of its import.
+Those of torch are in `cuda_on_cpu`; those that only make it faster there are in `cpu_speedups`, but for what is left
+out of its import.
 
 None is installed where a GPU is usable. They must be installed before the first import of `megatron.core`, which binds
 names at import, and are refused after. Checked on megatron-core 0.16.1 and 0.19.2.
