@@ -138,6 +138,7 @@ def test_two_nodes_under_torchrun_learn_what_one_node_does(
             "data.tokenizer": "null",
             "model.num_layers": "2",
             "model.seq_length": "32",
+            "runtime.cpu_kernels": "torch",  # as the ranks of the tests have it
             "runtime.threads_per_rank": "1",
             "schedule.lr_warmup_iters": "1",
             "training.run_dir": str(tmp_path / run),

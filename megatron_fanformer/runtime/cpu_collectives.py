@@ -34,10 +34,12 @@ def install() -> None:
         for name in names:  # torch 2.13 renamed them, and has both
             if hasattr(dist.ProcessGroup, name):
                 method = getattr(dist.ProcessGroup, name)
-                setattr(dist.ProcessGroup, name, _through_memory(method, pieces_of))
+                setattr(dist.ProcessGroup, name, _through_memory(method, pieces_of, name.endswith("coalesced")))
 
 
-def _through_memory(method: Callable[..., Any], pieces_of: Callable[..., _Pieces]) -> Callable[..., Any]:
+def _through_memory(
+    method: Callable[..., Any], pieces_of: Callable[..., _Pieces], is_coalesced: bool
+) -> Callable[..., Any]:
     is_sum = pieces_of is not _all_gather
 
     def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -46,6 +48,8 @@ def _through_memory(method: Callable[..., Any], pieces_of: Callable[..., _Pieces
         operation = _operation(options)
         if group.size() == 1 or kwargs or (is_sum and operation is None):
             return method(group, *args, **kwargs)
+        if is_sum and is_coalesced and options.asyncOp:
+            return method(group, *args)  # gradients, to be summed beside backward: gloo's threads do that
         lists = [[each] if isinstance(each, torch.Tensor) else each for each in tensors]
         if not _fit(lists, group.size(), is_sum=is_sum):
             return method(group, *args)

@@ -338,8 +338,8 @@ def spoil_loss(stage: Any) -> None:
 
 
 def spoil_gradient(stage: Any) -> None:
-    """The loss stays finite, the gradient of one weight does not; on one rank."""
-    if torch.distributed.get_rank() == 1:
+    """The loss stays finite, a gradient does not; on one rank, of which the norm takes replicated weights."""
+    if torch.distributed.get_rank() == 0:
         stage.decoder.layers[0].pre_mlp_layernorm.weight.register_hook(lambda gradient: gradient * float("nan"))
 
 
