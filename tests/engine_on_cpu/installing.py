@@ -178,10 +178,14 @@ def _pretend_in_the_engine() -> None:
 
 
 def _adapt_megatron() -> None:
-    """megatron-core on a CPU, as the package itself adapts it, but with the Engine."""
-    from megatron_fanformer.runtime import megatron_cpu
+    """megatron-core on a CPU, as the package itself adapts it, but with the Engine, and not for a GPU that ranks share.
+
+    Buckets are reduced as by NCCL: all in one call, beside backward too.
+    """
+    from megatron_fanformer.runtime import megatron_cpu, shared_gpu
 
     megatron_cpu.adapt(with_engine=True)
+    shared_gpu.install = lambda: None
 
 
 class _AwaitedOnce:
