@@ -54,7 +54,7 @@ class Saves:
 
     @functools.cached_property
     def _saver(self) -> "CheckpointSaver":
-        """Made after the first step: torch's checkpoints import its distributed tensors, for over half a second."""
+        """Made after the first step: torch's checkpoints import its distributed tensors, which takes some 0.4 s."""
         from megatron_fanformer.checkpoint.saving import CheckpointSaver
 
         return CheckpointSaver(
