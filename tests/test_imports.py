@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "generation": ("runtime", "data", "model", "checkpoint", "formats", "hf"),
     "evaluation": ("runtime", "data", "model", "checkpoint", "formats", "generation", "hf"),
     "training": (
+        "ops.norms",
         "runtime",
         "data",
         "model",

@@ -70,8 +70,8 @@ class Forward {
             const Size end = std::min(begin + QUERIES, head.length);
             for (Size first = 0; first < end; first += block_keys) see(head, begin, end, first);
             for (Size row = 0; row < end - begin; row++) {
-                for (Size i = 0; i < width; i++) sums[row * width + i] *= 1.0f / total[row];
-                head.log_sums[begin + row] = most[row] + std::log(total[row]);
+                for (Size i = 0; i < width; i++) sums[row * width + i] *= float(1 / total[row]);
+                head.log_sums[begin + row] = float(most[row] + std::log(total[row]));
             }
             write_rows(sums, end - begin, width, head.made + begin * head.made_stride(), head.made_stride(), head.size);
         }
@@ -98,12 +98,13 @@ class Forward {
                 store(weight[i], e);
             }
             std::fill(weight + own, weight + columns, T{});
+            double before = 0;
             if (first) {
                 const float kept = exponential(most[row] - greatest);
-                sum += total[row] * kept;
+                before = total[row] * kept;
                 for (Size i = 0; i < width; i++) sums[row * width + i] *= kept;
             }
-            total[row] = sum;
+            total[row] = before + sum;
             most[row] = greatest;
         }
         multiply<T>(along_rows(weights.data(), block_keys), values.data() + first / DEPTH<T> * width, width,
@@ -112,7 +113,8 @@ class Forward {
 
     const Size width, block_keys;
     std::vector<uint32_t> keys, values;
-    std::vector<float> scores, sums, most, total;
+    std::vector<float> scores, sums, most;
+    std::vector<double> total;
     std::vector<T> weights;
 };
 

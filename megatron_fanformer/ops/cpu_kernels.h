@@ -43,17 +43,19 @@ inline uint32_t rounded(bf16 x) { return x.bits; }
 
 inline void store(bf16& to, float x) { to.bits = uint16_t(rounded(x)); }
 
-// exp in float32, to 2 units in the last place: 2^n * e^r with |r| <= ln(2) / 2. Below -87 it is 0; NaN stays NaN.
+// exp in float32, to 0.9 of a unit in the last place (1.2 without fused multiply-add): 2^n * e^r with |r| <= ln(2) / 2.
+// Below -87 it is 0; NaN stays NaN. The polynomial is the one of degree 6 with the least relative error there, 3e-9 (by
+// Lawson's iteration); Taylor's is off by 1.2e-7, low on one side of 0 and high on the other.
 inline float exponential(float x) {
     float clamped = x > 88.0f ? 88.0f : x;
     float n = std::nearbyint(clamped * 1.44269504f);
     float r = clamped - n * 0.693145752f;
     r -= n * 1.42860677e-6f;
-    float e = 1.0f / 720;
-    e = e * r + 1.0f / 120;
-    e = e * r + 1.0f / 24;
-    e = e * r + 1.0f / 6;
-    e = e * r + 0.5f;
+    float e = 0.0013814536f;
+    e = e * r + 0.008368745f;
+    e = e * r + 0.041668393f;
+    e = e * r + 0.16666521f;
+    e = e * r + 0.49999994f;
     e = e * r + 1.0f;
     e = e * r + 1.0f;
     int32_t exponent = (int32_t(n < -126.0f ? -126.0f : n) + 127) << 23;
@@ -63,6 +65,10 @@ inline float exponential(float x) {
 }
 
 // -- products of small matrices
+
+// Steps of a product's sum in float32. Longer ones are cut, and their parts added up: a sum that grows loses more and more
+// of what is added to it (1.5e-6 of weight gradients over 16,384 tokens, in place of 3e-7).
+constexpr Size STEPS_OF_A_SUM = 256;
 
 // The widest vectors of the CPU, and of a product's sums as many as its registers hold besides the factors.
 #ifdef __AVX512F__
@@ -123,7 +129,7 @@ inline void multiply_tile(Left a, const uint32_t* b, Size b_stride, Size steps, 
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = add ? *of_c(r, v) : Lanes{};
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = Lanes{};
     for (Size step = 0; step < steps; step++) {
         Words columns[VECTORS];
 #pragma GCC unroll 8
@@ -138,7 +144,7 @@ inline void multiply_tile(Left a, const uint32_t* b, Size b_stride, Size steps, 
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) *of_c(r, v) = sums[r][v];
+        for (int v = 0; v < VECTORS; v++) *of_c(r, v) = add ? *of_c(r, v) + sums[r][v] : sums[r][v];
 }
 
 template <typename T, int VECTORS>

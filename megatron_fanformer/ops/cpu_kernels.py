@@ -33,8 +33,9 @@ TYPES = (torch.float32, torch.bfloat16)
 MOST_SECONDS = 120
 BYTES_OF_A_WORD = 4  # what a product's factors are made of
 MOST_BYTES_OF_A_VECTOR = 64
-PARTS_OF_ROWS = 32
-"""The gradient of a norm's weight is summed in each of them, and then over them: the same for any number of threads."""
+LEAST_PARTS, ROWS_OF_A_PART = 32, 256
+"""The gradient of a norm's weight is summed over the rows of each part, and then over the parts: the same for any number
+of threads, and no long sum."""
 
 _library: Any = None
 _problem: str | None = "nobody asked for them"
@@ -150,9 +151,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm_backward(x: Tensor, weight: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the weight."""
     x, grad = x.contiguous(), grad.contiguous()
-    grad_x, grad_weight = torch.empty_like(x), scale.new_empty(PARTS_OF_ROWS, x.shape[-1])
-    sizes = PARTS_OF_ROWS, scale.numel(), x.shape[-1]
-    _call("rms_norm_backward", x, weight, scale, grad, grad_x, grad_weight, *sizes)
+    parts = max(LEAST_PARTS, scale.numel() // ROWS_OF_A_PART)
+    grad_x, grad_weight = torch.empty_like(x), scale.new_empty(parts, x.shape[-1])
+    _call("rms_norm_backward", x, weight, scale, grad, grad_x, grad_weight, parts, scale.numel(), x.shape[-1])
     return grad_x, grad_weight.sum(0).to(weight.dtype)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron_fanformer.ops.norms import norm
 from megatron_fanformer.runtime import cpu_speedups, cuda_on_cpu
 
 _installed = False
@@ -50,6 +51,8 @@ def adapt(*, with_engine: bool = False) -> None:
     _adapt_random_state()
     _adapt_recomputation(with_engine)
     _adapt_inference()
+    if not with_engine:
+        _sum_gradient_norms_exactly()
     cpu_speedups.install()
     _installed = True
 
@@ -156,3 +159,14 @@ def _adapt_inference() -> None:
     from megatron.core.inference import communication_utils
 
     communication_utils._is_cuda = lambda _tensor: None
+
+
+def _sum_gradient_norms_exactly() -> None:
+    """Without a GPU's kernel it takes torch's norm of each gradient, which of a large one is too small: see `norm`."""
+    from megatron.core.optimizer import clip_grads
+
+    def l2_norm(_chunk_size: int, _overflow: Any, tensor_lists: Any, _per_tensor: bool) -> tuple[torch.Tensor, None]:
+        norms = [norm(tensor) for tensors in tensor_lists for tensor in tensors]
+        return torch.linalg.vector_norm(torch.stack(norms)).reshape(1).float(), None
+
+    clip_grads.l2_norm_impl = l2_norm

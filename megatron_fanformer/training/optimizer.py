@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_fanformer.ops.norms import norm
 from megatron_fanformer.training.optimizer_config import OptimizerConfig
 
 HYPERPARAMETERS = ("lr", "max_lr", "min_lr", "betas", "eps")
@@ -77,11 +78,11 @@ def weight_and_update_norms(optimizer: "MegatronOptimizer") -> tuple[float, floa
             for weight in group["params"]:
                 is_own = param_is_not_tensor_parallel_duplicate(weight, getattr(part, "tp_group", None))
                 if is_own and param_is_not_shared(weight):
-                    norms[0].append(torch.linalg.vector_norm(weight, dtype=torch.float32))
-                    norms[1].append(torch.linalg.vector_norm(_last_update(weight, part.optimizer.state[weight], group)))
+                    norms[0].append(norm(weight).float())
+                    norms[1].append(norm(_last_update(weight, part.optimizer.state[weight], group)).float())
         for number, own in enumerate(norms):
-            norm = get_grad_norm_fp32(own, grad_stats_parallel_group=part.get_grad_stats_parallel_group())
-            squares[number] += norm**2
+            total = get_grad_norm_fp32(own, grad_stats_parallel_group=part.get_grad_stats_parallel_group())
+            squares[number] += total**2
     return math.sqrt(squares[0]), math.sqrt(squares[1])
 
 

@@ -22,6 +22,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from megatron_fanformer.errors import DivergenceError
+from megatron_fanformer.ops.norms import norm
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid
 from megatron_fanformer.runtime.pipeline import Batches, run_schedule
@@ -190,8 +191,7 @@ def own_numbers(stages: list[DistributedDataParallel], sums: Sums) -> tuple[floa
     """
     loss, tokens = (0.0, 1.0) if sums.own is None else sums.own.tolist()
     buffers = [buffer for stage in stages for buffer in (*stage.buffers, *stage.expert_parallel_buffers)]
-    norms = [torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float64).item() for buffer in buffers]
-    return loss / max(tokens, 1.0), math.hypot(*norms)
+    return loss / max(tokens, 1.0), math.hypot(*(norm(buffer.grad_data).item() for buffer in buffers))
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
