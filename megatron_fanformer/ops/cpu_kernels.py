@@ -34,8 +34,8 @@ MOST_SECONDS = 120
 BYTES_OF_A_WORD = 4  # what a product's factors are made of
 MOST_BYTES_OF_A_VECTOR = 64
 LEAST_PARTS, ROWS_OF_A_PART = 32, 256
-"""The gradient of a norm's weight is summed over the rows of each part, and then over the parts: the same for any number
-of threads, and no long sum."""
+"""The gradient of a norm's weight is summed over the rows of each part, and then over the parts: the same for any
+number of threads, and no long sum."""
 
 _library: Any = None
 _problem: str | None = "nobody asked for them"
