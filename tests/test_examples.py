@@ -23,6 +23,7 @@ from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import RunConfig, load_config
 from megatron_fanformer.training.metrics import read_metrics
 from tests.chat_pairs import random_chats, write_chats
+from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import ROOT, start_program, write_tokens
 from tests.training.test_presets import write_saved_model
 
@@ -32,7 +33,6 @@ CONFIGS = sorted(set(EXAMPLES.glob("*.yaml")) - {EXAMPLES / "kubernetes-jobset.y
 FINE_TUNED = {"sft-tiny-cpu": DEMO_MODEL, "sft-tulu": PRESETS["fanformer-1b"]}
 """What each fine-tuning example starts from."""
 PAPER_SIZES = [name for name in PRESETS if re.fullmatch(r"fanformer-\d+[mb]", name)]
-TRAIN_SECONDS = 240  # two ranks import for ten seconds on idle cores
 
 
 def stated(file: Path, what: str) -> int:
@@ -157,7 +157,7 @@ def test_two_nodes_under_torchrun_learn_what_one_node_does(
         for node in (0, 1)
     ]
     for node in nodes:
-        _, errors = node.communicate(timeout=TRAIN_SECONDS)
+        _, errors = node.communicate(timeout=PATIENCE_SECONDS)
         assert node.returncode == 0, errors
     run_on_ranks(2, train_here, example, overrides("ours"))
 

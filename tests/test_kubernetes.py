@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import ROOT
 
 MANIFEST = ROOT / "examples" / "kubernetes-jobset.yaml"
@@ -183,7 +184,7 @@ def test_a_pod_starts_its_ranks_and_ends_with_their_highest_code(
     manifest: dict[str, Any], ends: list[str], code: int, tmp_path: Path
 ) -> None:
     pod = start_pod(manifest, tmp_path, ends)
-    assert pod.wait(timeout=60) == code
+    assert pod.wait(timeout=PATIENCE_SECONDS) == code
     told = sorted((tmp_path / "told").read_text().splitlines())
     command = "-m megatron_fanformer train --config /runs/fanformer-1b.yaml"
     assert told == [f"{24 + gpu}/64 {gpu}/8 {command}" for gpu in range(8)]
@@ -191,13 +192,13 @@ def test_a_pod_starts_its_ranks_and_ends_with_their_highest_code(
 
 def test_a_pod_passes_its_end_on_and_tells_that_the_ranks_stopped(manifest: dict[str, Any], tmp_path: Path) -> None:
     pod = start_pod(manifest, tmp_path, ["waits"] * 8)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not (tmp_path / "told").is_file() or len((tmp_path / "told").read_text().splitlines()) < 8:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(0.2)
     pod.terminate()
-    assert pod.wait(timeout=60) == 5
+    assert pod.wait(timeout=PATIENCE_SECONDS) == 5
     assert sorted((tmp_path / "stopped").read_text().split()) == [str(24 + gpu) for gpu in range(8)]
 
 
@@ -206,7 +207,7 @@ def test_after_a_failed_check_there_is_time_to_cordon_the_node(
     manifest: dict[str, Any], code: int, slept: str, tmp_path: Path
 ) -> None:
     check = start_check(manifest, tmp_path, code)
-    assert check.wait(timeout=60) == code
+    assert check.wait(timeout=PATIENCE_SECONDS) == code
     command = "-m megatron_fanformer check-node --folder /runs --gpus 8 --time-limit 1800"
     assert (tmp_path / "told").read_text() == f"3 {command}\n"
     assert (tmp_path / "slept").read_text() == slept
@@ -215,12 +216,12 @@ def test_after_a_failed_check_there_is_time_to_cordon_the_node(
 def test_a_pod_that_waits_after_its_check_ends_when_it_is_told_to(manifest: dict[str, Any], tmp_path: Path) -> None:
     """Process 1 of a container ignores a signal that it does not handle."""
     check = start_check(manifest, tmp_path, 1, waits=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not (tmp_path / "slept").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     check.terminate()
-    assert check.wait(timeout=10) == 143
+    assert check.wait(timeout=PATIENCE_SECONDS) == 143
 
 
 def start_check(manifest: dict[str, Any], folder: Path, code: int, *, waits: bool = False) -> "subprocess.Popen[bytes]":

@@ -3,12 +3,14 @@
 import queue
 import re
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_fanformer.durable_files import publish, temporary_name
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, MachineTooSlow
 
 TOKENIZER_JSON, TOKENIZER_MODEL = "tokenizer.json", "tokenizer.model"  # their usual names in a folder
 END_OF_TEXT = "<|endoftext|>"
@@ -22,14 +24,17 @@ NO_ID = -1  # in place of one that a tokenizer does not have, as sentencepiece h
 TRAINING_TEXT_BYTES = 100_000_000
 MOST_IDS = 2**31  # what token files hold
 
-# A tokenizer.json brings a regular expression, and there are some that take longer than the universe is old. The
-# slowest sound one is a hundred times faster than this on a busy machine.
+# A tokenizer.json brings a regular expression, and there are some that take longer than the universe is old. It is
+# judged by the CPU time of the thread that encodes, of which the slowest sound one takes a hundredth of this.
 ENCODE_SECONDS = 60.0
 ENCODE_CHARACTERS_PER_SECOND = 10_000
+WAIT_FACTOR = 60.0
+"""How many times as long as that CPU time may take: a thread that shares a core with ten others takes eleven times."""
+POLL_SECONDS = 0.01
 
 
 class TokenizerTooSlow(InputError):
-    """A text takes a tokenizer too long."""
+    """A text takes a tokenizer too much CPU time."""
 
 
 class Tokenizer(Protocol):
@@ -221,23 +226,18 @@ class HuggingFaceTokenizer:
         """`encode` of each text.
 
         Raises:
-            TokenizerTooSlow: the file's own regular expression takes more than a minute and the texts' share.
+            TokenizerTooSlow: the file's own regular expression takes more than a minute of CPU time, and the texts'
+                share.
+            MachineTooSlow: the thread that encodes got next to no CPU time.
             InputError: it cannot be matched against a text.
         """
         if not self._has_regex:
             return list(self._encoded(texts))
         outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        clock: queue.SimpleQueue[int] = queue.SimpleQueue()
         # A thread that is too slow can only be left behind: it ends with the process.
-        threading.Thread(target=self._encode_into, args=(texts, outcome), daemon=True).start()
-        characters = sum(map(len, texts))
-        seconds = ENCODE_SECONDS + characters / ENCODE_CHARACTERS_PER_SECOND
-        try:
-            found = outcome.get(timeout=seconds)
-        except queue.Empty:
-            raise TokenizerTooSlow(
-                f"tokenizer {self.path} takes more than {seconds:.0f} s for {characters} characters that begin "
-                f"{texts[0][:20]!r}; its regular expression can match them in too many ways: use another tokenizer"
-            ) from None
+        threading.Thread(target=self._encode_into, args=(texts, outcome, clock), daemon=True).start()
+        found = self._wait(texts, outcome, clock.get())
         if isinstance(found, BaseException):
             reason = " ".join(str(found).split())
             raise InputError(
@@ -246,7 +246,31 @@ class HuggingFaceTokenizer:
             )
         return list(found)
 
-    def _encode_into(self, texts: Sequence[str], outcome: "queue.SimpleQueue[Any]") -> None:
+    def _wait(self, texts: Sequence[str], outcome: "queue.SimpleQueue[Any]", clock: int) -> Any:
+        """Return what the encoding thread puts into `outcome`, within limits of its CPU `clock` and of the wall's."""
+        characters = sum(map(len, texts))
+        seconds = ENCODE_SECONDS + characters / ENCODE_CHARACTERS_PER_SECOND
+        latest = time.monotonic() + WAIT_FACTOR * seconds
+        left = seconds
+        while left > 0:
+            with suppress(queue.Empty):
+                return outcome.get(timeout=max(left, POLL_SECONDS))  # CPU time never passes faster than the wall's
+            if time.monotonic() > latest:
+                raise MachineTooSlow(
+                    f"tokenizer {self.path} got {seconds - left:.1f} s of CPU time in {WAIT_FACTOR * seconds:.0f} s; "
+                    "other processes take this machine's cores: start fewer"
+                )
+            with suppress(OSError):  # it has just ended, and its outcome is there
+                left = seconds - time.clock_gettime(clock)
+        raise TokenizerTooSlow(
+            f"tokenizer {self.path} takes more than {seconds:.0f} s of CPU time for {characters} characters that begin "
+            f"{texts[0][:20]!r}; its regular expression can match them in too many ways: use another tokenizer"
+        )
+
+    def _encode_into(
+        self, texts: Sequence[str], outcome: "queue.SimpleQueue[Any]", clock: "queue.SimpleQueue[int]"
+    ) -> None:
+        clock.put(time.pthread_getcpuclockid(threading.get_ident()))
         try:
             outcome.put(list(self._encoded(texts)))
         except BaseException as error:  # the library's panics are not subclasses of Exception

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_fanformer.data.manifest import Encoding
 from megatron_fanformer.data.tokenizer import Tokenizer, TokenizerTooSlow, load_tokenizer
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, MachineTooSlow
 from megatron_fanformer.preparation.agreement import (
     doubtful_pieces,
     first_difference,
@@ -238,7 +238,7 @@ def trust_or_reason(path: Path, eod_id: int, _modified_ns: int) -> Trust | str:
         if not trust.characters[: ASCII + 1].all():
             return "gigatoken's ids differ on ASCII characters"
         difference = first_difference(_rows(RoutedEncoder(fast, exact, trust)), exact.encode_batch, pieces)
-    except (KeyboardInterrupt, SystemExit, TokenizerTooSlow):
+    except (KeyboardInterrupt, SystemExit, TokenizerTooSlow, MachineTooSlow):
         raise
     except BaseException as error:  # its panics are not subclasses of Exception
         return f"gigatoken cannot read it: {' '.join(str(error).split())}"

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from tests.patience import PATIENCE_SECONDS
+
 KINDS = ("--mount", "--pid", "--net", "--uts")
 READY = "ready"
 
@@ -70,7 +72,7 @@ class Namespaces:
     def run(self, *command: str) -> str:
         """What a program there prints."""
         process = self.start(*command)
-        said, errors = process.communicate(timeout=120)
+        said, errors = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == 0, (command, said, errors)
         return said.strip()
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.clusters.namespaces import Namespaces, wait_until
+from tests.patience import PATIENCE_SECONDS
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libhwloc15")
 NODES = 3
@@ -106,7 +107,7 @@ class SlurmCluster(Namespaces):
 
     def _asked(self, *command: str) -> str:
         process = self.start(*command)
-        return process.communicate(timeout=120)[0].strip()
+        return process.communicate(timeout=PATIENCE_SECONDS)[0].strip()
 
     def submit(self, *words: str) -> str:
         """The number of a new job."""

@@ -1,11 +1,14 @@
 import json
 import random
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_fanformer.data import tokenizer as tokenizers
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, MachineTooSlow
 
 EXACT_TEXTS = [
     "",
@@ -77,6 +80,25 @@ def test_the_papers_tokenizer_ends_a_text_with_50279(olmo: Tokenizer) -> None:
 def test_the_papers_tokenizer_gives_composed_text_back(olmo: Tokenizer, sample_texts: list[str]) -> None:
     text = "\n\n".join(sample_texts) + "\t  <|endoftext|>\r\n"
     assert olmo.decode(olmo.encode(text)) == text
+
+
+def test_a_text_that_waits_for_a_core_accuses_the_machine(olmo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the tokenizer: what counts against it is the time in which it computed."""
+    encoded = type(olmo)._encoded
+
+    def seldom_run(self: Any, texts: list[str]) -> Any:
+        time.sleep(0.3)
+        return encoded(self, texts)
+
+    ids = olmo.encode("a text")
+    monkeypatch.setattr(type(olmo), "_encoded", seldom_run)
+    monkeypatch.setattr(tokenizers, "ENCODE_SECONDS", 0.05)
+    assert olmo.encode("a text") == ids
+    monkeypatch.setattr(tokenizers, "WAIT_FACTOR", 1.0)
+    with pytest.raises(
+        MachineTooSlow, match=r"got 0\.0 s of CPU time in 0 s; other processes take this machine's cores"
+    ):
+        olmo.encode("a text")
 
 
 def test_settings_for_fixed_lengths_in_the_file_do_not_cut_documents(

@@ -97,6 +97,12 @@ def test_endless_programs_are_ended_by_cpu_and_by_wall_time():
     assert run_programs([waiting], limits=limits) == [Result(outcome="timed out", message="it took more than 1 s")]
 
 
+def test_a_program_that_waits_for_a_core_is_waited_for(monkeypatch):
+    monkeypatch.setattr(code_execution, "_seconds_without_core", lambda _: 3600.0)
+    starved = "import time\ntime.sleep(1.5)"
+    assert run_programs([starved], limits=Limits(wall_seconds=0.5)) == [Result(outcome="passed")]
+
+
 def test_no_file_can_be_changed(tmp_path):
     kept = tmp_path / "kept"
     kept.write_text("kept")

@@ -96,7 +96,6 @@ def test_the_same_in_layouts_of_two_ranks(run_on_ranks: RunOnRanks, few_alone: l
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_same_in_every_layout_of_parity(run_on_ranks: RunOnRanks, alone: list[np.ndarray], ranks: int) -> None:
     every = [*LAYOUTS, *FAN_RECOMPUTED, *(text for text in MORE_LAYOUTS if "num_layers_in_first" not in text)]

@@ -26,10 +26,10 @@ from megatron_fanformer.experiments.sweeps.run import TRAIN, CellsFailed, run_sw
 from megatron_fanformer.experiments.sweeps.slurm import write_array
 from tests.experiments.making import STAND_IN, changed, write_sweep
 from tests.experiments.stand_in import BASE_THAT_FAILS, train
+from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import write_tokens
 
 Command = tuple[str, ...]
-NOT_FOR_EVER_SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def killed_and_run_again(file: Path, command: Command, *, kills: int, longest: f
 
     for _ in range(kills):
         killed += end_of(in_child(run), after=generator.uniform(0, longest), number=signal.SIGKILL) < 0
-    assert end_of(in_child(run), after=NOT_FOR_EVER_SECONDS, number=signal.SIGKILL) == 0
+    assert end_of(in_child(run), after=PATIENCE_SECONDS, number=signal.SIGKILL) == 0
     return killed
 
 
@@ -116,7 +116,7 @@ def test_a_signal_stops_a_sweep_once_its_cell_has_saved(tmp_path: Path, tokens: 
 
     child = in_child(run)
     metrics = sweep.cells[0].run / "metrics.jsonl"
-    deadline = time.monotonic() + NOT_FOR_EVER_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not metrics.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert end_of(child, after=0.3, number=signal.SIGTERM) == Interrupted.exit_code

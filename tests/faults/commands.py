@@ -12,8 +12,7 @@ from types import FrameType
 
 from megatron_fanformer.cli import PROGRAM, main
 from megatron_fanformer.errors import FanformerError
-
-SECONDS = 60.0  # a command that takes longer hangs
+from tests.patience import PATIENCE_SECONDS
 
 
 class Hang(BaseException):
@@ -53,7 +52,7 @@ class Ended:
 
 
 @contextlib.contextmanager
-def in_time(seconds: float = SECONDS) -> Iterator[None]:
+def in_time(seconds: float = PATIENCE_SECONDS) -> Iterator[None]:
     """Raise Hang in the block once it takes longer; not while a library's own code is running."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
@@ -79,7 +78,7 @@ def unheard() -> Iterator[None]:
         root.handlers = handlers
 
 
-def run(arguments: Sequence[str], seconds: float = SECONDS) -> Ended:
+def run(arguments: Sequence[str], seconds: float = PATIENCE_SECONDS) -> Ended:
     """Run one command."""
     output, errors = io.StringIO(), io.StringIO()
     folder = os.getcwd()

@@ -30,10 +30,10 @@ from megatron_fanformer.checkpoint.stored_files import check_stored
 from megatron_fanformer.runtime import device, megatron_cpu
 from megatron_fanformer.training.config import RunConfig, config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
+from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import small_run, write_tokens
 
 STEPS = 10
-NOT_FOR_EVER_SECONDS = 120.0
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
@@ -92,7 +92,7 @@ def run_once(config: RunConfig, ranks: int, moment: Moment | None) -> bool:
     """Start a run, and kill all its ranks at a moment, if there is one; whether it came to its end."""
     port = _free_port()
     children = [_forked(functools.partial(_train, config, rank, ranks, port)) for rank in range(ranks)]
-    deadline = time.monotonic() + NOT_FOR_EVER_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     codes: dict[int, int] = {}
     while len(codes) < ranks and time.monotonic() < deadline and not (moment and moment.is_reached()):
         for child in children:

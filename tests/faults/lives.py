@@ -19,10 +19,10 @@ from typing import Any
 
 from megatron_fanformer.runtime.heartbeat import BEAT_SECONDS
 from megatron_fanformer.training.metrics import METRICS, read_metrics
+from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
 
 LIMIT_SECONDS = 6.0
-START_SECONDS = 240.0
 HANG = signal.SIGALRM
 HANGS = f"import signal, time\nsignal.signal({int(HANG)}, lambda *_: time.sleep(600))\n"
 """As `sitecustomize`: a signal on which a process's main thread does nothing any more, and all others go on."""
@@ -47,7 +47,7 @@ class Run:
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in (self.folder / "run" / "checkpoints").glob("step-*"))
 
-    def wait_until(self, condition: Callable[[], object], seconds: float = START_SECONDS) -> None:
+    def wait_until(self, condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, self.process.communicate()

@@ -26,13 +26,13 @@ import pytest
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.remote import RemoteRun
 from megatron_fanformer.training.config import RunConfig, config_from_dict
+from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import small_run, write_tokens
 
 # torch, and what imports it, is imported by functions: the processes that copy import this module, too.
 BUCKET = "checkpoints"
 MISSING = [name for name in ("moto", "s3fs") if importlib.util.find_spec(name) is None]
 needs_server = pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}: pip install moto[server] s3fs")
-START_SECONDS = 60.0
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def s3_server(folder: Path) -> Iterator[str]:
 
 
 def _wait_for(port: int) -> None:
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()

@@ -91,7 +91,6 @@ def unseen_damage(values: dict[str, Any], damage: Damage, count: int) -> list[st
     ("damage", "count"),
     [(flipped, 60), (punched, 15), (cut_off, 15), pytest.param(flipped, 10_000, marks=pytest.mark.full)],
 )
-@pytest.mark.timeout(900)
 def test_no_damage_goes_unseen(values: dict[str, Any], damage: Damage, count: int) -> None:
     assert refusal(values) is None
     assert unseen_damage(values, damage, count) == []

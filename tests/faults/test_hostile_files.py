@@ -102,7 +102,6 @@ def test_sound_things_are_read(things: Things, tmp_path: Path) -> None:
         assert ended.code == 0, ended.errors
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("place", "write"),
     some_of(
@@ -139,7 +138,6 @@ def test_exports(place: tuple[str, str], write: Write, things: Things, tmp_path:
         assert_refused(arguments, tmp_path)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("place", "write"), some_of(hostile_files.DOCUMENTS, ("pipe", "bomb")))
 def test_documents(place: tuple[str, str], write: Write, things: Things, tmp_path: Path, memory: None) -> None:
     file = tmp_path / place[0]

@@ -9,7 +9,6 @@ from tests.small_runs import ROOT
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 def test_killed_runs_end_as_if_nobody_had_touched_them() -> None:
     command = [sys.executable, "-m", "tests.faults.kills", "--kills", "60"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -9,7 +9,6 @@ from tests.small_runs import ROOT
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 def test_nothing_grows_over_many_steps() -> None:
     command = [sys.executable, "-m", "tests.faults.long_run", "--steps", "2000"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -18,10 +18,8 @@ from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
+from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
-
-START_SECONDS = 240
-ENDED_SECONDS = 30.0
 
 ENDLESS = {"train_iters": 100_000}
 
@@ -32,7 +30,7 @@ def tokens(tmp_path: Path) -> str:
 
 
 def wait_until(is_so: Callable[[], Any], process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not is_so():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -74,7 +72,7 @@ def test_one_run_at_a_time_has_a_folder_and_a_killed_one_is_gone_on_with_at_once
     second = start_command(*command)
     wait_until(lambda: (run / store.METRICS).stat().st_ino != left and last_step(run) > reached, second)
     run.rename(tmp_path / "renamed")
-    output, errors = second.communicate(timeout=ENDED_SECONDS)
+    output, errors = second.communicate(timeout=PATIENCE_SECONDS)
     assert second.returncode == 1
     assert f"continuing after step {reached} of" in output
     (line,) = errors.splitlines()

@@ -30,6 +30,7 @@ from megatron_fanformer.formats.recognition import (
 )
 from megatron_fanformer.hf import FANformerConfig
 from tests.conftest import REFERENCE
+from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import small_run, write_config, write_tokens
 
 STEP = "step-00000003"
@@ -238,4 +239,4 @@ def test_a_name_of_the_hub_is_told_to_be_downloaded(
 def test_torch_is_not_imported() -> None:
     """It takes seconds, and `inspect` of token files does not need it."""
     code = "import sys, megatron_fanformer.formats.recognition; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_SECONDS)

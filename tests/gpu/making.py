@@ -14,6 +14,7 @@ import torch
 from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.training.metrics import read_metrics
 from tests.engine_on_cpu import installing
+from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import small_run, start_command, write_config
 from tests.token_pairs import write_token_pair
 
@@ -35,7 +36,6 @@ MODEL = {
     "vocab_size": VOCAB_SIZE,
     "seq_length": SEQ_LENGTH,
 }
-TIMEOUT_SECONDS = 240
 # nats, of any of a dozen steps: what rounding and summing otherwise may change. bf16 differed from float32 by 0.011 at
 # most on one CPU (2026-11); two bf16 runs may be as far off on either side, and a GPU sums in orders of its own.
 SAME_LOSS = 0.04
@@ -82,7 +82,7 @@ def finished_metrics(values: dict[str, Any], file: Path) -> list[dict[str, Any]]
         environment["CUDA_VISIBLE_DEVICES"] = ""
     arguments = ("--debug", "train", "--config", str(write_config(file, values)))
     process = start_command(*arguments, environment=environment)
-    output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+    output, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, f"{output[-2000:]}\n{errors[-6000:]}"
     return read_metrics(Path(values["training"]["run_dir"]))
 

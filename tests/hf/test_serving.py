@@ -21,11 +21,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from megatron_fanformer.hf import FANformerConfig
 from tests.generation.making import write_export, write_tokenizer
 from tests.hf.models import PLACEMENTS, SIZES, build, some_ids
+from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import ROOT, start_program
 
 FLOAT32_HIDDEN = 1e-5  # hidden states of order 1, summed in another order
 LENGTHS = (11, 4, 7)
-START_SECONDS = 120  # torch, transformers and the server are imported
 TEMPLATE = "{% for message in messages %}{{ message.content }}|{% endfor %}"
 
 
@@ -99,19 +99,19 @@ def free_port() -> int:
 def asked(url: str, body: dict[str, Any] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
         return json.load(answer)
 
 
 def wait_for(server: "subprocess.Popen[str]", url: str) -> None:
-    for _ in range(START_SECONDS):
+    for _ in range(PATIENCE_SECONDS):
         assert server.poll() is None, server.communicate()[1]
         try:
             asked(url)
             return
         except urllib.error.URLError:
             time.sleep(1)
-    raise AssertionError(f"no answer in {START_SECONDS} s")
+    raise AssertionError(f"no answer in {PATIENCE_SECONDS} s")
 
 
 @pytest.mark.full  # a process that imports for half a minute
@@ -142,4 +142,4 @@ def test_the_example_serves_an_export(tmp_path: Path) -> None:
         assert answer["choices"][0]["message"]["content"] == greedy("hello|")
     finally:
         server.terminate()
-        server.communicate(timeout=60)
+        server.communicate(timeout=PATIENCE_SECONDS)

@@ -16,9 +16,9 @@ from megatron_fanformer.nodes import check as check_module
 from megatron_fanformer.nodes.facts import Facts
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.device import RankAddress
+from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import ROOT, start_program
 
-SECONDS = 240
 LIMIT = 60.0
 AS_PLANTED = """
 import os, sys, time
@@ -66,7 +66,7 @@ def check(tmp_path: Path, planted: list[str], *, missing: int = 0, limit: float 
     options = ("--json", "--folder", str(tmp_path), "--output", str(output), "--time-limit", str(limit))
     count = len(planted) + missing
     nodes = [start_node(number, count, port, fault, *options) for number, fault in enumerate(planted)]
-    said = [node.communicate(timeout=SECONDS) for node in nodes]
+    said = [node.communicate(timeout=PATIENCE_SECONDS) for node in nodes]
     assert [out for out, _ in said[1:]] == [""] * (len(nodes) - 1), said
     assert not list(tmp_path.glob(".check-node*"))
     return [node.returncode for node in nodes], json.loads(said[0][0]), output.read_text()
@@ -113,21 +113,22 @@ def test_a_node_that_dies_while_links_are_measured_is_left_out(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("torch", "problem"),
+    ("torch", "limit", "problem"),
     [
-        ("import time; time.sleep(600)", "it was still at importing torch after 2 s; leave it out"),
+        ("import time; time.sleep(6000)", "2", "it was still at importing torch after 2 s; leave it out"),
         (
             "raise ImportError('libcudart.so.13: no file')",
+            str(PATIENCE_SECONDS),
             "importing torch failed (libcudart.so.13: no file); leave the node out",
         ),
     ],
 )
-def test_a_node_that_cannot_import_torch_gets_its_verdict(torch: str, problem: str, tmp_path: Path) -> None:
+def test_a_node_that_cannot_import_torch_gets_its_verdict(torch: str, limit: str, problem: str, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(torch)
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    command = (sys.executable, "-m", "megatron_fanformer", "check-node", "--time-limit", "2")
+    command = (sys.executable, "-m", "megatron_fanformer", "check-node", "--time-limit", limit)
     node = start_program(*command, environment=environment)
-    said, errors = node.communicate(timeout=60)
+    said, errors = node.communicate(timeout=PATIENCE_SECONDS)
     assert (node.returncode, errors) == (1, "")
     [line] = said.splitlines()
     assert line == f"{socket.gethostname()}: unhealthy: {problem}, and have it looked at"

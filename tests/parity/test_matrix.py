@@ -93,7 +93,6 @@ def assert_close(result: ParityResult) -> None:
 
 
 @pytest.mark.full  # four ranks a layout; the golden losses of every run have pairs of degrees
-@pytest.mark.timeout(900)
 def test_combined_layouts_for_two_steps(long_pool: RankPool, tmp_path: Path) -> None:
     assert_close(compare(long_pool, write_config(tmp_path), *COMBINED, steps=2))
 
@@ -120,13 +119,11 @@ def test_fan_layers_for_the_mlp(rank_pool: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 def test_every_layout_for_two_steps(long_pool: RankPool, config_file: Path, placement: str) -> None:
     assert_close(compare(long_pool, config_file, *legal(LAYOUTS, placement), steps=2))
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("layouts", [LAYOUTS[first : first + 4] for first in range(0, len(LAYOUTS), 4)], ids=" ".join)
 def test_every_layout_for_a_hundred_steps(long_pool: RankPool, tmp_path: Path, layouts: tuple[str, ...]) -> None:
     """For the paper's placement; the others' layers differ in what two steps show already."""
@@ -134,13 +131,11 @@ def test_every_layout_for_a_hundred_steps(long_pool: RankPool, tmp_path: Path, l
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 def test_fan_recomputed_in_more_layouts(long_pool: RankPool, tmp_path: Path) -> None:
     assert_close(compare(long_pool, write_config(tmp_path), *MORE_FAN_RECOMPUTED, steps=2))
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 def test_more_combinations(long_pool: RankPool, config_file: Path, placement: str) -> None:
     assert_close(compare(long_pool, config_file, *legal(MORE_LAYOUTS, placement), steps=5))
 
@@ -158,7 +153,6 @@ def within_documents(folder: Path, data: str = "documents") -> Path:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("data", APART)
 def test_attention_within_documents_for_two_steps(long_pool: RankPool, tmp_path: Path, data: str) -> None:
     assert_close(compare(long_pool, within_documents(tmp_path, data), *WITHIN_DOCUMENTS, steps=2))

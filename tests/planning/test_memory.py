@@ -3,7 +3,7 @@ published measurements."""
 
 import dataclasses
 import random
-import time
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -281,7 +281,7 @@ def test_constants_of_the_loss_head_are_its_own() -> None:
     assert vocabulary_memory.FLOAT_LOGITS_BYTES == cross_entropy.CACHED_BYTES_PER_THREAD
 
 
-LIMIT_SECONDS = 1e-3
+MOST_CALLS = 600  # of Python functions: 523 today, some 0.1 ms
 
 
 def test_a_search_can_ask_tens_of_thousands_of_times() -> None:
@@ -291,11 +291,10 @@ def test_a_search_can_ask_tens_of_thousands_of_times() -> None:
         "bf16",
         64,
     )
-
-    def seconds() -> float:
-        started = time.process_time()
-        for _ in range(20):
-            rank_memory(job, 0)
-        return (time.process_time() - started) / 20
-
-    assert min(seconds() for _ in range(5)) < LIMIT_SECONDS
+    calls: list[str] = []
+    sys.setprofile(lambda _frame, event, _value: calls.append(event) if event == "call" else None)
+    try:
+        rank_memory(job, 0)
+    finally:
+        sys.setprofile(None)
+    assert 10 < len(calls) <= MOST_CALLS

@@ -159,7 +159,6 @@ def test_damaged_files_are_named_and_all_else_is_kept_for_the_next_run(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 def test_long_rows_of_parquet_stay_within_the_promised_memory(tmp_path: Path, small_tokenizer_file: Path) -> None:
     """A file of 100 KB, of 320 MB of text in one row group."""
     path = tmp_path / "a.parquet"

@@ -186,8 +186,9 @@ def test_large_tensors_ask_for_huge_pages() -> None:
 
 
 FAULTS_OF_A_TENSOR = """
-import os, resource, sys
+import ctypes, os, resource, sys
 from megatron_fanformer.runtime import device
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: no huge pages, whatever the machine has them for
 import torch
 if not (child := os.fork()):
     os.environ["MALLOC_TOP_PAD_"] = "131072"

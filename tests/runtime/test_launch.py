@@ -25,9 +25,8 @@ from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import METRICS, read_metrics
 from megatron_fanformer.training.run_log import run_log
+from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import small_run, start_command, write_config, write_tokens
-
-START_SECONDS = 240  # two ranks import for ten seconds on idle cores
 
 TP2 = {"tensor_model_parallel_size": 2}
 ENDLESS = {"train_iters": 100_000}
@@ -39,7 +38,7 @@ def tokens(tmp_path: Path) -> str:
 
 
 def wait_for_first_step(run: Path, process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     metrics = run / METRICS
     while not (metrics.is_file() and metrics.stat().st_size):
         assert process.poll() is None, process.communicate()
@@ -85,7 +84,7 @@ def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
     process = start_command("train", "--config", config)
     wait_for_first_step(tmp_path / "stopped", process)
     os.killpg(process.pid, signal.SIGTERM)
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 5, errors
     first, second, *rest = output.splitlines()
     assert first == "starting 2 ranks on this machine (tp=2)"
@@ -109,7 +108,7 @@ def test_the_error_of_the_rank_that_failed_is_shown_and_no_others(tmp_path: Path
     values = small_run(tokens, tmp_path / "run", parallel=TP2, training=ENDLESS)
     (tmp_path / "run" / METRICS).mkdir(parents=True)
     process = start_command("train", "--config", str(write_config(tmp_path / "config.yaml", values)))
-    _, errors = process.communicate(timeout=START_SECONDS)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 2
     [line] = errors.splitlines()
     assert line.startswith(f"megatron-fanformer: rank 0: training.run_dir {tmp_path / 'run'} cannot be written")

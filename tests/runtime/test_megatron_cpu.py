@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_fanformer.runtime import megatron_cpu
+from tests.patience import PATIENCE_SECONDS
 
 
 @pytest.fixture
@@ -66,7 +67,9 @@ adam.zero_grad()
 adam.load_state_dict(adam.state_dict())
 assert "torch._dynamo" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -92,7 +95,9 @@ import megatron_fanformer.{module}
 assert not {{*"{needless} setuptools".split()}} & set(sys.modules)
 import torch.distributed.fsdp, torch.utils.cpp_extension, megatron_fanformer.{later}
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from megatron_fanformer.runtime import rank_pool
 from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
-
-END_SECONDS = 20.0
+from tests.patience import PATIENCE_SECONDS
 
 
 def sum_of_ranks() -> int:
@@ -89,7 +88,7 @@ def test_ranks_end_with_a_killed_owner(tmp_path: Path) -> None:
     rank = int(owner.stdout.readline())
     owner.kill()
     owner.wait()
-    deadline = time.monotonic() + END_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline and Path(f"/proc/{rank}/stat").exists():
         if Path(f"/proc/{rank}/stat").read_text().split()[2] == "Z":  # dead, and not waited for by anybody
             break

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,9 +106,7 @@ def test_where_nothing_fits_the_one_that_lacks_least_is_shown(
 
 
 @pytest.mark.full  # it takes seconds
-def test_a_thousand_gpus_are_searched_in_ten_seconds(h100: Machine) -> None:
+def test_a_thousand_gpus_are_searched(h100: Machine) -> None:
     config = for_machine(load_config(Path(ROOT / "examples" / "fanformer-7b.yaml")), h100, on_cpu=False)
-    started = time.process_time()
     found = search(config, 1024, h100)
-    assert time.process_time() - started < 10
     assert found.best and found.legal > 20_000

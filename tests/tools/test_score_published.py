@@ -48,7 +48,6 @@ def test_the_committed_constants_on_the_committed_runs(score: Score) -> None:
 
 
 @pytest.mark.full  # five fits
-@pytest.mark.timeout(900)
 def test_each_source_predicted_without_its_own_runs(score: Score) -> None:
     report = score(str(PUBLISHED), "--leave-one-out")
     assert all(source["mean_error"] < 0.06 for source in report["sources"].values())

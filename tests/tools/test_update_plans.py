@@ -46,7 +46,6 @@ def test_the_files_own_layout_is_the_one_of_its_ranks(file: Path) -> None:
 
 
 @pytest.mark.full  # twenty searches
-@pytest.mark.timeout(900)
 def test_a_search_finds_them() -> None:
     tool = ROOT / "tools" / "update_plans.py"
     done = subprocess.run([sys.executable, tool, "--check"], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -26,7 +26,6 @@ Messages = list[dict[str, str]]
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 def test_a_small_model_learns_two_hundred_chats_to_answer_them_exactly(
     run_on_ranks: Callable[..., list[Any]], tmp_path: Path, small_tokenizer_file: Path
 ) -> None:

@@ -40,6 +40,7 @@ from megatron_fanformer.training.logging_config import LoggingConfig
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import find_start
 from megatron_fanformer.training.start import _train
+from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import small_run, write_tokens
 
 FOREIGN = [b"", b"\xff\xfe\x00 not text", b"[1, 2]", b"7", b'{"step": "8"}', b'{"steps": 1}', b"[" * 100_000, b"null"]
@@ -304,7 +305,9 @@ def test_wandb_without_a_key_asks_for_none_on_a_terminal(tmp_path: Path) -> None
     terminal, other_end = os.openpty()
     try:
         command = [sys.executable, "-c", OPEN_ONLINE, str(tmp_path / "run")]
-        done = subprocess.run(command, stdin=other_end, stderr=other_end, stdout=subprocess.PIPE, text=True, timeout=90)
+        done = subprocess.run(
+            command, stdin=other_end, stderr=other_end, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_SECONDS
+        )
     finally:
         os.close(terminal)
         os.close(other_end)

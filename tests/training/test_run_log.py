@@ -3,7 +3,7 @@
 import logging
 import re
 import shlex
-import time
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +18,7 @@ from megatron_fanformer.training import run_log as run_log_module
 from megatron_fanformer.training.logging_config import LoggingConfig
 from megatron_fanformer.training.run_log import log_file, run_log, told_if_slow
 from tests.generation.making import write_tokenizer
+from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import VOCAB_SIZE, small_run, write_config, write_tokens
 from tests.training.test_start import start_here
 
@@ -105,10 +106,13 @@ def test_the_error_that_ends_a_rank_stands_in_its_file_with_where_it_was(
 
 def test_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with run_log(rank=0):
+        written = threading.Event()
+        info = run_log_module.logger.info
+        monkeypatch.setattr(run_log_module.logger, "info", lambda line: (info(line), written.set()))
         monkeypatch.setattr(run_log_module, "SLOW_SECONDS", 0.01)
         with told_if_slow("reading slowly"):
-            time.sleep(0.2)
-        monkeypatch.setattr(run_log_module, "SLOW_SECONDS", 60)
+            assert written.wait(PATIENCE_SECONDS)
+        monkeypatch.setattr(run_log_module, "SLOW_SECONDS", PATIENCE_SECONDS)
         with told_if_slow("reading fast"):
             pass
     assert capsys.readouterr().out == "reading slowly\n"

@@ -2,16 +2,20 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import distributed as dist
 
+from megatron_fanformer.runtime.collectives import methods_replaced
+from megatron_fanformer.runtime.cpu_collectives import CollectiveThroughMemory
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import rank_grid
-from megatron_fanformer.runtime.waits import timed_waits
+from megatron_fanformer.runtime.waits import _CALLS, timed_waits
 from megatron_fanformer.training.stragglers import MEASURED_STEPS, RankTime, Slowest, Stragglers, find_slowest
 
 SLOW_RANK = 1
@@ -27,8 +31,38 @@ def test_a_rank_is_held_against_its_own_stage() -> None:
     assert find_slowest([RankTime(1.0, 0.5, 0), RankTime(9.0, 0.0, 1)]).factor == 1.0  # alone in their stages
 
 
+class Clock:
+    """A rank's time, which only work and collectives let pass: the former as stated, the latter until all are there."""
+
+    def __init__(self, rank: int) -> None:
+        self.now, self._rank, self._meetings = 0.0, rank, 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def meet(self, _name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            store, self._meetings = dist.distributed_c10d._get_default_store(), self._meetings + 1
+            store.set(f"clock-{self._rank}-{self._meetings}", str(self.now))
+            self.now = max(self.now, float(store.get(f"clock-{1 - self._rank}-{self._meetings}")))
+            return result
+
+        return call
+
+
+@contextmanager
+def clock_of_two(rank: int) -> Iterator[Clock]:
+    clock = Clock(rank)
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(time, "perf_counter", clock))
+        for kind, names in ((dist.ProcessGroup, _CALLS), (dist.Work, ("wait",)), (CollectiveThroughMemory, ("wait",))):
+            patches.enter_context(methods_replaced(kind, names, clock.meet))
+        yield clock
+
+
 def take_steps(steps: int, interval: int | None) -> tuple[list[dict[str, float]], list[str]]:
-    """Steps of nothing but a pause, which is longer on one rank, and the kinds of collective that a step has."""
+    """Steps of nothing but work, of which one rank has more, and the kinds of collective that a step has."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -36,11 +70,11 @@ def take_steps(steps: int, interval: int | None) -> tuple[list[dict[str, float]]
     logger.addHandler(handler)
     reports = []
     try:
-        with rank_grid(ParallelConfig(), "cpu") as grid:
+        with rank_grid(ParallelConfig(), "cpu") as grid, clock_of_two(grid.rank) as clock:
             stragglers = Stragglers(grid, interval=interval, factor=2.0)
             for step in range(1, steps + 1):
                 with stragglers.measuring(step):
-                    time.sleep(SLOW_SECONDS if grid.rank == SLOW_RANK else USUAL_SECONDS)
+                    clock.now += SLOW_SECONDS if grid.rank == SLOW_RANK else USUAL_SECONDS
                     dist.all_reduce(torch.ones(2))
                     other = 1 - grid.rank
                     sent = dist.P2POp(dist.isend, torch.ones(2), other)
@@ -60,10 +94,10 @@ def test_the_slow_rank_is_named_by_what_it_does_itself(run_on_ranks: Callable[..
     assert reports == others and nothing == []
     for report in filter(None, reports):
         assert report["slowest_rank"] == SLOW_RANK
-        assert SLOW_SECONDS <= report["work_seconds/slowest"] < 2 * SLOW_SECONDS
-        steps = [2 * report[f"{kind}_seconds/median"] - report[f"{kind}_seconds/slowest"] for kind in ("work", "wait")]
-        assert USUAL_SECONDS <= steps[0] < SLOW_SECONDS  # the other's own work, from the median of the two
-        assert steps[1] >= (SLOW_SECONDS - USUAL_SECONDS) / 2 and report["wait_seconds/slowest"] < USUAL_SECONDS
+        assert report["work_seconds/slowest"] == pytest.approx(SLOW_SECONDS)
+        assert report["work_seconds/median"] == pytest.approx((SLOW_SECONDS + USUAL_SECONDS) / 2)
+        assert report["wait_seconds/slowest"] == pytest.approx(0.0, abs=1e-9)
+        assert report["wait_seconds/median"] == pytest.approx((SLOW_SECONDS - USUAL_SECONDS) / 2)
     assert len(said) == 2 and all(f"rank {SLOW_RANK} on " in line for line in said)
 
 

@@ -57,7 +57,6 @@ def test_a_planted_tie_is_no_win_and_a_planted_difference_is_one():
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 def test_a_fan_network_fits_outside_what_an_mlp_does_not():
     """On average over three seeds: where a training ends depends on its last bits."""
     settings, ratios = ModSettings(), []
