@@ -18,11 +18,11 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
+from megatron_fanformer.checkpoint.versions import UnreadableError
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError, FanformerError
 
 _UNREADABLE: tuple[type[BaseException], ...] = (
-    OSError,
     RuntimeError,
     ValueError,
     KeyError,
@@ -86,6 +86,8 @@ def damage_told(
 ) -> Iterator[None]:
     """Wrap reading: what damage, or more than data, raises becomes a CorruptError.
 
+    It is an `UnreadableError` where the reader may be at fault.
+
     Args:
         what: the file, or whatever else is read.
         trusted: the remedy where it holds more than data.
@@ -100,8 +102,10 @@ def damage_told(
         raise CorruptError(
             f"{what} holds more than data ({what_was_refused(error)}), which loading might execute; {trusted}"
         ) from error
-    except (*_UNREADABLE, *also) as error:
+    except OSError as error:
         raise CorruptError(f"{what} cannot be read: {first_line(error)}; {whole}") from error
+    except (*_UNREADABLE, *also) as error:
+        raise UnreadableError(f"{what} cannot be read: {first_line(error)}; {whole}") from error
 
 
 def what_was_refused(error: pickle.UnpicklingError) -> str:

@@ -23,6 +23,7 @@ from megatron_fanformer.checkpoint.data_files import read_entry
 from megatron_fanformer.checkpoint.plain_values import COMMON, check_plain_values
 from megatron_fanformer.checkpoint.stored_files import check_stored
 from megatron_fanformer.checkpoint.tensor_table import METADATA, Table, read_table, tensors_of
+from megatron_fanformer.checkpoint.versions import blaming_other_versions
 from megatron_fanformer.errors import CorruptError
 
 OPTIMIZER_PREFIX = "optimizer."
@@ -137,13 +138,20 @@ def open_full_tensors(checkpoint: Path) -> LazyTensors:
     Raises:
         CorruptError: a file has changed since it was written; the table holds more than a table, or names files
             elsewhere; a tensor that cannot be read raises it later.
+        OtherVersions: no file has changed, and the versions installed here cannot read one.
     """
     check_stored(checkpoint)
-    table = read_table(checkpoint)
-    check_plain_values(checkpoint, table)  # whoever loads the checkpoint later reads them, too
+    with blaming_other_versions(checkpoint):
+        table = read_table(checkpoint)
+        check_plain_values(checkpoint, table)  # whoever loads the checkpoint later reads them, too
     stored = StoredTensors(checkpoint, table)
+
+    def read(name: str) -> Tensor:
+        with blaming_other_versions(checkpoint):
+            return stored.read(name)
+
     weights = [name for name in stored.described if not name.startswith(OPTIMIZER_PREFIX)]
-    return LazyTensors({name: stored.meta(name) for name in weights}, stored.read)
+    return LazyTensors({name: stored.meta(name) for name in weights}, read)
 
 
 def write_full_tensors(

@@ -31,10 +31,11 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
 
 from megatron_fanformer.checkpoint.data_files import EARLIER, Section, damage_told, first_line, refuse_compressed
-from megatron_fanformer.checkpoint.tensor_table import Table
+from megatron_fanformer.checkpoint.tensor_table import Table, tensors_of
+from megatron_fanformer.checkpoint.versions import UnreadableError
 from megatron_fanformer.checkpoint.writer import ResultsFile
 from megatron_fanformer.durable_files import regular_file
-from megatron_fanformer.errors import CorruptError, FanformerError
+from megatron_fanformer.errors import FanformerError
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -86,9 +87,23 @@ def load(
     strategy = TorchDistLoadShardedStrategy()
     if group is not None and group.size() > 1:
         strategy = FullyParallelLoadStrategyWrapper(strategy, group)
+    _leave_out_what_is_unknown(table)
     with damage_told(folder, also=(CheckpointingException,)), _cause_told(folder), _reading_data_alone(table):
         wanted = _with_contiguous_data(sharded_state)
         return dist_checkpointing.load(wanted, str(folder), sharded_strategy=strategy, strict="raise_unexpected")
+
+
+_PROPERTIES = {"dtype", "layout", "requires_grad", "memory_format", "pin_memory"}
+
+
+def _leave_out_what_is_unknown(table: Table) -> None:
+    """Leave the properties of tensors that `torch.empty` takes: megatron-core hands it all that a table has.
+
+    torch 2.15 writes a tensor's strides among them, which it knows no use for in reading.
+    """
+    for stored in tensors_of(table).values():
+        for name in vars(stored.properties).keys() - _PROPERTIES:
+            delattr(stored.properties, name)  # the class has its default
 
 
 def _with_contiguous_data(sharded_state: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +186,7 @@ def _cause_told(folder: Path) -> Iterator[None]:
         for cause in causes:
             if isinstance(cause, FanformerError | torch.OutOfMemoryError | dist.DistError):
                 raise cause from None
-        raise CorruptError(f"{folder} cannot be loaded: {first_line(causes[0])}; {EARLIER}") from error
+        raise UnreadableError(f"{folder} cannot be loaded: {first_line(causes[0])}; {EARLIER}") from causes[0]
 
 
 def _keep_results_in_a_file() -> None:

@@ -30,6 +30,7 @@ from typing import Any
 import yaml
 
 from megatron_fanformer.checkpoint.manifest import check_small_files, write_manifest
+from megatron_fanformer.checkpoint.versions import write_versions
 from megatron_fanformer.configuration import moved_names, read_plain_values
 from megatron_fanformer.data.tokenizer import TOKENIZER_JSON, TOKENIZER_MODEL
 from megatron_fanformer.durable_files import publish, write_atomically
@@ -104,6 +105,7 @@ def publish_checkpoint(
     for file in attachments:
         shutil.copy(file, temporary / attachment_name(file))
     (temporary / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
+    write_versions(temporary)
     write_manifest(temporary, step)
     final = checkpoints / checkpoint_name(step)
     out_of_date = []

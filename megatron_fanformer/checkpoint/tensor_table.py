@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_fanformer.checkpoint.versions import UnreadableError
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 
@@ -88,7 +89,7 @@ def read_table(checkpoint: Path) -> Table:
             "from a trusted source"
         ) from error
     except Exception as error:  # a damaged pickle raises anything
-        raise CorruptError(
+        raise UnreadableError(
             f"{path} cannot be read ({type(error).__name__}: {error}); use another checkpoint"
         ) from error
     if not _is_table(table):

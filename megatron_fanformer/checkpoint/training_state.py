@@ -19,6 +19,7 @@ from megatron_fanformer.checkpoint.data_files import damage_told
 from megatron_fanformer.checkpoint.plain_values import check_plain_values, saved_progress
 from megatron_fanformer.checkpoint.stored_files import check_stored
 from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
+from megatron_fanformer.checkpoint.versions import OtherVersions, blaming_other_versions
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.runtime.parallel import RankGrid
 
@@ -69,6 +70,7 @@ def load_training_state(
 
     Raises:
         CorruptError: the checkpoint is damaged, or holds more than data.
+        OtherVersions: it is sound, and the versions installed here cannot read it.
     """
     saved = store.saved_config(checkpoint)
     group = grid.groups.dp_cp if fully_parallel else None
@@ -81,15 +83,16 @@ def load_training_state(
     if same_layout := _is_same_layout(saved, config):
         wanted["random"] = _random_state(grid, capture=False)
     wanted.update(fp8_scales.scales_to_load(stages, grid, table))
-    loaded = megatron_versions.load(wanted, checkpoint, table, group)
-    with damage_told(checkpoint):
-        _set_weights(stages, loaded)
-        fp8_scales.set_scales(stages, grid, loaded)
-    _load_optimizer(checkpoint, table, optimizer, tensors, group, amend_parameter_groups)
-    with damage_told(checkpoint):
-        if same_layout:
-            _restore_random_state(loaded["random"])
-        progress = loaded["progress"]
+    with blaming_other_versions(checkpoint):
+        loaded = megatron_versions.load(wanted, checkpoint, table, group)
+        with damage_told(checkpoint):
+            _set_weights(stages, loaded)
+            fp8_scales.set_scales(stages, grid, loaded)
+        _load_optimizer(checkpoint, table, optimizer, tensors, group, amend_parameter_groups)
+        with damage_told(checkpoint):
+            if same_layout:
+                _restore_random_state(loaded["random"])
+            progress = loaded["progress"]
     if store.step_of(checkpoint) not in (None, progress["step"]):
         raise CorruptError(f"{checkpoint} holds step {progress['step']}, another than its name says; rename it")
     return progress
@@ -118,9 +121,11 @@ def load_weights(checkpoint: Path, stages: list[Any], grid: RankGrid) -> None:
 
     Raises:
         CorruptError: the checkpoint is damaged, holds more than data, or another model.
+        OtherVersions: it is sound, and the versions installed here cannot read it.
     """
     table = _read_checked(checkpoint, grid)
-    loaded = megatron_versions.load(model_state(stages, grid), checkpoint, table, grid.groups.dp_cp)
+    with blaming_other_versions(checkpoint):
+        loaded = megatron_versions.load(model_state(stages, grid), checkpoint, table, grid.groups.dp_cp)
     _set_weights(stages, loaded)
 
 
@@ -150,18 +155,20 @@ def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
     What one rank refuses, all do: none is left waiting in the load, which is collective.
     """
     table = None
-    refused: list[CorruptError | None] = [None] * grid.world_size
+    refused: list[CorruptError | OtherVersions | None] = [None] * grid.world_size
     try:
         check_stored(checkpoint, share=grid.rank, shares=grid.world_size)
-        table = read_table(checkpoint)
-        check_plain_values(checkpoint, table, share=grid.rank, shares=grid.world_size)
-        saved_progress(checkpoint, table)
-    except CorruptError as error:
+        with blaming_other_versions(checkpoint):
+            table = read_table(checkpoint)
+            check_plain_values(checkpoint, table, share=grid.rank, shares=grid.world_size)
+            saved_progress(checkpoint, table)
+    except (CorruptError, OtherVersions) as error:
         refused[grid.rank] = error
     if grid.world_size > 1:
         dist.all_gather_object(refused, refused[grid.rank])
-    for told in filter(None, refused):
-        raise told
+    # Damage first: what one rank cannot read may be what another has found damaged.
+    for reason in sorted(filter(None, refused), key=lambda reason: isinstance(reason, OtherVersions)):
+        raise reason
     assert table is not None, "else this rank would have refused"
     return table
 

@@ -78,7 +78,7 @@ def this_machine() -> dict[str, Any]:
     """What a measurement depends on here: cores, processor, GPU, versions."""
     import torch
 
-    from megatron_fanformer.formats.versions import versions
+    from megatron_fanformer.checkpoint.versions import versions
 
     return {
         "cores": len(os.sched_getaffinity(0)),

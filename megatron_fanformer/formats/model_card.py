@@ -3,7 +3,7 @@
 import json
 from typing import Any, NamedTuple
 
-from megatron_fanformer.formats.versions import versions
+from megatron_fanformer.checkpoint.versions import versions
 from megatron_fanformer.hf.configuration_fanformer import OLDEST_TRANSFORMERS
 from megatron_fanformer.model.config import FANformerConfig
 

@@ -11,10 +11,10 @@ import yaml
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.manifest import write_manifest
+from megatron_fanformer.checkpoint.versions import versions
 from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.formats.model_card import Card, model_card
 from megatron_fanformer.formats.recognition import find_checkpoint
-from megatron_fanformer.formats.versions import versions
 from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.training import metrics
 from tests.conftest import REFERENCE

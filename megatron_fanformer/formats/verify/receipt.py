@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from megatron_fanformer.checkpoint.versions import versions
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.formats.checkpoints import Checkpoint
 from megatron_fanformer.formats.name_table import convert, listed, names_in, rows_of
 from megatron_fanformer.formats.verify.streamed_models import Logits, UsedTensors, logits_of
-from megatron_fanformer.formats.versions import versions
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.terminal import table
 

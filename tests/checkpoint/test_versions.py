@@ -1,0 +1,88 @@
+"""Checkpoints of other versions: what later ones add is left out, and what cannot be read is not called damaged."""
+
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron_fanformer.checkpoint import megatron_versions, store, training_state
+from megatron_fanformer.checkpoint.manifest import MANIFEST
+from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
+from megatron_fanformer.checkpoint.versions import FILE, OtherVersions, UnreadableError, versions
+from megatron_fanformer.configuration import read_plain_values
+from megatron_fanformer.errors import CorruptError
+from tests.small_runs import small_run, write_tokens
+from tests.training.test_trainer import train
+
+RunOnRanks = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def values(run_on_ranks: RunOnRanks, tmp_path: Path) -> dict[str, Any]:
+    """Of a run of two ranks with two checkpoints, that has a step more to take."""
+    values = small_run(
+        write_tokens(tmp_path / "tokens"),
+        tmp_path / "run",
+        parallel={"data_parallel_size": 2},
+        schedule={"lr_warmup_iters": 1},
+        training={"train_iters": 2},
+        checkpoint={"save_interval": 1},
+    )
+    run_on_ranks(2, train, values)
+    values["training"]["train_iters"] = 3
+    return values
+
+
+def checkpoints(values: dict[str, Any]) -> Path:
+    return Path(values["training"]["run_dir"]) / store.CHECKPOINTS
+
+
+def resume_from_a_later_torchs_table(values: dict[str, Any]) -> None:
+    def table_with_strides(checkpoint: Path) -> Table:
+        table = read_table(checkpoint)
+        for stored in tensors_of(table).values():
+            stored.properties.strides = (1,)  # type: ignore[attr-defined]
+        return table
+
+    with mock.patch.object(training_state, "read_table", table_with_strides):
+        train(values)
+
+
+def test_properties_of_tensors_that_later_versions_add_are_left_out(
+    run_on_ranks: RunOnRanks, values: dict[str, Any]
+) -> None:
+    run_on_ranks(2, resume_from_a_later_torchs_table, values)
+    assert store.latest_checkpoint(checkpoints(values).parent) == checkpoints(values) / store.checkpoint_name(3)
+
+
+def error_of_a_library_that_fails(values: dict[str, Any], expected: type[Exception]) -> tuple[str, int]:
+    failing = mock.Mock(side_effect=TypeError("empty() got an unexpected keyword argument 'strides'"))
+    with (
+        mock.patch.object(megatron_versions.dist_checkpointing, "load", failing),
+        pytest.raises(expected) as caught,
+    ):
+        train(values)
+    return str(caught.value), caught.value.exit_code  # type: ignore[attr-defined]
+
+
+def test_a_library_that_fails_on_sound_files_is_not_damage(run_on_ranks: RunOnRanks, values: dict[str, Any]) -> None:
+    """No earlier checkpoint is taken, where it would fail as well, and none is set aside."""
+    newest = checkpoints(values) / store.checkpoint_name(2)
+    assert read_plain_values(newest / FILE) == versions()
+    before = sorted(path.name for path in checkpoints(values).iterdir())
+    torch = f"torch {importlib.metadata.version('torch')}"
+    for said, code in run_on_ranks(2, error_of_a_library_that_fails, values, OtherVersions):
+        assert code == 1 and said.startswith(f"{newest} is as it was written, with {torch}, megatron-core ")
+        assert f"cannot be read with {torch}" in said and "TypeError: empty() got an unexpected" in said
+    assert sorted(path.name for path in checkpoints(values).iterdir()) == before
+    assert store.latest_checkpoint(checkpoints(values).parent) == newest
+
+
+def test_without_a_manifest_it_may_be_damage(run_on_ranks: RunOnRanks, values: dict[str, Any]) -> None:
+    values["recovery"] = {"use_earlier_checkpoint": False}
+    (checkpoints(values) / store.checkpoint_name(2) / MANIFEST).unlink()
+    for said, code in run_on_ranks(2, error_of_a_library_that_fails, values, UnreadableError):
+        assert code == CorruptError.exit_code and "cannot be read: empty() got" in said
