@@ -14,6 +14,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=$(or $
 SERIES := $(shell $(PYTHON) -c 'import sys; v = sys.version_info; \
 	print("py3%d" % min(v[1], 12) if v >= (3, 10) else "old")' 2>/dev/null)
 CONSTRAINTS := constraints/$(SERIES).txt
+PINS := --constraint $(CONSTRAINTS)
 # Transformer Engine's Python, for tests without a GPU.
 ENGINE := constraints/engine.txt
 # The data of `evaluate`'s tasks.
@@ -21,7 +22,7 @@ EVAL := constraints/eval.txt
 INSTALLED := $(VENV)/.installed-$(SERIES)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full smoke lint check format docs clean
+.PHONY: help install demo test test-full smoke newest lint check format docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -39,7 +40,12 @@ test-full: $(INSTALLED) ## run the tests, those that take longer too
 
 smoke: $(INSTALLED) ## the part of the tests that shows whether another Python and megatron-core serve
 	$(PYTEST) tests/parity/test_parity.py tests/training/test_trainer.py tests/golden tests/engine/test_layers.py \
-		tests/engine/test_stock_loop.py
+		tests/engine/test_stock_loop.py tests/checkpoint/test_versions.py
+
+newest: ## smoke and the demo with the newest of everything that resolves, in .venv-newest (PYTHON=python3.12 or later)
+	rm -rf .venv-newest runs/newest
+	$(MAKE) VENV=.venv-newest PINS= smoke
+	.venv-newest/bin/megatron-fanformer demo --output runs/newest
 
 lint: $(INSTALLED) ## check format, lint and types
 	$(BIN)/ruff format --check .
@@ -56,7 +62,7 @@ docs: $(VENV)-docs/.installed ## build the documentation's site into build/site
 	$(VENV)-docs/bin/mkdocs build --strict
 
 clean: ## remove .venv, builds and caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-docs .venv-3.1[0-9] build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-docs .venv-3.1[0-9] .venv-newest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)-docs/.installed: constraints/docs.txt
@@ -70,7 +76,7 @@ ifneq ($(filter py3%,$(SERIES)),)
 $(INSTALLED): pyproject.toml setup.py $(CONSTRAINTS) $(ENGINE) $(EVAL)
 	@echo "Installing into $(VENV) from $(CONSTRAINTS); the first time takes minutes."
 	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev,fast]' --constraint $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet --editable '.[dev,fast]' $(PINS)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/engine --requirement $(ENGINE)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/eval --requirement $(EVAL)
 	touch $@

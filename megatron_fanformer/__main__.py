@@ -20,7 +20,8 @@ def entry_point() -> None:
         print(f"megatron-fanformer: {not_installed(error)}", file=sys.stderr)
         sys.exit(InputError.exit_code)
     code = main()
-    gc.freeze()  # or Python would look through all of torch for garbage before it ends, for a second
+    if "triton" not in sys.modules:  # which, where it is not collected, writes dozens of lines about what has leaked
+        gc.freeze()  # or Python would look through all of torch for garbage before it ends, for a second
     sys.exit(code)
 
 

@@ -413,6 +413,10 @@ NOTICES = (
     "torch.distributed is disabled, unavailable",
     "MimoModelConfig is experimental",
     "If you are using transformer_engine as the transformer implementation",
+    # of calls within megatron-core 0.19
+    "Warning: tp_group is None, using default tp group",
+    "MLP requires ffn_hidden_size, but it was not provided",
+    "Could not determine rank from torch.distributed",
 )
 
 
