@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +167,44 @@ def _leave_pipe_in_forks() -> None:
             signal.set_wakeup_fd(-1)
 
     os.register_at_fork(after_in_child=leave)
+
+
+def usable_cores(system: Path = Path("/")) -> int:
+    """Return how many cores this process may use at once: those it may run on, and no more than a container's quota.
+
+    Of a quota of 1.5 cores 1 is used: two threads would be stopped for a quarter of the time, together with whatever
+    waits for them.
+
+    Args:
+        system: where `proc` and `sys` are.
+    """
+    quotas = [quota for quota in _quotas(system) if quota > 0]
+    return max(1, min(len(os.sched_getaffinity(0)), *map(int, quotas))) if quotas else len(os.sched_getaffinity(0))
+
+
+def _quotas(system: Path) -> Iterator[float]:
+    """Yield the quotas in cores of this process's control groups and of those around them, of either version."""
+    try:
+        groups = (system / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = system / "sys/fs/cgroup" / controllers
+        # A container may see its own group as the root, and its path as that of the machine around it.
+        for group in (root / path.strip("/"), *(root / path.strip("/")).parents):
+            if not group.is_relative_to(root):
+                break
+            with suppress(OSError, ValueError, ZeroDivisionError):
+                yield _quota(group, is_unified=not controllers)
+
+
+def _quota(group: Path, *, is_unified: bool) -> float:
+    """Return a group's own quota; raises ValueError where it has none."""
+    if is_unified:
+        quota, period = (group / "cpu.max").read_text().split()
+    else:
+        quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+    return int(quota) / int(period)

@@ -50,8 +50,9 @@ def _demo(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) 
 
 
 def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
-    from megatron_fanformer.preparation.prepare import ConversationsConfig, PrepareConfig, available_cores, prepare
+    from megatron_fanformer.preparation.prepare import ConversationsConfig, PrepareConfig, prepare
     from megatron_fanformer.preparation.progress import progress_line
+    from megatron_fanformer.processes import usable_cores
     from megatron_fanformer.runtime.device import quieten_libraries
 
     quieten_libraries()
@@ -75,7 +76,7 @@ def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str
         ledger=not options.no_ledger,
         npy_dtype=options.npy_dtype if options.from_npy else None,
         backend=options.backend,
-        workers=available_cores() if options.workers is None else options.workers,
+        workers=usable_cores() if options.workers is None else options.workers,
         strict=options.strict,
         chat=ConversationsConfig(**of_chats) if options.chat else None,
     )

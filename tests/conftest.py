@@ -49,7 +49,6 @@ def make_ready() -> None:
     from megatron_fanformer.runtime import megatron_cpu
 
     megatron_cpu.install()
-    device.threads_per_rank = lambda _ranks: 1  # of commands that run in this process, too
 
 
 @pytest.hookimpl(trylast=True)  # of those that were chosen

@@ -32,7 +32,8 @@ from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.generation.generate import GenerateConfig, generate
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.preparation.document_files import read_documents
-from megatron_fanformer.preparation.prepare import PrepareConfig, available_cores, prepare
+from megatron_fanformer.preparation.prepare import PrepareConfig, prepare
+from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.start import start_run
@@ -112,7 +113,7 @@ def run_demo(output: Path) -> None:
         corpus = pack_standard_library(places.documents)
     with _step(console, 2, f"tokenizer: sentencepiece BPE, {VOCAB_SIZE:,} pieces"):
         train_sentencepiece(
-            _texts(corpus), places.tokenizer.with_suffix(""), vocab_size=VOCAB_SIZE, num_threads=available_cores()
+            _texts(corpus), places.tokenizer.with_suffix(""), vocab_size=VOCAB_SIZE, num_threads=usable_cores()
         )
     with _step(console, 3, "tokens: Megatron .bin/.idx"):
         tokens = {

@@ -23,6 +23,7 @@ from typing import Literal
 import megatron_fanformer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import confinement
+from megatron_fanformer.processes import usable_cores
 
 POLL_SECONDS = 0.01
 
@@ -84,7 +85,7 @@ def run_programs(
         InputError: they cannot be confined on this machine.
     """
     check_confinement()
-    workers = workers or len(os.sched_getaffinity(0))
+    workers = workers or usable_cores()
     results = []
     with ThreadPoolExecutor(workers) as pool:
         started = [pool.submit(_run, program, limits) for program in programs]

@@ -9,7 +9,6 @@
 It is written last, so that a folder that has it is whole, and it is all that `report` reads.
 """
 
-import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import msgspec
 
 from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.processes import usable_cores
 
 RESULT = "result.json"
 VERSION = 1
@@ -81,7 +81,7 @@ def this_machine() -> dict[str, Any]:
     from megatron_fanformer.checkpoint.versions import versions
 
     return {
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "processor": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": versions(),

@@ -1,7 +1,6 @@
 """Checks token files against their manifest: bytes, index, ledger and counts."""
 
 import hashlib
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.recognition import Target
 from megatron_fanformer.inspection.report import Advance, plural, size
+from megatron_fanformer.processes import usable_cores
 
 TOKEN_ENDINGS = (".bin", ".npy", IDS_NPY)
 MASK_ENDINGS = (MASK_SUFFIX, MASK_NPY)
@@ -98,7 +98,7 @@ def _sum(manifest: Manifest, name: str) -> int:
 
 def _check_files(files: "list[_File]", advance: Advance) -> dict[Path, int]:
     """The largest token id of each token file; all files are read and hashed, several at a time."""
-    with ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
         largest = pool.map(lambda file: _check_file(file, advance), files)
         return {file.path: value for file, value in zip(files, largest, strict=True) if file.dtype}
 

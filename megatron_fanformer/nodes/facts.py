@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_fanformer import __version__
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime import device as devices
 
 LEAST_FREE_SHARE = 0.95  # of a GPU's memory: a context of our own takes half a GiB
@@ -52,7 +53,7 @@ class Facts:
     doing: str = STARTING
     """What it is being asked just now."""
     versions: dict[str, str] = field(default_factory=dict)
-    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    cores: int = field(default_factory=usable_cores)
     gpus: list[Gpu] = field(default_factory=list)
     flops_per_second: float | None = None
     """Of products on its cores; None where it has GPUs."""

@@ -36,6 +36,7 @@ from megatron_fanformer.preparation.work_folder import (
     tokenizer_difference,
     work_folder,
 )
+from megatron_fanformer.processes import usable_cores
 
 FORMATS: tuple[Format, ...] = ("megatron", "npy")
 NPY_DTYPES = ("uint16", "uint32")
@@ -43,11 +44,6 @@ LEARN: tuple[Learn, ...] = ("all", "last")
 TOO_LONG: tuple[TooLong, ...] = ("cut", "drop")
 # What pads the rows of chats, the most likely first; without one, the end of text does.
 PADDING_NAMES = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
-
-
-def available_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +90,7 @@ class PrepareConfig:
     """The inputs are headerless .npy token files of this type (uint16, uint32), made by the same tokenizer."""
     backend: Backend = "auto"
     """What computes the ids; they are the same for each."""
-    workers: int = field(default_factory=available_cores)
+    workers: int = field(default_factory=usable_cores)
     """Worker processes, at least 1. They do not change the output."""
     strict: bool = False
     """Stop at the first line that is not a document, instead of counting it."""

@@ -14,7 +14,8 @@ class RuntimeConfig:
     """`auto` uses a GPU where torch can, else the CPU; it refuses if an NVIDIA driver is loaded that torch cannot use.
     `cpu` on a machine with a usable GPU is refused: hide the GPU with an empty `CUDA_VISIBLE_DEVICES`."""
     threads_per_rank: int | None = None
-    """CPU threads per rank; null: the machine's usable cores, shared evenly by its ranks."""
+    """CPU threads per rank; null: `OMP_NUM_THREADS` where the environment sets it (as torchrun does for ranks), else
+    the machine's usable cores, in a container those of its quota, shared evenly by its ranks."""
     cpu_kernels: Literal["auto", "compiled", "torch"] = "auto"
     """What computes a layer's element-wise functions and attention, the loss head's softmax and bf16's weight gradients
     on a CPU: this project's kernels, which the machine's C++ compiler builds once (`compiled`), or PyTorch's operations

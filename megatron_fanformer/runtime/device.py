@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.runtime.config import DeviceKind
 
 if TYPE_CHECKING:
@@ -343,9 +344,24 @@ def let_late_collectives_fail() -> None:
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
 
 
+def threads_of_environment() -> int | None:
+    """Return the threads that OMP_NUM_THREADS gives each process, as OpenMP reads it; None where it is not set.
+
+    Raises:
+        InputError: it is no number of threads.
+    """
+    stated = os.environ.get("OMP_NUM_THREADS", "").strip()
+    if not stated:
+        return None
+    outermost = stated.split(",")[0].strip()  # a list is of nested regions
+    if not outermost.isdecimal() or int(outermost) < 1:
+        raise InputError(f"OMP_NUM_THREADS is {stated!r} in the environment, which is no number of threads; unset it")
+    return int(outermost)
+
+
 def threads_per_rank(local_ranks: int) -> int:
-    """CPU threads for each of the ranks on this machine: its usable cores, shared evenly."""
-    return max(1, len(os.sched_getaffinity(0)) // local_ranks)
+    """Return the CPU threads of each rank on this machine: the environment's, else its usable cores, shared evenly."""
+    return threads_of_environment() or max(1, usable_cores() // local_ranks)
 
 
 def configure_process(device: DeviceKind, local_rank: int, threads: int, *, deterministic: bool = False) -> None:

@@ -2,12 +2,12 @@
 
 import argparse
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import DivergenceError, InputError
+from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.sizing.cost import cost
 from megatron_fanformer.sizing.picture import plan_picture
 from megatron_fanformer.sizing.report import Plan, as_values, plan_lines
@@ -69,7 +69,7 @@ def _simulated(findings: Findings, request: PlanRequest) -> tuple[SimulatedStage
     if not request.simulated_ranks or findings.best is None:
         return ()
     with phases(f"simulating {findings.best.name}"):
-        processes = len(os.sched_getaffinity(0))
+        processes = usable_cores()
         return tuple(simulate_layout(findings.best, request.simulated_ranks, processes=processes))
 
 

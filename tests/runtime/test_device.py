@@ -215,3 +215,17 @@ def test_freed_memory_is_kept_until_it_is_returned() -> None:
     assert kept < pages / 100
     assert by_itself >= pages
     assert returned >= 0.9 * pages
+
+
+def test_threads_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "usable_cores", lambda: 8)
+    for stated, threads in ((None, 4), ("", 4), ("3", 3), ("6,2", 6)):
+        if stated is None:
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        else:
+            monkeypatch.setenv("OMP_NUM_THREADS", stated)
+        assert device.threads_per_rank(2) == threads
+    for wrong in ("0", "-1", "all"):
+        monkeypatch.setenv("OMP_NUM_THREADS", wrong)
+        with pytest.raises(InputError, match=f"OMP_NUM_THREADS is '{wrong}' .* unset it"):
+            device.threads_per_rank(2)
