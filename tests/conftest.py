@@ -63,6 +63,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or triton, of which nothing would be collected, writes dozens of lines about it behind the results
+
+
 @pytest.fixture(autouse=True)
 def groups_let_go() -> Iterator[None]:
     """A run in this process leaves process groups in cycles, and a gloo group's thread wakes up every 10 ms."""

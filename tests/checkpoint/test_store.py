@@ -30,6 +30,34 @@ def test_a_run_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
         find_checkpoint(tmp_path)
 
 
+def test_nothing_has_its_name_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Power can fail: files, then their folder, its name, that name's folder, and only then `latest`, likewise."""
+    calls: list[tuple[str, str]] = []
+    opened: dict[int, str] = {}
+    open_, fsync, replace = os.open, os.fsync, os.replace
+
+    def recorded_open(path: Any, *arguments: Any, **named: Any) -> int:
+        descriptor = open_(path, *arguments, **named)
+        opened[descriptor] = str(path)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", recorded_open)
+    monkeypatch.setattr(os, "fsync", lambda number: (calls.append(("flush", opened[number])), fsync(number)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (calls.append(("rename", str(new))), replace(old, new)))
+    folder = store.temporary_folder(tmp_path / store.CHECKPOINTS, 10)
+    (folder / store.MEGATRON_METADATA).write_text("{}")
+    (folder / "__0_0.distcp").write_bytes(b"weights")
+    checkpoint = store.publish_checkpoint(folder, tmp_path / store.CHECKPOINTS, 10, {})
+    checkpoints = str(tmp_path / store.CHECKPOINTS)
+    files = {str(folder / path.name) for path in checkpoint.iterdir()}
+    renamed = calls.index(("rename", str(checkpoint)))
+    assert {path for kind, path in calls[: renamed - 1] if kind == "flush"} == files
+    assert calls[renamed - 1] == ("flush", str(folder))
+    (_, temporary), *others = calls[renamed + 2 :]
+    assert calls[renamed + 1] == ("flush", checkpoints) and Path(temporary).name.startswith(".latest.")
+    assert others == [("rename", f"{checkpoints}/{store.LATEST}"), ("flush", checkpoints)]
+
+
 def test_latest_is_the_one_published_last(tmp_path: Path) -> None:
     save(tmp_path, 10)
     last = save(tmp_path, 20)

@@ -169,3 +169,32 @@ def test_a_template_may_be_named(folder: Path) -> None:
     assert rendered(find_template(folder, OLMO)) == "<|endoftext|><|user|>\nHi\n<|assistant|>\nHello<|endoftext|>\n"
     with pytest.raises(InputError, match=r"none\.jinja cannot be read"):
         find_template(folder, folder / "none.jinja")
+
+
+INDENTED = """
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] %}
+{%- endif %}
+    {% for message in messages %}
+        {% if message['role'] == 'user' %}
+  <u> {{ message['content'] | trim }}
+        {% elif message['role'] == 'assistant' %}
+\t<a>
+{{ message['content'] }}</a>
+        {% endif %}
+    {% endfor %}
+    {% if add_generation_prompt %}
+\t<a>
+    {% endif %}
+"""
+
+
+@pytest.mark.parametrize("opens_an_answer", [False, True])
+def test_indented_blocks_are_rendered_as_by_transformers(opens_an_answer: bool) -> None:
+    """Which takes out a block's line, its indentation and its end, and leaves those of text."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [{"role": "system", "content": " be brief"}, *HELLO, *HELLO]
+    [expected], _ = render_jinja_template([messages], chat_template=INDENTED, add_generation_prompt=opens_an_answer)
+    assert ChatTemplate(INDENTED, {}).render(messages, opens_an_answer).text == expected
+    assert expected.count("\n") > 4 and "  <u> Hi\n" in expected

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_fanformer.evaluation import scoring
 from megatron_fanformer.evaluation.rows import EMPTY, batches_of_rows, losses_of_rows
 from megatron_fanformer.evaluation.scoring import log_probabilities
 from megatron_fanformer.hf import FANformerForCausalLM
@@ -205,3 +206,11 @@ def test_padding_is_an_eighth_at_the_most_and_shapes_are_few() -> None:
     batches = list(batches_of_rows(lengths, stages, grid_of(), batch_tokens=1))
     assert all(batch.seq_length < (lengths[batch.rows.item()] - 1) * 1.13 for batch in batches)
     assert len({batch.seq_length for batch in batches}) <= 8 * 5 + 1
+
+
+def test_requests_of_the_same_ids_are_one_row_only_where_they_score_the_same_tokens() -> None:
+    ids = np.array([3, 5, 7, 3, 5, 7, 3, 5, 7, 3, 5], dtype=np.int32)
+    task: Any = SimpleNamespace(ids=ids, offsets=np.array([0, 3, 6, 9, 11]), continuation_tokens=np.array([1, 2, 1, 1]))
+    rows = scoring._Rows()
+    assert [rows.number(task, request) for request in range(4)] == [0, 1, 0, 2]
+    assert rows.scored == [1, 2, 1] and [row.tolist() for row in rows.ids] == [[3, 5, 7], [3, 5, 7], [3, 5]]

@@ -8,6 +8,8 @@ import json
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats import checkpoints, transforms
 from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.formats.transforms import Transform
+from megatron_fanformer.formats.verify import receipt
 from megatron_fanformer.hf import FANformerForCausalLM
 from tests.conftest import REFERENCE
 from tests.formats.plain_fanformer import HEAD_SIZE, HIDDEN, VARIANTS, Variant, random_weights, write
@@ -333,3 +336,21 @@ def test_the_faults_cover_every_transform_that_moves_rows() -> None:
     named = {name for name, value in vars(transforms).items() if isinstance(value, Transform)}
     planted = {name for name, *_ in FAULTS.values()} | {"VOCABULARY_TRIMMED", "VOCABULARY_PADDED"}
     assert named - planted == {"IDENTITY"}
+
+
+@pytest.mark.parametrize("place", [(0, 0, 0), (-1, -1, -1), (0, -1, 3)])
+@pytest.mark.parametrize(("share", "passes"), [(0.5, True), (2.0, False)])
+def test_every_logit_is_held_to_the_bound(place: tuple[int, int, int], share: float, passes: bool) -> None:
+    """One that differs by more is enough, wherever it is."""
+    logits = 5 * torch.randn(receipt.PROMPTS, receipt.PROMPT_TOKENS + receipt.NEW_TOKENS, 40)
+    bound = receipt.LOGITS_TOLERANCE * logits.abs().max()
+
+    def run(values: torch.Tensor) -> Any:
+        config = SimpleNamespace(vocab_size=40)
+        return SimpleNamespace(
+            checkpoint=SimpleNamespace(config=config), logits=lambda ids: values[:, : ids.shape[1]], rest=lambda: None
+        )
+
+    other = logits[:, :-1].clone()
+    other[place] += share * bound
+    assert receipt._logits(run(logits), run(other))["logits"]["passed"] is passes

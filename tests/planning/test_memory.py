@@ -253,6 +253,26 @@ def test_fp8_keeps_copies_of_weights_and_smaller_activations() -> None:
     assert lines["activations"] - lines_fp8["activations"] == layers * tokens * (h + f)
 
 
+@pytest.mark.parametrize(
+    ("stages", "stage", "start", "end", "copied"),
+    [(1, 0, 1, 2, 1), (1, 0, 3, 3, 0), (2, 0, 1, 2, 1), (2, 1, 1, 2, 0), (2, 0, 0, 1, 2)],
+)
+def test_layers_that_stay_in_bf16_have_no_copies(stages: int, stage: int, start: int, end: int, copied: int) -> None:
+    """Of the first stage those at the start, of the last those at the end."""
+    model = dataclasses.replace(FAR_FROM_PADDED, num_layers=4)
+    job = job_of(model, ParallelConfig(pipeline_model_parallel_size=stages), "bf16")
+    job = dataclasses.replace(job, layers="transformer_engine", on_cpu=False)
+    kept = {"num_layers_at_start_in_bf16": start, "num_layers_at_end_in_bf16": end}
+
+    def copies(**precision: Any) -> int:
+        settings = PrecisionConfig(dtype="bf16", fp8="hybrid", **precision)
+        return by_purpose(rank_memory(dataclasses.replace(job, precision=settings), stage)).get(
+            "FP8 copies of weights", 0
+        )
+
+    assert copies(first_last_layers_bf16=True, **kept) * 4 == copies() * stages * copied
+
+
 def test_the_engines_ring_has_buffers() -> None:
     """Beside what attention over gathered keys holds: keys, values and their gradients twice, the queries' gradient."""
     parallel = ParallelConfig(context_parallel_size=2, data_parallel_size=1)

@@ -140,3 +140,15 @@ def test_a_second_ctrl_c_before_the_first_step_is_not_answered(
     with run_log(rank=0), pytest.raises(Interrupted, match=r"^stopped on SIGINT before a step$"):
         launch._wait_for([rank], deque([signal.SIGINT, signal.SIGINT]))
     assert capsys.readouterr() == ("", "")
+
+
+def test_ranks_have_ten_minutes_to_save_after_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, signals = [0.0], []
+    passing = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(launch, "time", passing)
+    process: Any = SimpleNamespace(poll=lambda: None, send_signal=signals.append)
+    ranks = [launch._Rank(number=number, process=process, error=tmp_path / "error.json") for number in range(2)]
+    with pytest.raises(launch.RankFailed, match="rank 0 was not done 600 s after the signal"):
+        launch._wait_for(ranks, deque([signal.SIGTERM]))
+    assert signals == [signal.SIGTERM] * 2
+    assert 600 < now[0] < 601

@@ -5,12 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.data.packing import pack
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.training import chats
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
@@ -125,6 +128,18 @@ def test_epochs_become_steps_which_the_run_records(tmp_path: Path, run_on_ranks:
     rates = [entry["learning_rate"] for entry in metrics]
     assert rates == pytest.approx([1e-2 * min(1, step / warmup) for step in range(1, len(rates) + 1)])
     assert check_run(config_from_dict(values), None).resumed == checkpoint  # the same command finds it complete
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1.0, 4), (1.5, 6), (0.1, 1), (4.0, 14)])
+def test_epochs_are_rounded_up_to_whole_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: float, steps: int
+) -> None:
+    """Of 14 samples, four of which are a step."""
+    training = {"train_iters": None, "epochs": epochs, "global_batch_size": 4, "micro_batch_size": 1}
+    values = chats_run(tmp_path, random_chats(25, vocab_size=VOCAB_SIZE), data={"split": "8,2"}, training=training)
+    monkeypatch.setattr(chats, "pack", lambda *_, **__: pack(np.full(14, 5), 8, seed=0))
+    found = chats.with_steps(config_from_dict(values)).training
+    assert (found.train_iters, found.epochs) == (steps, None)
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.full)])

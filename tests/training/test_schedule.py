@@ -75,6 +75,12 @@ def test_wsd_decays_over_the_last_tenth_by_default() -> None:
     assert found[89] == PEAK > found[90]
 
 
+def test_wsds_default_is_a_tenth_of_the_decays_end() -> None:
+    found = rates(lr_decay_style="WSD", lr_decay_iters=60, min_lr=0.0)
+    assert found[53] == PEAK > found[54]
+    assert found[54:60] == pytest.approx([PEAK * (1 - math.sqrt(step / 6)) for step in range(1, 7)], abs=1e-18)
+
+
 def test_a_decay_may_end_before_the_run() -> None:
     found = rates(lr_decay_iters=60)
     assert found[58] > found[59]

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.full_tensors import StoredTensors
+from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.errors import DivergenceError, Interrupted
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.runtime.parallel import rank_grid
@@ -63,11 +65,9 @@ def train(values: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def stored_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All that a checkpoint holds as tensors, the optimizer's included; one rank."""
-    from megatron.core import dist_checkpointing
-
-    stored = dist_checkpointing.load_plain_tensors(str(checkpoint))
-    return {name: value for name, value in stored.items() if isinstance(value, torch.Tensor)}
+    """All that a checkpoint holds as tensors, the optimizer's included."""
+    stored = StoredTensors(checkpoint, read_table(checkpoint))
+    return {name: stored.read(name) for name in stored.described}
 
 
 # -- resuming
@@ -143,6 +143,11 @@ def test_a_resumed_run_logs_what_an_uninterrupted_one_does(runs_in: Callable[[st
     assert [step for step, *_ in numbers(runs.half)] == list(range(1, HALF + 1))
     assert [step for step, *_ in numbers(runs.straight)] == list(range(1, STEPS + 1))
     assert numbers(runs.resumed) == numbers(runs.straight)
+    step_tokens = runs.values["training"]["global_batch_size"] * SEQ_LENGTH  # whatever the layout, and before a resume
+    for run in (runs.straight, runs.resumed):
+        for metrics in read_metrics(run):
+            assert metrics["tokens"] == metrics["step"] * step_tokens
+            assert metrics["tokens_per_second"] * metrics["step_seconds"] == pytest.approx(step_tokens)
 
 
 @pytest.mark.parametrize("layout", SOME_LAYOUTS)
