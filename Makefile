@@ -22,7 +22,7 @@ EVAL := constraints/eval.txt
 INSTALLED := $(VENV)/.installed-$(SERIES)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full smoke newest lint check format docs clean
+.PHONY: help install demo test test-full faults smoke newest lint check format docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -37,6 +37,9 @@ test: $(INSTALLED) ## run the tests
 
 test-full: $(INSTALLED) ## run the tests, those that take longer too
 	$(PYTEST) -m ""
+
+faults: $(INSTALLED) ## plant each fault of tests/faults/planted/ in a copy, and see which test notices it
+	$(BIN)/python -m tests.faults.planted $(ROOMS)
 
 smoke: $(INSTALLED) ## the part of the tests that shows whether another Python and megatron-core serve
 	$(PYTEST) tests/parity/test_parity.py tests/training/test_trainer.py tests/golden tests/engine/test_layers.py \

@@ -80,6 +80,10 @@ def test_values_become_the_dataclass() -> None:
             'names is ["\ud800"]; no value may hold a zero character or half a surrogate pair, or exceed '
             f"{LARGEST_INTEGER}",
         ),
+        (
+            {"count": LARGEST_INTEGER + 1},
+            f"count is {2**63}; no value may hold a zero character or half a surrogate pair, or exceed {2**63 - 1}",
+        ),
         ({"count": "x" * 500}, f'count is "{"x" * 79}…; it must be an integer'),
     ],
 )
@@ -157,6 +161,9 @@ def test_every_earlier_name_is_of_a_field(tmp_path: Path) -> None:
 def test_a_field_under_both_names_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match=r"^parallel.device is the earlier name of runtime.device, and both are given"):
         config_from_dict(small_run("x", tmp_path, parallel={"device": "cpu"}))
+    one_twice_one_moved = {"parallel": {"device": "cpu", "transformer_impl": "local"}, "runtime": {"device": "cpu"}}
+    with pytest.raises(InputError, match=r"^parallel.device is the earlier name of runtime.device, and both are given"):
+        moved_names(one_twice_one_moved, MOVED_FIELDS)
     values = small_run("x", tmp_path, parallel={"device": "cpu"})
     del values["runtime"]["device"]
     file = write_config(tmp_path / "config.yaml", values)

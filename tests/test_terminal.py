@@ -121,6 +121,17 @@ def test_the_three_forms_of_a_table() -> None:
     ]
 
 
+def test_the_widest_text_wraps_first() -> None:
+    rows = [
+        ("a name of some forty columns, or thereabout", "and a text that is one third longer than the name before it")
+    ]
+    assert terminal.table(("name", "text"), rows, align="ll", width=90) == [
+        "name                                         text",
+        "a name of some forty columns, or thereabout  and a text that is one third longer than the",
+        "                                             name before it",
+    ]
+
+
 def test_labels_stand_beside_their_texts_or_above_them() -> None:
     rows = [("files", "of so many words that it wraps"), ("a path", "/x/" + "y" * 28)]
     whole = ["  files   of so many words that it wraps", f"  a path  /x/{'y' * 28}"]

@@ -82,6 +82,10 @@ class Assembler:
         manifest = read_any_manifest(part_prefix(self._prefix, part))
         return manifest if isinstance(manifest, PartManifest) else None
 
+    def has_published_of(self, number: int) -> bool:
+        """Return whether any document of an input is in a published part, which may end within that input."""
+        return number < self.next_input or (number == self.next_input and self._documents_to_skip > 0)
+
     def append(self, record: ShardRecord) -> None:
         """Append the shard of the next input."""
         shard = self._work.shard(self.next_input)

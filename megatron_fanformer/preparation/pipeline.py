@@ -149,7 +149,7 @@ class _Run:
             if record is None:
                 continue
             if not is_unchanged(record.input):
-                if number < self._assembler.next_input:
+                if self._assembler.has_published_of(number):
                     raise InputError(
                         f"{file} has changed since its documents were written to {self._job.output}; remove"
                         f" {self._job.output}-* and {self._work.path}, and prepare again"

@@ -1,3 +1,5 @@
+import os
+import signal
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -85,3 +87,31 @@ def leaves_random_state(num_workers: int) -> bool:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_the_trainings_random_state_is_not_touched(run_on_ranks: Callable[..., list[Any]], num_workers: int) -> None:
     assert run_on_ranks(1, leaves_random_state, num_workers) == [True]
+
+
+class Circumstances(Numbers):
+    """A dataset whose samples say which process group reads them, and which signals that process ignores."""
+
+    def __getitem__(self, sample: int) -> dict[str, Any]:
+        ignored = [signal.getsignal(number) == signal.SIG_IGN for number in (signal.SIGINT, signal.SIGUSR1)]
+        return {**super().__getitem__(sample), "tokens": torch.tensor([os.getpgrp(), *ignored])}
+
+
+def circumstances_of_loaders() -> tuple[bool, list[int]]:
+    """Whether a loader process is in its rank's process group, and the signals that it ignores."""
+    batches = micro_batches(
+        Circumstances(4),
+        consumed_samples=0,
+        micro_batch_size=1,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        num_workers=1,
+    )
+    group, *ignored = next(batches)["tokens"][0].tolist()
+    batches.close()
+    return group == os.getpgrp(), ignored
+
+
+def test_a_signal_for_the_runs_process_group_leaves_the_loaders(run_on_ranks: Callable[..., list[Any]]) -> None:
+    """The rank needs its batches until it has saved."""
+    assert run_on_ranks(1, circumstances_of_loaders) == [(False, [1, 1])]

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.data.blends import Blend, Source, blend_problems, parse_blend
+from megatron_fanformer.data.blends import Blend, Source, blend_problems, parse_blend, split_bounds
 from megatron_fanformer.errors import InputError
 
 
@@ -87,3 +87,11 @@ def test_each_problem_is_named(folder: Path, text: str, items: list[str], said: 
     assert all(line.startswith("data.train_data: ") for line in problems)
     with pytest.raises(InputError, match=said):
         raise InputError("\n".join(problems))
+
+
+@pytest.mark.parametrize("split", ["99,1,0", "8,1,1", "3,1", "0.7,0.2,0.1"])
+def test_a_split_is_cut_as_megatron_cuts_it(split: str) -> None:
+    from megatron.core.datasets import blended_megatron_dataset_config as megatron
+
+    shares = megatron.parse_and_normalize_split(split)
+    assert split_bounds(split) == megatron.convert_split_vector_to_split_matrix(shares)

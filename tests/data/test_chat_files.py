@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fanformer.data.chat_files import open_chats
+from megatron_fanformer.data.chat_files import count_learned, open_chats
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
 from tests.token_pairs import write_token_pair
 
@@ -42,6 +42,15 @@ def read(prefix: str) -> list[tuple[list[int], list[int]]]:
 def test_both_forms_give_ids_and_what_is_learned(pair: str, rows: Path) -> None:
     assert read(pair) == CONVERSATIONS
     assert read(str(rows)) == CONVERSATIONS
+
+
+def test_learned_tokens_are_counted_in_a_mask_of_0_and_1_alone(tmp_path: Path) -> None:
+    mask = tmp_path / "a.mask.bin"
+    mask.write_bytes(b"\0\1\1\0\1")
+    assert count_learned(mask) == 3
+    mask.write_bytes(b"\0\1\2")
+    with pytest.raises(CorruptError, match="holds 2, a mask holds 0 and 1 alone"):
+        count_learned(mask)
 
 
 def test_ids_are_held_against_the_vocabulary(rows: Path) -> None:

@@ -93,6 +93,13 @@ def test_a_prompt_has_the_ids_that_come_before_the_answer_in_training(tokenizer_
             assert ids[: len(prompt)] == prompt
 
 
+def test_white_space_after_a_turn_is_learned_where_nothing_else_ends_it() -> None:
+    turns = "{% for m in messages %}{{ m.content }}" + "ENDS" + "\n{% endfor %}"
+    for end, learned in (("", "Hello\n"), ("<end>", "Hello<end>")):
+        chat = ChatTemplate(turns.replace("ENDS", end)).render(HELLO)
+        assert [chat.text[begin:stop] for begin, stop in chat.learned] == [learned]
+
+
 # -- refused
 
 
@@ -151,6 +158,7 @@ def test_a_tokenizers_own_template_is_found_beside_it(folder: Path) -> None:
     config = {"eos_token": {"content": "<end>"}, "chat_template": "config{{ eos_token }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     assert rendered_prompt(find_template(folder / "tokenizer.model")) == "config<end>"
+    assert rendered_prompt(find_template(folder, eod_id=0)) == "config<unk>"
     several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "by name"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
     assert rendered_prompt(find_template(folder)) == "by name"

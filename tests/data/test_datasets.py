@@ -196,6 +196,13 @@ def test_npy_files_in_a_blend_keep_their_own_order(prefix: str, npy_files: list[
     assert torch.equal(torch.stack(drawn), tokens(alone, len(drawn)))
 
 
+@pytest.mark.parametrize("samples", [7, 10, 11])
+def test_a_blend_finds_all_samples_that_it_draws(prefix: str, npy_files: list[str], samples: int) -> None:
+    """A source's share may be rounded up by one."""
+    train = build(DataConfig(train_data=["1", prefix, "2", npy_files[0]]), train_samples=samples).train
+    assert len(tokens(train, samples)) == len(train) == samples
+
+
 def test_npy_files_and_pairs_without_weights_count_by_their_size(prefix: str, npy_files: list[str]) -> None:
     config = DataConfig(train_data=[prefix], valid_data={"v": [npy_files[0], prefix, npy_files[1]]})
     valid = build(config, valid_samples=None).valid["v"]

@@ -143,6 +143,8 @@ def test_what_a_manifest_says_is_compared_where_both_have_one(data: Path) -> Non
     manifest.write_text(manifest.read_text().replace("1" * 64, "2" * 64))
     assert "a has another SHA-256 in its manifest, 222222222222 for 111111111111" in refusal(first, identify(data))
     assert refusal(without, first) == refusal(first, without) == ""
+    write_pair(data / "a", [*DOCUMENTS, [310]])  # beside which the manifest is another file's
+    assert [file.sha256 for file in identify(data).train.files] == [None, None]
 
 
 def test_a_large_files_fingerprint_reads_blocks_from_end_to_end(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -7,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_fanformer.data import index_cache
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.datasets import build_datasets
+from megatron_fanformer.data.index_cache import indices_in
+from megatron_fanformer.durable_files import take_lock
 from tests.data.token_making import write_npy, write_pair
 
 SAMPLES = 60
@@ -118,3 +122,12 @@ def test_a_mixed_blends_torn_indices_are_built_again(
 def test_npy_files_alone_need_no_cache(cache: Path, tmp_path: Path) -> None:
     drawn(DataConfig(train_data=[write_npy(tmp_path / "a.npy", 4_000)]))
     assert not cache.exists()
+
+
+def test_of_two_jobs_one_waits_until_the_other_has_built(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.mkdir()
+    other = take_lock(cache / ".lock", wait=False)
+    assert other is not None
+    monkeypatch.setattr(index_cache.logger, "info", lambda *_: os.close(other))  # it has, once this one waits
+    with indices_in(cache, "samples"):
+        assert take_lock(cache / ".lock", wait=False) is None

@@ -146,6 +146,18 @@ def test_a_parquet_file_without_text_is_an_input_error(tmp_path: Path, columns: 
         list(read_documents(path))
 
 
+def test_rows_that_may_repeat_a_large_dictionary_come_in_smaller_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few bytes of a file repeat such a value any number of times."""
+    values = pyarrow.array(["x" * 1000] * 500).dictionary_encode()
+    path = write_parquet(tmp_path / "a.parquet", {"text": values})
+    assert [len(block.parse(PARSER).documents) for block in DocumentFile(path).blocks()] == [256, 244]
+    monkeypatch.setattr(document_files, "REPEATED_BYTES_A_BLOCK", 200_000)
+    parts = [len(block.parse(PARSER).documents) for block in DocumentFile(path).blocks()]
+    assert sum(parts) == 500 and 150 <= max(parts) <= 200  # a dictionary of 1,000 bytes and its length
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "rubbish"])
 def test_a_damaged_parquet_file_is_corrupt_and_named(tmp_path: Path, damage: str) -> None:
     columns = {"text": [f"text {n}" for n in range(5000)]}

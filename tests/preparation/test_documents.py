@@ -82,6 +82,7 @@ def test_the_text_may_stand_in_the_field_of_id_or_source(field: str) -> None:
     [
         ("ab", "web", documents.SHORTER),
         ("\u00e9\u00e9\u00e9", "web", None),  # lengths count characters, not bytes
+        ("abcdef", "web", None),
         ("abcdefg", "web", documents.LONGER),
         ("abcd", "books", documents.OTHER_SOURCE),
         ("abcd", None, documents.OTHER_SOURCE),

@@ -141,12 +141,16 @@ def test_wrong_ids_on_a_hard_text_make_the_exact_library_take_over(
 def test_a_difference_seen_under_way_starts_the_whole_run_anew(
     tmp_path: Path, olmo_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker is told to trust gigatoken with a character that it takes otherwise: its sample shows it."""
+    """The worker is told to trust gigatoken with a character that it takes otherwise: its sample shows it.
+
+    The first file has that where no sample is taken: its documents are published by then, and made anew.
+    """
     assert load_tokenizer(olmo_tokenizer_file).encode("\u0eba\u0323") is not None
     files = []
-    for number, text in enumerate(["plain text", "x\u0eba\u0323\u0334 " * 3, "more plain text"]):
+    wrong = "x\u0eba\u0323\u0334 " * 3
+    for number, texts in enumerate([["plain text", wrong], [wrong], ["more plain text"]]):
         files.append(tmp_path / f"{number}.jsonl")
-        files[-1].write_bytes(as_line(text) + b"\n")
+        files[-1].write_bytes(b"".join(as_line(text) + b"\n" for text in texts))
     prepare_files(str(tmp_path / "expected"), files, olmo_tokenizer_file, backend="tokenizers")
     trust = id_encoders.Trust(np.ones(0x110000, bool), [])
     trust.characters[0x10FFFF] = False
@@ -155,7 +159,7 @@ def test_a_difference_seen_under_way_starts_the_whole_run_anew(
     manifest = prepare_files(prefix, files, olmo_tokenizer_file, backend="gigatoken", part_bytes=1).manifest
     assert manifest.encoding.backend == "tokenizers"
     assert "differ in document '1' of" in str(manifest.encoding.reason)
-    parts = [Path(f"{prefix}-{part:05d}.bin").read_bytes() for part in range(3)]
+    parts = [Path(f"{prefix}-{part:05d}.bin").read_bytes() for part in range(4)]
     assert b"".join(parts) == (tmp_path / "expected.bin").read_bytes()
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,10 +15,12 @@ from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
-from megatron_fanformer.preparation import npy_documents
+from megatron_fanformer.preparation import npy_documents, token_writer
 from megatron_fanformer.preparation.document_files import BLOCK_BYTES
 from megatron_fanformer.preparation.pipeline import PrepareProgress
+from megatron_fanformer.preparation.prepare import PrepareConfig, _settings
 from megatron_fanformer.preparation.work_folder import work_folder
+from tests.disk_steps import recorded_steps
 from tests.preparation.making import as_line, prepare_files
 
 WriteLines = Callable[[str, Iterable[bytes]], Path]
@@ -186,6 +189,88 @@ def test_once_the_damaged_input_is_mended_the_rest_is_not_done_again(
     assert seen[-1].input_bytes == mixed.stat().st_size + len(whole)
     assert seen[-1].text_bytes == 500 * 100  # of the other file alone: what was done before is not encoded again
     assert outputs(tmp_path / "new") == outputs(tmp_path / "expected")
+
+
+def flip(file: Path) -> None:
+    """Change a byte in the middle, under the file's size."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.fixture
+def cut_short(tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path) -> Callable[..., Any]:
+    """Prepare two inputs, of which the second is damaged and then mended; call the same command again."""
+    first, second = (write_lines(f"{name}.jsonl.gz", [as_line("text " * 100)] * 100) for name in ("first", "second"))
+
+    def prepare_them(**settings: Any) -> Any:
+        return prepare_files(str(tmp_path / "new" / "out"), [first, second], small_tokenizer_file, **settings)
+
+    def start(**settings: Any) -> Callable[[], Any]:
+        whole = second.read_bytes()
+        second.write_bytes(whole[:-9])
+        with pytest.raises(CorruptError, match="truncated"):
+            prepare_them(**settings)
+        second.write_bytes(whole)
+        return lambda: prepare_them(**settings)
+
+    return start
+
+
+def test_a_shard_that_was_damaged_meanwhile_is_made_again(
+    tmp_path: Path, cut_short: Callable[..., Any], small_tokenizer_file: Path
+) -> None:
+    again = cut_short()
+    flip(tmp_path / "new" / "out.parts" / "000000.tokens")
+    again()
+    inputs = sorted(tmp_path.glob("*.jsonl.gz"))
+    prepare_files(str(tmp_path / "expected" / "out"), inputs, small_tokenizer_file)
+    assert outputs(tmp_path / "new")["out.bin"] == outputs(tmp_path / "expected")["out.bin"]
+
+
+def test_a_published_part_that_was_changed_meanwhile_is_refused(tmp_path: Path, cut_short: Callable[..., Any]) -> None:
+    again = cut_short(part_bytes=1000)
+    flip(tmp_path / "new" / "out-00000.bin")
+    with pytest.raises(InputError, match=r"out-00000\.bin is not what this preparation published"):
+        again()
+
+
+def test_an_input_that_was_changed_after_its_documents_were_published_is_refused(
+    tmp_path: Path, cut_short: Callable[..., Any], write_lines: WriteLines
+) -> None:
+    again = cut_short(part_bytes=1000)
+    write_lines("first.jsonl.gz", [as_line("another text " * 100)] * 100)
+    with pytest.raises(InputError, match=r"first\.jsonl\.gz has changed since its documents were written"):
+        again()
+
+
+def test_an_index_of_many_documents_is_written_in_chunks(
+    tmp_path: Path, mixed: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_files(str(tmp_path / "whole"), [mixed], small_tokenizer_file)
+    monkeypatch.setattr(token_writer, "INDEX_CHUNK", 1)  # three documents make three
+    prepare_files(str(tmp_path / "chunks"), [mixed], small_tokenizer_file)
+    assert (tmp_path / "chunks.idx").read_bytes() == (tmp_path / "whole.idx").read_bytes()
+
+
+def test_token_files_get_their_names_once_they_are_on_the_disk(
+    tmp_path: Path, mixed: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = recorded_steps(monkeypatch)
+    prepare_files(str(tmp_path / "out"), [mixed], small_tokenizer_file)
+    names = ("out.bin", "out.idx", "out.ledger.parquet")
+    for name in names:
+        renamed = steps.index(("rename", name))
+        assert ("fsync", name) in steps[:renamed] and ("fsync", tmp_path.name) in steps[renamed:]
+    manifest = steps.index(("rename", "out.manifest.json"))
+    assert all(steps.index(("rename", name)) < manifest for name in names)
+    assert ("fsync", tmp_path.name) == steps[manifest + 1]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
+def test_npy_ids_have_room_for_the_whole_vocabulary(vocab_size: int, dtype: str) -> None:
+    config = PrepareConfig(inputs=(), output="", tokenizer="", format="npy")
+    assert _settings(config, mock.Mock(vocab_size=vocab_size)).dtype == dtype
 
 
 def test_an_input_damaged_with_nothing_else_done_leaves_nothing(

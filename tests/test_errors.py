@@ -1,0 +1,44 @@
+"""What an error's line shows: neither credentials nor what moves a terminal's cursor."""
+
+import errno
+from unittest import mock
+
+import pytest
+
+from megatron_fanformer.cli import _refusal, main
+from megatron_fanformer.errors import FanformerError, InputError, escaped, redacted
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://key:secret@bucket/run", "s3://…@bucket/run"),
+        ("s3://key:sec/ret@bucket/run", "s3://…@bucket/run"),
+        ("ssh://user@host/run and file:///disk/a@b", "ssh://…@host/run and file:///disk/a@b"),
+    ],
+)
+def test_urls_are_shown_without_users_and_passwords(text: str, shown: str) -> None:
+    assert redacted(text) == shown
+
+
+@pytest.mark.parametrize("error", [InputError, FanformerError, RuntimeError])
+def test_no_error_shows_a_password(error: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
+    refusal = error("s3://key:secret@bucket/run is not there")
+    with mock.patch("megatron_fanformer.preparation.prepare.prepare", side_effect=refusal):
+        assert main(["prepare", "a", "--output", "o", "--tokenizer", "t"]) == getattr(error, "exit_code", 1)
+    assert "s3://…@bucket/run is not there" in capsys.readouterr().err
+
+
+def test_untrusted_text_moves_no_cursor() -> None:
+    assert escaped("a\rb\x1b[2J\tc\nd") == "a\\rb\\x1b[2J\tc\nd"
+    assert escaped("Größe 北京") == "Größe 北京"
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(number, 2) for number in (errno.ENOENT, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP)]
+    + [(number, 1) for number in (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EDQUOT)],
+)
+def test_a_path_that_the_system_refuses_is_the_users_error_and_a_failing_disk_is_not(number: int, code: int) -> None:
+    said, found = _refusal(OSError(number, "the reason", "the path"))
+    assert found == code and said.startswith("the path cannot be used (the reason); ")
