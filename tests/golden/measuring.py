@@ -67,10 +67,15 @@ def machine_kind() -> str:
 
 
 def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    name = names[0].partition(" @ ")[0] if names else platform.processor()  # some state their clock, which moves no bit
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+    """Its name and generation (virtual ones share names), and what PyTorch uses of its instructions."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
+    name = facts.get("model name", platform.processor()).partition(" @ ")[0]  # a clock moves no bit
+    generation = f"family {facts.get('cpu family')} model {facts.get('model')}"
+    instructions = torch.backends.cpu.get_cpu_capability()
+    if instructions == "AVX2" and "avx512f" in facts.get("flags", "").split():
+        instructions += ", though it has AVX512"  # by ATEN_CPU_CAPABILITY, which libraries beside PyTorch do not read
+    return f"{name}, {generation} ({instructions})"
 
 
 def recorded() -> dict[str, Losses]:
