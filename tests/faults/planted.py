@@ -38,7 +38,8 @@ LEAST_KILLED = 0.95
 LEAST_SECONDS, TIMES_AS_LONG = 120.0, 10.0
 POLL_SECONDS = 0.05
 NO_TESTS = 5  # pytest's exit code
-MOST_SHOWN = 56  # characters of a change
+MOST_SHOWN = 60  # characters of a change
+BESIDE = 2  # words beside it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +80,18 @@ class Fault:
             compiled.unlink()
 
     def what(self) -> str:
-        """What it changes, on one line: the words that were there, and those that are."""
+        """What it changes, on one line: the words that were there and those that are, with those beside them."""
         old, new = self.before.split(), self.after.split()
-        same = len(os.path.commonprefix([old, new]))
-        old, new = old[same:], new[same:]
-        same = len(os.path.commonprefix([old[::-1], new[::-1]]))
-        texts = (" ".join(words[: len(words) - same]) or "nothing" for words in (old, new))
+        begin, end = _same(old, new), _same(old[::-1], new[::-1])
+        end = min(end, len(old) - begin, len(new) - begin)
+        texts = (" ".join(words[max(0, begin - BESIDE) : len(words) - max(0, end - BESIDE)]) for words in (old, new))
         return " → ".join(text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "…" for text in texts)
+
+
+def _same(old: list[str], new: list[str]) -> int:
+    """With how many words two lists begin alike."""
+    shorter = min(len(old), len(new))
+    return next((place for place in range(shorter) if old[place] != new[place]), shorter)
 
 
 def rooms() -> list[str]:
