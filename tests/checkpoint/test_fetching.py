@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -168,6 +169,27 @@ def test_nothing_is_fetched_that_is_not_newer(tmp_path: Path) -> None:
     save(run, 5, b"its own")
     fetch_newer(f"file://{source}", run)
     assert (run / store.CHECKPOINTS / store.checkpoint_name(5) / WEIGHTS).read_bytes() == b"its own"
+
+
+def test_records_here_that_go_on_further_stay(tmp_path: Path) -> None:
+    source, run = tmp_path / "source", tmp_path / "run"
+    save(source, 5)
+    run.mkdir()
+    for name, there_, here in ((store.METRICS, "1\n2\n", "1\n2\n3\n"), (store.RECOVERY, "a\nb\n", "a\n")):
+        (source / name).write_text(there_)
+        (run / name).write_text(here)
+    fetch_newer(f"file://{source}", run)
+    assert (run / store.METRICS).read_text() == "1\n2\n3\n"
+    assert (run / store.RECOVERY).read_text() == "a\nb\n"
+
+
+def test_what_has_no_room_here_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, free = save(tmp_path / "source", 5), 256 * 5
+    total = sum(file.bytes for file in read_manifest(checkpoint).files.values())  # type: ignore[union-attr]
+    assert free < total
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: mock.Mock(free=free))
+    with pytest.raises(InputError, match=rf"has {total} bytes, and {tmp_path}/run/checkpoints has {free} free"):
+        fetch_newer(f"file://{tmp_path}/source", tmp_path / "run")
 
 
 def test_a_latest_that_was_set_back_there_is_followed(tmp_path: Path) -> None:

@@ -8,7 +8,10 @@ import pytest
 
 from megatron_fanformer.checkpoint import manifest
 from megatron_fanformer.checkpoint.manifest import MANIFEST, check_files, read_manifest, write_manifest, write_rank_sums
+from megatron_fanformer.checkpoint.store import checkpoint_name
+from megatron_fanformer.checkpoint.stored_files import check_stored
 from megatron_fanformer.errors import CorruptError
+from tests.checkpoint.stores import save
 
 SIZES = {"__0_0.distcp": 1000, "__0_1.distcp": 30, "__1_0.distcp": 256, ".metadata": 100, "config.yaml": 0}
 BLOCK_BYTES = 128
@@ -18,6 +21,7 @@ BLOCK_BYTES = 128
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Files of several blocks, whole blocks and none, with their manifest."""
     monkeypatch.setattr(manifest, "BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(manifest, "READ_BYTES", 50)  # a block is read in several pieces
     generator = random.Random(0)
     for name, size in SIZES.items():
         (tmp_path / name).write_bytes(generator.randbytes(size))
@@ -93,3 +97,11 @@ def test_no_flip_of_a_bit_of_the_manifest_goes_unseen(checkpoint: Path) -> None:
 
 def test_a_checkpoint_from_before_has_none(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) is None
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 3)
+    check_stored(checkpoint)
+    check_stored(checkpoint := checkpoint.rename(tmp_path / "kept"))
+    with pytest.raises(CorruptError, match="is of step 3, another than its name says"):
+        check_stored(checkpoint.rename(tmp_path / checkpoint_name(4)))

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_fanformer.checkpoint import mirror, remote, store
 from megatron_fanformer.checkpoint.manifest import MANIFEST, read_manifest
-from megatron_fanformer.checkpoint.mirror import Mirror
+from megatron_fanformer.checkpoint.mirror import Mirror, Told
 from megatron_fanformer.checkpoint.remote import RemoteRun
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.processes import STOP_SIGNALS
@@ -205,6 +205,18 @@ def test_one_is_copied_at_a_time_and_the_newest_is_next(mirrored: tuple[Mirror, 
     made.finish(lambda: False)
     assert there(tmp_path / "there") == step_names(1, 3)
     assert not failed and not made.spared
+
+
+def test_a_checkpoint_is_spared_until_the_last_attempt_to_copy_it(
+    mirrored: tuple[Mirror, list[str]], tmp_path: Path
+) -> None:
+    made, failed = mirrored
+    name = store.checkpoint_name(1)
+    made.offer(save(tmp_path / "run", 1))
+    made._note(Told("failed", name, reason="the store does not answer", attempt=1))
+    assert failed == [name] and made.spared == (name,)
+    made._note(Told("given up", name, reason="the store does not answer"))
+    assert failed == [name, name] and made.spared == ()
 
 
 def test_a_checkpoint_that_is_being_copied_is_not_removed(tmp_path: Path) -> None:

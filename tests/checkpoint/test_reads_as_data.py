@@ -5,6 +5,7 @@ import enum
 import io
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_fanformer.checkpoint import training_state
 from megatron_fanformer.checkpoint.manifest import MANIFEST, write_manifest
-from megatron_fanformer.checkpoint.plain_values import COMMON
+from megatron_fanformer.checkpoint.plain_values import COMMON, check_format
+from megatron_fanformer.checkpoint.records import read_records
+from megatron_fanformer.checkpoint.store import MEGATRON_METADATA
 from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, tensors_of
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import CorruptError
@@ -272,3 +275,26 @@ def test_torch_loads_as_before_afterwards(run: Run, tmp_path: Path) -> None:
     assert main(generate(run, tmp_path)) == 3
     assert torch.load is load
     assert FileSystemReader.read_metadata is read_metadata and FileSystemReader.read_data is read_data
+
+
+@pytest.mark.parametrize("stated", ["{}", '{"sharded_backend": "zarr"}', "[]"])
+def test_a_format_that_is_not_stated_or_another_is_refused(stated: str, tmp_path: Path) -> None:
+    (tmp_path / MEGATRON_METADATA).write_text('{"sharded_backend": "torch_dist"}')
+    check_format(tmp_path)
+    (tmp_path / MEGATRON_METADATA).write_text(stated)
+    with pytest.raises(CorruptError, match=MEGATRON_METADATA):
+        check_format(tmp_path)
+
+
+def test_another_programs_records_are_not_unpacked(tmp_path: Path) -> None:
+    """A few kB of zeros, compressed, could fill the memory."""
+    stream = io.BytesIO()
+    torch.save({"args": "plain"}, stream)
+    assert read_records(stream) == {"args": "plain"}
+    packed = io.BytesIO()
+    with zipfile.ZipFile(stream) as plain, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in plain.namelist():
+            archive.writestr(name, plain.read(name))
+    packed.seek(0)
+    with pytest.raises(ValueError, match="it is compressed"):
+        read_records(packed)

@@ -92,6 +92,12 @@ def test_a_later_process_of_the_same_number_is_not_the_holder(run: Path) -> None
     assert is_free(run)
 
 
+def test_a_lock_that_was_taken_over_is_not_given_back(run: Path) -> None:
+    with run_lock(run):
+        successor = leave(run, token="2" * 32)
+    assert msgspec.json.decode((run / LOCK).read_bytes(), type=Holder) == successor
+
+
 def test_a_copy_of_a_folder_in_use_is_free(run: Path, tmp_path: Path) -> None:
     with run_lock(run):
         shutil.copytree(run, tmp_path / "copy")

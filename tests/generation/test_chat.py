@@ -74,6 +74,8 @@ def test_the_answers_are_those_of_transformers_and_each_token_is_read_once(
         return next_logits(decoder, ids_bs)
 
     expected = transformers_answers(exported_chat, [{"role": "system", "content": SYSTEM}], *texts)
+    (other,) = transformers_answers(exported_chat, [{"role": "system", "content": SYSTEM}], texts[1])
+    assert other != expected[1]
     monkeypatch.setattr(Decoder, "next_logits", counted)
     for folder, settings in ((run_folder, {"chat_template": str(template)}), (exported_chat, {})):
         read.clear()
@@ -88,6 +90,8 @@ def test_the_answers_are_those_of_transformers_and_each_token_is_read_once(
             assert sum(read) == whole + ends - 2
             chat.reset()
             assert "".join(chat.answer(texts[0])) == expected[0]
+            chat.reset()
+            assert "".join(chat.answer(texts[1])) == other, "what the cache holds of another beginning is not read"
 
 
 def test_the_oldest_turns_leave_a_full_context_and_the_system_stays(run_folder, template):

@@ -1,6 +1,8 @@
 """Loaded models: the same logits from every form of a model, with and without the key/value cache."""
 
 import dataclasses
+import json
+import shutil
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.recognition import find_checkpoint
-from megatron_fanformer.generation.models import find_model
+from megatron_fanformer.generation.models import find_model, find_model_and_tokenizer
 from megatron_fanformer.generation.sampling import SamplingConfig
 from tests.generation.making import all_logits, cached_logits, logits_read_on, new_ids, with_model, write_checkpoint
 from tests.training.layouts import REFERENCE
@@ -111,3 +113,12 @@ def test_a_checkpoint_that_states_no_model_is_corrupt(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(CorruptError, match="states no model"):
         find_model(tmp_path)
+
+
+def test_an_export_states_what_ends_its_documents(exported_folder, tmp_path):
+    """The tokenizer's own may be another one."""
+    folder = shutil.copytree(exported_folder, tmp_path / "export")
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**stated, "eos_token_id": 97}))
+    found = [find_model_and_tokenizer(str(path), None, [])[1].eod_id for path in (exported_folder, folder)]
+    assert found == [stated["eos_token_id"], 97] and found[0] != 97

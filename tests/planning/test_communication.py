@@ -21,7 +21,7 @@ from megatron_fanformer.planning.communication import (
     side_by_side,
     totals,
 )
-from megatron_fanformer.planning.gradient_buffers import Weight, chunks, gradient_buffer, weights
+from megatron_fanformer.planning.gradient_buffers import Chunk, Weight, chunks, gradient_buffer, limits_buckets, weights
 from megatron_fanformer.planning.step_traffic import StepTraffic
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives
 from megatron_fanformer.runtime.parallel import rank_grid
@@ -345,6 +345,17 @@ def test_large_models_are_cut_into_buckets_of_megatrons_own_size() -> None:
     assert gradient_buffer(held, overlap, 2, is_limited=True).buckets == [40_000_000, 40_000_000, 20_000_000]
     # A million a replica where they are many; the last bucket is padded to a multiple of 128 and of 48.
     assert gradient_buffer(held, overlap, 48, is_limited=True).buckets == [48_000_000, 48_000_000, 4_000_128]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "stage", "number", "limited"),
+    [(True, 0, 0, True), (True, 1, 0, False), (True, 0, 1, False), (False, 0, 0, False), (None, 0, 0, False)],
+)
+def test_the_first_chunk_of_the_first_stage_alone_is_cut(
+    overlap: bool | None, stage: int, number: int, limited: bool
+) -> None:
+    chunk = Chunk(number=number, layers=1, has_embedding=False, has_head=False)
+    assert limits_buckets(layout(overlap_grad_reduce=overlap), stage, chunk) is limited
 
 
 def test_models_stand_side_by_side() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.config import PRESETS
+from megatron_fanformer.model.config import PRESETS, FANConfig
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.sizing.candidates import all_layouts, laid_out, layout_name, recomputations
@@ -42,6 +42,28 @@ def test_every_layout_is_of_all_gpus() -> None:
     parallels = [micro_batches[0].parallel for micro_batches in all_layouts(config, 12)]
     assert {each.model_parallel_size * (each.data_parallel_size or 0) for each in parallels} == {12}
     assert {each.tensor_model_parallel_size for each in parallels} == {1, 2, 3, 4, 6, 12}
+
+
+def test_every_form_of_a_layout_is_tried() -> None:
+    """Of each spelling one: nothing that needs several ranks where there is one."""
+    config = run_config(parallel={"context_parallel_size": 2, "cp_comm_type": "a2a"})
+
+    def forms(config: RunConfig) -> set[tuple[Any, ...]]:
+        parallels = [micro_batches[0].parallel for micro_batches in all_layouts(config, 4)]
+        return {
+            (each.tensor_model_parallel_size, each.context_parallel_size, each.cp_comm_type, each.sequence_parallel)
+            + (each.fan_form,)
+            for each in parallels
+        }
+
+    of_fan = [(False, "column"), (True, "column"), (True, "sequence")]
+    degrees = [(tp, cp) for tp in (1, 2, 4) for cp in (1, 2, 4) if tp * cp <= 4]
+    expected = {
+        (tp, cp, "a2a" if cp > 1 else None, *form) for tp, cp in degrees for form in of_fan[: 3 if tp > 1 else 1]
+    }
+    assert forms(config) == expected
+    transformer = dataclasses.replace(config.model, fan=FANConfig(placement="none"))
+    assert forms(dataclasses.replace(config, model=transformer)) == {each for each in expected if each[-1] == "column"}
 
 
 def test_what_a_layout_does_not_name_is_the_configurations() -> None:

@@ -13,7 +13,7 @@ from megatron_fanformer.model.config import FANConfig
 from megatron_fanformer.planning.machines import DRIVERS_SHARE, Machine, load_machine
 from megatron_fanformer.sizing.candidates import all_layouts, laid_out, layout_name
 from megatron_fanformer.sizing.estimate import Estimate, estimate, for_machine, job_of, problems
-from megatron_fanformer.sizing.search import MOST_SHOWN, NUMBERS, search
+from megatron_fanformer.sizing.search import MOST_SHOWN, NUMBERS, judge, search
 from megatron_fanformer.training.config import RunConfig, load_config
 from megatron_fanformer.training.preflight import check_run
 from tests.sizing.test_candidates import run_config
@@ -110,3 +110,20 @@ def test_a_thousand_gpus_are_searched(h100: Machine) -> None:
     config = for_machine(load_config(Path(ROOT / "examples" / "fanformer-7b.yaml")), h100, on_cpu=False)
     found = search(config, 1024, h100)
     assert found.best and found.legal > 20_000
+
+
+def test_of_named_layouts_those_that_fit_come_first(config: RunConfig, legal: list[Estimate], h100: Machine) -> None:
+    """However slow; each group by its time."""
+    by_bytes = sorted(legal, key=lambda each: each.needed_bytes)
+    middle = by_bytes[len(by_bytes) // 2].needed_bytes
+    half = dataclasses.replace(h100, memory_bytes=math.ceil(middle / (1 - DRIVERS_SHARE)))
+    named = [(each.name, laid_out(config, each.name)) for each in legal[::7]]
+    found = judge(named, GPUS, half).candidates
+    fitting = [each.fits for each in found]
+    assert fitting == sorted(fitting, reverse=True) and 0 < sum(fitting) < len(found) == len(named)
+    for group in (True, False):
+        seconds = [each.time.seconds for each in found if each.fits is group]
+        assert seconds == sorted(seconds)
+    assert max(each.time.seconds for each in found if each.fits) > min(
+        each.time.seconds for each in found if not each.fits
+    )

@@ -1,0 +1,34 @@
+"""A checkpoint's table of tensors that says what is not so."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fanformer.checkpoint.full_tensors import StoredTensors, write_full_tensors
+from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table
+from megatron_fanformer.errors import CorruptError
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_full_tensors(tmp_path, {"w": torch.arange(6.0).view(3, 2)}, {}, [])
+
+
+def test_a_tensor_of_which_a_part_is_missing_is_not_read(checkpoint: Path) -> None:
+    table = read_table(checkpoint)
+    assert torch.equal(StoredTensors(checkpoint, table).read("w"), torch.arange(6.0).view(3, 2))
+    table.state_dict_metadata["w"].size = torch.Size([4, 2])
+    with pytest.raises(CorruptError, match="does not hold all of w"):
+        StoredTensors(checkpoint, table).read("w")
+
+
+@pytest.mark.parametrize("name", ["../outside.distcp", "/outside.distcp", "inner/a.distcp", "..", "."])
+def test_a_table_names_files_of_its_folder_alone(checkpoint: Path, name: str) -> None:
+    table = read_table(checkpoint)
+    for place in table.storage_data.values():
+        place.relative_path = name
+    (checkpoint / METADATA).write_bytes(pickle.dumps(table))
+    with pytest.raises(CorruptError, match="which is not a file in its folder"):
+        read_table(checkpoint)
