@@ -145,3 +145,21 @@ def test_perplexities_of_other_tokens_are_not_compared(other: dict[str, Any], sa
     compare(with_set(), with_set(dtype="bfloat16"))
     with pytest.raises(InputError, match=said):
         compare(with_set(), with_set(**other))
+
+
+def test_tasks_are_drawn_apart_and_their_means_interval_is_that_of_independent_ones() -> None:
+    """With the same draws for all, the mean of two like tasks would be as uncertain as one of them."""
+    generator = np.random.default_rng(0)
+    a, b = (generator.random((2, 2000)) < share for share in (0.5, 0.53))
+    found = compare(result(x=task(a[0]), y=task(a[0])), result(x=task(b[0]), y=task(b[0])))
+    one, other = found.tasks
+    assert one.value == other.value and one.low != other.low
+    assert found.mean is not None
+    assert found.mean.standard_error == pytest.approx(one.standard_error / np.sqrt(2), rel=0.03)
+
+
+def test_as_many_other_documents_are_refused() -> None:
+    a, b = (result(piqa=task(np.ones(3))) for _ in range(2))
+    b.tasks["piqa"].documents[1]["doc_id"] = 7
+    with pytest.raises(InputError, match="piqa has 3 documents in A and 3 in B, not the same ones"):
+        compare(a, b)

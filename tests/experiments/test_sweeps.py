@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -193,6 +194,46 @@ def test_all_that_is_wrong_with_a_file_is_told_before_any_cell_starts(tmp_path: 
     assert len(read_sweep(file, needs_data=False).cells) == 2
     with pytest.raises(InputError, match=r"in every cell: .*nowhere"):
         read_sweep(file, needs_data=True)
+
+
+WRONG = {
+    "model.hidden_size": 0,
+    "parallel.tensor_model_parallel_size": 0,
+    "kernels.loss_head_chunk_tokens": 0,
+    "runtime.threads_per_rank": 0,
+    "optimizer.lr": -1.0,
+    "schedule.lr_warmup_iters": -1,
+    "training.micro_batch_size": 0,
+    "recovery.max_rewinds": -1,
+    "checkpoint.keep": 0,
+    "logging.log_interval": 0,
+    "evaluation.batch_tokens": 0,
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_a_wrong_value_in_any_section_is_refused(tmp_path: Path, tokens: str, field: str) -> None:
+    axes = {"size": {"d16": {}}}
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=2, report={"compare": "size", "baseline": "d16"})
+    changed(file, changes={field: WRONG[field]})
+    with pytest.raises(InputError, match=rf"^in every cell: {re.escape(field)} (is )?{WRONG[field]}"):
+        read_sweep(file, needs_data=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("training.run_dir", "elsewhere", "which each cell has its own of; leave it out"),
+        ("training.seed", 3, "which each cell has its own of; leave it out"),
+        ("training.epochs", 2.0, "a sweep's cells state their steps; set train_iters"),
+    ],
+)
+def test_what_a_sweep_decides_itself_is_refused(tmp_path: Path, tokens: str, field: str, value: Any, rule: str) -> None:
+    point = {field: value, "training.train_iters": None} if field.endswith("epochs") else {field: value}
+    axes = {"size": {"d16": {}, "other": point}}
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report={"compare": "size", "baseline": "d16"})
+    with pytest.raises(InputError, match=rule):
+        read_sweep(file, needs_data=False)
 
 
 def test_a_run_of_another_configuration_is_not_taken_for_a_cell(tmp_path: Path, tokens: str) -> None:

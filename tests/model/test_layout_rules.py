@@ -74,6 +74,15 @@ def test_a_layout_that_contradicts_itself(fields: dict[str, Any], part: str) -> 
         ({}, {"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 4}, None),
         (
             {},
+            {
+                "pipeline_model_parallel_size": 4,
+                "num_layers_in_first_pipeline_stage": 8,
+                "num_layers_in_last_pipeline_stage": 8,
+            },
+            "the pipeline stages have 8, 0, 0, 8 layers; each must have at least 1",
+        ),
+        (
+            {},
             {"pipeline_model_parallel_size": 4, "num_layers_in_first_pipeline_stage": 5},
             "less the 5 that",
         ),

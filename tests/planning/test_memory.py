@@ -17,7 +17,7 @@ from megatron_fanformer.ops import cross_entropy, products
 from megatron_fanformer.planning import vocabulary_memory
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_memory import layer_operations
-from megatron_fanformer.planning.memory import RankMemory, rank_memory
+from megatron_fanformer.planning.memory import BLOCK_OF_TEE, SAMPLE_BYTES, RankMemory, rank_memory
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
@@ -240,6 +240,17 @@ def test_published_runs_of_the_engine(run: Published) -> None:
     job = published_job(run)
     most = max(rank_memory(job, stage).total_bytes for stage in range(run.stages))
     assert most / 2**30 == pytest.approx(run.gibibytes, rel=PUBLISHED_TOLERANCE)
+
+
+def test_a_cpu_holds_the_samples_of_several_micro_batches() -> None:
+    """As many as the loss report takes at once; a GPU one at a time."""
+    job = job_of(FAR_FROM_PADDED, ParallelConfig(), "fp32")
+    samples = job.micro_batch_size * FAR_FROM_PADDED.seq_length * SAMPLE_BYTES
+    held = [
+        by_purpose(rank_memory(dataclasses.replace(job, num_micro_batches=count), 0))["samples and rotary angles"]
+        for count in (1, 2, BLOCK_OF_TEE, 2 * BLOCK_OF_TEE)
+    ]
+    assert [each - held[0] for each in held] == [0, samples, *[(BLOCK_OF_TEE - 1) * samples] * 2]
 
 
 def test_fp8_keeps_copies_of_weights_and_smaller_activations() -> None:

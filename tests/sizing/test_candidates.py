@@ -48,18 +48,17 @@ def test_every_form_of_a_layout_is_tried() -> None:
     """Of each spelling one: nothing that needs several ranks where there is one."""
     config = run_config(parallel={"context_parallel_size": 2, "cp_comm_type": "a2a"})
 
+    def degrees(parallel: ParallelConfig) -> tuple[int, int]:
+        return parallel.tensor_model_parallel_size, parallel.context_parallel_size
+
     def forms(config: RunConfig) -> set[tuple[Any, ...]]:
         parallels = [micro_batches[0].parallel for micro_batches in all_layouts(config, 4)]
-        return {
-            (each.tensor_model_parallel_size, each.context_parallel_size, each.cp_comm_type, each.sequence_parallel)
-            + (each.fan_form,)
-            for each in parallels
-        }
+        return {(*degrees(each), each.cp_comm_type, each.sequence_parallel, each.fan_form) for each in parallels}
 
     of_fan = [(False, "column"), (True, "column"), (True, "sequence")]
-    degrees = [(tp, cp) for tp in (1, 2, 4) for cp in (1, 2, 4) if tp * cp <= 4]
+    of_four = [(tp, cp) for tp in (1, 2, 4) for cp in (1, 2, 4) if tp * cp <= 4]
     expected = {
-        (tp, cp, "a2a" if cp > 1 else None, *form) for tp, cp in degrees for form in of_fan[: 3 if tp > 1 else 1]
+        (tp, cp, "a2a" if cp > 1 else None, *form) for tp, cp in of_four for form in of_fan[: 3 if tp > 1 else 1]
     }
     assert forms(config) == expected
     transformer = dataclasses.replace(config.model, fan=FANConfig(placement="none"))
