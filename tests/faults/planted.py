@@ -63,18 +63,26 @@ class Fault:
     def name(self) -> str:
         return f"{self.room}-{self.number}"
 
-    def plant(self, repository: Path) -> None:
-        """Change the file; raises ValueError where the fault is none."""
-        path = repository / self.file
-        text = path.read_text()
+    def planted(self, repository: Path) -> str:
+        """Return the file's text with the fault.
+
+        Raises:
+            ValueError: `before` does not stand there once, or nothing changes.
+            SyntaxError: the changed file is not Python.
+        """
+        text = (repository / self.file).read_text()
         if (found := text.count(self.before)) != 1:
             raise ValueError(f"{self.name}: `before` stands {found} times in {self.file}, not once")
-        if self.before == self.after:
-            raise ValueError(f"{self.name}: `after` is `before`")
         changed = text.replace(self.before, self.after)
-        if path.suffix == ".py":
-            compile(changed, self.name, "exec")
-        path.write_text(changed)
+        if changed == text:
+            raise ValueError(f"{self.name}: `after` is `before`")
+        if self.file.endswith(".py"):
+            compile(changed, f"{self.file}, with {self.name}", "exec")
+        return changed
+
+    def plant(self, repository: Path) -> None:
+        path = repository / self.file
+        path.write_text(self.planted(repository))
         # Bytecode goes by the second of a file's time and by its size, and both may be the same.
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
             compiled.unlink()
@@ -282,6 +290,7 @@ def _unchanged(faults: list[Fault], work: Path, jobs: int) -> tuple[dict[str, fl
             print(run.last_lines(), flush=True)
         if run.code is None or run.code == NO_TESTS:
             raise SystemExit(f"{test} has no tests, or none that end; name others")
+    print(f"{len(named)} files of tests without a fault: {sum(seconds.values()):.0f} s, {jobs} at a time\n", flush=True)
     return seconds, failing
 
 
@@ -324,6 +333,8 @@ def main() -> None:
         for fault in faults_of(room)
         if not options.only or fault.number in options.only
     ]
+    for fault in faults:
+        fault.planted(REPOSITORY)  # raises, before hours of work, where a list is out of date
     os.environ["OMP_NUM_THREADS"] = "1"  # as the tests' own; and so that what is forked has one thread
     for module in IMPORTED:
         importlib.import_module(module)

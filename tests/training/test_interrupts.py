@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import pytest
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import Interrupted
 from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.training import interrupts
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.interrupts import InterruptListener, Interrupts
 from tests.small_runs import small_run, write_tokens
@@ -127,6 +129,14 @@ def test_a_file_that_cannot_be_removed_is_answered_once(tmp_path: Path, caplog: 
     assert "cannot be removed" in caplog.text
 
 
-def test_the_minutes_count_from_the_start_of_the_process() -> None:
+def test_the_minutes_count_from_the_start_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert InterruptListener(minutes=1e-3).now().end  # the tests' own process is older
     assert not InterruptListener(minutes=1e6).now().end
+    now = [1000.0]
+    monkeypatch.setattr(interrupts, "seconds_since_start", lambda _process: 90.0)
+    monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    listener = InterruptListener(minutes=10)
+    now[0] += 600 - 90
+    assert not listener.now().end
+    now[0] += 1
+    assert listener.now().end

@@ -428,3 +428,33 @@ def test_a_checkpoint_from_before_there_were_manifests_is_checked_by_what_it_has
     run_on_ranks(2, train, configured(run))
     assert "__0_0.distcp is damaged in" in events(run, "earlier_checkpoint")[0]["reason"]
     assert numbers(run) == numbers(without())
+
+
+def test_what_a_run_went_back_for_is_skipped_by_the_next_start_too() -> None:
+    past = [{"event": "skipped", "step": 3}, {"event": "rewound", "step": 2, "skipped": {"7": "the loss is nan"}}]
+    steps = BadSteps(RecoveryConfig(iterations_to_skip=[5]), past)
+    assert [step for step in range(10) if steps.reason_to_skip(step)] == [5, 7]
+    assert steps.reason_to_skip(7) == "the loss is nan"
+
+
+def test_a_new_checkpoint_lets_a_run_go_back_again() -> None:
+    steps = BadSteps(RecoveryConfig(max_bad_steps_in_a_row=1, max_rewinds=1), [])
+    for _ in range(2):
+        steps.note_bad(4, "the loss is inf")
+        assert steps.are_too_many and steps.may_rewind
+        assert steps.note_rewind() == {4: "the loss is inf"}
+        assert not steps.may_rewind and not steps.are_too_many
+        steps.note_saved()
+
+
+def test_medians_are_those_of_the_checkpoint_that_a_run_goes_back_to() -> None:
+    steps = BadSteps(RecoveryConfig(check_for_spiky_loss=True, spike_window=10), [])
+    for loss in (1.0, 2.0, 3.0):
+        steps.note_good(loss, 10 * loss)
+    saved = steps.medians()
+    assert saved == {"losses": [1.0, 2.0, 3.0], "grad_norms": [10.0, 20.0, 30.0]}
+    steps.note_good(9.0, 90.0)
+    steps.set_medians(saved)
+    assert steps.medians() == saved
+    assert steps.fault_in(2.0, 20.0 * RecoveryConfig().spiky_grad_norm_factor + 1) is not None
+    assert steps.fault_in(2.0 * RecoveryConfig().spiky_loss_factor, 20.0) is None
