@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats import checkpoints, transforms
 from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.formats.transforms import Transform
+from megatron_fanformer.formats.verify import receipt as receipts
 from megatron_fanformer.hf import FANformerForCausalLM
 from tests.conftest import REFERENCE
 from tests.formats.plain_fanformer import HEAD_SIZE, HIDDEN, VARIANTS, Variant, random_weights, write
@@ -333,3 +335,23 @@ def test_the_faults_cover_every_transform_that_moves_rows() -> None:
     named = {name for name, value in vars(transforms).items() if isinstance(value, Transform)}
     planted = {name for name, *_ in FAULTS.values()} | {"VOCABULARY_TRIMMED", "VOCABULARY_PADDED"}
     assert named - planted == {"IDENTITY"}
+
+
+def test_a_changed_row_of_a_token_that_no_prompt_has_is_caught(source: Path, tmp_path: Path) -> None:
+    """The logits cannot tell."""
+    convert_checkpoint(source, tmp_path / "hf", to="hf", verified=False)
+    before, file = checkpoints.open_checkpoint(source), tmp_path / "hf" / "model.safetensors"
+    assert receipts._round_trip(before, checkpoints.open_checkpoint(tmp_path / "hf"))["different"] == []
+    weights = load_file(file)
+    unseen = min(set(range(90)).difference(receipts.prompts(90).flatten().tolist()))
+    weights["model.embed_tokens.weight"][unseen] += 1
+    save_file(weights, file, {"format": "pt"})
+    found = receipts._round_trip(before, checkpoints.open_checkpoint(tmp_path / "hf"))
+    assert (found["passed"], found["different"]) == (False, ["transformer.wte.weight"])
+
+
+def test_tensors_that_were_not_read_are_named() -> None:
+    source, written = SimpleNamespace(tensors={"a": 0, "b": 0}), SimpleNamespace(tensors={"c": 0, "d": 0})
+    assert receipts._names(source, {"a", "b"}, written, {"c", "d"})["passed"]  # type: ignore[arg-type]
+    found = receipts._names(source, {"a"}, written, {"c"})  # type: ignore[arg-type]
+    assert (found["passed"], found["unused"], found["not_the_models"]) == (False, ["b"], ["d"])
