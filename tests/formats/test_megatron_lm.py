@@ -5,6 +5,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,16 @@ from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.checkpoint.plain_values import COMMON
 from megatron_fanformer.checkpoint.records import Record, read_records
 from megatron_fanformer.cli import PROGRAM, main
+from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats import foreign_names
-from megatron_fanformer.formats.megatron_lm import FIELDS, RULES, open_megatron_lm
+from megatron_fanformer.formats.megatron_lm import (
+    FIELDS,
+    RULES,
+    _fields,
+    _one_for_each_layer,
+    _problems,
+    open_megatron_lm,
+)
 from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.formats.recognition import TRACKER, find_checkpoint
 from megatron_fanformer.hf import FANformerForCausalLM
@@ -287,3 +296,31 @@ def test_what_is_no_archive(content: bytes, tmp_path: Path, convert: Any) -> Non
     (folder / f"iter_{STEP:07d}" / COMMON).write_bytes(content)
     code, said = convert(folder)
     assert code == 3 and f"{COMMON} cannot be read" in said
+
+
+@pytest.mark.parametrize("kv_channels", [4, 16])
+def test_heads_of_another_width_are_refused(kv_channels: int) -> None:
+    arguments = {"hidden_size": 32, "num_attention_heads": 4}
+    assert _problems({**arguments, "kv_channels": 8}) == []
+    (found,) = _problems({**arguments, "kv_channels": kv_channels})
+    assert found.startswith(f"kv_channels (--kv-channels) is {kv_channels}, but ")
+
+
+def test_query_groups_count_where_they_are_switched_on() -> None:
+    """Megatron-LM's own default is 1, which has no effect by itself."""
+    assert _fields({"num_query_groups": 1}) == _fields({"num_query_groups": 1, "group_query_attention": False}) == {}
+    assert _fields({"num_query_groups": 2, "group_query_attention": True}) == {"num_query_groups": 2}
+
+
+def test_no_more_layers_are_named_than_are_stored(tmp_path: Path) -> None:
+    """A table of a few bytes could name any number of them."""
+    name = "decoder.layers.mlp.linear_fc2.weight"
+
+    def stack(layers: int, parts: int) -> Any:
+        described = SimpleNamespace(size=torch.Size([layers, 4]), chunks=[None] * parts)
+        return SimpleNamespace(described={name: described}, meta=lambda *_: torch.empty(4, device="meta"))
+
+    own = [f"decoder.layers.{layer}.mlp.linear_fc2.weight" for layer in range(3)]
+    assert list(_one_for_each_layer(tmp_path, stack(3, 3), [name])) == own
+    with pytest.raises(CorruptError, match="of 4 layers in 3 parts"):
+        _one_for_each_layer(tmp_path, stack(4, 3), [name])

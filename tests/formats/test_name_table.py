@@ -226,3 +226,13 @@ def test_a_stated_p_ratio_that_is_none_is_refused(stated):
 def test_rows_of_no_fan_map_are_refused(rows):
     with pytest.raises(CorruptError, match="it must have 32 to 64"):
         inferred_p_ratio(rows, 64, None)
+
+
+def test_every_tensor_keeps_its_own_type():
+    """As in checkpoints of mixed types, whose norms are in float32 among weights in bf16."""
+    shapes = expected_shapes(GROUPED, "megatron")
+    types = {name: torch.float32 if "norm" in name else torch.bfloat16 for name in shapes}
+    tensors = {name: torch.zeros(shapes[name], dtype=types[name]) for name in shapes}
+    converted = convert(tensors, GROUPED, "megatron", "hf")
+    for name, meta in converted.meta.items():
+        assert converted[name].dtype == meta.dtype == (torch.float32 if "norm" in name else torch.bfloat16), name

@@ -20,7 +20,7 @@ from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats import checkpoints, transforms
 from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.formats.transforms import Transform
-from megatron_fanformer.formats.verify import receipt
+from megatron_fanformer.formats.verify import receipt as receipts
 from megatron_fanformer.hf import FANformerForCausalLM
 from tests.conftest import REFERENCE
 from tests.formats.plain_fanformer import HEAD_SIZE, HIDDEN, VARIANTS, Variant, random_weights, write
@@ -342,8 +342,8 @@ def test_the_faults_cover_every_transform_that_moves_rows() -> None:
 @pytest.mark.parametrize(("share", "passes"), [(0.5, True), (2.0, False)])
 def test_every_logit_is_held_to_the_bound(place: tuple[int, int, int], share: float, passes: bool) -> None:
     """One that differs by more is enough, wherever it is."""
-    logits = 5 * torch.randn(receipt.PROMPTS, receipt.PROMPT_TOKENS + receipt.NEW_TOKENS, 40)
-    bound = receipt.LOGITS_TOLERANCE * logits.abs().max()
+    logits = 5 * torch.randn(receipts.PROMPTS, receipts.PROMPT_TOKENS + receipts.NEW_TOKENS, 40)
+    bound = receipts.LOGITS_TOLERANCE * logits.abs().max()
 
     def run(values: torch.Tensor) -> Any:
         config = SimpleNamespace(vocab_size=40)
@@ -353,4 +353,24 @@ def test_every_logit_is_held_to_the_bound(place: tuple[int, int, int], share: fl
 
     other = logits[:, :-1].clone()
     other[place] += share * bound
-    assert receipt._logits(run(logits), run(other))["logits"]["passed"] is passes
+    assert receipts._logits(run(logits), run(other))["logits"]["passed"] is passes
+
+
+def test_a_changed_row_of_a_token_that_no_prompt_has_is_caught(source: Path, tmp_path: Path) -> None:
+    """The logits cannot tell."""
+    convert_checkpoint(source, tmp_path / "hf", to="hf", verified=False)
+    before, file = checkpoints.open_checkpoint(source), tmp_path / "hf" / "model.safetensors"
+    assert receipts._round_trip(before, checkpoints.open_checkpoint(tmp_path / "hf"))["different"] == []
+    weights = load_file(file)
+    unseen = min(set(range(90)).difference(receipts.prompts(90).flatten().tolist()))
+    weights["model.embed_tokens.weight"][unseen] += 1
+    save_file(weights, file, {"format": "pt"})
+    found = receipts._round_trip(before, checkpoints.open_checkpoint(tmp_path / "hf"))
+    assert (found["passed"], found["different"]) == (False, ["transformer.wte.weight"])
+
+
+def test_tensors_that_were_not_read_are_named() -> None:
+    source, written = SimpleNamespace(tensors={"a": 0, "b": 0}), SimpleNamespace(tensors={"c": 0, "d": 0})
+    assert receipts._names(source, {"a", "b"}, written, {"c", "d"})["passed"]  # type: ignore[arg-type]
+    found = receipts._names(source, {"a"}, written, {"c"})  # type: ignore[arg-type]
+    assert (found["passed"], found["unused"], found["not_the_models"]) == (False, ["b"], ["d"])

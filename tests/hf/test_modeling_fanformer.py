@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from megatron_fanformer.hf import FANformerConfig, FANformerForCausalLM, FANformerModel
-from megatron_fanformer.hf.modeling_fanformer import FANActivation
+from megatron_fanformer.hf.modeling_fanformer import FANActivation, FANformerRMSNorm
 from tests.hf.models import SIZES, build, some_ids
 
 ROOT = Path(__file__).parent.parent.parent
@@ -42,6 +42,20 @@ def test_rotary_positions_stay_in_float32_in_a_cast_model():
     exact = math.cos(60 * 10_000 ** (-2 / 8))
     assert cos.dtype == torch.float32
     assert abs(cos[0, 0, 0, 1].item() - exact) < 1e-5
+
+
+def test_each_row_has_the_rotation_of_its_own_positions():
+    """As in a batch of prompts that are padded on the left, the first of which may be the shortest."""
+    rotary, rows = build().model.rotary_emb, torch.tensor([[0, 0, 1], [5, 6, 7]])
+    for found, *alone in zip(rotary(rows), *(rotary(row[None]) for row in rows), strict=True):
+        assert torch.equal(found, torch.cat(alone))
+
+
+def test_the_norm_is_taken_in_float32():
+    norm = FANformerRMSNorm(64, 1e-6).to(torch.bfloat16)
+    x = (100 * torch.randn(32, 64)).to(torch.bfloat16)
+    expected = F.rms_norm(x.float(), (64,), eps=1e-6).to(torch.bfloat16)
+    assert torch.equal(norm(x), expected)
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 from megatron_fanformer.hf import configuration_fanformer
@@ -61,7 +60,7 @@ def test_large_models_are_saved_in_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize("installed", ["4.57.6", "5.3.0.dev0"])
 def test_an_older_transformers_is_told_which_one_it_needs(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the first file of an export that is read, before it uses anything that is new."""
-    monkeypatch.setattr(transformers, "__version__", installed)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", installed)  # which it may have put there itself
     needed = f"needs transformers {configuration_fanformer.OLDEST_TRANSFORMERS} or later, and {installed} is installed"
     with pytest.raises(ImportError, match=re.escape(needed)):
         runpy.run_path(configuration_fanformer.__file__)

@@ -87,6 +87,8 @@ def test_servers_split_attention_and_swiglu_and_keep_fan_whole() -> None:
     }
     columns = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "colwise")
     assert split == columns | {"o_proj": "rowwise", "down_proj": "rowwise"}
+    in_ffn = build(fan_placement="ffn").config.base_model_tp_plan
+    assert in_ffn == {name: style for name, style in model.config.base_model_tp_plan.items() if ".mlp." not in name}
 
 
 def free_port() -> int:

@@ -14,7 +14,7 @@ import torch
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
 from megatron_fanformer.checkpoint.manifest import MANIFEST, write_manifest
-from megatron_fanformer.checkpoint.tensor_table import read_table, stored_parts
+from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, stored_parts, tensors_of
 from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.model.config import FANConfig
 from tests.formats.test_hostile import Bomb
@@ -128,6 +128,16 @@ def test_truncated_and_missing_files(inspect: Inspect, run: Path, file: str) -> 
     refused(inspect(run, "--verify"), path)
     path.unlink()
     refused(inspect(run, "--verify"), path)
+
+
+def test_a_tensor_of_which_a_part_is_not_listed(inspect: Inspect, run: Path) -> None:
+    checkpoint = run / "checkpoints" / "step-00000004"
+    table = read_table(checkpoint)
+    name = next(name for name, value in tensors_of(table).items() if len(value.chunks) > 1)
+    table.state_dict_metadata[name].chunks.pop()
+    (checkpoint / METADATA).write_bytes(pickle.dumps(table))
+    write_manifest(checkpoint, 4)
+    refused(inspect(run, "--verify"), checkpoint / METADATA, f"does not hold all of {name}")
 
 
 def test_a_checkpoint_of_another_model(inspect: Inspect, run: Path) -> None:

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_fanformer.data.ledger import Ledger
 from megatron_fanformer.data.manifest import (
     FileRecord,
     Manifest,
@@ -20,6 +21,7 @@ from megatron_fanformer.data.manifest import (
     read_any_manifest,
 )
 from megatron_fanformer.durable_files import sha256_of
+from megatron_fanformer.inspection import dataset_check
 from tests.inspection.conftest import TOKENIZER, Prepared, Said
 from tests.inspection.making import (
     random_documents,
@@ -92,6 +94,14 @@ def test_a_blend_and_a_folder(inspect: Inspect, pair: Prepared, shard: Prepared,
         assert [source["weight"] for source in facts["sources"]] == [0.5, 0.5]
         assert f"sources    0.5 {folder}/docs, 0.5 {folder}/shard.npy\n" in inspect(path).out
     assert inspect(path, "--verify").code == 0
+
+
+def test_the_documents_of_a_folder_are_known_where_those_of_all_its_files_are(inspect: Inspect, pair: Prepared) -> None:
+    folder = pair.prefix.parent
+    assert json.loads(inspect(folder, "--json").out)["documents"] == 60
+    write_npy(folder / "other", pair.documents)
+    facts = json.loads(inspect(folder, "--json").out)
+    assert (facts["documents"], facts["tokens"]) == (None, 2 * 2970)
 
 
 def write_parts(folder: Path) -> Manifest:
@@ -209,6 +219,19 @@ def test_sound_files(inspect: Inspect, pair: Prepared, shard: Prepared) -> None:
     assert said.out.splitlines()[-1].startswith("verified: SHA-256 of 3 files, ")
     assert said.out.endswith("index, ledger and manifest agree on 60 documents and 2,970 tokens\n")
     assert "SHA-256 of 2 files" in json.loads(inspect(shard.prefix, "--verify", "--json").out)["verified"]
+
+
+def test_sound_files_of_many_blocks(inspect: Inspect, pair: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = Ledger.spans
+
+    def in_short_blocks(ledger: Ledger) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for first, lengths in spans(ledger):
+            yield from ((first[row : row + 7], lengths[row : row + 7]) for row in range(0, len(first), 7))
+
+    monkeypatch.setattr(dataset_check, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(Ledger, "spans", in_short_blocks)
+    said = inspect(pair.prefix, "--verify")
+    assert (said.code, said.error) == (0, "")
 
 
 @pytest.mark.parametrize("ending", [".bin", ".idx", ".ledger.parquet"])

@@ -42,6 +42,7 @@ def test_a_run_is_drawn(inspect: Inspect, run: Path, monkeypatch: pytest.MonkeyP
     for number, axes in enumerate(panels):
         np.testing.assert_array_equal(axes.images[0].get_array(), [[0.3, 0.6], [number / 10, number / 10]])
         assert [label.get_text() for label in axes.get_xticklabels()] == ["3", "6"]
+        assert (axes.images[0].get_clim() == (0, 1)) == axes.get_title().startswith("share")
     assert image.imread(run / "phases.png").shape == (1080, 1320, 4)
 
 

@@ -209,6 +209,10 @@ def test_a_run_knows_its_own_configuration(
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text(texts[0].read_text())
     assert inspect(run, "--step", 3).out == inspect(texts[0], "--step", 3).out
+    other = tmp_path / "other.yaml"
+    other.write_text(texts[0].read_text().replace("global_batch_size: 8", "global_batch_size: 4"))
+    assert inspect(run, "--step", 3, "--config", other).out == inspect(other, "--step", 3).out
+    assert inspect(other, "--step", 3).out != inspect(run, "--step", 3).out
 
 
 def test_a_step_that_was_skipped_says_why(
@@ -222,6 +226,9 @@ def test_a_step_that_was_skipped_says_why(
     (tmp_path / "recovery.jsonl").write_text('{"step": 2, "event": "skipped", "reason": "the loss is \\u001b"}\n')
     assert shown(2).splitlines()[2] == "skipped: the loss is \\x1b"
     assert "skipped: " not in shown(1)
+    with (tmp_path / "recovery.jsonl").open("a") as file:
+        file.write('{"step": 2, "event": "skipped", "reason": "skipped once more"}\n')
+    assert shown(2).splitlines()[2] == "skipped: skipped once more"
 
 
 def test_a_blend_is_narrowed_down_to_a_prefix(

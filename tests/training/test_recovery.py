@@ -458,3 +458,11 @@ def test_medians_are_those_of_the_checkpoint_that_a_run_goes_back_to() -> None:
     assert steps.medians() == saved
     assert steps.fault_in(2.0, 20.0 * RecoveryConfig().spiky_grad_norm_factor + 1) is not None
     assert steps.fault_in(2.0 * RecoveryConfig().spiky_loss_factor, 20.0) is None
+
+
+def test_a_spike_is_one_beside_the_median_whatever_else_was_high() -> None:
+    steps = BadSteps(RecoveryConfig(check_for_spiky_loss=True, spike_window=10), [])
+    for loss in (1.0, 1.0, 19.0, 1.0, 1.0):
+        steps.note_good(loss, 1.0)
+    assert steps.fault_in(2.0, 1.0) is None
+    assert steps.fault_in(2.1, 1.0) == "the loss is 2.1, more than 2 times its median of 1"

@@ -1,0 +1,90 @@
+"""What `convert` is asked for besides the weights: types, tokenizers, templates, and where it writes."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.run_lock import run_lock
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.formats.convert import convert_checkpoint
+from megatron_fanformer.formats.huggingface import from_huggingface_config, to_huggingface_config
+from megatron_fanformer.formats.recognition import find_checkpoint
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from tests.formats.plain_fanformer import VARIANTS, random_weights, write
+from tests.generation.making import write_tokenizer
+
+VARIANT = VARIANTS["grouped queries"]
+VOCAB_SIZE = 90
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write(tmp_path / "source", VARIANT, random_weights(VARIANT))
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    (tmp_path / "tokenizer").mkdir()
+    return Path(write_tokenizer(tmp_path / "tokenizer", VOCAB_SIZE))
+
+
+def converted(source: Path, to: Any, **options: Any) -> Path:
+    """The folder, which is not verified: `test_receipt.py` does that."""
+    destination = source.with_name(f"to {to}")
+    convert_checkpoint(source, destination, to=to, verified=False, **options)
+    return destination
+
+
+def stated(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_checkpoint_states_the_type_of_its_weights(dtype: str, source: Path) -> None:
+    checkpoint = find_checkpoint(converted(source, "megatron", dtype=dtype))
+    assert store.saved_config(checkpoint)["precision"] == {"dtype": dtype}
+
+
+def test_an_export_ends_text_with_the_id_that_is_stated(source: Path, tokenizer: Path) -> None:
+    folder = converted(source, "hf", tokenizer=tokenizer, eod_id=7)
+    assert stated(folder / "config.json")["eos_token_id"] == 7
+    assert stated(folder / "generation_config.json")["eos_token_id"] == 7
+    assert stated(folder / "generation_config.json")["pad_token_id"] == 7
+
+
+def test_the_template_beside_a_stated_tokenizer_comes_before_the_sources_own(source: Path, tokenizer: Path) -> None:
+    (source / "chat_template.jinja").write_text("the source's")
+    shutil.copy(tokenizer, source / "tokenizer.json")
+    assert (converted(source, "hf") / "chat_template.jinja").read_text() == "the source's"
+    (tokenizer.parent / "chat_template.jinja").write_text("the tokenizer's")
+    checkpoint = find_checkpoint(converted(source, "megatron", tokenizer=tokenizer))
+    assert (checkpoint / "chat_template.jinja").read_text() == "the tokenizer's"
+
+
+def test_nothing_is_put_among_the_checkpoints_of_a_run_in_progress(source: Path, tmp_path: Path) -> None:
+    """It would remove it, or resume from it."""
+    run = tmp_path / "run"
+    with run_lock(run), pytest.raises(InputError, match="in use by a run"):
+        convert_checkpoint(source, run / store.CHECKPOINTS / "step-00000001", to="megatron", verified=False)
+    assert not (run / store.CHECKPOINTS).exists()
+
+
+def test_every_field_of_a_model_comes_back_from_transformers_configuration() -> None:
+    model = FANformerConfig(
+        num_layers=3,
+        hidden_size=48,
+        ffn_hidden_size=80,
+        num_attention_heads=6,
+        num_query_groups=2,
+        vocab_size=256,
+        seq_length=40,
+        rotary_base=500_000,
+        layernorm_epsilon=3e-5,
+        untie_embeddings_and_output_weights=True,
+        fan=FANConfig(p_ratio=0.125, activation="gelu", bias=False, placement="qk_and_v", v_p_ratio=0.375),
+    )
+    assert from_huggingface_config(to_huggingface_config(model)) == model

@@ -1,0 +1,49 @@
+"""Weight files as they are written: sizes, alignment, and disks that take a part at a time."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.formats.weight_files import _write_all, shard_bytes, write_safetensors
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [("5GB", 5 * 10**9), ("1.5MB", 1_500_000), ("20K", 20_000), ("2TB", 2 * 10**12), ("7", 7)]
+)
+def test_a_shards_size_is_in_powers_of_a_thousand(size: str, count: int) -> None:
+    assert shard_bytes(size) == count
+
+
+@pytest.mark.parametrize("size", ["", "GB", "0", "0.1", "-1GB", "5PB", "5 GB"])
+def test_what_is_no_size_is_refused(size: str) -> None:
+    with pytest.raises(InputError, match="is not a size"):
+        shard_bytes(size)
+
+
+def test_a_call_that_writes_a_part_is_followed_by_another() -> None:
+    """One writes 2 GiB at most."""
+
+    class Slow(io.BytesIO):
+        def write(self, data: Any) -> int:
+            return super().write(bytes(data[:3]))
+
+    stream = Slow()
+    _write_all(stream, bytes(range(100)))
+    assert stream.getvalue() == bytes(range(100))
+
+
+@pytest.mark.parametrize("name", ["a", "ab", "abc", "abcdefghijk"])
+def test_tensors_are_aligned_to_their_types(name: str, tmp_path: Path) -> None:
+    tensors = {name: torch.arange(3, dtype=torch.bfloat16), "double": torch.arange(5, dtype=torch.float64)}
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    content = (tmp_path / "model.safetensors").read_bytes()
+    header = int.from_bytes(content[:8], "little")
+    assert (8 + header) % 8 == 0
+    assert content[8 + header :] == b"".join(tensors[n].view(torch.uint8).numpy().tobytes() for n in ("double", name))
+    read = load_file(tmp_path / "model.safetensors")
+    assert read.keys() == tensors.keys() and all(torch.equal(read[n], tensors[n]) for n in tensors)
