@@ -62,6 +62,8 @@ def test_cuda_is_not_replaced_quietly(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert device.resolve_device("cpu") == "cpu"
     device.hide_gpus()
     assert device.resolve_device("auto") == "cpu"
+    with pytest.raises(InputError, match="finds no usable GPU"):  # asked for by name, hidden or not
+        device.resolve_device("cuda")
 
 
 def test_a_usable_gpu_must_be_hidden_for_a_cpu_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +80,8 @@ def test_world_size_and_layout_must_agree() -> None:
         config.resolve_data_parallel_size(6)
     with pytest.raises(InputError, match="data_parallel_size is 3"):
         ParallelConfig(data_parallel_size=3).resolve_data_parallel_size(2)
+    with pytest.raises(InputError, match="data_parallel_size is 1, but 2 ranks hold 2 replicas"):
+        ParallelConfig(data_parallel_size=1).resolve_data_parallel_size(2)
 
 
 def test_quieting_the_libraries_again_adds_nothing_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,3 +152,24 @@ def test_ranks_have_ten_minutes_to_save_after_a_signal(tmp_path: Path, monkeypat
         launch._wait_for(ranks, deque([signal.SIGTERM]))
     assert signals == [signal.SIGTERM] * 2
     assert 600 < now[0] < 601
+
+
+def test_a_second_signal_while_ranks_save_is_answered_and_not_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now, signals, heard = [0.0], [], deque([signal.SIGTERM])
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if len(signals) == 1 and now[0] > launch.SOON_SECONDS + 1:
+            heard.append(signal.SIGINT)
+            signals.append("second")
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    code = lambda: Interrupted.exit_code if now[0] > 10 else None  # noqa: E731
+    process: Any = SimpleNamespace(poll=code, send_signal=signals.append)
+    rank = launch._Rank(number=0, process=process, error=tmp_path / "error.json")
+    with run_log(rank=0), pytest.raises(Interrupted, match="stopped on SIGTERM, saved"):
+        launch._wait_for([rank], heard)
+    assert signals == [signal.SIGTERM, "second"]
+    assert "SIGINT: the ranks are already saving" in "".join(capsys.readouterr())
