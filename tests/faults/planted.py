@@ -266,32 +266,37 @@ def ended(runs: Iterable[Run], jobs: int) -> Iterator[Run]:
 
 
 def _unchanged(faults: list[Fault], work: Path, jobs: int) -> tuple[dict[str, float], list[str]]:
-    """Run all tests that faults name on an unchanged copy: the seconds of each that is named, and those that fail.
+    """Run all tests that faults name on an unchanged copy: the seconds of each file's, and those that fail.
 
     `work/sources` has been imported then: copies of it have its bytecode.
     """
     copy_sources(work / "sources")
-    named = sorted({test for fault in faults for test in fault.tests})
+    named: dict[str, set[str]] = {}
+    for test in (test for fault in faults for test in fault.tests):
+        named.setdefault(_file_of(test), set()).add(test)
 
     def runs() -> Iterator[Run]:
-        for number, test in enumerate(named):
+        for number, (file, tests) in enumerate(named.items()):
             folder = work / f"unchanged-{number}"
             folder.mkdir()
             (folder / "copy").symlink_to(work / "sources")
-            yield Run(folder, [test], limit_seconds=1800)
+            yield Run(folder, [file] if file in tests else sorted(tests), limit_seconds=1800)
 
     seconds, failing = {}, list[str]()
     for run in ended(runs(), jobs):
-        (test,) = run.options
-        seconds[test] = run.seconds
+        seconds[_file_of(run.options[0])] = run.seconds
         failing += run.failed
         if run.failed or run.code:
-            print(f"{test} fails without a fault, and notices none: {', '.join(run.failed)}", flush=True)
+            print(f"fails without a fault, and notices none: {', '.join(run.failed)}", flush=True)
             print(run.last_lines(), flush=True)
         if run.code is None or run.code == NO_TESTS:
-            raise SystemExit(f"{test} has no tests, or none that end; name others")
+            raise SystemExit(f"{' '.join(run.options)}: no tests, or none that end; name others")
     print(f"{len(named)} files of tests without a fault: {sum(seconds.values()):.0f} s, {jobs} at a time\n", flush=True)
     return seconds, failing
+
+
+def _file_of(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def _planted(faults: list[Fault], work: Path, seconds: dict[str, float], failing: list[str]) -> Iterator[Run]:
@@ -299,7 +304,8 @@ def _planted(faults: list[Fault], work: Path, seconds: dict[str, float], failing
         folder = work / fault.name
         shutil.copytree(work / "sources", folder / "copy", symlinks=True)
         fault.plant(folder / "copy")
-        limit = max(LEAST_SECONDS, TIMES_AS_LONG * sum(seconds[test] for test in fault.tests))
+        files = {_file_of(test) for test in fault.tests}
+        limit = max(LEAST_SECONDS, TIMES_AS_LONG * sum(seconds[file] for file in files))
         without = [option for test in failing for option in ("--deselect", test)]
         yield Run(folder, ["-x", *fault.tests, *without], limit)
 
