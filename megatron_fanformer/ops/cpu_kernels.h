@@ -73,6 +73,8 @@ constexpr Size STEPS_OF_A_SUM = 256;
 // The widest vectors of the CPU, and of a product's sums as many as its registers hold besides the factors.
 #ifdef __AVX512F__
 constexpr int VECTOR_BYTES = 64, TILE_ROWS = 6, TILE_LANES = 4;
+#elif defined(__aarch64__)  // with wider tiles, or vectors made of two, GCC keeps sums on the stack
+constexpr int VECTOR_BYTES = 16, TILE_ROWS = 4, TILE_LANES = 4;
 #else
 constexpr int VECTOR_BYTES = 32, TILE_ROWS = 6, TILE_LANES = 2;
 #endif

@@ -25,10 +25,13 @@ from megatron_fanformer.durable_files import publish, temporary_name
 SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernels.cpp", "cpu_attention.cpp")]
 HEADER = Path(__file__).with_name("cpu_kernels.h")
 COMPILERS = ("c++", "g++", "clang++")
+OPTIONS_OF_MACHINES = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}
 OPTIONS = (
-    *("-std=c++17", "-O3", "-march=native", "-mprefer-vector-width=512"),
+    *("-std=c++17", "-O3", *OPTIONS_OF_MACHINES.get(platform.machine(), ())),
     *("-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp"),
 )
+CPU_LINES = ("flags", "Features", "CPU implementer", "CPU part")
+"""How those lines of /proc/cpuinfo begin that say what the compiler builds for here; ARM's are the last three."""
 TYPES = (torch.float32, torch.bfloat16)
 MOST_SECONDS = 120
 BYTES_OF_A_WORD = 4  # what a product's factors are made of
@@ -69,8 +72,9 @@ def problem() -> str | None:
 
 def _loaded(cache: Path) -> tuple[Any, str | None]:
     """The library, or why there is none."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return None, f"they are for Linux on x86_64, and this is {platform.system()} on {platform.machine()}"
+    if platform.system() != "Linux" or platform.machine() not in OPTIONS_OF_MACHINES:
+        machines = " and ".join(OPTIONS_OF_MACHINES)
+        return None, f"they are for Linux on {machines}, and this is {platform.system()} on {platform.machine()}"
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         return None, f"no C++ compiler is found ({', '.join(COMPILERS)})"
@@ -99,7 +103,8 @@ def in_memory(tensor: Tensor) -> bool:
 def _built(compiler: Path, cache: Path) -> Path:
     """The library of these sources, compiler and CPU. Ranks that start together may all build it: the same file."""
     found = compiler.resolve()
-    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = sorted({line for line in lines if line.startswith(CPU_LINES)})
     texts = [each.read_text() for each in (HEADER, *SOURCES)]
     named = f"{OPTIONS} {found} {found.stat().st_mtime_ns} {flags} {texts}"
     library = cache / f"cpu-kernels-{hashlib.sha256(named.encode()).hexdigest()[:16]}.so"
