@@ -43,6 +43,7 @@ def test_all_that_holds_tokens_is_packed_once_and_fits() -> None:
     lengths = np.array([0, 5, 70, 3, 0, 16, 16, 1])
     packing = pack(lengths, 16, seed=3)
     assert Counter(packing.members.tolist()) == Counter([1, 2, 3, 5, 6, 7])
+    assert (packing.tokens, packing.cut) == (5 + 16 + 3 + 16 + 16 + 1, 1)  # as long as a sample is not longer
     for sample in range(len(packing)):
         assert np.minimum(lengths[packing.of(sample)], 16).sum() <= 16
     assert any(pack(lengths, 16, seed=seed).members.tolist() != packing.members.tolist() for seed in range(4))

@@ -114,6 +114,21 @@ def test_a_validation_set_without_one_whole_sample_is_an_input_error(prefix: str
         )
 
 
+def test_data_of_exactly_one_sample_are_enough(tmp_path: Path) -> None:
+    """A sample of a pair needs the label of its last token, one of a .npy file has none there."""
+    pair = write_pair(tmp_path / "pair", [[SEQ_LENGTH + 1]])
+    npy = write_npy(tmp_path / "one.npy", SEQ_LENGTH)
+    for source, written in ((pair, f"{pair}.bin"), (npy, npy)):
+        datasets = build(DataConfig(train_data=[source], valid_data={"v": [source]}), 3, None)
+        assert len(datasets.valid["v"]) == 1 and len(datasets.train) >= 3
+        whole = np.fromfile(written, "<u2")[:SEQ_LENGTH].tolist()
+        assert datasets.valid["v"][0]["tokens"].tolist() == whole == datasets.train[2]["tokens"].tolist()
+    short = write_npy(tmp_path / "short.npy", SEQ_LENGTH - 1)
+    for source, said in ((write_pair(tmp_path / "tokens", [[SEQ_LENGTH]]), "do not make a whole"), (short, "hold 0")):
+        with pytest.raises(InputError, match=said):
+            build(DataConfig(train_data=[pair], valid_data={"v": [source]}), 3, None)
+
+
 def test_the_seed_alone_decides_the_order(prefix: str, tmp_path: Path) -> None:
     config = DataConfig(train_data=[prefix])
     elsewhere = DataConfig(train_data=[prefix], cache_path=str(tmp_path / "elsewhere"))

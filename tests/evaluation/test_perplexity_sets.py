@@ -223,6 +223,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path, fields: dict[str, Any], said:
 
 
 def test_a_set_of_less_than_a_chunk_is_refused(tmp_path: Path) -> None:
+    write_npy(tmp_path / "a.npy", 8)
+    (exact,) = found(own(tmp_path))
+    assert exact.pieces().tolist() == [[0, 0, 8]]
     write_npy(tmp_path / "a.npy", 7)
     with pytest.raises(InputError, match="own holds 7 tokens in 1 files and no piece of 8"):
         found(own(tmp_path))
