@@ -7,6 +7,7 @@ each epoch takes all samples once, in an order of its own.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megatron_fanformer.data.batches import DOCUMENT_IDS
 from megatron_fanformer.data.conversations import Conversations
+from megatron_fanformer.data.id_bounds import refuse_ids_read
 from megatron_fanformer.data.npy_dataset import epoch_order
 from megatron_fanformer.data.packing import pack
 
@@ -25,11 +27,20 @@ class ChatDataset:
     memory, which forked loader processes share.
     """
 
-    def __init__(self, conversations: Conversations, *, seq_length: int, seed: int, samples: int | None = None) -> None:
-        """`samples` is the length, over as many epochs as it takes; None: one epoch."""
+    def __init__(
+        self,
+        conversations: Conversations,
+        *,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        samples: int | None = None,
+    ) -> None:
+        """`samples` is the length, over as many epochs as it takes; None: one epoch. Ids are below `vocab_size`."""
         self.conversations = conversations
         self.seq_length = seq_length
         self._seed = seed
+        self._vocab_size = vocab_size
         self._packing = pack(conversations.lengths, seq_length, seed=seed)
         self.epoch_samples = len(self._packing)
         self._length = self.epoch_samples if samples is None else samples
@@ -42,6 +53,9 @@ class ChatDataset:
         """`tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32) and `document_ids` (int32), [seq_length].
 
         What is left behind the last conversation is a document of zeros, without a loss.
+
+        Raises:
+            CorruptError: a file has become shorter, or holds an id outside the vocabulary.
         """
         tokens, labels, positions = (np.zeros(self.seq_length, np.int64) for _ in range(3))
         mask, documents = np.zeros(self.seq_length, np.float32), np.zeros(self.seq_length, np.int32)
@@ -49,6 +63,7 @@ class ChatDataset:
         for document, number in enumerate(members):
             chats, own = self.conversations.place(number)
             ids, learned = (part[: self.seq_length] for part in chats[own])
+            refuse_ids_read(ids, self._vocab_size, chats.ids_path, chats.first_token(own), document=partial(int, own))
             end = begin + len(ids)
             tokens[begin:end], positions[begin:end], documents[begin:end] = ids, np.arange(len(ids)), document
             labels[begin : end - 1], mask[begin : end - 1] = ids[1:], learned[1:]

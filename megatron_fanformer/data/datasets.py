@@ -19,12 +19,15 @@ from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
 from megatron_fanformer.data.conversations import training_conversations, validation_conversations
 from megatron_fanformer.data.document_masks import DocumentSamples
-from megatron_fanformer.data.index_cache import indices_in
+from megatron_fanformer.data.index_cache import indices_in, stored
 from megatron_fanformer.data.npy_dataset import NpyDataset
 from megatron_fanformer.data.pair_reader import PairReader
 from megatron_fanformer.data.sample_counts import TRAIN, VALIDATION, SampleCounts, Sizes, refuse_npy
 from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.runtime.agreement import on_main
+
+# Of a GPTDataset, and of a BlendedDataset.
+SAMPLE_INDICES = ("document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index")
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,10 @@ def build_datasets(
         CorruptError: token files that disagree with their index or their manifest.
     """
     if config.is_chats:
-        return _of_chats(config, seq_length, train_samples, valid_samples, seed)
+        sizes = {"seq_length": seq_length, "seed": seed, "vocab_size": vocab_size}
+        train = ChatDataset(training_conversations(config), samples=train_samples, **sizes)
+        valid = validation_conversations(config)
+        return Datasets(train, {name: ChatDataset(own, samples=valid_samples, **sizes) for name, own in valid.items()})
     if survey is None:
         survey = on_main(functools.partial(survey_data, config))
     sets = _DatasetBuilder(
@@ -95,19 +101,6 @@ def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datas
     )
 
 
-def _of_chats(
-    config: DataConfig, seq_length: int, train_samples: int, valid_samples: int | None, seed: int
-) -> Datasets:
-    train, valid = training_conversations(config), validation_conversations(config)
-    return Datasets(
-        ChatDataset(train, seq_length=seq_length, seed=seed, samples=train_samples),
-        {
-            name: ChatDataset(conversations, seq_length=seq_length, seed=seed, samples=valid_samples)
-            for name, conversations in valid.items()
-        },
-    )
-
-
 @dataclass(frozen=True)
 class _TokenIds:
     """All that GPTDataset needs from a tokenizer; `unique_identifiers` goes into the names of cached indices."""
@@ -137,15 +130,11 @@ class OneOfBlend:
         return item
 
 
-def _read_unmapped(built: Sequence[Any]) -> None:
-    """Have built datasets read their pairs through PairReader; the parts of a split share one."""
-    readers: dict[str, PairReader] = {}
-    for top in filter(None, built):
-        for dataset in getattr(top, "datasets", [top]):
-            path, pair = dataset.dataset_path, dataset.dataset
-            if path not in readers:
-                readers[path] = PairReader(path, np.dtype(pair.index.dtype), len(pair))
-            dataset.dataset = readers[path]
+def _read_unmapped(folder: Path, dataset: Any) -> None:
+    """Have a dataset of megatron-core read the sample indices in a complete folder as they were recorded."""
+    for name in SAMPLE_INDICES:
+        if hasattr(dataset, name):
+            setattr(dataset, name, stored(folder, getattr(dataset, name)))
 
 
 class _DatasetBuilder:
@@ -177,7 +166,13 @@ class _DatasetBuilder:
     # -- .npy files
 
     def _of_npy(self, source: Source, size: int | None) -> NpyDataset:
-        return NpyDataset(self._survey.files(source), seq_length=self._seq_length, seed=self._seed, samples=size)
+        return NpyDataset(
+            self._survey.files(source),
+            seq_length=self._seq_length,
+            seed=self._seed,
+            vocab_size=self._vocab_size,
+            samples=size,
+        )
 
     def _of_both(self, blend: Blend, part: int, size: int | None) -> Any:
         from megatron.core.datasets.blended_dataset import BlendedDataset
@@ -188,9 +183,11 @@ class _DatasetBuilder:
         identity = {"weights": plan.weights, "size": plan.total, "part": part}
         with indices_in(self._survey.cache, identity) as folder:
             config = self._config(folder, blend.sources, None, part, None)
-            return BlendedMegatronDatasetBuilder.build_generic_dataset(
+            blended = BlendedMegatronDatasetBuilder.build_generic_dataset(
                 BlendedDataset, lambda: True, True, datasets, plan.weights, plan.total, config
             )
+        _read_unmapped(folder, blended)
+        return blended
 
     def _one(self, source: Source, part: int, size: int) -> OneOfBlend:
         from megatron.core.datasets.utils import Split
@@ -218,8 +215,20 @@ class _DatasetBuilder:
         with indices_in(self._survey.cache, identity) as folder:
             config = self._config(folder, blend.sources, plan.weights, min(sizes), split)
             built = list(BlendedMegatronDatasetBuilder(GPTDataset, plan.requested, lambda: True, config).build())
-        _read_unmapped(built)
+        readers: dict[str, PairReader] = {}  # the parts of a split share one
+        for top in filter(None, built):
+            _read_unmapped(folder, top)
+            for dataset in getattr(top, "datasets", [top]):
+                _read_unmapped(folder, dataset)
+                path = dataset.dataset_path
+                if path not in readers:
+                    readers[path] = self._reader(path, dataset.dataset)
+                dataset.dataset = readers[path]
         return built
+
+    def _reader(self, path: str, pair: Any) -> PairReader:
+        sums = self._survey.pairs[path].pointer_sums
+        return PairReader(path, np.dtype(pair.index.dtype), len(pair), sums, self._vocab_size)
 
     def _identities(self, sources: Sequence[Source]) -> list[str]:
         return [self._survey.pair(source).identity for source in sources if not source.is_npy]

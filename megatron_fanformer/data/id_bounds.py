@@ -1,20 +1,22 @@
-"""The smallest and the largest id of a token file, checked against the vocabulary.
+"""The ids of token files, checked against the vocabulary: the file's smallest and largest, and those that are read.
 
 A manifest records the largest one. Without a manifest, a file is read from end to end; since that may take an hour
 for the tokens of a large run, what was found in a large file is remembered in the index cache, as long as its size and
-modification time stay the same.
+modification time stay the same. Neither a manifest nor such a note notices a file that was overwritten since; so the
+ids of each sample are checked again where they are read, and still in the processor's cache.
 """
 
 import hashlib
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import CorruptError, InputError
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,32 @@ def refuse_ids_outside(
             f"{name} holds token id {wrong}, outside the vocabulary of {vocab_size};"
             " train with the tokenizer that made the tokens, or raise model.vocab_size"
         )
+
+
+def refuse_ids_read(
+    ids: np.ndarray, vocab_size: int, file: Path | str, first: int, *, document: Callable[[], int] | None = None
+) -> None:
+    """Raise CorruptError, with the first of them and its place, if ids that were read are not below `vocab_size`.
+
+    Under tensor parallelism nothing else would notice: each rank takes what is not in its part of the embedding for
+    another's.
+
+    Args:
+        ids: [t] as they are stored.
+        vocab_size: of the model.
+        file: that they were read from.
+        first: which of its tokens the first of them is, counted from 0.
+        document: says which document they are in, where that is known.
+    """
+    unsigned = ids.view(f"u{ids.itemsize}")  # a negative id is a large one
+    if not len(ids) or unsigned.max() < vocab_size:
+        return
+    place = int(np.argmax(unsigned >= vocab_size))
+    where = f"token {first + place:,}" + (f" of the file, in document {document():,}" if document else "")
+    raise CorruptError(
+        f"{file} holds token id {ids[place]} ({where}, counted from 0), outside the vocabulary of {vocab_size}; it is "
+        "damaged, or not the file of its manifest: copy or prepare it again, and resume"
+    )
 
 
 def _remembered_bounds(file: Path, dtype: np.dtype[Any], cache: Path | None) -> tuple[int, int]:

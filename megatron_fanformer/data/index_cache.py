@@ -5,10 +5,11 @@ complete as soon as all names exist, and loads whatever is in them, including pi
 on the data. So each dataset has its own folder here, named after everything that its indices depend on, including the
 documents' lengths. When the indices are complete, their sizes and checksums are recorded; before they are used again,
 they are checked against that record. What a dead job left half-written, or what was truncated or overwritten since, is
-rebuilt.
+rebuilt. The sums of their blocks are kept beside them, so that a run notices when they are overwritten under it.
 """
 
 import hashlib
+import io
 import json
 import logging
 import os
@@ -19,8 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
+from megatron_fanformer.data.live_files import StoredArray, block_sums_of_file
 from megatron_fanformer.durable_files import take_lock, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime.agreement import is_main, on_main
@@ -28,6 +31,7 @@ from megatron_fanformer.runtime.agreement import is_main, on_main
 logger = logging.getLogger(__name__)
 
 COMPLETE = "complete.json"
+SUMS = "sums.npz"
 READ_BYTES = 1 << 22
 
 Contents = dict[str, list[int]]
@@ -48,10 +52,27 @@ def indices_in(cache: Path, identity: Any) -> Iterator[Path]:
         with _process_group() if is_main() else _same_folder_on_all_nodes(cache):
             yield folder
         if not is_whole:
-            on_main(lambda: write_atomically(folder / COMPLETE, json.dumps(_contents(folder))))
+            on_main(lambda: _complete(folder))
     finally:
         for lock in locks:
             os.close(lock)
+
+
+def stored(folder: Path, array: Any) -> Any:
+    """An index array of a complete folder, read an entry at a time and held to its sums; one in memory as it is."""
+    if not isinstance(array, np.memmap):
+        return array
+    with np.load(folder / SUMS) as sums:
+        return StoredArray(array, sums[Path(str(array.filename)).name])
+
+
+def _complete(folder: Path) -> None:
+    """Record what a folder holds: first the sums of each index's blocks, then size and checksum of each file."""
+    arrays = {path.name: block_sums_of_file(path) for path in sorted(folder.glob("*.npy"))}
+    content = io.BytesIO()
+    np.savez(content, allow_pickle=False, **arrays)
+    write_atomically(folder / SUMS, content.getvalue())
+    write_atomically(folder / COMPLETE, json.dumps(_contents(folder)))
 
 
 def _made_ready(cache: Path, folder: Path, locks: list[int]) -> bool:
@@ -69,7 +90,7 @@ def _made_ready(cache: Path, folder: Path, locks: list[int]) -> bool:
     assert lock is not None
     locks.append(lock)
     recorded = _recorded(folder)
-    is_whole = recorded is not None and folder.exists() and _contents(folder) == recorded
+    is_whole = recorded is not None and SUMS in recorded and folder.exists() and _contents(folder) == recorded
     if folder.exists() and not is_whole:
         shutil.rmtree(folder)
     folder.mkdir(exist_ok=True)

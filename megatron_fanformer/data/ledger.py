@@ -76,7 +76,12 @@ class LedgerWriter:
         self._schema = schema(is_chats=is_chats)
         repeated = ["source", "shard", *(["outcome"] if is_chats else [])]
         self._writer = parquet.ParquetWriter(
-            file, self._schema, compression="zstd", use_dictionary=repeated, write_statistics=True
+            file,
+            self._schema,
+            compression="zstd",
+            use_dictionary=repeated,
+            write_statistics=True,
+            write_page_checksum=True,
         )
         self._pending: list[Any] = []
         self._pending_rows = 0
@@ -129,7 +134,7 @@ class Ledger:
 
         self.path = path
         with _damage_told(path):
-            self._file: Any = parquet.ParquetFile(regular_file(path))
+            self._file: Any = parquet.ParquetFile(regular_file(path), page_checksum_verification=True)
             missing = [name for name in COLUMNS if name not in self._file.schema_arrow.names]
             if missing:
                 raise CorruptError(f"{path} has no column {', '.join(missing)}, it is not a ledger; prepare again")

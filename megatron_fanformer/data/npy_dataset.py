@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_fanformer.data.id_bounds import refuse_ids_read
 from megatron_fanformer.data.npy_files import NpyFile, whole_samples
 
 
@@ -28,14 +29,17 @@ class NpyDataset:
     bytes per sample; forked loader processes share the first epoch's.
     """
 
-    def __init__(self, files: list[NpyFile], *, seq_length: int, seed: int, samples: int | None = None) -> None:
-        """`samples` is the length, over as many epochs as it takes; None: one epoch.
+    def __init__(
+        self, files: list[NpyFile], *, seq_length: int, seed: int, vocab_size: int, samples: int | None = None
+    ) -> None:
+        """`samples` is the length, over as many epochs as it takes; None: one epoch. Ids are below `vocab_size`.
 
         Raises InputError if the files hold no whole sample, or 2^32 of them or more.
         """
         self.files = files
         self.seq_length = seq_length
         self._seed = seed
+        self._vocab_size = vocab_size
         self._ends = np.cumsum([file.tokens // seq_length for file in files], dtype=np.int64)
         self.epoch_samples = whole_samples(files, seq_length)
         self._length = self.epoch_samples if samples is None else samples
@@ -49,9 +53,14 @@ class NpyDataset:
         """`tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [seq_length].
 
         Labels are the sample's own tokens shifted by one, so that the last position has none: its mask is 0.
+
+        Raises:
+            CorruptError: a file has become shorter, or holds an id outside the vocabulary.
         """
         file, first = self.place(index)
-        tokens = torch.from_numpy(file.read(first, self.seq_length).astype(np.int64))
+        ids = file.read(first, self.seq_length)
+        refuse_ids_read(ids, self._vocab_size, file.path, first)
+        tokens = torch.from_numpy(ids.astype(np.int64))
         mask = torch.ones(self.seq_length)
         mask[-1] = 0.0
         labels = tokens.roll(-1)

@@ -1,19 +1,13 @@
-"""Reads the sequences of a .bin and .idx pair while a run goes on.
+"""Reads the sequences of a .bin and .idx pair while a run goes on."""
 
-megatron-core maps both files into memory. A process does not survive the use of a mapped page that its file has lost,
-and nothing is printed: here files are read, and one that was cut off is an error with a name.
-"""
-
-import os
 import struct
-import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.data.token_files import INDEX_HEADER, bin_path, idx_path
-from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.data.id_bounds import refuse_ids_read
+from megatron_fanformer.data.live_files import LiveFile, SummedFile
+from megatron_fanformer.data.token_files import INDEX_HEADER, bin_path, document_of, idx_path
 
 POINTERS = struct.Struct("<qq")
 
@@ -25,63 +19,51 @@ class PairReader:
         prefix: of the pair.
         dtype: of the tokens.
         sequences: the number of sequences.
+        pointer_sums: of the index's pointers, as `TokenIndex` has them.
+        vocab_size: ids are below it.
 
     Raises:
         CorruptError: a file cannot be read.
     """
 
-    def __init__(self, prefix: str, dtype: np.dtype[Any], sequences: int) -> None:
+    def __init__(
+        self, prefix: str, dtype: np.dtype[Any], sequences: int, pointer_sums: np.ndarray, vocab_size: int
+    ) -> None:
+        self._prefix, self._vocab_size = prefix, vocab_size
         self._size, self._dtype = dtype.itemsize, dtype
-        self._tokens, self._index = _File(bin_path(prefix)), _File(idx_path(prefix))
-        self._first_pointer = INDEX_HEADER.size + 4 * sequences  # after the lengths
+        self._tokens = LiveFile(bin_path(prefix))
+        first_pointer = INDEX_HEADER.size + 4 * sequences  # after the lengths
+        self._pointers = SummedFile(idx_path(prefix), pointer_sums, first=first_pointer, size=8 * sequences)
         self._last, self._end = sequences - 1, self._tokens.size
 
     def place(self, sequence: int) -> tuple[int, int]:
         """The number of a sequence's first token in the .bin file, and its length in tokens.
 
         Raises:
-            CorruptError: the index has become shorter, or cannot be read.
+            CorruptError: the index has become shorter, was overwritten, or cannot be read.
         """
-        offset = self._first_pointer + 8 * int(sequence)
+        offset = 8 * int(sequence)
         if sequence < self._last:
-            begin, end = POINTERS.unpack(self._index.read(16, offset))
+            begin, end = POINTERS.unpack(self._pointers.read(16, offset))
         else:
-            begin, end = int.from_bytes(self._index.read(8, offset), "little"), self._end
+            begin, end = int.from_bytes(self._pointers.read(8, offset), "little"), self._end
         return begin // self._size, (end - begin) // self._size
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """[length] tokens of sequence `idx` from its token `offset` on; None: all that follow.
 
         Raises:
-            CorruptError: a file has become shorter, or cannot be read.
+            CorruptError: a file has become shorter, was overwritten, or cannot be read; an id outside the vocabulary.
         """
         first, whole = self.place(idx)
         count = whole - offset if length is None else int(length)
-        return np.frombuffer(self._tokens.read(count * self._size, (first + offset) * self._size), self._dtype)
-
-
-class _File:
-    """A file that is kept open, also in the loader processes that a rank forks: they share no position in it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY)
-            self.size = os.fstat(self._descriptor).st_size
-        except OSError as error:
-            raise self._unreadable(error) from error
-        weakref.finalize(self, os.close, self._descriptor)
-
-    def read(self, count: int, offset: int) -> bytes:
-        try:
-            content = os.pread(self._descriptor, count, offset)
-            while len(content) < count:  # the end of the file, or of what a file system returns at a time
-                if not (more := os.pread(self._descriptor, count - len(content), offset + len(content))):
-                    raise CorruptError(f"{self._path} has become shorter since the run began; copy it again and resume")
-                content += more
-        except OSError as error:
-            raise self._unreadable(error) from error
-        return content
-
-    def _unreadable(self, error: OSError) -> CorruptError:
-        return CorruptError(f"{self._path} cannot be read ({error.strerror}); copy it again and resume")
+        content = self._tokens.read(count * self._size, (first + offset) * self._size)
+        ids = np.frombuffer(content, self._dtype)
+        refuse_ids_read(
+            ids,
+            self._vocab_size,
+            bin_path(self._prefix),
+            first + offset,
+            document=lambda: document_of(self._prefix, int(idx)),
+        )
+        return ids

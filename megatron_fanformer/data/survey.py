@@ -10,6 +10,8 @@ import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from megatron_fanformer.data.blends import Blend, Source, split_bounds
 from megatron_fanformer.data.chat_files import open_chats
 from megatron_fanformer.data.chat_template import ChatTemplate
@@ -33,6 +35,8 @@ class PairFacts:
     """Changes when a length does."""
     part_tokens: dict[int, int]
     """If training data is split: the tokens of each part, by its position in PART_NAMES."""
+    pointer_sums: np.ndarray = field(compare=False)
+    """[blocks] uint32, 8 bytes for a thousand sequences: by them the pointers that are read later are held to those."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,8 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
         (prefix,) = source.paths
         index = read_index(prefix, list(bounds.values()))
         part_tokens = dict(zip(bounds, index.part_tokens, strict=True))
-        survey.pairs[prefix] = PairFacts(len(index.lengths), index.tokens, index.identity, part_tokens)
+        sums = index.pointer_sums
+        survey.pairs[prefix] = PairFacts(len(index.lengths), index.tokens, index.identity, part_tokens, sums)
         if vocab_size is not None:
             check_index_ids(prefix, index, vocab_size, cache=cache)
     _tell(survey, time.monotonic() - started)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fanformer.data.id_bounds import refuse_ids_outside
+from megatron_fanformer.data.live_files import block_sums
 from megatron_fanformer.data.manifest import token_files_record
 from megatron_fanformer.errors import CorruptError, InputError
 
@@ -25,7 +26,7 @@ INDEX_VERSION = 1
 DTYPES: dict[int, np.dtype[Any]] = {4: np.dtype(np.int32), 8: np.dtype(np.uint16)}
 # From this vocabulary size on megatron-core's DType.optimal_dtype picks int32.
 UINT16_VOCABULARY = 65_500
-# Entries of an index that are checked at a time: some 30 MB of memory.
+# Entries of an index that are checked at a time: some 30 MB of memory, and whole blocks of sums.
 CHECKED_ENTRIES = 1 << 20
 REMEDY = "copy both files of the pair again, or prepare them again"
 
@@ -59,6 +60,8 @@ class TokenIndex:
     tokens: int
     identity: str
     """Changes when a length does: all that sample indices depend on."""
+    pointer_sums: np.ndarray
+    """[blocks] uint32, of `pointers`, by which whoever reads them later knows that they are the same."""
     part_tokens: tuple[int, ...] = ()
     """The tokens of each part that was requested."""
 
@@ -108,20 +111,33 @@ def read_index(prefix: str, parts: Sequence[tuple[float, float]] = ()) -> TokenI
     _check_documents(bounds, lengths.count)
     tokens = bin_bytes // dtype.itemsize
     identity = f"{dtype} {lengths.count} {tokens} {sums.checksum:08x}"
-    return TokenIndex(dtype, lengths.map(), pointers.map(), bounds.map(), tokens, identity, tuple(sums.part_tokens))
+    pointer_sums = np.concatenate([np.empty(0, np.uint32), *sums.of_pointers])
+    parted = tuple(sums.part_tokens)
+    return TokenIndex(dtype, lengths.map(), pointers.map(), bounds.map(), tokens, identity, pointer_sums, parted)
+
+
+def document_of(prefix: str, sequence: int) -> int:
+    """The number of the document, from 0, that a sequence is in."""
+    *_, bounds = _read_header(idx_path(prefix))
+    return int(np.searchsorted(bounds.read(0, bounds.count), sequence, side="right")) - 1
 
 
 class _Sums:
-    """What is computed from all lengths, block by block: a checksum, and the tokens of parts (first sequence, end)."""
+    """What is computed from all lengths and pointers, block by block.
+
+    A checksum of the lengths, the tokens of parts (first sequence, end), and the pointers' own sums.
+    """
 
     def __init__(self, parts: Sequence[tuple[int, int]]) -> None:
         self.checksum = 0
         self.part_tokens = [0] * len(parts)
+        self.of_pointers: list[np.ndarray] = []
         self._parts = parts
 
-    def add(self, first: int, block: np.ndarray) -> None:
-        """Add the lengths of the sequences from `first` on."""
+    def add(self, first: int, block: np.ndarray, pointers: np.ndarray) -> None:
+        """Add the lengths and pointers of the sequences from `first` on, CHECKED_ENTRIES of them but at the end."""
         self.checksum = zlib.crc32(block.tobytes(), self.checksum)
+        self.of_pointers.append(block_sums(pointers.tobytes()))
         for number, (begin, end) in enumerate(self._parts):
             own = block[max(0, begin - first) : max(0, end - first)]
             self.part_tokens[number] += int(own.sum(dtype=np.int64))
@@ -162,7 +178,7 @@ def _check_sequences(
 ) -> None:
     """Check each pointer against the length before it, and the end of the last sequence against the .bin file.
 
-    `sums` gets all lengths.
+    `sums` gets all lengths and pointers.
     """
     path = idx_path(prefix)
     if pointers.count and pointers[0]:
@@ -181,7 +197,7 @@ def _check_sequences(
         wrong = np.flatnonzero(starts[:-1] + block * np.int64(dtype.itemsize) != starts[1:])
         if len(wrong):
             raise _disagreement(prefix, begin + int(wrong[0]), dtype, lengths, pointers, bin_bytes)
-        sums.add(begin, block)
+        sums.add(begin, block, starts[: len(block)])
 
 
 def _disagreement(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_fanformer.data.id_bounds import refuse_ids_outside
+from megatron_fanformer.data.id_bounds import refuse_ids_outside, refuse_ids_read
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest, token_files_record
 from megatron_fanformer.data.npy_files import SUFFIX, NpyFile, npy_prefix, open_npy_files
 from megatron_fanformer.data.token_files import TokenIndex, bin_path, idx_path, read_index
@@ -99,6 +99,8 @@ class PerplexitySet:
     by_documents: bool
     chunk_tokens: int
     """The most tokens of a piece."""
+    vocab_size: int
+    """Of the model: ids are below it."""
     most_tokens: int | None
     """Where pieces are taken from its beginning alone, until there are so many tokens; None: all."""
     bytes_per_token: float | None = None
@@ -124,9 +126,16 @@ class PerplexitySet:
         return pieces
 
     def read(self, piece: np.ndarray) -> np.ndarray:
-        """[tokens] int64 of one row of `pieces`."""
-        file, first, count = map(int, piece)
-        return self.files[file].file.read(first, count).astype(np.int64)
+        """[tokens] int64 of one row of `pieces`.
+
+        Raises:
+            CorruptError: a file has become shorter since it was found, or holds an id outside the vocabulary.
+        """
+        number, first, count = map(int, piece)
+        file = self.files[number].file
+        ids = file.read(first, count)
+        refuse_ids_read(ids, self.vocab_size, file.path, first)
+        return ids.astype(np.int64)
 
 
 def _chunks(number: int, file: TokenFile, size: int) -> np.ndarray:
@@ -255,6 +264,7 @@ def find_sets(
             files=files,
             by_documents=config.chunking == "documents",
             chunk_tokens=chunk,
+            vocab_size=vocab_size,
             most_tokens=None if config.batches is None else config.batches * batch_tokens,
         )
         sets.append(_with_bytes(each, tokenizer))

@@ -54,7 +54,9 @@ def test_all_that_holds_tokens_is_packed_once_and_fits() -> None:
 
 def dataset(chats: list[Chat], folder: Path, **options: Any) -> ChatDataset:
     prefix = write_chats(folder / "chats", chats)
-    return ChatDataset(Conversations(parse_chats([prefix])), seq_length=SEQ_LENGTH, seed=1, **options)
+    return ChatDataset(
+        Conversations(parse_chats([prefix])), seq_length=SEQ_LENGTH, seed=1, vocab_size=VOCAB_SIZE, **options
+    )
 
 
 def test_a_sample_is_its_conversations_and_predicts_nothing_across_them(tmp_path: Path) -> None:

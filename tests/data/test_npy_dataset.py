@@ -10,7 +10,7 @@ from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.data.npy_dataset import NpyDataset, epoch_order
 from megatron_fanformer.data.npy_files import open_npy_files
 from megatron_fanformer.errors import InputError
-from tests.data.token_making import write_npy
+from tests.data.token_making import VOCAB_SIZE, write_npy
 
 SEQ_LENGTH = 8
 SEED = 6198
@@ -24,7 +24,9 @@ def paths(tmp_path: Path) -> list[str]:
 
 
 def dataset_of(paths: list[str], *, samples: int | None = None, seed: int = SEED) -> NpyDataset:
-    return NpyDataset(open_npy_files(paths, "uint16"), seq_length=SEQ_LENGTH, seed=seed, samples=samples)
+    return NpyDataset(
+        open_npy_files(paths, "uint16"), seq_length=SEQ_LENGTH, seed=seed, vocab_size=VOCAB_SIZE, samples=samples
+    )
 
 
 def slices(paths: list[str]) -> list[list[int]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_fanformer.checkpoint import store
@@ -96,8 +97,19 @@ def test_nothing_is_put_among_the_checkpoints_of_a_run_in_progress(
         assert not destination.parent.exists()
 
 
-def cut_off_during_training(values: dict[str, Any], file: Path) -> tuple[int, str]:
-    """Train, and cut a file off after two steps; exit code and message of the error that follows."""
+def cut_off(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def put_foreign_ids(file: Path) -> None:
+    """Every seventh id another tokenizer's, in place."""
+    ids = np.memmap(file, np.uint16, mode="r+")
+    ids[::7] = 60_000
+    ids.flush()
+
+
+def spoil_during_training(values: dict[str, Any], file: Path, spoil: Callable[[Path], None]) -> tuple[int, str]:
+    """Train, and spoil a file after two steps; exit code and message of the error that follows."""
     from megatron_fanformer.training.trainer import Trainer
 
     config = config_from_dict(values)
@@ -106,7 +118,8 @@ def cut_off_during_training(values: dict[str, Any], file: Path) -> tuple[int, st
         try:
             trainer.take_step()
             trainer.take_step()
-            os.truncate(file, 0)
+            if grid.rank == 0:
+                spoil(file)
             trainer.train()
         except FanformerError as error:
             return error.exit_code, str(error)
@@ -123,5 +136,19 @@ def test_a_token_file_that_is_cut_off_ends_a_run_with_its_name(
 ) -> None:
     values = small_run(tokens, tmp_path / "run", data={"num_workers": workers})
     file = Path(tokens + suffix)
-    [(code, message)] = run_on_ranks(1, cut_off_during_training, values, file)
+    [(code, message)] = run_on_ranks(1, spoil_during_training, values, file, cut_off)
     assert (code, message) == (3, f"{file} has become shorter since the run began; copy it again and resume")
+
+
+def test_foreign_ids_end_a_run_that_is_tensor_parallel(
+    run_on_ranks: Callable[..., list[Any]], tmp_path: Path, tokens: str
+) -> None:
+    """Without a check a rank takes them for ids of the other's part of the vocabulary, and trains on."""
+    values = small_run(tokens, tmp_path / "run", parallel={"tensor_model_parallel_size": 2})
+    file = Path(tokens + ".bin")
+    for code, message in run_on_ranks(2, spoil_during_training, values, file, put_foreign_ids):
+        assert code == 3 and message.startswith(f"{file} holds token id 60000 (token ")
+        assert message.endswith(
+            "outside the vocabulary of 100; it is damaged, or not the file of its manifest: copy or prepare it again, "
+            "and resume"
+        )
