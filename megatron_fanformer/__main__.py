@@ -7,11 +7,14 @@ import sys
 def entry_point() -> None:
     """What the installed command calls.
 
-    Signals are held before anything that takes time. A package that is missing ends it with a line and exit code 2.
+    Signals are held before anything that takes time, and output is guarded before a file is opened. A package that is
+    missing ends it with a line and exit code 2.
     """
+    from megatron_fanformer.output import guard_output
     from megatron_fanformer.processes import hold_signals
 
     hold_signals()
+    guard_output()
     try:
         from megatron_fanformer.cli import main
     except ModuleNotFoundError as error:

@@ -15,9 +15,10 @@ from typing import Any
 
 from megatron_fanformer import __version__
 from megatron_fanformer.errors import FanformerError, InputError, escaped, not_installed, redacted
+from megatron_fanformer.output import go_on_unread
 from megatron_fanformer.processes import signals_released
 from megatron_fanformer.terminal import tell
-from megatron_fanformer.verbs import PROGRAM, TAKES_OVERRIDES, TAKES_SIGNALS, VERBS
+from megatron_fanformer.verbs import PROGRAM, RESULT_IN_FILES, TAKES_OVERRIDES, TAKES_SIGNALS, VERBS
 
 MOST_SHOWN = 200  # characters of an argument or a path in an error
 
@@ -112,8 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, rest = _parser().parse_known_args([argument for argument in arguments if argument != "--debug"])
         if rest and options.verb not in TAKES_OVERRIDES:
             raise InputError(f"unknown argument {rest[0]}; {PROGRAM} {options.verb} --help lists the options")
+        if options.verb in RESULT_IN_FILES or _launcher_tells():
+            go_on_unread()
         with nullcontext() if options.verb in TAKES_SIGNALS else signals_released():
             options.run(options, rest, arguments)
+            sys.stdout.flush()  # here, where what fails is still an error
     except KeyboardInterrupt:
         return _tell("stopped by the keyboard", 1)
     except FanformerError as error:

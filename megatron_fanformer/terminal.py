@@ -7,7 +7,6 @@ life that rich draws heed it themselves, and are for terminals alone.
 """
 
 import itertools
-import os
 import shutil
 import sys
 import textwrap
@@ -30,19 +29,15 @@ def width(stream: TextIO | None = None) -> int | None:
 
 
 def show(lines: Iterable[str], *, as_they_are: bool = False) -> None:
-    """Print lines as they come, each as `fitted` to the terminal; a reader that stops reading, such as `head`, ends it.
+    """Print lines as they come, each as `fitted` to the terminal.
 
     Args:
         as_they_are: for what is not a sentence, such as JSON: nothing is fitted.
     """
     columns = None if as_they_are else width()
-    try:
-        for line in lines:
-            print(*fitted(line, columns), sep="\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes once more at exit, and would complain then.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for line in lines:
+        print(*fitted(line, columns), sep="\n")
+    sys.stdout.flush()
 
 
 def tell(line: str) -> None:

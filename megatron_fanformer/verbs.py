@@ -29,6 +29,7 @@ from megatron_fanformer.terminal import show, tell, tell_loading, width
 
 PROGRAM = "megatron-fanformer"
 TAKES_OVERRIDES = ("train", "parity", "plan", "inspect", "config", "experiment")  # --section.field VALUE
+RESULT_IN_FILES = ("demo", "prepare", "train", "evaluate", "sweep", "experiment", "convert")  # go on where nobody reads
 TAKES_SIGNALS = ("train", "evaluate", "sweep", "experiment")  # over, by themselves, and keep them to the end
 
 

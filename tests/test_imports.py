@@ -98,10 +98,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "durable_files": (),
     "pictures": (),
     "markdown": (),
+    "output": (),
     "terminal": (),
     "__init__": (),
 }
-GROUND = ("errors", "configuration", "processes", "durable_files", "terminal", "pictures", "markdown")
+GROUND = ("errors", "configuration", "processes", "durable_files", "output", "terminal", "pictures", "markdown")
 """For everybody but hf, and the package itself, for its version."""
 NAMES_THAT_SAY_NOTHING = {"util", "utils", "common", "helper", "helpers", "misc"}
 MAX_LINES = 500

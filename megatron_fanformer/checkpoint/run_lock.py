@@ -97,7 +97,7 @@ def _give_back(run: Path, token: str) -> None:
 
 
 def _take(run: Path) -> str:
-    """Take the lock; returns the token. Raises InputError if another process holds it."""
+    """Take the lock; returns the token. Raises InputError as `_has_taken`."""
     own = Holder(
         token=uuid.uuid4().hex,
         host=platform.node(),
@@ -118,9 +118,15 @@ def _take(run: Path) -> str:
 
 
 def _has_taken(run: Path, entry: Path) -> bool:
-    """Try to take the lock; False if it has changed meanwhile. Raises InputError if another process holds it."""
+    """Try to take the lock; False if it has changed meanwhile.
+
+    Raises InputError if another process holds it, or what is there is no file.
+    """
     path, dead = run / LOCK, dict[Path, str]()
     while not _links(entry, path):
+        if path.is_symlink() or path.is_dir():  # a link to nothing would be in the way for ever, and never be found
+            what = "a link" if path.is_symlink() else "a folder"
+            raise InputError(f"{path} is {what}, not the lock of a run, which is a file; remove it")
         try:
             holder = _holder(path)
         except FileNotFoundError:

@@ -146,16 +146,23 @@ def remove(folder: Path) -> None:
 
 
 def point_to(checkpoint: Path, damaged: Sequence[Path]) -> None:
-    """Make a checkpoint the one to go on from, and give damaged ones a name under which nothing looks for one."""
+    """Make a checkpoint the one to go on from, and give damaged ones a name under which nothing looks for one.
+
+    Whatever `latest` is, or is not: it is what is mended.
+    """
+    pointer = checkpoint.parent / LATEST
+    with suppress(CorruptError):
+        if not damaged and _named_by(pointer) == checkpoint:
+            return
     for other in damaged:
         set_aside(other)
-    pointer = checkpoint.parent / LATEST
-    if damaged or not pointer.is_file() or _named_by(pointer) != checkpoint:
-        write_atomically(pointer, checkpoint.name + "\n")
+    if os.path.lexists(pointer) and not pointer.is_file():
+        set_aside(pointer)
+    write_atomically(pointer, checkpoint.name + "\n")
 
 
 def set_aside(damaged: Path) -> None:
-    """Give a damaged checkpoint a name under which nothing looks for one."""
+    """Give a damaged checkpoint, or a `latest` that is no file, a name under which nothing looks for it."""
     name = f"damaged-{damaged.name}"
     taken = sum(1 for _ in damaged.parent.glob(f"{name}*"))
     os.rename(damaged, damaged.with_name(f"{name}-{taken + 1}" if taken else name))
@@ -255,7 +262,7 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
     try:
         named = _named_by(pointer)
     except CorruptError as error:
-        logger.warning("%s; going on from the newest there, %s", str(error).partition("; ")[0], newest_first[0].name)
+        logger.warning("%s; the newest checkpoint there that is sound is taken", str(error).partition("; ")[0])
         return newest_first
     return [checkpoint for checkpoint in newest_first if checkpoint.name <= named.name]
 

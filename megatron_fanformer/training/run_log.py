@@ -15,13 +15,12 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_fanformer.errors import InputError, Interrupted
+from megatron_fanformer.output import FILE_ONLY
 from megatron_fanformer.terminal import fitted
 from megatron_fanformer.training.logging_config import LoggingConfig
 
 PACKAGE = "megatron_fanformer"
 PYTHON_WARNINGS = "py.warnings"  # the logger that logging.captureWarnings writes to
-FILE_ONLY = {"file_only": True}
-"""As a record's `extra`: not for the terminal, which shows it differently."""
 SLOW_SECONDS = 1.0  # from which on the user is told what a run's start is at
 UNWRITTEN_RECORDS = 10_000  # kept for the file; there is none yet while a run is being checked
 

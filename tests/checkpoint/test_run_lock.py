@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +247,13 @@ def test_a_folder_that_is_lost_is_noticed(run: Path, change: Any, said: str | No
         else:
             with pytest.raises(FanformerError, match=said):
                 watch.check()
+
+
+@pytest.mark.parametrize(
+    "put", [lambda path: path.symlink_to("nowhere"), lambda path: path.symlink_to(path), Path.mkdir]
+)
+def test_what_is_no_lock_is_an_error_and_not_waited_for(run: Path, put: Callable[[Path], Any]) -> None:
+    put(run / LOCK)
+    with pytest.raises(InputError, match=r"run\.lock is a (link|folder), not the lock of a run, "):
+        run_lock(run).__enter__()
+    assert [path.name for path in run.iterdir()] == [LOCK]

@@ -111,7 +111,9 @@ def test_a_latest_that_names_nothing(tmp_path: Path, spoiled: str, caplog: pytes
         store.latest_checkpoint(tmp_path)
     assert len(str(caught.value)) < 500
     assert [path.name for path in store.checkpoints_to_resume(tmp_path)] == ["step-00000020", "step-00000010"]
-    assert "going on from the newest there, step-00000020" in caplog.text
+    assert "the newest checkpoint there that is sound is taken" in caplog.text
+    store.point_to(tmp_path / store.CHECKPOINTS / "step-00000010", [])  # as a run does that found step 20 damaged
+    assert store.latest_checkpoint(tmp_path) == tmp_path / store.CHECKPOINTS / "step-00000010"
 
 
 def test_without_latest_the_newest_is_taken_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,7 +122,7 @@ def test_without_latest_the_newest_is_taken_and_told(tmp_path: Path, caplog: pyt
     (tmp_path / store.CHECKPOINTS / store.LATEST).unlink()
     assert store.latest_checkpoint(tmp_path) == store.checkpoints_to_resume(tmp_path)[0]
     assert "latest is missing; step-00000020 is the newest checkpoint there" in caplog.text
-    assert "latest is missing; going on from the newest there, step-00000020" in caplog.text
+    assert "latest is missing; the newest checkpoint there that is sound is taken" in caplog.text
 
 
 def test_a_checkpoint_that_is_not_complete_is_no_reason_to_start_anew(tmp_path: Path) -> None:

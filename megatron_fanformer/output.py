@@ -1,0 +1,82 @@
+"""Standard output and standard error, when whoever reads them has gone: `| head`, an ssh that ended, a full disk.
+
+A command whose result is in files, such as `train`, goes on, and what it prints from then on is dropped, which its log
+file says once. One whose result is what it prints ends: quietly by SIGPIPE where nobody reads, as other programs do; by
+an error where the text could not be kept.
+"""
+
+import io
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+FILE_ONLY = {"file_only": True}
+"""As a log record's `extra`: not for the terminal."""
+NAMES = {1: "standard output", 2: "standard error"}
+
+_goes_on = False
+
+
+def guard_output() -> None:
+    """Take care of this process's output from here on; to be called once, before anything opens a file.
+
+    One that was closed (`>&-`) is opened on nothing: else the next file to be opened would take its number, and get
+    what is printed.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    sys.stdout, sys.stderr = _guarded(sys.stdout, 1), _guarded(sys.stderr, 2)
+
+
+def go_on_unread() -> None:
+    """Have this process go on where its output fails."""
+    global _goes_on
+    _goes_on = True
+
+
+def _guarded(stream: Any, descriptor: int) -> io.TextIOWrapper:
+    """A text stream like the one that Python opened, or would have."""
+    buffered = io.BufferedWriter(_Guarded(descriptor, "wb", closefd=False))
+    return io.TextIOWrapper(
+        buffered,
+        encoding=getattr(stream, "encoding", None) or "utf-8",
+        errors=getattr(stream, "errors", None) or "backslashreplace",
+        line_buffering=getattr(stream, "line_buffering", descriptor == 2),
+        write_through=getattr(stream, "write_through", False),
+    )
+
+
+class _Guarded(io.FileIO):
+    """Bytes to one of the two; once it has failed, to nowhere."""
+
+    has_failed = False
+
+    def write(self, content: Any, /) -> int:
+        if not self.has_failed:
+            try:
+                return super().write(content)
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                self.has_failed = True  # also for what is still in buffers at the end
+                self._end_or_go_on(error)
+        return memoryview(content).nbytes
+
+    def _end_or_go_on(self, error: OSError) -> None:
+        name = NAMES[self.fileno()]
+        if _goes_on:
+            reason = error.strerror
+            logger.warning("%s cannot be written (%s); what is printed is dropped", name, reason, extra=FILE_ONLY)
+            return
+        if isinstance(error, BrokenPipeError):
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPIPE,))
+            os.kill(os.getpid(), signal.SIGPIPE)
+        raise OSError(error.errno, error.strerror, name) from None

@@ -1,0 +1,64 @@
+"""What becomes of a command whose output nobody reads any more, or has no place."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_fanformer.training.metrics import read_metrics
+from tests.small_runs import ROOT, small_run, write_config, write_tokens
+
+COMMAND = f"{sys.executable} -m megatron_fanformer"
+
+
+def bash(line: str) -> "subprocess.CompletedProcess[str]":
+    """Run a line of the shell's, and exit as its first command did."""
+    line = f"cd {ROOT}; {line}; exit ${{PIPESTATUS[0]}}"
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env={"PATH": "/bin:/usr/bin"})
+
+
+@pytest.mark.parametrize(
+    ("redirected", "stream", "reason"),
+    [
+        ("2>&1 | head -2", "standard output", "Broken pipe"),
+        pytest.param("2>/dev/full >/dev/full", "standard output", "No space left on device", marks=pytest.mark.full),
+        pytest.param(">&- 2>&-", None, None, marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_run_goes_on_unread(
+    tmp_path: Path, redirected: str, stream: str | None, reason: str | None, ranks: int
+) -> None:
+    """To its end, with its checkpoint; its log file says once that nothing is printed."""
+    run = tmp_path / "run"
+    values = small_run(
+        write_tokens(tmp_path / "tokens"),
+        run,
+        parallel={"tensor_model_parallel_size": ranks},
+        logging={"log_interval": 1, "folder": str(tmp_path / "logs")},
+    )
+    done = bash(f"{COMMAND} train --config {write_config(tmp_path / 'config.yaml', values)} {redirected}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == (2 if "head" in redirected else 0)
+    assert [entry["step"] for entry in read_metrics(run)] == list(range(1, 21))
+    assert (run / "checkpoints" / "latest").read_text() == "step-00000020\n"
+    log = (tmp_path / "logs" / "rank-00000.log").read_text()
+    said = re.findall(r"WARNING rank 0 \S+: (standard \w+) cannot be written \((.*)\); what is printed is dropped", log)
+    assert said[:1] == ([(stream, reason)] if stream else []) and len(said) == len(set(said))
+
+
+@pytest.mark.parametrize("options", ["--resolved --config examples/tiny-cpu.yaml", "--help"])
+def test_a_command_ends_quietly_where_nobody_reads(options: str) -> None:
+    done = bash(f"{COMMAND} config {options} | true")
+    assert (done.returncode, done.stderr) == (128 + 13, "")  # SIGPIPE, as bash has it
+
+
+def test_a_result_that_cannot_be_kept_is_an_error() -> None:
+    done = bash(f"{COMMAND} config --resolved --config examples/tiny-cpu.yaml > /dev/full")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "megatron-fanformer: standard output cannot be used (No space left on device); free what ran out, or mend the "
+        "disk, and start again\n"
+    )
