@@ -169,18 +169,18 @@ class _Meeting:
     def __init__(self, address: devices.RankAddress | None, number: int, count: int, seconds: float) -> None:
         from torch.distributed import HashStore, TCPStore
 
+        from megatron_fanformer.runtime.meeting import hosted_store
+
         self.number, self.count, self.seconds = number, count, seconds
-        self.store: Any = (
-            HashStore()
-            if address is None
-            else TCPStore(
+        self.store: Any = HashStore()
+        if address is not None:
+            hosts = number == JUDGE and not devices.store_is_hosted()
+            self.store = (hosted_store if hosts else TCPStore)(
                 address.master_address,
                 address.master_port,
-                is_master=number == JUDGE and not devices.store_is_hosted(),
                 timeout=timedelta(seconds=seconds),
                 wait_for_workers=False,
             )
-        )
 
     def tell(self, what: str, value: Any) -> None:
         """Tell the others something."""

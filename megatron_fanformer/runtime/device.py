@@ -199,6 +199,19 @@ def _slurm_address(env: "os._Environ[str]") -> RankAddress:
     )
 
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+LOOPBACK_INTERFACE = "lo"
+
+
+def listen_on_loopback() -> None:
+    """Have this process's groups listen on the loopback, unless the environment names an interface.
+
+    For ranks of one machine; must be called before the first group is made.
+    """
+    for name in INTERFACES:
+        os.environ.setdefault(name, LOOPBACK_INTERFACE)
+
+
 LAUNCHED_HERE = "FANFORMER_LAUNCHED_HERE"
 LAUNCHER = "FANFORMER_LAUNCHER"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -208,6 +221,8 @@ def rank_environment(
     rank: int, world_size: int, *, threads: int, store_port: int, found: Path, error: Path
 ) -> dict[str, str]:
     """The environment of a rank that this process launches, by the names that torch and `rank_address` know.
+
+    Ranks of one machine listen on its loopback alone, unless the environment names an interface.
 
     Args:
         store_port: where this process hosts the store that the ranks meet at.
@@ -220,7 +235,8 @@ def rank_environment(
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "localhost",
+        "MASTER_ADDR": "127.0.0.1",
+        **{name: os.environ.get(name, LOOPBACK_INTERFACE) for name in INTERFACES},
         "MASTER_PORT": str(store_port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's rank 0 hosts none of its own
         "OMP_NUM_THREADS": str(threads),  # OpenMP reads it when a process starts

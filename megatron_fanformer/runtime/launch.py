@@ -107,13 +107,13 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, foun
         RankFailed: a rank failed, and the others were ended; or a rank could not save after a signal.
         Interrupted: a signal stopped this process, or a rank, and the ranks after they saved.
     """
-    from torch.distributed import TCPStore
+    from megatron_fanformer.runtime.meeting import LOOPBACK, hosted_store  # torch takes a second
 
     # In a folder that only this user may write to: what is unpickled from it is this program's own.
     with tempfile.TemporaryDirectory(prefix="fanformer-") as folder:
         file = Path(folder) / "found"
         file.write_bytes(pickle.dumps(found))
-        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # it answers while this is running
+        store = hosted_store(LOOPBACK, 0, wait_for_workers=False)  # it answers while this is running
         heard: deque[signal.Signals] = deque()
         ranks: list[_Rank] = []
         with signals_to(heard.append):

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.errors import InputError
 from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import megatron_cpu, shared_gpu
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, RuntimeConfig
 from megatron_fanformer.runtime.heartbeat import watching_ranks
 from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.runtime.meeting import store_of_ranks
 
 MEETING_SECONDS = 600.0  # how long ranks that were started wait for those that were not yet
 # No rank waits for another one in vain: the heartbeat ends it, and says for whom. A collective's own limit would be
@@ -103,6 +104,7 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
     )
     backend = config.backend(kind)
     if address is None:
+        devices.listen_on_loopback()
         with tempfile.TemporaryDirectory(prefix="fanformer-") as folder:
             alone = dist.FileStore(os.path.join(folder, "store"), 1)
             dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=GROUP_TIMEOUT)
@@ -113,7 +115,7 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
                 dist.destroy_process_group()
         return
     limit = None if config.distributed_timeout_minutes is None else 60 * config.distributed_timeout_minutes
-    store = _meet(address, timedelta(seconds=max(limit or 0.0, MEETING_SECONDS)))
+    store = store_of_ranks(address, timedelta(seconds=max(limit or 0.0, MEETING_SECONDS)))
     place = f"{address.master_address}:{address.master_port}"
     with watching_ranks(store.clone(), address.rank, address.world_size, address=place, limit_seconds=limit):
         dist.init_process_group(
@@ -147,24 +149,6 @@ def cpu_kernels_of(config: RuntimeConfig, kind: devices.DeviceKind) -> Iterator[
         yield
     finally:
         cpu_kernels.unload("no run is going on")
-
-
-def _meet(address: devices.RankAddress, timeout: timedelta) -> Any:
-    """The c10d store of the ranks, once all of them are there.
-
-    Raises:
-        FanformerError: a rank did not come.
-    """
-    where = f"tcp://{address.master_address}:{address.master_port}"
-    try:
-        store, _, _ = next(dist.rendezvous(where, address.rank, address.world_size, timeout=timeout))
-    except dist.DistError as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise FanformerError(
-            f"rank {address.rank} of {address.world_size} waited at {where} for the others, in vain ({reason}); check "
-            "that all nodes were started with the same address, and reach each other"
-        ) from error
-    return dist.PrefixStore("ranks", store)
 
 
 @contextmanager

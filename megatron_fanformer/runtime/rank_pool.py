@@ -209,6 +209,7 @@ def _begin(setting: _Setting) -> None:
 def _serve(setting: _Setting, connection: Any, rank: int) -> None:
     """A rank's whole life: one job after the other, until the pool closes the connection or a job fails."""
     devices.configure_process(setting.device, rank, threads=1)
+    devices.listen_on_loopback()
     with suppress(EOFError, OSError):  # the pool is gone
         while True:
             job, modules = connection.recv(), len(sys.modules)

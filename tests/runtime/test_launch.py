@@ -3,6 +3,7 @@
 Killed and stopped ones are in tests/faults.
 """
 
+import contextlib
 import logging
 import logging.handlers
 import os
@@ -18,9 +19,10 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.errors import Interrupted
+from megatron_fanformer.errors import FanformerError, Interrupted
 from megatron_fanformer.runtime import launch
 from megatron_fanformer.runtime.device import ERROR_FILE
+from megatron_fanformer.runtime.meeting import _listener, hosted_store
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import METRICS, read_metrics
@@ -70,6 +72,41 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(metrics["step"], metrics["loss"]) for metrics in read_metrics(run)]
 
 
+LOCAL = "0100007F"  # 127.0.0.1, as the kernel writes it
+
+
+def children(process: int) -> list[int]:
+    """The processes that a process's main thread has started."""
+    return [int(number) for number in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def listened_at(process: int) -> set[str]:
+    """The addresses, in hexadecimal, at which a process waits for connections."""
+    sockets = set()
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            sockets.add(os.readlink(descriptor))
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    is_listening = "0A"
+    return {line[1].split(":")[0] for line in lines if line[3] == is_listening and f"socket:[{line[9]}]" in sockets}
+
+
+def test_a_store_listens_where_the_ranks_meet(caplog: pytest.LogCaptureFixture) -> None:
+    store = hosted_store("127.0.0.1", 0, wait_for_workers=False)
+    assert listened_at(os.getpid()) == {LOCAL}
+    with pytest.raises(
+        FanformerError, match=f"port {store.port} of 127.0.0.1 is taken by another process, .* MASTER_PORT"
+    ):
+        hosted_store("127.0.0.1", store.port, wait_for_workers=False)
+    assert caplog.text == ""
+    elsewhere = "192.0.2.1"  # of no machine, RFC 5737
+    listener = _listener(elsewhere, 0)
+    assert listener.getsockname()[0] == "0.0.0.0" and f"{elsewhere} is not an address of this machine" in caplog.text
+    listener.close()
+
+
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
     run_on_ranks: Callable[..., list[Any]], tmp_path: Path, tokens: str, workers: int
@@ -83,6 +120,7 @@ def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
     config = str(write_config(tmp_path / "config.yaml", values))
     process = start_command("train", "--config", config)
     wait_for_first_step(tmp_path / "stopped", process)
+    assert {address for number in (process.pid, *children(process.pid)) for address in listened_at(number)} == {LOCAL}
     os.killpg(process.pid, signal.SIGTERM)
     output, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 5, errors
