@@ -1,37 +1,40 @@
 """Chat templates: from the messages of a conversation to a text, of which spans are learned, and to token ids.
 
 Templates are Jinja, as tokenizers on Hugging Face carry them; OLMo's form, in which the paper's data are prepared, is
-built in as one. They run in Jinja's sandbox. What is learned is each assistant turn: its content and its end of text. A
-template says so by `{% generation %}` blocks; without them, a turn is what it adds to the rendering of the messages
-before it.
+built in as one. They run in Jinja's sandbox, in a process whose time and memory are bounded (`chat_renderer.py`). What
+is learned is each assistant turn: its content and its end of text. A template says so by `{% generation %}` blocks;
+without them, a turn is what it adds to the rendering of the messages before it.
 
 The text is cut at the edges of these spans before it is encoded: no token is partly learned, and a prompt, which ends
 where an answer begins, has the ids that it has in training.
 """
 
+import atexit
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
+from megatron_fanformer.data import chat_renderer
+from megatron_fanformer.data.chat_renderer import BEGIN, END
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.durable_files import regular_file
-from megatron_fanformer.errors import InputError
-
-if TYPE_CHECKING:
-    import jinja2
+from megatron_fanformer.errors import FanformerError, InputError
 
 OLMO = "olmo"
 CHAT_TEMPLATE_JINJA, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"  # their usual names in a folder
 LARGEST_BYTES = 1 << 24  # of either; the largest template known to us has 20 kB
 ASSISTANT = "assistant"
-# Unpaired surrogates: no text that can be written as UTF-8, and so no message, contains one.
-BEGIN, END = "\ud800", "\udfff"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -73,6 +76,16 @@ class TemplateRefusal(InputError):
         """The same for all conversations that fail this way."""
 
 
+class TemplateTooLarge(InputError):
+    """A template takes more time or memory than any that renders conversations: it is not tried with another one."""
+
+    def __init__(self, what: str, request_bytes: int) -> None:
+        super().__init__(
+            f"the chat template takes more than {what} for a conversation of {request_bytes:,} bytes; it repeats too "
+            "much: use another template"
+        )
+
+
 REFUSED = "refused by the template"
 BEGINS_OTHERWISE = "the template renders its beginning otherwise"
 
@@ -89,23 +102,33 @@ class ChatTemplate:
     """bos_token, eos_token, pad_token, unk_token: as far as the tokenizer has them."""
 
     def __post_init__(self) -> None:
-        _compiled(self.source)
+        try:
+            _rendered(self, [], [])
+        except _Refused as error:
+            raise InputError(f"the chat template is not valid Jinja, {error}; fix it") from error
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> RenderedChat:
         """The text of a conversation, with what opens the assistant's next turn where `add_generation_prompt`.
 
-        Raises TemplateRefusal.
+        Raises:
+            TemplateRefusal: it cannot render this one.
+            TemplateTooLarge: it takes too much time or memory.
         """
-        marked = self._text(messages, add_generation_prompt)
+        is_marked = GENERATION.search(self.source) is not None
+        turns = [] if is_marked else _assistant_turns(messages)
+        # Without marks, of each turn: what comes before it, with the opening of an answer, and with it.
+        renderings = [(turn + ahead, not ahead) for turn in turns for ahead in (0, 1)]
+        marked, *parts = self._texts(messages, [(len(messages), add_generation_prompt), *renderings])
         try:
             marked.replace(BEGIN, "").replace(END, "").encode()
         except UnicodeEncodeError as error:
             raise TemplateRefusal(
                 "the chat template writes an unpaired surrogate, which no text can hold; fix it", REFUSED
             ) from error
-        if GENERATION.search(self.source):
+        if is_marked:
             return _without_marks(marked)
-        return RenderedChat(marked, [self._turn(messages, k, marked) for k in _assistant_turns(messages)])
+        found = zip(turns, parts[::2], parts[1::2], strict=True)
+        return RenderedChat(marked, [_turn(messages, turn, marked, before, after) for turn, before, after in found])
 
     def with_variables(self) -> str:
         """Its source with the special tokens set in it: the same text, whichever tokens another program gives it."""
@@ -114,34 +137,30 @@ class ChatTemplate:
             "".join(f"{{% set {name} = {json.dumps(text)} %}}\n" for name, text in self.variables.items()) + self.source
         )
 
-    def _text(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def _texts(self, messages: Sequence[Message], renderings: Sequence[tuple[int, bool]]) -> list[str]:
         try:
-            return _compiled(self.source).render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **self.variables
-            )
-        except Exception as error:  # a template is a program: it may fail in any way
-            reason = " ".join(str(error).split()) or type(error).__name__
+            return _rendered(self, messages, renderings)
+        except _Refused as error:
             raise TemplateRefusal(
-                f"the chat template cannot render the conversation ({reason}); change it, or use another template",
+                f"the chat template cannot render the conversation ({error}); change it, or use another template",
                 REFUSED,
             ) from error
 
-    def _turn(self, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int]:
-        """The span of an assistant turn: what it adds to the messages before it and the opening of an answer.
 
-        White space after the mark that ends the turn is left out of it.
-        """
-        before = self._text(messages[:turn], True)
-        after = self._text(messages[: turn + 1], False)
-        if not (text.startswith(after) and after.startswith(before)):
-            raise TemplateRefusal(
-                f"the chat template renders the messages before message {turn} (from 0) otherwise once others follow,"
-                " so that what is learned cannot be told; mark it in the template by {% generation %} blocks",
-                BEGINS_OTHERWISE,
-            )
-        span, content = after[len(before) :], messages[turn]["content"].strip()
-        closing = span.partition(content)[2] if content else span
-        return len(before), len(before) + len(span.rstrip() if closing.strip() else span)
+def _turn(messages: Sequence[Message], turn: int, text: str, before: str, after: str) -> tuple[int, int]:
+    """The span of an assistant turn: what it adds to the messages before it and the opening of an answer.
+
+    White space after the mark that ends the turn is left out of it.
+    """
+    if not (text.startswith(after) and after.startswith(before)):
+        raise TemplateRefusal(
+            f"the chat template renders the messages before message {turn} (from 0) otherwise once others follow,"
+            " so that what is learned cannot be told; mark it in the template by {% generation %} blocks",
+            BEGINS_OTHERWISE,
+        )
+    span, content = after[len(before) :], messages[turn]["content"].strip()
+    closing = span.partition(content)[2] if content else span
+    return len(before), len(before) + len(span.rstrip() if closing.strip() else span)
 
 
 def _assistant_turns(messages: Sequence[Message]) -> list[int]:
@@ -164,51 +183,82 @@ def _without_marks(marked: str) -> RenderedChat:
     return RenderedChat("".join(part for part in parts if part not in (BEGIN, END)), spans)
 
 
-@lru_cache(maxsize=16)
-def _compiled(source: str) -> "jinja2.Template":
-    """A template in the environment that transformers gives them, except for the time of day.
+# -- the process that renders
 
-    Without `strftime_now` the same conversations give the same text on every day.
-    """
-    # Imported here: whoever has no chats need not wait for it.
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.nodes import CallBlock, Node
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
-        """`{% generation %}…{% endgeneration %}`: its text between the marks."""
+class _Refused(Exception):
+    """A rendering that the template itself has ended."""
 
-        tags = frozenset({"generation"})  # type: ignore[assignment]
 
-        def parse(self, parser: Parser) -> Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
+class _Renderer:
+    """The process of `chat_renderer.py`, and what becomes of a template that ends it."""
 
-        def marked(self, caller: Any) -> str:
-            return f"{BEGIN}{caller()}{END}"
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", chat_renderer.__name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
 
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
+    def render(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Message],
+        renderings: Sequence[tuple[int, bool]],
+    ) -> list[str]:
+        """A text of the first so many messages, with an opening of an answer or without, for each rendering.
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+        Raises:
+            _Refused: by the template, or it is not valid; says why.
+            TemplateTooLarge: it takes more time or memory than a template may.
+            FanformerError: something else has ended the process.
+        """
+        request = {
+            "source": template.source,
+            "variables": dict(template.variables),
+            "messages": [dict(message) for message in messages],
+            "renderings": renderings,
+        }
+        content = json.dumps(request).encode()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        seconds, most_bytes = chat_renderer.cpu_seconds(len(content)), chat_renderer.memory_bytes(len(content))
+        with suppress(BrokenPipeError):
+            limits = (str(seconds).encode(), str(most_bytes).encode())
+            chat_renderer.write_message(cast(BinaryIO, self._process.stdin), content, *limits)
+        answer = chat_renderer.read_message(cast(BinaryIO, self._process.stdout))
+        kind, *texts = answer or (b"",)
+        if kind == chat_renderer.RENDERED:
+            return [text.decode("utf-8", "surrogatepass") for text in texts]
+        if kind == chat_renderer.REFUSED:
+            raise _Refused(texts[0].decode())
+        if kind == chat_renderer.TOO_LARGE:
+            raise TemplateTooLarge(f"{most_bytes >> 20} MiB of memory", len(content))
+        self.close()
+        _renderers.clear()
+        if self._process.returncode == -signal.SIGXCPU:
+            raise TemplateTooLarge(f"{seconds} s of CPU time", len(content))
+        raise FanformerError(
+            f"the process that renders chat templates ended with exit code {self._process.returncode}; free memory, "
+            "and run the same command again"
+        )
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.globals["raise_exception"] = raise_exception
-    environment.filters["tojson"] = tojson
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise InputError(
-            f"the chat template is not valid Jinja, line {error.lineno}: {error.message}; fix it"
-        ) from error
-    except RecursionError as error:
-        raise InputError("the chat template is nested too deeply for Jinja; use another one") from error
+    def close(self) -> None:
+        """End the process, which nothing can keep from it."""
+        self._process.kill()
+        self._process.communicate()
+
+
+_renderers: list[_Renderer] = []
+"""This process's own, once there is one; a fork has another."""
+_one_at_a_time = threading.Lock()
+
+
+def _rendered(template: ChatTemplate, messages: Sequence[Message], renderings: Sequence[tuple[int, bool]]) -> list[str]:
+    """Raises as `_Renderer.render`."""
+    with _one_at_a_time:
+        if not _renderers or _renderers[0].owner != os.getpid():
+            _renderers[:] = [_Renderer()]
+            atexit.register(_renderers[0].close)
+        return _renderers[0].render(template, messages, renderings)
 
 
 # -- found

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers
 
+from megatron_fanformer.data import chat_renderer, chat_template
 from megatron_fanformer.data.chat_template import (
     BEGINS_OTHERWISE,
     OLMO,
@@ -15,12 +16,13 @@ from megatron_fanformer.data.chat_template import (
     REFUSED,
     ChatTemplate,
     TemplateRefusal,
+    TemplateTooLarge,
     encode_chat,
     find_template,
     refuse_spaces_between,
 )
 from megatron_fanformer.data.tokenizer import load_tokenizer
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import FanformerError, InputError
 from tests.data.chat_making import (
     CHATML,
     CHATML_MARKED,
@@ -206,3 +208,33 @@ def test_indented_blocks_are_rendered_as_by_transformers(opens_an_answer: bool) 
     [expected], _ = render_jinja_template([messages], chat_template=INDENTED, add_generation_prompt=opens_an_answer)
     assert ChatTemplate(INDENTED, {}).render(messages, opens_an_answer).text == expected
     assert expected.count("\n") > 4 and "  <u> Hi\n" in expected
+
+
+# -- what a template may take
+
+
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "1 s of CPU time"),
+        ("{{ 'a' * 1000000000 }}", "256 MiB of memory"),  # folded by Jinja when it compiles
+        ("{% set a = namespace(b='a') %}{% for c in range(40) %}{% set a.b = a.b + a.b %}{% endfor %}", "256 MiB"),
+        ("{{ 'a'.ljust(messages[0].content | length * 10 ** 9) }}", "256 MiB"),
+        ("{{ '{:>2000000000}'.format(messages[0].content) }}", "256 MiB"),
+    ],
+)
+def test_a_template_without_end_is_an_error(template: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next one is rendered."""
+    monkeypatch.setattr(chat_renderer, "CPU_SECONDS", 1)
+    with pytest.raises(TemplateTooLarge, match=f"the chat template takes more than {what}"):
+        ChatTemplate(template).render(HELLO)
+    assert ChatTemplate("{{ messages[0].content }}").render(HELLO).text == HELLO[0]["content"]
+
+
+def test_a_process_that_is_killed_is_another_error_than_the_templates() -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    (renderer,) = chat_template._renderers
+    renderer._process.kill()
+    with pytest.raises(FanformerError, match=r"the process that renders chat templates ended with exit code -9"):
+        template.render(HELLO)
+    assert template.render(HELLO).text == HELLO[0]["content"]

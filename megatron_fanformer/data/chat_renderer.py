@@ -1,0 +1,158 @@
+"""The process that renders chat templates: a template is a program, and so it has its time and its memory.
+
+Jinja's sandbox keeps a template from files and processes, not from `{% for %}` in `{% for %}`, or `'a' * 10**9`. What
+the kernel bounds, of a process that does nothing else, is bounded whatever the template does: CPU time, so that a busy
+machine accuses no template, and memory.
+
+Requests come one by one on standard input: JSON, seconds and bytes. An answer is its kind and texts, in UTF-8 that may
+hold the unpaired surrogates of marks.
+"""
+
+import json
+import resource
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from megatron_fanformer.processes import end_with_parent
+
+if TYPE_CHECKING:
+    import jinja2
+
+LENGTH = struct.Struct("<Q")
+RENDERED, REFUSED, TOO_LARGE = b"rendered", b"refused", b"too large"
+# Of one request: for its share of input, and for whatever its length. The largest conversations known to us take
+# hundredths of a second, and some ten times their size.
+CPU_SECONDS = 20
+CPU_BYTES_PER_SECOND = 1 << 20
+MEMORY_BYTES = 1 << 28
+MEMORY_PER_INPUT_BYTE = 64
+# Unpaired surrogates: no text that can be written as UTF-8, and so no message, contains one.
+BEGIN, END = "\ud800", "\udfff"
+
+
+def compiled(source: str) -> "jinja2.Template":
+    """A template in the environment that transformers gives them, except for the time of day.
+
+    Without `strftime_now` the same conversations give the same text on every day.
+
+    Raises:
+        ValueError: it is not valid Jinja; says in which line.
+    """
+    # Imported here: the parent wants the numbers above alone.
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.nodes import CallBlock, Node
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}…{% endgeneration %}`: its text between the marks."""
+
+        tags = frozenset({"generation"})  # type: ignore[assignment]
+
+        def parse(self, parser: Parser) -> Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
+
+        def marked(self, caller: Any) -> str:
+            return f"{BEGIN}{caller()}{END}"
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = tojson
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"line {error.lineno}: {error.message}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply for Jinja") from error
+
+
+def write_message(stream: BinaryIO, *parts: bytes) -> None:
+    """Write parts, each behind its length, behind their number."""
+    stream.write(LENGTH.pack(len(parts)) + b"".join(LENGTH.pack(len(part)) + part for part in parts))
+    stream.flush()
+
+
+def read_message(stream: BinaryIO) -> list[bytes] | None:
+    """Read parts that `write_message` has written; None where the other side has ended."""
+
+    def number() -> int:
+        (value,) = LENGTH.unpack(stream.read(LENGTH.size))
+        return int(value)
+
+    try:
+        parts = [stream.read(number()) for _ in range(number())]
+    except struct.error:
+        return None
+    return parts
+
+
+def cpu_seconds(request_bytes: int) -> int:
+    """The CPU time that a request of that size may take."""
+    return CPU_SECONDS + request_bytes // CPU_BYTES_PER_SECOND
+
+
+def memory_bytes(request_bytes: int) -> int:
+    """The memory that a request of that size may take."""
+    return MEMORY_BYTES + MEMORY_PER_INPUT_BYTE * request_bytes
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    end_with_parent()
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    templates: dict[str, jinja2.Template] = {}
+    compiled("")  # imports what there is to import before memory is bounded
+    own_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    while request := read_message(requests):
+        content, seconds, most_bytes = request
+        _bound(resource.RLIMIT_AS, own_bytes + int(most_bytes))
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        _bound(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + int(seconds))
+        try:
+            texts = _rendered(templates, **json.loads(content))
+            answer = [RENDERED, *(text.encode("utf-8", "surrogatepass") for text in texts)]
+        except MemoryError:
+            templates.clear()
+            answer = [TOO_LARGE]
+        except Exception as error:  # a template may fail in any way
+            reason = " ".join(str(error).split()) or type(error).__name__
+            answer = [REFUSED, reason[:1000].encode("utf-8", "backslashreplace")]
+        write_message(answers, *answer)
+
+
+def _rendered(
+    templates: "dict[str, jinja2.Template]",
+    source: str,
+    variables: Mapping[str, str],
+    messages: Sequence[Mapping[str, str]],
+    renderings: Sequence[tuple[int, bool]],
+) -> list[str]:
+    if source not in templates:
+        templates[source] = compiled(source)
+    return [
+        templates[source].render(messages=messages[:count], add_generation_prompt=opens, **variables)
+        for count, opens in renderings
+    ]
+
+
+def _bound(which: int, soft: int) -> None:
+    hard = resource.getrlimit(which)[1]
+    resource.setrlimit(which, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+if __name__ == "__main__":
+    main()
