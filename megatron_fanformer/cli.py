@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer import __version__
-from megatron_fanformer.errors import FanformerError, InputError, escaped, not_installed, redacted
+from megatron_fanformer.errors import FanformerError, InputError, escaped, holds_controls, not_installed, redacted
 from megatron_fanformer.output import go_on_unread
 from megatron_fanformer.processes import signals_released
 from megatron_fanformer.terminal import tell
 from megatron_fanformer.verbs import PROGRAM, RESULT_IN_FILES, TAKES_OVERRIDES, TAKES_SIGNALS, VERBS
 
+OUTPUTS = ("output", "destination", "log_file", "report")  # of any verb, as its options are called
 MOST_SHOWN = 200  # characters of an argument or a path in an error
 
 
@@ -113,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, rest = _parser().parse_known_args([argument for argument in arguments if argument != "--debug"])
         if rest and options.verb not in TAKES_OVERRIDES:
             raise InputError(f"unknown argument {rest[0]}; {PROGRAM} {options.verb} --help lists the options")
+        _check_outputs(options)
         if options.verb in RESULT_IN_FILES or _launcher_tells():
             go_on_unread()
         with nullcontext() if options.verb in TAKES_SIGNALS else signals_released():
@@ -174,6 +176,14 @@ def _check_text(argument: str) -> None:
         raise InputError(f"{_shown(argument)} is not valid UTF-8; write it in that, or rename the file") from None
     if "\0" in argument:
         raise InputError(f"{_shown(argument)} holds a zero character, which no text or path may; leave it out")
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Refuse an output whose name would do to a terminal, a log or a page what its characters say."""
+    for name in OUTPUTS:
+        value = getattr(options, name, None)
+        if value is not None and holds_controls(str(value)):
+            raise InputError(f"{_shown(str(value))} holds control characters or line ends; name another output")
 
 
 def _shown(argument: str) -> str:

@@ -12,13 +12,15 @@ import hashlib
 import os
 import shutil
 import stat
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import FanformerError, InputError
 
 READ_BYTES = 1 << 20
+PROBE_BYTES = 1 << 16
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """The errors of a file system without locks; there, locking is skipped."""
 
@@ -106,6 +108,7 @@ def new_folder(destination: Path) -> Iterator[Path]:
 
     Raises:
         InputError: `destination` already exists.
+        OSError: the block failed where the disk takes nothing more; names `destination`, whatever the block knew of it.
     """
     if destination.exists():
         raise InputError(f"{destination} already exists; name another destination, or remove it")
@@ -116,9 +119,31 @@ def new_folder(destination: Path) -> Iterator[Path]:
     try:
         yield partial
         publish(partial, destination)
-    except BaseException:
+    except BaseException as error:
+        refused = None if isinstance(error, FanformerError | KeyboardInterrupt) else refusal_of(partial)
         shutil.rmtree(partial, ignore_errors=True)
+        if refused is not None:
+            raise OSError(refused.errno, refused.strerror, str(destination)) from error
         raise
+
+
+def refusal_of(folder: Path) -> OSError | None:
+    """What the system says to a small file that is written there now; None where it takes it.
+
+    To be asked where writing has failed and before what was written is removed: libraries often do not pass it on.
+    """
+    probe = folder / f".{uuid.uuid4().hex}.tmp"
+    try:
+        with probe.open("wb") as stream:  # buffered: it writes on after a system that takes a part
+            stream.write(bytes(PROBE_BYTES))
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        return error
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+    return None
 
 
 def sync_all(path: Path) -> None:

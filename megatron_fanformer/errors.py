@@ -6,6 +6,7 @@ no credentials: see `redacted`.
 
 import re
 import sys
+import unicodedata
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -68,6 +69,11 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def holds_controls(text: str) -> bool:
+    """Whether a text holds what a terminal, a log or a page would obey: control characters, line ends."""
+    return any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in text)
 
 
 def not_installed(error: ModuleNotFoundError) -> str:

@@ -1,6 +1,9 @@
-"""Records the order in which files reach the disk and get their names: what a power failure leaves depends on it."""
+"""Disks for tests: one that records in which order files reach it, and one that is full."""
 
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,3 +26,14 @@ def recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     monkeypatch.setattr(os, "fsync", recorded_fsync)
     monkeypatch.setattr(os, "replace", recorded_replace)
     return steps
+
+
+@contextmanager
+def small_files(most_bytes: int) -> Iterator[None]:
+    """A system that takes no larger file; what it says is EFBIG."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

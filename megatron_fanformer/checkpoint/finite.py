@@ -1,4 +1,4 @@
-"""Finds tensors that are not finite before they are saved: what is published must be worth going on from."""
+"""Looks at a state before it is saved: what is published must be worth going on from, and fit on the disk."""
 
 import math
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor
 
 from megatron_fanformer.errors import DivergenceError
@@ -35,6 +35,26 @@ def check_finite(sharded_state: dict[str, Any], step: int, grid: RankGrid) -> No
                 f"step {step} was not saved: {what}{where}; start again to go on from the last checkpoint, with a "
                 "lower optimizer.lr if it happens again"
             )
+
+
+def bytes_of(sharded_state: dict[str, Any], grid: RankGrid) -> int:
+    """The bytes of a state's tensors over all ranks, each counted once; every rank calls it."""
+    own = sum(tensor.nbytes for tensor in _tensors_saved_here(sharded_state))
+    every = [own]
+    if grid.world_size > 1:
+        every = [0] * grid.world_size
+        dist.all_gather_object(every, own)
+    return sum(every)
+
+
+def _tensors_saved_here(state: Any) -> Iterator[Tensor]:
+    """Those of which this rank's replica is the one that is written."""
+    if isinstance(state, ShardedTensor | ShardedTensorFactory):
+        if isinstance(state.data, Tensor) and is_main_replica(state.replica_id):
+            yield state.data
+    elif isinstance(state, dict | list | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            yield from _tensors_saved_here(value)
 
 
 def _extremes(named: list[tuple[str, Tensor]]) -> Iterator[tuple[str, float]]:

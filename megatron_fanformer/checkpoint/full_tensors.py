@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemWriter, save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
@@ -167,7 +167,11 @@ def write_full_tensors(
     writer = FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)  # publishing flushes the files
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        save(meta, storage_writer=writer, planner=_OneByOne(tensors), no_dist=True)
+        try:
+            save(meta, storage_writer=writer, planner=_OneByOne(tensors), no_dist=True)
+        except CheckpointException as error:  # not an Exception
+            ((reason, _), *_) = error.failures.values()
+            raise RuntimeError(f"{folder} was not written ({reason})") from error
     torch.save({}, folder / COMMON)
     (folder / store.MEGATRON_METADATA).write_text(json.dumps(LAYOUT))
     return store.publish_checkpoint(folder, checkpoints, 0, config, attachments=attachments)

@@ -6,6 +6,7 @@
 A synchronous save waits for the second inside the first; with an asynchronous one, training continues in between.
 """
 
+import errno
 import functools
 import logging
 import shutil
@@ -19,10 +20,11 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_fanformer.checkpoint import megatron_versions, store
-from megatron_fanformer.checkpoint.finite import check_finite
+from megatron_fanformer.checkpoint.finite import bytes_of, check_finite
 from megatron_fanformer.checkpoint.manifest import write_rank_sums
 from megatron_fanformer.checkpoint.training_state import training_state
 from megatron_fanformer.checkpoint.writer import watched
+from megatron_fanformer.durable_files import refusal_of
 from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.parallel import RankGrid
@@ -30,6 +32,7 @@ from megatron_fanformer.runtime.parallel import RankGrid
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 REMEDY = "free space or memory, and start again to resume from the last checkpoint"
 
 Result = TypeVar("Result")
@@ -72,6 +75,7 @@ class CheckpointSaver:
         self._calls = AsyncCallsQueue(persistent=False)  # a persistent one's writer needs CUDA
         self._unpublished: _Unpublished | None = None
         self._is_validated = False
+        self._needed_bytes = 0
 
     def save(
         self,
@@ -100,6 +104,7 @@ class CheckpointSaver:
         assert self._unpublished is None, "finish_due(blocking=True) comes before the next save"
         state = training_state(stages, optimizer, progress, self._grid)
         check_finite(state, step, self._grid)
+        self._needed_bytes = bytes_of(state, self._grid)
         folder = self._on_main(step, lambda: store.temporary_folder(self._checkpoints, step))
         logger.debug("writing step %d to %s", step, folder)
         self._unpublished = _Unpublished(step=step, folder=folder, config=config, attachments=attachments)
@@ -141,8 +146,7 @@ class CheckpointSaver:
             )
         except OSError as error:  # of the main rank, which writes the plain values; the others end with it
             self._unpublished = None
-            _remove(due.folder)
-            raise self._failure(due.step, str(error)) from error
+            raise self._failure(due.step, str(error), due.folder) from error
         self._is_validated = True  # what the ranks' shards are does not change
         if request.async_fn is not None:  # this rank has something to write
             write = _summed(request.async_fn, due.folder, self._grid.rank)
@@ -160,16 +164,10 @@ class CheckpointSaver:
         except CheckpointException as error:  # on every rank, but only the main one knows why
             reasons = [f"rank {rank}: {_said(reason)}" for rank, (reason, _) in error.failures.items()]
             self._unpublished = None
-
-            def give_up() -> str:
-                _remove(due.folder)
-                return "; ".join(reasons)
-
-            raise self._failure(due.step, on_main(give_up)) from None
+            raise on_main(lambda: self._failure(due.step, "; ".join(reasons), due.folder)) from None
         except OSError as error:  # of the main rank, which writes what concerns all; the others end with it
             self._unpublished = None
-            _remove(due.folder)
-            raise self._failure(due.step, str(error)) from error
+            raise self._failure(due.step, str(error), due.folder) from error
         return True
 
     def _on_main(self, step: int, function: Callable[[], Result], unfinished: Path | None = None) -> Result:
@@ -179,13 +177,18 @@ class CheckpointSaver:
             try:
                 return function()
             except OSError as error:
-                if unfinished is not None:
-                    _remove(unfinished)
-                raise self._failure(step, str(error)) from error
+                raise self._failure(step, str(error), unfinished) from error
 
         return on_main(told)
 
-    def _failure(self, step: int, reason: str) -> FanformerError:
+    def _failure(self, step: int, reason: str, unfinished: Path | None) -> FanformerError:
+        """What to say of a checkpoint that was not written; what there is of it is removed."""
+        if unfinished is not None:
+            refused = refusal_of(unfinished) if unfinished.is_dir() else None
+            if refused is not None:  # what torch's writer says of a full disk is where in its code it noticed
+                needed = f", {self._needed_bytes / 1e9:.2g} GB needed" if refused.errno in NO_SPACE else ""
+                reason = f"{refused.strerror}{needed}"
+            _remove(unfinished)
         return FanformerError(
             f"the checkpoint of step {step} was not written to {self._checkpoints} ({reason}); {REMEDY}"
         )

@@ -106,7 +106,9 @@ def run_worker(setup: WorkerSetup, threads: int, connection: Connection) -> None
         except (FanformerError, TokenizersDisagree) as error:
             connection.send(Failed(task, error))
         except OSError as error:
-            message = f"{task.path}: {error.strerror or error}; free the resource that ran out and start again"
+            # What is read has its name in the error; what is written, by libraries, seldom.
+            name = error.filename or setup.folder
+            message = f"{name}: {error.strerror or error}; free the resource that ran out and start again"
             connection.send(Failed(task, FanformerError(message)))
         except Exception as error:
             failure = FanformerError(f"{task.path} could not be prepared ({type(error).__name__}: {error})")

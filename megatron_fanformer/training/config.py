@@ -13,6 +13,7 @@ from megatron_fanformer import terminal
 from megatron_fanformer.checkpoint.config import CheckpointConfig
 from megatron_fanformer.configuration import build, described_fields, moved_names, overlaid, read_overrides, read_values
 from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.errors import holds_controls
 from megatron_fanformer.evaluation.config import EvaluationConfig
 from megatron_fanformer.formats import foreign_names
 from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
@@ -89,6 +90,10 @@ class TrainingConfig:
             for name in names
             if (value := getattr(self, name)) is not None and value < 1
         ]
+        if holds_controls(self.run_dir):
+            found.append(
+                f"training.run_dir {self.run_dir!a} holds control characters or line ends; name another folder"
+            )
         if (self.train_iters is None) == (self.epochs is None):
             stated = "neither is given" if self.epochs is None else "both are given"
             found.append(f"training.train_iters, training.epochs: {stated}, which say how long the run is; give one")

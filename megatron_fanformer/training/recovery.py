@@ -51,15 +51,26 @@ class EventLog:
 
     def __init__(self, run: Path, past: list[dict[str, Any]], *, writes: bool) -> None:
         self._path, self._writes = run / RECOVERY, writes
-        self._counts = Counter(str(event["event"]) for event in past)
+        self._counts: Counter[str] = Counter()
+        self._skipped: set[int] = set()
+        for event in past:
+            self._count(str(event["event"]), event["step"])
 
     def add(self, event: Event, step: int, **facts: Any) -> None:
         """Record an event; `facts` are plain values."""
-        self._counts[event] += 1
+        self._count(event, step)
         if self._writes:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "event": event, "time": round(time.time(), 3), **facts}) + "\n")
+
+    def _count(self, event: str, step: int) -> None:
+        """Each event; a step that is skipped again after the run went back was skipped before."""
+        if event == "skipped" and step in self._skipped:
+            return
+        self._counts[event] += 1
+        if event == "skipped":
+            self._skipped.add(step)
 
     def totals(self) -> dict[str, int]:
         """What has happened so far, for the metrics; nothing that has not."""

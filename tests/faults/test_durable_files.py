@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_fanformer import durable_files
 from megatron_fanformer.durable_files import (
@@ -15,7 +16,8 @@ from megatron_fanformer.durable_files import (
     temporary_name,
     write_atomically,
 )
-from tests.disk_steps import recorded_steps
+from megatron_fanformer.errors import FanformerError
+from tests.disk_steps import recorded_steps, small_files
 from tests.faults.hostile_files import pipe
 
 
@@ -92,3 +94,16 @@ def test_files_that_a_command_could_not_write_are_named_by_their_options(tmp_pat
     assert file_problems(report=tmp_path / "new", output=None) == []
     found = file_problems(report=tmp_path, output=tmp_path / "none" / "new")
     assert [line.split()[0] for line in found] == ["--report", "--output"]
+
+
+def test_a_folder_that_could_not_be_filled_is_named_whatever_the_error_says(tmp_path: Path) -> None:
+    """torch's writer notices a full disk by a position, and safetensors' by an error without a path."""
+    with small_files(30_000):
+        with pytest.raises(OSError, match="File too large") as caught, new_folder(tmp_path / "out") as folder:
+            torch.save(torch.zeros(20_000), folder / "model.pt")
+        with pytest.raises(KeyError), small_files(1 << 20), new_folder(tmp_path / "out"):
+            raise KeyError  # of the block, where the disk takes files
+        with pytest.raises(FanformerError, match="its own"), new_folder(tmp_path / "out"):
+            raise FanformerError("its own")
+    assert caught.value.filename == str(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

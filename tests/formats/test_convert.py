@@ -9,11 +9,13 @@ import pytest
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.run_lock import run_lock
+from megatron_fanformer.cli import main
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.formats.huggingface import from_huggingface_config, to_huggingface_config
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from tests.disk_steps import small_files
 from tests.formats.plain_fanformer import VARIANTS, random_weights, write
 from tests.generation.making import write_tokenizer
 
@@ -88,3 +90,14 @@ def test_every_field_of_a_model_comes_back_from_transformers_configuration() -> 
         fan=FANConfig(p_ratio=0.125, activation="gelu", bias=False, placement="qk_and_v", v_p_ratio=0.375),
     )
     assert from_huggingface_config(to_huggingface_config(model)) == model
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron", "reference"])
+def test_a_full_disk_is_a_line_with_the_folders_name(
+    to: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_files(2_000):
+        assert main(["convert", str(source), str(tmp_path / "out"), "--to", to]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"megatron-fanformer: {tmp_path / 'out'} cannot be used (File too large); ")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

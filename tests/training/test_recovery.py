@@ -268,8 +268,12 @@ def test_events_are_counted_over_restarts(tmp_path: Path) -> None:
     first.add("skipped", 3, reason="bad")
     second = EventLog(tmp_path, list(read_events(tmp_path)), writes=True)
     second.add("skipped", 5, reason="bad")
+    second.add("skipped", 3, reason="bad")  # the run went back, and skips it again
     assert second.totals() == {"recovery/skipped_steps": 2}
-    assert [event["step"] for event in read_events(tmp_path)] == [3, 5]
+    assert [event["step"] for event in read_events(tmp_path)] == [3, 5, 3]
+    third = EventLog(tmp_path, list(read_events(tmp_path)), writes=False)
+    third.add("skipped", 6, reason="bad")
+    assert third.totals() == {"recovery/skipped_steps": 3}
 
 
 # -- what is saved
