@@ -1,5 +1,6 @@
 """A checkpoint that is written while training goes on: what it holds, when it is published, and writers that fail."""
 
+import logging
 import multiprocessing
 import os
 import shutil
@@ -18,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 
 from megatron_fanformer.checkpoint import saving, store
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
-from megatron_fanformer.checkpoint.writer import watched
+from megatron_fanformer.checkpoint.writer import LOGGER, ResultsFile, watched
 from megatron_fanformer.errors import FanformerError
 from tests.checkpoint.states import Pieces, Training, load_and_train, small_model, training, world_size
 from tests.patience import PATIENCE_SECONDS
@@ -257,6 +258,20 @@ def test_what_a_writer_starts_may_be_killed_too(run_on_ranks: RunOnRanks, tmp_pa
 
 def test_signals_to_stop_do_not_stop_a_writer(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
     assert run_on_ranks(1, signal_writers, "tp1-plain", tmp_path) == [["latest", "step-00000002"]]
+
+
+def fail_into_the_log(_rank: int, _buckets: Any, results: Any) -> None:
+    """As megatron-core 0.19's writer does."""
+    logging.getLogger(LOGGER).error("no space left")
+    results.put(RuntimeError("a worker failed"))
+
+
+def test_what_a_writer_logs_is_the_reason() -> None:
+    results = ResultsFile()
+    process = multiprocessing.get_context("fork").Process(target=watched(fail_into_the_log), args=(0, None, results))
+    process.start()
+    process.join()
+    assert repr(results.get_nowait()) == repr(RuntimeError("no space left"))
 
 
 def write_for_ever(*_: Any) -> None:

@@ -211,3 +211,14 @@ def test_the_order_is_the_same_for_any_number_of_samples_that_repeats_no_pair(da
     same = {n: all(map(torch.equal, first, order(n))) for n in numbers}
     assert all(same[n] for n in numbers if not repeats[n])
     assert not same[250]
+
+
+def test_near_the_end_of_an_epoch_a_pair_counts_as_repeated(data: Path) -> None:
+    """megatron-core asks for half a percent more of each source of a blend, and rounds up twice."""
+    config = DataConfig(train_data=["1", str(data / "a"), "1", str(data / "b")])
+    survey = survey_data(config)
+    counts = SampleCounts(survey, 64)
+    epoch = min(int(counts.epoch_of(source)) for source in survey.train.sources)
+    repeats = {n: counts.repeats_pairs(config, train_samples=n, valid_samples=8) for n in range(1, 2 * epoch + 4)}
+    first = min(n for n in repeats if repeats[n])
+    assert first < 2 * epoch and first / 2 * 1.005 + 3 > epoch >= (first - 1) / 2 * 1.005 + 3

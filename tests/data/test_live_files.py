@@ -61,6 +61,8 @@ def test_what_is_read_is_what_was_summed(tmp_path: Path, size: int) -> None:
     overwrite(path, lambda values: np.where(np.arange(len(values)) == 100 + size - 1, values ^ 1, values))
     with pytest.raises(CorruptError, match=f"{path} has been overwritten since it was checked"):
         file.read(1, size - 1)
+    with pytest.raises(CorruptError, match="overwritten"):
+        file.read(size, 0)
     if size > BLOCK_BYTES:
         assert file.read(7, 0) == part[:7]  # of a block that is as it was
 
