@@ -1,28 +1,31 @@
-"""Programs that a model wrote, each run in a process of its own that can do no more than compute.
+"""Programs that a model wrote, each in a process of its own that can do no more than compute, and judged in another.
 
-Such a process has no network and starts no processes; it may read files and change none, and its home and working
-folder are empty; memory, CPU time and wall time are limited. It ends with this one. What it prints is thrown away.
+Such a process has no network and starts no processes; it may read Python's own files and change none, and its home and
+working folder are empty; memory, CPU time and wall time are limited. It ends with this one. What it prints is thrown
+away. The tests are run by a judge, in a second process with no more rights, which asks the first for values; the
+verdict is the judge's.
 
-This is against the mistakes of a model, such as endless loops or the removal of files, and not against an attacker: the
-program runs under the user's own account on the user's own kernel, and may read whatever that account may.
+The program runs under the user's own account on the user's own kernel: a gap in that would be one in the wall.
 """
 
+import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import megatron_fanformer
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluation import confinement
+from megatron_fanformer.evaluation import confinement, judging
+from megatron_fanformer.evaluation.readable_files import refuse_inspection
 from megatron_fanformer.processes import usable_cores
 
 POLL_SECONDS = 0.01
@@ -31,8 +34,21 @@ Outcome = Literal["passed", "failed", "timed out", "not run"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program, and how it is judged."""
+
+    source: str
+    tests: str = ""
+    """Run by the judge, where the program's names stand for what they are in its process."""
+    head: str = ""
+    """What the program begins with and the model did not write: an unfinished function, and what comes before it."""
+    own_names: tuple[str, ...] = ()
+    """Names of Python's own functions that the program is to define, such as `sum`: in the tests they are its."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a program may use."""
+    """What a program may use; its judge as much."""
 
     memory_bytes: int = 2**30
     """Of address space, Python's own of about 20 MB included."""
@@ -46,7 +62,7 @@ class Result:
     """How a program ended."""
 
     outcome: Outcome
-    """`passed`: it reached its end without an error."""
+    """`passed`: it and its tests reached their end without an error."""
     message: str = ""
     """The error, or the signal, that ended it."""
 
@@ -60,7 +76,7 @@ def check_confinement() -> None:
     Raises:
         InputError: they cannot.
     """
-    found = _run("", Limits())
+    found = _run(Program(source=""), Limits())
     if found.outcome != "passed":
         raise InputError(
             f"programs cannot be confined on this machine ({found.message or found.outcome}); use --run-code on Linux "
@@ -69,13 +85,13 @@ def check_confinement() -> None:
 
 
 def run_programs(
-    programs: Sequence[str],
+    programs: Sequence[Program],
     *,
     limits: Limits = Limits(),
     workers: int | None = None,
     tell: Callable[[int], None] = lambda ended: None,
 ) -> list[Result]:
-    """Run Python programs, several at a time, each confined; their results in order.
+    """Run Python programs, several at a time, each confined and judged; their results in order.
 
     Args:
         workers: how many at a time; None: as many as there are cores.
@@ -87,7 +103,7 @@ def run_programs(
     check_confinement()
     workers = workers or usable_cores()
     results = []
-    with ThreadPoolExecutor(workers) as pool:
+    with _kept_to_itself(), ThreadPoolExecutor(workers) as pool:
         started = [pool.submit(_run, program, limits) for program in programs]
         try:
             for number, future in enumerate(started, start=1):
@@ -99,56 +115,85 @@ def run_programs(
     return results
 
 
-def _run(program: str, limits: Limits) -> Result:
-    """Start one, wait for it, and kill it in the end. It can have no children, so that none is left."""
-    password = secrets.token_hex().encode()  # without it, a program that leaves early could tell that it has passed
-    reader, writer = os.pipe()
-    arguments = (os.getpid(), writer, limits.memory_bytes, limits.cpu_seconds)
-    with tempfile.TemporaryDirectory(prefix="program-") as home, os.fdopen(reader, "rb") as report:
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-B", "-m", confinement.__name__, *map(str, arguments)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(writer,),
-                cwd=home,
-                env={
-                    "HOME": home,
-                    "TMPDIR": home,
-                    "PYTHONPATH": str(Path(megatron_fanformer.__file__).parents[1]),
-                    "PYTHONHASHSEED": "0",
-                    "OMP_NUM_THREADS": "1",
-                    "LC_ALL": "C.UTF-8",
-                },
-                start_new_session=True,  # the terminal's signals are not for it
-            )
-        finally:
-            os.close(writer)
-        with process:
+@contextmanager
+def _kept_to_itself() -> Iterator[None]:
+    """This process, which has read all tests, cannot be read by others of its user meanwhile."""
+    refuse_inspection()
+    try:
+        yield
+    finally:
+        refuse_inspection(refused=False)
+
+
+def _run(program: Program, limits: Limits) -> Result:
+    """Start a program and its judge, wait for the verdict, and kill both. They can have no children."""
+    given = json.dumps({"head": program.head, "tests": program.tests, "own_names": program.own_names}).encode()
+    with tempfile.TemporaryDirectory(prefix="program-") as home:
+        (asked, asks), (answered, answers), (told, tells) = (os.pipe() for _ in range(3))
+        with os.fdopen(told, "rb") as report:
             try:
-                ended = _wait(process, password + b"\n" + program.encode(errors="replace"), limits.wall_seconds)
+                running = _started(confinement.__name__, (asked, answers), home, limits)
+                judge = _started(judging.__name__, (answered, asks, tells), home, limits)
             finally:
-                process.kill()
-            if not ended:
-                return Result(outcome="timed out", message=f"it took more than {limits.wall_seconds:g} s")
-        return _result(process.returncode, report.read(), password, limits)
+                for end in (asked, asks, answered, answers, tells):
+                    os.close(end)
+            with running, judge:
+                try:
+                    _give(running, program.source.encode(errors="replace"))
+                    _give(judge, given)
+                    if not _wait(judge, running, limits.wall_seconds):
+                        return Result(outcome="timed out", message=f"it took more than {limits.wall_seconds:g} s")
+                    return _result(report.read(), judge, running, limits)
+                finally:
+                    judge.kill()
+                    running.kill()
 
 
-def _wait(process: "subprocess.Popen[bytes]", given: bytes | None, seconds: float) -> bool:
-    """Give a program its input and wait until it ends; False after so many seconds in which it ran or slept.
+def _started(module: str, ends: tuple[int, ...], home: str, limits: Limits) -> "subprocess.Popen[bytes]":
+    """A process of a program or of a judge, with its ends of pipes."""
+    arguments = (os.getpid(), *ends, limits.memory_bytes, limits.cpu_seconds, home)
+    return subprocess.Popen(
+        [sys.executable, "-B", "-m", module, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=ends,
+        cwd=home,
+        env={
+            "HOME": home,
+            "TMPDIR": home,
+            "PYTHONPATH": str(Path(megatron_fanformer.__file__).parents[1]),
+            "PYTHONHASHSEED": "0",
+            "OMP_NUM_THREADS": "1",
+            "LC_ALL": "C.UTF-8",
+        },
+        start_new_session=True,  # the terminal's signals are not for it
+    )
 
-    Those in which it waited for a core do not count: other processes take them, which says nothing of the program.
+
+def _give(process: "subprocess.Popen[bytes]", content: bytes) -> None:
+    """Give a process its standard input, which it reads before it does anything else."""
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.write(content)
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+
+
+def _wait(judge: "subprocess.Popen[bytes]", running: "subprocess.Popen[bytes]", seconds: float) -> bool:
+    """Wait until a judge ends; False after so many seconds in which it or its program ran or slept.
+
+    Those in which either waited for a core do not count: other processes take them, which says nothing of the program.
     """
     began = time.monotonic()
     left = seconds
     while left > 0:
         try:
-            process.communicate(given, timeout=max(left, POLL_SECONDS))
+            judge.wait(max(left, POLL_SECONDS))
             return True
         except subprocess.TimeoutExpired:
-            given = None  # what is left of it is kept there
-            left = seconds - (time.monotonic() - began - _seconds_without_core(process.pid))
+            without = sum(_seconds_without_core(process.pid) for process in (judge, running))
+            left = seconds - (time.monotonic() - began - without)
     return False
 
 
@@ -160,14 +205,21 @@ def _seconds_without_core(pid: int) -> float:
         return 0.0
 
 
-def _result(code: int, told: bytes, password: bytes, limits: Limits) -> Result:
-    text = told.decode(errors="replace")
-    if text.startswith(confinement.UNCONFINED):
-        return Result(outcome="not run", message=text.removeprefix(confinement.UNCONFINED))
-    if told == password:
+def _result(
+    told: bytes, judge: "subprocess.Popen[bytes]", running: "subprocess.Popen[bytes]", limits: Limits
+) -> Result:
+    """By what a judge told, or by how it, or the program before it, has ended."""
+    kind, text = json.loads(told) if told else (judging.FAILED, "")
+    if kind == judging.UNCONFINED:
+        return Result(outcome="not run", message=text)
+    if kind == judging.PASSED:
         return Result(outcome="passed")
+    ended = running if kind == judging.GONE else None if told else judge
+    if ended is None:
+        return Result(outcome="failed", message=text)
+    code = ended.wait()
     if code == -signal.SIGXCPU:
         return Result(outcome="timed out", message=f"it took more than {limits.cpu_seconds} s of CPU time")
     if code < 0:
         return Result(outcome="failed", message=f"a signal ended it: {signal.strsignal(-code)}")
-    return Result(outcome="failed", message=text or f"it ended itself with exit code {code}")
+    return Result(outcome="failed", message=f"it ended itself with exit code {code}")

@@ -4,6 +4,7 @@ Their documents are `task_documents`'. The estimator of pass@k is that of "Evalu
 Code" (Chen et al., 2021).
 """
 
+import builtins
 import math
 import re
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.evaluation import ulogic
-from megatron_fanformer.evaluation.code_execution import check_confinement, run_programs
+from megatron_fanformer.evaluation.code_execution import Program, check_confinement, run_programs
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings, Tell, Written, mean_of, write_texts
 from megatron_fanformer.evaluation.tasks import ULOGIC
 from megatron_fanformer.generation.models import TrainedModel
@@ -24,6 +25,7 @@ PASS_AT = (1, 10, 100)
 """The k of pass@k, as far as there are so many samples."""
 # With thousands separated by commas; a minus after a digit is a subtraction. (GSM8K has answers "is - 10".)
 NUMBER = re.compile(r"(?:(?<=is )- |(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
+DEFINED = re.compile(r"^def (\w+)", re.MULTILINE)
 NOT_OF_A_NUMBER = str.maketrans("", "", ", ")
 
 
@@ -107,9 +109,15 @@ def _judge_numbers(
 # -- HumanEval and MBPP
 
 
-def program(document: dict[str, Any], text: str) -> str:
-    """What is run to judge a text: it, behind the head that the model was given, and the tests."""
-    return f"{document['head']}{text}\n\n{document['tests']}\n"
+def program(document: dict[str, Any], text: str) -> Program:
+    """What is run to judge a text: it, behind the head that the model was given, and apart from them the tests."""
+    names = DEFINED.findall(document["head"] + document["solution"])
+    return Program(
+        source=f"{document['head']}{text}\n",
+        tests=document["tests"],
+        head=document["head"],
+        own_names=tuple(name for name in names if hasattr(builtins, name)),
+    )
 
 
 def pass_at(k: int, samples: int, passed: int) -> float:

@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import code_execution, confinement, system_calls
-from megatron_fanformer.evaluation.code_execution import Limits, Result, run_programs
+from megatron_fanformer.evaluation.code_execution import Limits, Program, Result, run_programs
 from tests.small_runs import ROOT
 
 LIMITS = Limits(memory_bytes=2**28, cpu_seconds=20, wall_seconds=60.0)
@@ -70,10 +72,15 @@ FAILING = {
 }
 
 
+def run(sources: Iterable[str], **options: Any) -> list[Result]:
+    """Programs that have no tests."""
+    return run_programs([Program(source=source) for source in sources], **options)
+
+
 @pytest.fixture(scope="module")
 def results() -> dict[str, Result]:
     programs = PASSING | {name: program for name, (program, _) in FAILING.items()}
-    return dict(zip(programs, run_programs(list(programs.values()), limits=LIMITS), strict=True))
+    return dict(zip(programs, run(programs.values(), limits=LIMITS), strict=True))
 
 
 @pytest.mark.parametrize("name", PASSING)
@@ -87,20 +94,185 @@ def test_what_errs_or_reaches_out_fails(results, name):
     assert results[name].message.startswith(FAILING[name][1]) or FAILING[name][1] in results[name].message
 
 
+# -- the judge
+
+OBJECTS = """
+import math
+from collections import Counter, OrderedDict, deque, namedtuple
+class Pair:
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+    def swapped(self):
+        return Pair(self.b, self.a)
+Point = namedtuple("Point", "x y")
+def total(pairs): return math.fsum(pair.a for pair in pairs)
+def numbers():
+    yield from (1, 2.5, True, None, 2**200, 1j, "a\\ud800", b"b", range(3))
+def kinds(): return [Counter("aab"), OrderedDict(a=1), Point(1, 2), {1, 2}, frozenset("x"), (), deque([1, 2])]
+def fill(into, table):
+    into.append(len(into))
+    table["new"] = into
+def fail(n): raise ValueError(n)
+def sum(a, b): return a * b
+"""
+TESTS = """
+assert total([Pair(1, 2), Pair(3, 4)]) == 4
+pair = Pair(5, 6).swapped()
+pair.a = 7
+assert (pair.a, pair.b) == (7, 5) and pair == pair and pair != Pair(7, 5)
+assert list(numbers()) == [1, 2.5, True, None, 2**200, 1j, "a\\ud800", b"b", range(3)]
+counted, ordered, point, some, frozen, empty, ends = kinds()
+assert (counted, ordered, point) == ({"a": 2, "b": 1}, {"a": 1}, (1, 2))
+assert (some, frozen, empty) == ({1, 2}, {"x"}, ())
+assert list(ends) == [1, 2] and len(ends) == 2 and ends[1] == 2 and bool(ends)
+into, table = [9], {}
+assert fill(into, table) is None and (into, table) == ([9, 1], {"new": [9, 1]})
+try:
+    fail(3)
+except ValueError as error:
+    assert str(error) == "3"
+else:
+    assert False
+assert math.isclose(math.cos(0), 1) and sum([1, 2]) == 3
+"""
+
+
+def test_a_judge_sees_what_a_program_returns():
+    (found,) = run_programs([Program(source=OBJECTS, tests=TESTS)], limits=LIMITS)
+    assert found == Result(outcome="passed")
+    asked = Program(source=OBJECTS, tests="assert sum(3, 4) == 12", own_names=("sum",))
+    assert run_programs([asked], limits=LIMITS) == [Result(outcome="passed")]
+
+
+SECRET = "assert answer(1) == 4711 and helper(answer(2)) == 4712"
+HEAD = "def helper(x):\n    return x\n\ndef answer(x):\n"
+# Of each the part that stands behind `def answer(x):`.
+FORGERIES = {
+    "walking frames": """
+    import sys
+    frame = sys._getframe()
+    while frame:
+        for value in [*frame.f_locals.values(), *frame.f_globals.values()]:
+            if "4711" in str(value):
+                return 4711
+        frame = frame.f_back""",
+    "a traceback's frames": """
+    try:
+        raise KeyError
+    except KeyError as error:
+        frame = error.__traceback__.tb_frame
+        while frame:
+            if "4711" in str(frame.f_locals):
+                return 4711
+            frame = frame.f_back""",
+    "all objects": """
+    import gc
+    found = [o for o in gc.get_objects() if isinstance(o, (str, bytes, dict)) and "4711" in str(o)[:10000]]
+    return 4711 if len(found) > 1 else 0""",
+    "equal to everything": """
+    class Same:
+        def __eq__(self, other): return True
+        def __int__(self): return 4711
+    return Same()""",
+    "a number that compares as it likes": """
+    class Same(int):
+        def __eq__(self, other): return True
+        __hash__ = int.__hash__
+    return Same(5)""",
+    "a word in its pipes": """
+    import os
+    for number in range(3, 64):
+        for word in (b"unconfined: x", b'["passed", ""]', b"passed"):
+            try:
+                os.write(number, word)
+            except OSError:
+                pass
+    os._exit(0)""",
+    "an answer out of turn": """
+    import json, os, struct
+    content = json.dumps(["returned", ["int", hex(4711)]]).encode()
+    for number in range(3, 64):
+        try:
+            os.write(number, struct.pack("<Q", len(content)) + content)
+        except OSError:
+            pass
+    return 0""",
+    "its parent's memory": """
+    import os, re
+    for place in open(f"/proc/{os.getppid()}/maps"):
+        begin, end = (int(part, 16) for part in place.split()[0].split("-"))
+        with open(f"/proc/{os.getppid()}/mem", "rb") as memory:
+            memory.seek(begin)
+            if b"4711" in memory.read(end - begin):
+                return 4711""",
+    "others' memory by a system call": """
+    import ctypes, os
+    assert ctypes.CDLL(None, use_errno=True).process_vm_readv(os.getppid(), 0, 0, 0, 0, 0) != -1""",
+    "the command lines of others": """
+    import os
+    for number in os.listdir("/proc"):
+        if number.isdigit() and b"4711" in open(f"/proc/{number}/cmdline", "rb").read():
+            return 4711""",
+    "tests on the disk": """
+    import glob
+    return int("4711" in open(ON_DISK).read()) * 4711""",
+    "another helper": """
+    return 4711
+class Odd:
+    def __eq__(self, other): return True
+def helper(x): return Odd() if x == 4711 else 4712""",
+    "Python's own names": """
+    return 4711
+import builtins
+builtins.AssertionError = ArithmeticError
+def helper(x): return 4712
+def AssertionError(*_): raise SystemExit""",
+    "an error of the tests": """
+    raise SystemExit(0)""",
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_no_verdict_can_be_forged(tmp_path, name):
+    (on_disk := tmp_path / "tests.txt").write_text(SECRET)
+    source = HEAD + FORGERIES[name].lstrip("\n").replace("ON_DISK", repr(str(on_disk))) + "\n"
+    compile(source, name, "exec")
+    (found,) = run_programs([Program(source=source, tests=SECRET, head=HEAD)], limits=LIMITS)
+    assert found.outcome == "failed", found
+
+
+def test_a_program_sees_nothing_of_others(monkeypatch):
+    """Without Landlock too: no capability is left, and whoever knows the tests cannot be read."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    looks = (
+        "import ctypes, os\n"
+        "def caps(): return [line.split()[1] for line in open('/proc/self/status') if line.startswith('CapEff')]\n"
+        "def look(): return open(f'/proc/{os.getppid()}/mem', 'rb').read(1)\n"
+    )
+    (found,) = run_programs([Program(source=looks, tests="look()")], limits=LIMITS)
+    assert found.outcome == "failed" and "Permission denied" in found.message
+
+
+def test_right_answers_still_pass():
+    source = f"{HEAD}    return 4710 + x\n"
+    assert run_programs([Program(source=source, tests=SECRET, head=HEAD)], limits=LIMITS) == [Result(outcome="passed")]
+
+
+# -- limits
+
+
 def test_endless_programs_are_ended_by_cpu_and_by_wall_time():
     computing, waiting = "while True: pass", "import time\ntime.sleep(600)"
     limits = Limits(cpu_seconds=1, wall_seconds=60.0)
-    assert run_programs([computing], limits=limits) == [
-        Result(outcome="timed out", message="it took more than 1 s of CPU time")
-    ]
+    assert run([computing], limits=limits) == [Result(outcome="timed out", message="it took more than 1 s of CPU time")]
     limits = Limits(cpu_seconds=60, wall_seconds=1.0)
-    assert run_programs([waiting], limits=limits) == [Result(outcome="timed out", message="it took more than 1 s")]
+    assert run([waiting], limits=limits) == [Result(outcome="timed out", message="it took more than 1 s")]
 
 
 def test_a_program_that_waits_for_a_core_is_waited_for(monkeypatch):
     monkeypatch.setattr(code_execution, "_seconds_without_core", lambda _: 3600.0)
     starved = "import time\ntime.sleep(1.5)"
-    assert run_programs([starved], limits=Limits(wall_seconds=0.5)) == [Result(outcome="passed")]
+    assert run([starved], limits=Limits(wall_seconds=0.5)) == [Result(outcome="passed")]
 
 
 def test_no_file_can_be_changed(tmp_path):
@@ -121,7 +293,7 @@ def test_no_file_can_be_changed(tmp_path):
         f"import sqlite3; sqlite3.connect({str(tmp_path / 'new')!r}).execute('create table t (x)')",
     ]
     before = kept.stat()
-    found = run_programs([f"open({str(kept)!r}).read(); {attempt}" for attempt in attempts], limits=LIMITS)
+    found = run(attempts, limits=LIMITS)
     assert [result.outcome for result in found] == ["failed"] * len(attempts)
     assert kept.read_text() == "kept"
     assert kept.stat() == before or kept.stat().st_mtime == before.st_mtime
@@ -139,7 +311,7 @@ def test_nothing_is_left_in_the_kernel():
         "add_key": f"b'user', {name}, b'x', 1, -4",  # KEY_SPEC_USER_KEYRING
         "keyctl": "0, -4, 1",  # KEYCTL_GET_KEYRING_ID, which makes it
     }
-    found = run_programs([CALL.format(f"{number(name)}, {rest}") for name, rest in attempts.items()], limits=LIMITS)
+    found = run([CALL.format(f"{number(name)}, {rest}") for name, rest in attempts.items()], limits=LIMITS)
     assert {name: result.message for name, result in zip(attempts, found, strict=True)} == dict.fromkeys(
         attempts, REFUSED
     )
@@ -159,7 +331,7 @@ def test_another_process_gets_no_signal():
                 f"{pipe}\nfcntl.fcntl(reader, fcntl.F_SETSIG, 9)",
                 f"{sockets}\nfcntl.ioctl(reader, 0x8901, {other.pid.to_bytes(4, sys.byteorder)!r})",  # FIOSETOWN
             ]
-            found = run_programs(attempts, limits=LIMITS)
+            found = run(attempts, limits=LIMITS)
             assert [result.message[: len(REFUSED)] for result in found] == [REFUSED] * len(attempts)
             assert other.poll() is None
         finally:
@@ -195,8 +367,8 @@ def test_numbers_are_those_of_the_kernels_headers(column, headers):
 
 def test_a_program_ends_with_the_process_that_started_it(tmp_path):
     started = (
-        "from megatron_fanformer.evaluation.code_execution import run_programs\n"
-        "run_programs(['import time\\ntime.sleep(600)'])\n"
+        "from megatron_fanformer.evaluation.code_execution import Program, run_programs\n"
+        "run_programs([Program(source='import time\\ntime.sleep(600)')])\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", started], env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
@@ -248,7 +420,7 @@ def test_where_rights_cannot_be_taken_nothing_is_run(monkeypatch, tmp_path):
     monkeypatch.setattr(confinement, "__name__", "unfiltered")
     monkeypatch.setattr(code_execution.megatron_fanformer, "__file__", str(tmp_path / "megatron_fanformer" / "x.py"))
     with pytest.raises(InputError, match=r"cannot be confined on this machine \(no filters here\); use --run-code"):
-        run_programs(["open('ran', 'w')"])
+        run(["open('ran', 'w')"])
 
 
 def test_another_machine_is_refused_by_name(monkeypatch):
