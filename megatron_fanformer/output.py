@@ -32,7 +32,7 @@ def guard_output() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-    sys.stdout, sys.stderr = _guarded(sys.stdout, 1), _guarded(sys.stderr, 2)
+    sys.stdout, sys.stderr = guarded(sys.stdout, 1), guarded(sys.stderr, 2)
 
 
 def go_on_unread() -> None:
@@ -41,8 +41,8 @@ def go_on_unread() -> None:
     _goes_on = True
 
 
-def _guarded(stream: Any, descriptor: int) -> io.TextIOWrapper:
-    """A text stream like the one that Python opened, or would have."""
+def guarded(stream: Any, descriptor: int) -> io.TextIOWrapper:
+    """A guarded text stream to a descriptor, otherwise like the one that Python opened, or would have."""
     buffered = io.BufferedWriter(_Guarded(descriptor, "wb", closefd=False))
     return io.TextIOWrapper(
         buffered,
@@ -70,7 +70,7 @@ class _Guarded(io.FileIO):
         return memoryview(content).nbytes
 
     def _end_or_go_on(self, error: OSError) -> None:
-        name = NAMES[self.fileno()]
+        name = NAMES.get(self.fileno(), "output")
         if _goes_on:
             reason = error.strerror
             logger.warning("%s cannot be written (%s); what is printed is dropped", name, reason, extra=FILE_ONLY)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron_fanformer.evaluation.jobs import find_jobs
 from megatron_fanformer.evaluation.options import add_options
 from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, write_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
+from megatron_fanformer.output import guarded
 from megatron_fanformer.processes import hold_signals
 from tests.evaluation.test_ulogic import RULES as ulogic_rules
 from tests.generation.making import model_and_tensors, write_checkpoint, write_export, write_tokenizer
@@ -203,11 +205,11 @@ def test_results_are_written_where_nobody_reads_what_is_printed(
 ) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w", buffering=1) as closed:
-        monkeypatch.setattr("sys.stdout", closed)
-        output, picture = tmp_path / "result.json", tmp_path / "result.png"
-        assert evaluate(made.export, *everything(made), "--output", output, "--picture", picture) == 0
-        monkeypatch.undo()
+    monkeypatch.setattr("sys.stdout", guarded(sys.stdout, writer))
+    output, picture = tmp_path / "result.json", tmp_path / "result.png"
+    assert evaluate(made.export, *everything(made), "--output", output, "--picture", picture) == 0
+    monkeypatch.undo()
+    os.close(writer)
     assert set(json.loads(output.read_text())["tasks"]) == {"hellaswag", "mrpc"}
     assert picture.exists()
 
