@@ -20,6 +20,7 @@ from megatron_fanformer.errors import CorruptError, InputError
 
 logger = logging.getLogger(__name__)
 
+UNSIGNED = {size: np.dtype(f"u{size}") for size in (2, 4, 8)}
 SCAN_TOKENS = 1 << 24
 # Smaller files are read in a fraction of a second: not worth a note.
 REMEMBERED_BYTES = 1 << 28
@@ -47,7 +48,12 @@ def refuse_ids_outside(
 
 
 def refuse_ids_read(
-    ids: np.ndarray, vocab_size: int, file: Path | str, first: int, *, document: Callable[[], int] | None = None
+    ids: np.ndarray,
+    vocab_size: int,
+    file: Path | str,
+    first: int,
+    document: Callable[[int], int] | None = None,
+    *of: int,
 ) -> None:
     """Raise CorruptError, with the first of them and its place, if ids that were read are not below `vocab_size`.
 
@@ -59,13 +65,13 @@ def refuse_ids_read(
         vocab_size: of the model.
         file: that they were read from.
         first: which of its tokens the first of them is, counted from 0.
-        document: says which document they are in, where that is known.
+        document: says of `of` which document they are in, where that is known.
     """
-    unsigned = ids.view(f"u{ids.itemsize}")  # a negative id is a large one
+    unsigned = ids.view(UNSIGNED[ids.itemsize])  # a negative id is a large one
     if not len(ids) or unsigned.max() < vocab_size:
         return
     place = int(np.argmax(unsigned >= vocab_size))
-    where = f"token {first + place:,}" + (f" of the file, in document {document():,}" if document else "")
+    where = f"token {first + place:,}" + (f" of the file, in document {document(*of):,}" if document else "")
     raise CorruptError(
         f"{file} holds token id {ids[place]} ({where}, counted from 0), outside the vocabulary of {vocab_size}; it is "
         "damaged, or not the file of its manifest: copy or prepare it again, and resume"

@@ -8,11 +8,11 @@ file was checked, a sum for each block of a page: what is read from the disk is 
 
 import os
 import weakref
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from isal import isal_zlib
 
 from megatron_fanformer.errors import CorruptError
 
@@ -83,7 +83,7 @@ class SummedFile:
         end = min(self._size, -(-(offset + count) // BLOCK_BYTES) * BLOCK_BYTES)
         content = self._file.read(end - begin, self._first + begin)
         for start in range(0, len(content), BLOCK_BYTES):
-            if zlib.crc32(content[start : start + BLOCK_BYTES]) != self._sums[block]:
+            if isal_zlib.crc32(content[start : start + BLOCK_BYTES]) != self._sums[block]:
                 at = self._first + block * BLOCK_BYTES
                 raise CorruptError(
                     f"{self._file.path} has been overwritten since it was checked (at bytes {at} to "
@@ -125,7 +125,9 @@ class StoredArray:
 def block_sums(content: bytes) -> np.ndarray:
     """[blocks] uint32: the CRC-32 of each block of some bytes, which begin where a block does."""
     view = memoryview(content)
-    return np.array([zlib.crc32(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)], np.uint32)
+    return np.array(
+        [isal_zlib.crc32(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)], np.uint32
+    )
 
 
 def block_sums_of_file(path: Path, *, blocks_at_once: int = 1024) -> np.ndarray:

@@ -1,0 +1,123 @@
+"""Measures what it costs to read a run's samples, and what of it are the checks of what is read.
+
+    python tools/bench_samples.py [--documents 20000] [--document-tokens 500] [--seq-length 1024] [--step-ms 250]
+
+The checks: each id against the vocabulary, pointers and sample indices against their sums. The same samples are read
+with and without them, in turns; a time is the median of its turns, of the processor's seconds. Files are in the page
+cache. `--step-ms` is the time of one micro batch of `--micro-batch-size` samples on the machine in question: what the
+checks take of it is printed beside.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from unittest import mock
+
+import numpy as np
+from benchmarking.turns import clocked, parser_of, print_results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What is read."""
+
+    documents: int = 20_000
+    document_tokens: int = 500
+    """On average."""
+    seq_length: int = 1024
+    samples: int = 2000
+    micro_batch_size: int = 8
+    step_ms: float = 0.0
+    """Of a micro batch; 0: not known."""
+    repeats: int = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingResult:
+    """Reading with the checks, or without them."""
+
+    case: str
+    microseconds: float
+    """Of a sample, of the processor."""
+    share_of_step: float | None
+    """Of what the checks add to a micro batch."""
+
+
+def main() -> int:
+    """Print a table, or one object per case."""
+    options = vars(parser_of(__doc__.splitlines()[0], Reading()).parse_args())
+    as_json = options.pop("json")
+    asked = Reading(**options)
+    print_results(
+        measure(asked), asked, heading=f"{'case':16} {'us a sample':>12} {'of a step':>10}", line=_line, as_json=as_json
+    )
+    return 0
+
+
+def _line(result: ReadingResult) -> str:
+    share = "" if result.share_of_step is None else f"{result.share_of_step:10.3%}"
+    return f"{result.case:16} {result.microseconds:12.1f} {share}"
+
+
+def measure(asked: Reading) -> Iterator[ReadingResult]:
+    """With the checks, then without."""
+    from megatron_fanformer.data.config import DataConfig
+    from megatron_fanformer.data.datasets import build_datasets
+
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = _write_pair(Path(folder), asked)
+        config = DataConfig(train_data=[prefix])
+        sizes = {"seq_length": asked.seq_length, "train_samples": asked.samples, "valid_samples": 1}
+        for _ in range(2):  # the first one writes the indices, the second reads them
+            train = build_datasets(config, **sizes, seed=1, vocab_size=50_000, eod_id=0).train
+
+        def read() -> None:
+            for number in range(asked.samples):
+                train[number]
+
+        read()
+        seconds: dict[str, list[float]] = {"checked": [], "unchecked": []}
+        for _ in range(asked.repeats):
+            seconds["checked"].append(clocked(read).processor_seconds)
+            with _unchecked():
+                seconds["unchecked"].append(clocked(read).processor_seconds)
+    times = {case: 1e6 * median(values) / asked.samples for case, values in seconds.items()}
+    added = asked.micro_batch_size * (times["checked"] - times["unchecked"])
+    for case, microseconds in times.items():
+        share = added / (1e3 * asked.step_ms) if case == "checked" and asked.step_ms else None
+        yield ReadingResult(case=case, microseconds=microseconds, share_of_step=share)
+
+
+@contextmanager
+def _unchecked() -> Iterator[None]:
+    """The readers as they are, without a look at what they have read."""
+    from megatron_fanformer.data import live_files, pair_reader
+
+    def read(self: live_files.SummedFile, count: int, offset: int) -> bytes:
+        return self._file.read(count, self._first + offset)
+
+    with (
+        mock.patch.object(pair_reader, "refuse_ids_read", lambda *_, **__: None),
+        mock.patch.object(live_files.SummedFile, "read", read),
+    ):
+        yield
+
+
+def _write_pair(folder: Path, asked: Reading) -> str:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    draw = np.random.default_rng(0)
+    prefix = str(folder / "samples")
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for length in draw.integers(1, 2 * asked.document_tokens, size=asked.documents):
+        builder.add_document(draw.integers(50_000, size=length, dtype=np.int64), [int(length)])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+if __name__ == "__main__":
+    sys.exit(main())
