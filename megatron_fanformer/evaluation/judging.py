@@ -105,7 +105,7 @@ class _Program:
         kind, value, *after = self._channel.receive()
         if kind == "raised":
             raise _exception(*map(str, value))
-        if kind == "module":
+        if kind == "module" and what == "name":
             return _module(str(value))
         for argument, changed in zip(arguments[1] if what == "call" else (), after[0] if after else (), strict=False):
             _update(argument, decoded(changed, self._remote))

@@ -50,6 +50,7 @@ REFUSED: dict[str, _Numbers] = {
     "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424),
     "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "pidfd_getfd": (438, 438),
     # the share that other processes have of the machine

@@ -144,17 +144,22 @@ def test_a_judge_sees_what_a_program_returns():
     assert run_programs([asked], limits=LIMITS) == [Result(outcome="passed")]
 
 
-SECRET = "assert answer(1) == 4711 and helper(answer(2)) == 4712"
+SECRET = "assert answer(1) == 4711 and helper(answer(2)) == 4711"
 HEAD = "def helper(x):\n    return x\n\ndef answer(x):\n"
-# Of each the part that stands behind `def answer(x):`.
+SEEK = """
+    import gc, json, os, re, struct, sys
+    def seek(value):
+        found = re.search(r"answer.1. == ([0-9]+)", str(value))
+        return int(found[1]) if found else None
+"""
+# Of each the part that stands behind `def answer(x):` and what seeks.
 FORGERIES = {
     "walking frames": """
-    import sys
     frame = sys._getframe()
     while frame:
         for value in [*frame.f_locals.values(), *frame.f_globals.values()]:
-            if "4711" in str(value):
-                return 4711
+            if seek(value):
+                return seek(value)
         frame = frame.f_back""",
     "a traceback's frames": """
     try:
@@ -162,17 +167,17 @@ FORGERIES = {
     except KeyError as error:
         frame = error.__traceback__.tb_frame
         while frame:
-            if "4711" in str(frame.f_locals):
-                return 4711
+            if seek(frame.f_locals):
+                return seek(frame.f_locals)
             frame = frame.f_back""",
     "all objects": """
-    import gc
-    found = [o for o in gc.get_objects() if isinstance(o, (str, bytes, dict)) and "4711" in str(o)[:10000]]
-    return 4711 if len(found) > 1 else 0""",
+    for one in gc.get_objects():
+        if isinstance(one, (dict, list, tuple)) and seek(one):
+            return seek(one)""",
     "equal to everything": """
     class Same:
         def __eq__(self, other): return True
-        def __int__(self): return 4711
+        def __int__(self): return 1
     return Same()""",
     "a number that compares as it likes": """
     class Same(int):
@@ -180,7 +185,6 @@ FORGERIES = {
         __hash__ = int.__hash__
     return Same(5)""",
     "a word in its pipes": """
-    import os
     for number in range(3, 64):
         for word in (b"unconfined: x", b'["passed", ""]', b"passed"):
             try:
@@ -189,8 +193,7 @@ FORGERIES = {
                 pass
     os._exit(0)""",
     "an answer out of turn": """
-    import json, os, struct
-    content = json.dumps(["returned", ["int", hex(4711)]]).encode()
+    content = json.dumps(["module", "unittest.mock"]).encode()  # of which ANY is equal to everything
     for number in range(3, 64):
         try:
             os.write(number, struct.pack("<Q", len(content)) + content)
@@ -198,36 +201,32 @@ FORGERIES = {
             pass
     return 0""",
     "its parent's memory": """
-    import os, re
     for place in open(f"/proc/{os.getppid()}/maps"):
         begin, end = (int(part, 16) for part in place.split()[0].split("-"))
         with open(f"/proc/{os.getppid()}/mem", "rb") as memory:
             memory.seek(begin)
-            if b"4711" in memory.read(end - begin):
-                return 4711""",
+            if found := seek(memory.read(end - begin)):
+                return found""",
     "others' memory by a system call": """
-    import ctypes, os
-    assert ctypes.CDLL(None, use_errno=True).process_vm_readv(os.getppid(), 0, 0, 0, 0, 0) != -1""",
-    "the command lines of others": """
-    import os
+    import ctypes
+    if ctypes.CDLL(None, use_errno=True).process_vm_readv(os.getppid(), None, 0, None, 0, 0) != -1:
+        return 4711""",
+    "the standard input of others": """
     for number in os.listdir("/proc"):
-        if number.isdigit() and b"4711" in open(f"/proc/{number}/cmdline", "rb").read():
-            return 4711""",
+        if number.isdigit() and (found := seek(open(f"/proc/{number}/fd/0", "rb").read())):
+            return found""",
     "tests on the disk": """
-    import glob
-    return int("4711" in open(ON_DISK).read()) * 4711""",
+    return seek(open(ON_DISK).read())""",
     "another helper": """
-    return 4711
-class Odd:
-    def __eq__(self, other): return True
-def helper(x): return Odd() if x == 4711 else 4712""",
+    return 4711 if x == 1 else 0  # only the first is right
+def helper(x): return 4711""",
     "Python's own names": """
-    return 4711
+    return 4711 if x == 1 else 0
 import builtins
-builtins.AssertionError = ArithmeticError
-def helper(x): return 4712
-def AssertionError(*_): raise SystemExit""",
-    "an error of the tests": """
+class AssertionError(Exception):
+    def __init__(self, *_): raise SystemExit(0)
+builtins.AssertionError = AssertionError""",
+    "leaving in the middle of the tests": """
     raise SystemExit(0)""",
 }
 
@@ -235,10 +234,15 @@ def AssertionError(*_): raise SystemExit""",
 @pytest.mark.parametrize("name", FORGERIES)
 def test_no_verdict_can_be_forged(tmp_path, name):
     (on_disk := tmp_path / "tests.txt").write_text(SECRET)
-    source = HEAD + FORGERIES[name].lstrip("\n").replace("ON_DISK", repr(str(on_disk))) + "\n"
+    source = HEAD + SEEK.lstrip("\n") + FORGERIES[name].lstrip("\n").replace("ON_DISK", repr(str(on_disk))) + "\n"
     compile(source, name, "exec")
     (found,) = run_programs([Program(source=source, tests=SECRET, head=HEAD)], limits=LIMITS)
     assert found.outcome == "failed", found
+
+
+def test_the_forgers_would_pass_if_they_found_what_they_look_for():
+    source = f"{HEAD}    return 4711\n"
+    assert run_programs([Program(source=source, tests=SECRET, head=HEAD)], limits=LIMITS) == [Result(outcome="passed")]
 
 
 def test_a_program_sees_nothing_of_others(monkeypatch):
@@ -251,11 +255,6 @@ def test_a_program_sees_nothing_of_others(monkeypatch):
     )
     (found,) = run_programs([Program(source=looks, tests="look()")], limits=LIMITS)
     assert found.outcome == "failed" and "Permission denied" in found.message
-
-
-def test_right_answers_still_pass():
-    source = f"{HEAD}    return 4710 + x\n"
-    assert run_programs([Program(source=source, tests=SECRET, head=HEAD)], limits=LIMITS) == [Result(outcome="passed")]
 
 
 # -- limits
