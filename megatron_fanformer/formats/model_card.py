@@ -1,10 +1,12 @@
 """The model card of an export, README.md: what the model is, how to run it, how it was trained, and how it got here."""
 
 import json
+import shlex
 from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint.versions import versions
 from megatron_fanformer.hf.configuration_fanformer import OLDEST_TRANSFORMERS
+from megatron_fanformer.markdown import as_text
 from megatron_fanformer.model.config import FANformerConfig
 
 RECEIPT = "receipt.json"
@@ -36,7 +38,7 @@ tags:
 - fanformer
 ---
 
-# {card.name}
+# {as_text(card.name)}
 
 A {kind} language model ("Reasoning is Periodicity?", NeurIPS 2025): \
 {config.num_layers} layers, hidden size {config.hidden_size}, {config.num_attention_heads} heads, {fan}, \
@@ -83,7 +85,7 @@ In batches, prompts are padded on the left, and the attention mask is passed on:
 [lm-eval](https://pypi.org/project/lm-eval/) scores it:
 
 ```bash
-lm_eval --model hf --model_args pretrained={card.name},trust_remote_code=True --tasks lambada_openai
+lm_eval --model hf --model_args {shlex.quote(f"pretrained={card.name},trust_remote_code=True")} --tasks lambada_openai
 ```
 """
 

@@ -172,6 +172,12 @@ def test_use_is_told_as_the_folder_can_be_used() -> None:
     assert "AutoTokenizer" not in bare and "lm_eval" not in bare and "no tokenizer in this folder" in bare
 
 
+def test_a_name_is_text_in_the_card_and_a_word_in_its_commands() -> None:
+    card = model_card(MODEL, Card("a <script>b</script> $(c)", "Not known.", has_tokenizer=True))
+    assert r"# a \<script\>b\</script\> $(c)" in card.splitlines()
+    assert "--model_args 'pretrained=a <script>b</script> $(c),trust_remote_code=True' --tasks" in card
+
+
 def test_the_model_is_named_for_what_it_is() -> None:
     card = Card("name", "Not known.")
     assert "A FANformer language model" in model_card(MODEL, card)
