@@ -3,7 +3,7 @@
 megatron-core maps token files and sample indices into memory. A process does not survive the use of a mapped page that
 its file has lost, and nothing is printed; of an index that was overwritten it reads other tokens, and nothing is
 noticed. Here files are read, and whatever says where tokens are is held against sums that were taken when the whole
-file was checked, a sum for each block of a page: what is read from the disk is a page in any case.
+file was checked, a sum for each block.
 """
 
 import os
@@ -16,7 +16,8 @@ from isal import isal_zlib
 
 from megatron_fanformer.errors import CorruptError
 
-BLOCK_BYTES = 4096
+BLOCK_BYTES = 1024
+"""A small part of what a disk reads at once; its sum is 4 bytes in memory."""
 
 
 class LiveFile:

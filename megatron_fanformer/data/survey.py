@@ -36,7 +36,7 @@ class PairFacts:
     part_tokens: dict[int, int]
     """If training data is split: the tokens of each part, by its position in PART_NAMES."""
     pointer_sums: np.ndarray = field(compare=False)
-    """[blocks] uint32, 8 bytes for a thousand sequences: by them the pointers that are read later are held to those."""
+    """[blocks] uint32, 32 bytes for a thousand sequences: what is read of the pointers later is held to them."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from megatron_fanformer.evaluation.confinement import MOST_TOLD, close_streams, confine, error_text
@@ -117,7 +117,7 @@ class _Program:
     @staticmethod
     def _handle(value: Any) -> int:
         if isinstance(value, Remote):
-            return int(object.__getattribute__(value, "_number"))
+            return _number_of(value)
         raise TypeError(f"a test gives the program a {type(value).__name__}, which cannot be copied")
 
 
@@ -192,14 +192,18 @@ class Remote:
     __repr__ = __str__
 
     def __eq__(self, other: object) -> bool:
-        mine: Callable[[Any], Any] = lambda one: object.__getattribute__(one, "_number")  # noqa: E731
-        return isinstance(other, Remote) and mine(self) == mine(other)
+        return isinstance(other, Remote) and _number_of(self) == _number_of(other)
 
     def __hash__(self) -> int:
-        return hash(object.__getattribute__(self, "_number"))
+        return _number_of(self)
 
     def _asked(self, what: str, *arguments: Any) -> Any:
         return object.__getattribute__(self, "_program").ask(what, self, *arguments)
+
+
+def _number_of(remote: Remote) -> int:
+    """Its number in the program's process, past what `Remote` makes of attributes."""
+    return int(object.__getattribute__(remote, "_number"))
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def test_the_indices_are_read_once_and_not_by_every_rank(tmp_path: Path) -> None
     assert all(own == samples[0] for own in samples)
     size = Path(prefix + ".idx").stat().st_size
     assert size < reads[0] < 2 * size
-    assert sum(reads[1:]) < size
+    assert max(reads[1:]) < size / 4  # blocks of it, for each of a sample's documents of two tokens
 
 
 # -- on gloo ranks
