@@ -176,7 +176,8 @@ def communicate_once() -> tuple[tuple[int, int], tuple[int, int]]:
 
 def test_nothing_is_left_of_a_group(run_on_ranks: RunOnRanks) -> None:
     for before, after in run_on_ranks(2, communicate_once):
-        assert before == after
+        assert after[0] <= before[0]  # a connection of an earlier job may have been closing still
+        assert after[1] == before[1]
 
 
 def die_after_the_first(seen: Path) -> None:
