@@ -5,13 +5,14 @@ import functools
 import multiprocessing
 import os
 import signal
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_fanformer.errors import Interrupted
 
@@ -21,6 +22,7 @@ SAVE_SIGNAL = signal.SIGUSR2
 """The signal that asks a run to save and go on."""
 NOTHING_LOST = "with no step in progress; nothing is lost, run the same command to continue"
 PR_SET_PDEATHSIG = 1  # prctl(2)
+LENGTH = struct.Struct("<Q")
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
@@ -50,6 +52,36 @@ def seconds_since_start(process: int) -> float:
     """How long ago a process of this machine was started."""
     ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])  # starttime, proc(5)
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def write_message(stream: BinaryIO, *parts: bytes) -> None:
+    """Write parts to another process, each behind its length, behind their number."""
+    stream.write(LENGTH.pack(len(parts)) + b"".join(LENGTH.pack(len(part)) + part for part in parts))
+    stream.flush()
+
+
+def read_message(stream: BinaryIO, *, most_bytes: int | None = None) -> list[bytes] | None:
+    """Read what `write_message` has written; None where the other process has ended, at whatever point.
+
+    Args:
+        most_bytes: of a part; None: any number.
+
+    Raises:
+        ValueError: a part is longer.
+    """
+    parts: list[bytes] = []
+    try:
+        (count,) = LENGTH.unpack(stream.read(LENGTH.size))
+        for _ in range(count):
+            (length,) = LENGTH.unpack(stream.read(LENGTH.size))
+            if most_bytes is not None and length > most_bytes:
+                raise ValueError(f"a message of {length} bytes; {most_bytes} are the most")
+            if len(part := stream.read(length)) < length:
+                return None
+            parts.append(part)
+    except struct.error:  # less than a length was left
+        return None
+    return parts
 
 
 def hold_signals() -> set[signal.Signals]:

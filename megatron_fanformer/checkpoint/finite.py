@@ -20,7 +20,7 @@ def check_finite(sharded_state: dict[str, Any], step: int, grid: RankGrid) -> No
     Raises:
         DivergenceError: one has a value that is not finite; names it, and the rank that holds it, on every rank.
     """
-    named = [(name, tensor) for name, tensor in _tensors(sharded_state) if tensor.is_floating_point()]
+    named = [(part.key, part.data) for part in _parts(sharded_state) if part.data.is_floating_point()]
     found = next(
         (f"{name} has the value {value}" for name, value in _extremes(named) if not math.isfinite(value)), None
     )
@@ -39,22 +39,12 @@ def check_finite(sharded_state: dict[str, Any], step: int, grid: RankGrid) -> No
 
 def bytes_of(sharded_state: dict[str, Any], grid: RankGrid) -> int:
     """The bytes of a state's tensors over all ranks, each counted once; every rank calls it."""
-    own = sum(tensor.nbytes for tensor in _tensors_saved_here(sharded_state))
+    own = sum(part.data.nbytes for part in _parts(sharded_state) if is_main_replica(part.replica_id))
     every = [own]
     if grid.world_size > 1:
         every = [0] * grid.world_size
         dist.all_gather_object(every, own)
     return sum(every)
-
-
-def _tensors_saved_here(state: Any) -> Iterator[Tensor]:
-    """Those of which this rank's replica is the one that is written."""
-    if isinstance(state, ShardedTensor | ShardedTensorFactory):
-        if isinstance(state.data, Tensor) and is_main_replica(state.replica_id):
-            yield state.data
-    elif isinstance(state, dict | list | tuple):
-        for value in state.values() if isinstance(state, dict) else state:
-            yield from _tensors_saved_here(value)
 
 
 def _extremes(named: list[tuple[str, Tensor]]) -> Iterator[tuple[str, float]]:
@@ -69,11 +59,11 @@ def _extremes(named: list[tuple[str, Tensor]]) -> Iterator[tuple[str, float]]:
     yield from zip((name for name, _ in named), values, strict=True)
 
 
-def _tensors(state: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that are saved, with their global names."""
+def _parts(state: Any) -> Iterator[Any]:
+    """The parts of tensors that this rank holds: `key`, the tensor's global name, `data` and `replica_id`."""
     if isinstance(state, ShardedTensor | ShardedTensorFactory):
         if isinstance(state.data, Tensor):
-            yield state.key, state.data
+            yield state
     elif isinstance(state, dict | list | tuple):
         for value in state.values() if isinstance(state, dict) else state:
-            yield from _tensors(value)
+            yield from _parts(value)

@@ -104,7 +104,8 @@ class CheckpointSaver:
         assert self._unpublished is None, "finish_due(blocking=True) comes before the next save"
         state = training_state(stages, optimizer, progress, self._grid)
         check_finite(state, step, self._grid)
-        self._needed_bytes = bytes_of(state, self._grid)
+        if not self._needed_bytes:  # what the ranks' shards are does not change
+            self._needed_bytes = bytes_of(state, self._grid)
         folder = self._on_main(step, lambda: store.temporary_folder(self._checkpoints, step))
         logger.debug("writing step %d to %s", step, folder)
         self._unpublished = _Unpublished(step=step, folder=folder, config=config, attachments=attachments)

@@ -7,6 +7,7 @@ each epoch takes all samples once, in an order of its own.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ class ChatDataset:
         for document, number in enumerate(members):
             chats, own = self.conversations.place(number)
             ids, learned = (part[: self.seq_length] for part in chats[own])
-            refuse_ids_read(ids, self._vocab_size, chats.ids_path, chats.first_token(own), int, own)
+            refuse_ids_read(ids, self._vocab_size, chats.ids_path, chats.first_token(own), document=partial(int, own))
             end = begin + len(ids)
             tokens[begin:end], positions[begin:end], documents[begin:end] = ids, np.arange(len(ids)), document
             labels[begin : end - 1], mask[begin : end - 1] = ids[1:], learned[1:]

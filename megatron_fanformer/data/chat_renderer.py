@@ -10,18 +10,16 @@ hold the unpaired surrogates of marks.
 
 import json
 import resource
-import struct
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from megatron_fanformer.processes import end_with_parent
+from megatron_fanformer.processes import end_with_parent, read_message, write_message
 
 if TYPE_CHECKING:
     import jinja2
 
-LENGTH = struct.Struct("<Q")
 RENDERED, REFUSED, TOO_LARGE = b"rendered", b"refused", b"too large"
 # Of one request: for its share of input, and for whatever its length. The largest conversations known to us take
 # hundredths of a second, and some ten times their size.
@@ -78,26 +76,6 @@ def compiled(source: str) -> "jinja2.Template":
         raise ValueError(f"line {error.lineno}: {error.message}") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply for Jinja") from error
-
-
-def write_message(stream: BinaryIO, *parts: bytes) -> None:
-    """Write parts, each behind its length, behind their number."""
-    stream.write(LENGTH.pack(len(parts)) + b"".join(LENGTH.pack(len(part)) + part for part in parts))
-    stream.flush()
-
-
-def read_message(stream: BinaryIO) -> list[bytes] | None:
-    """Read parts that `write_message` has written; None where the other side has ended."""
-
-    def number() -> int:
-        (value,) = LENGTH.unpack(stream.read(LENGTH.size))
-        return int(value)
-
-    try:
-        parts = [stream.read(number()) for _ in range(number())]
-    except struct.error:
-        return None
-    return parts
 
 
 def cpu_seconds(request_bytes: int) -> int:

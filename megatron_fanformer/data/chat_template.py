@@ -30,6 +30,7 @@ from megatron_fanformer.data.chat_renderer import BEGIN, END
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import FanformerError, InputError
+from megatron_fanformer.processes import read_message, write_message
 
 OLMO = "olmo"
 CHAT_TEMPLATE_JINJA, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"  # their usual names in a folder
@@ -223,8 +224,8 @@ class _Renderer:
         seconds, most_bytes = chat_renderer.cpu_seconds(len(content)), chat_renderer.memory_bytes(len(content))
         with suppress(BrokenPipeError):
             limits = (str(seconds).encode(), str(most_bytes).encode())
-            chat_renderer.write_message(cast(BinaryIO, self._process.stdin), content, *limits)
-        answer = chat_renderer.read_message(cast(BinaryIO, self._process.stdout))
+            write_message(cast(BinaryIO, self._process.stdin), content, *limits)
+        answer = read_message(cast(BinaryIO, self._process.stdout))
         kind, *texts = answer or (b"",)
         if kind == chat_renderer.RENDERED:
             return [text.decode("utf-8", "surrogatepass") for text in texts]

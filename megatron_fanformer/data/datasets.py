@@ -217,10 +217,10 @@ class _DatasetBuilder:
             built = list(BlendedMegatronDatasetBuilder(GPTDataset, plan.requested, lambda: True, config).build())
         readers: dict[str, PairReader] = {}  # the parts of a split share one
         for top in filter(None, built):
-            _read_unmapped(folder, top)
-            for dataset in getattr(top, "datasets", [top]):
+            for dataset in (top, *getattr(top, "datasets", ())):
                 _read_unmapped(folder, dataset)
-                path = dataset.dataset_path
+                if (path := getattr(dataset, "dataset_path", None)) is None:
+                    continue  # a blend reads no pair itself
                 if path not in readers:
                     readers[path] = self._reader(path, dataset.dataset)
                 dataset.dataset = readers[path]

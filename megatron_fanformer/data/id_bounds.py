@@ -48,12 +48,7 @@ def refuse_ids_outside(
 
 
 def refuse_ids_read(
-    ids: np.ndarray,
-    vocab_size: int,
-    file: Path | str,
-    first: int,
-    document: Callable[[int], int] | None = None,
-    *of: int,
+    ids: np.ndarray, vocab_size: int, file: Path | str, first: int, *, document: Callable[[], int] | None = None
 ) -> None:
     """Raise CorruptError, with the first of them and its place, if ids that were read are not below `vocab_size`.
 
@@ -65,13 +60,13 @@ def refuse_ids_read(
         vocab_size: of the model.
         file: that they were read from.
         first: which of its tokens the first of them is, counted from 0.
-        document: says of `of` which document they are in, where that is known.
+        document: says which document they are in, where that is known.
     """
     unsigned = ids.view(UNSIGNED[ids.itemsize])  # a negative id is a large one
     if not len(ids) or unsigned.max() < vocab_size:
         return
     place = int(np.argmax(unsigned >= vocab_size))
-    where = f"token {first + place:,}" + (f" of the file, in document {document(*of):,}" if document else "")
+    where = f"token {first + place:,}" + (f" of the file, in document {document():,}" if document else "")
     raise CorruptError(
         f"{file} holds token id {ids[place]} ({where}, counted from 0), outside the vocabulary of {vocab_size}; it is "
         "damaged, or not the file of its manifest: copy or prepare it again, and resume"

@@ -30,10 +30,9 @@ class PairReader:
     def __init__(
         self, prefix: str, dtype: np.dtype[Any], sequences: int, pointer_sums: np.ndarray, vocab_size: int
     ) -> None:
-        self._vocab_size = vocab_size
+        self._prefix, self._vocab_size = prefix, vocab_size
         self._size, self._dtype = dtype.itemsize, dtype
         self._tokens = LiveFile(bin_path(prefix))
-        self._document = functools.partial(document_of, prefix)
         first_pointer = INDEX_HEADER.size + 4 * sequences  # after the lengths
         self._pointers = SummedFile(idx_path(prefix), pointer_sums, first=first_pointer, size=8 * sequences)
         self._last, self._end = sequences - 1, self._tokens.size
@@ -61,5 +60,6 @@ class PairReader:
         count = whole - offset if length is None else int(length)
         content = self._tokens.read(count * self._size, (first + offset) * self._size)
         ids = np.frombuffer(content, self._dtype)
-        refuse_ids_read(ids, self._vocab_size, self._tokens.path, first + offset, self._document, int(idx))
+        document = functools.partial(document_of, self._prefix, int(idx))
+        refuse_ids_read(ids, self._vocab_size, self._tokens.path, first + offset, document=document)
         return ids

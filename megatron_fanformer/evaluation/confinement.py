@@ -77,8 +77,9 @@ def confine(memory_bytes: int, cpu_seconds: int, home: str) -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """An error's name and text, on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MOST_TOLD]
+    """An error's name and text, on one line that can be written as UTF-8."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:MOST_TOLD]
+    return text.encode(errors="replace").decode()
 
 
 def _run(source: bytes, module: types.ModuleType) -> str | None:
@@ -86,7 +87,7 @@ def _run(source: bytes, module: types.ModuleType) -> str | None:
     try:
         exec(compile(source, "<program>", "exec"), module.__dict__)
     except BaseException as error:  # SystemExit too: a program that leaves has not reached its end
-        return error_text(error).encode(errors="replace").decode()
+        return error_text(error)
     return None
 
 

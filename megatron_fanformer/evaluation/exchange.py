@@ -8,13 +8,13 @@ where it is, and is spoken of by a number.
 import json
 import numbers
 import os
-import struct
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-LENGTH = struct.Struct("<Q")
+from megatron_fanformer.processes import read_message, write_message
+
 MOST_BYTES = 1 << 28
 """Of a message: a judge must not run out of memory by what a program returns."""
 
@@ -35,10 +35,8 @@ class Channel:
         Raises:
             Gone: nobody reads it.
         """
-        content = json.dumps(message).encode()
         try:
-            self._writer.write(LENGTH.pack(len(content)) + content)
-            self._writer.flush()
+            write_message(self._writer, json.dumps(message).encode())
         except OSError:
             raise Gone from None
 
@@ -49,13 +47,9 @@ class Channel:
             Gone: there is none any more.
             ValueError: it is not one.
         """
-        if len(head := self._reader.read(LENGTH.size)) < LENGTH.size:
+        if (parts := read_message(self._reader, most_bytes=MOST_BYTES)) is None:
             raise Gone
-        (length,) = LENGTH.unpack(head)
-        if length > MOST_BYTES:
-            raise ValueError(f"it returned {length} bytes")
-        if len(content := self._reader.read(length)) < length:
-            raise Gone
+        (content,) = parts
         return json.loads(content)
 
 

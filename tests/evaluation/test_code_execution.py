@@ -196,7 +196,7 @@ FORGERIES = {
     content = json.dumps(["module", "unittest.mock"]).encode()  # of which ANY is equal to everything
     for number in range(3, 64):
         try:
-            os.write(number, struct.pack("<Q", len(content)) + content)
+            os.write(number, struct.pack("<QQ", 1, len(content)) + content)
         except OSError:
             pass
     return 0""",
