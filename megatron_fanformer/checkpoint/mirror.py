@@ -32,6 +32,8 @@ from megatron_fanformer.processes import SAVE_SIGNAL, STOP_SIGNALS, end_with_own
 STALLED_SECONDS = 600.0
 """Without a part sent or read back: longer than drivers wait for an answer."""
 ALIVE_SECONDS = 5.0  # between the process's signs of life
+FINISH_SECONDS = 180.0
+"""At the end of a run, without a part sent or read back: its machines wait."""
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0
 
@@ -109,6 +111,7 @@ class Mirror:
         self._waiting: Path | None = None
         self._offered = self._copied = ""
         self._alive = 0.0  # when the process was last known to be
+        self._moved = 0.0  # when a part was last known to be
 
     @property
     def spared(self) -> tuple[str, ...]:
@@ -131,19 +134,24 @@ class Mirror:
             else:
                 return
             self._alive = time.monotonic()
+            if told.what in ("alive", "copied"):
+                self._moved = self._alive
             self._note(told)
             if self._copying is None:
                 self._start_next()
 
     def finish(self, is_enough: Callable[[], bool], seconds: float = float("inf")) -> None:
-        """Wait until nothing is left to copy, and tell if something is not copied.
+        """Wait until nothing is left to copy or moves any more, and tell if something is not copied.
 
         Args:
             is_enough: whether to wait no longer.
             seconds: to wait at most.
         """
-        end = time.monotonic() + seconds
-        while self._copying is not None and not is_enough() and time.monotonic() < end:
+        self._moved = time.monotonic()
+        end = self._moved + seconds
+        while self._copying is not None and not is_enough():
+            if time.monotonic() > min(end, self._moved + FINISH_SECONDS):
+                break
             if self._connection is not None:
                 self._connection.poll(POLL_SECONDS)
             self.hear()

@@ -76,13 +76,17 @@ def hide_gpus() -> None:
 
 
 def has_bf16_matrix_units(device: DeviceKind) -> bool:
-    """Whether bf16 matrix products are faster than float32 here: every supported GPU, CPUs with AMX or AVX512-BF16."""
+    """Whether bf16 matrix products are faster than float32 here: every supported GPU, CPUs with AMX or AVX512-BF16.
+
+    A CPU whose units oneDNN may not use, by ONEDNN_MAX_CPU_ISA, computes them some fifty times slower than float32.
+    """
     import torch
 
     if device == "cuda":
         return torch.cuda.is_bf16_supported()
-    # torch.cpu offers no public query for either
-    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    # torch.cpu offers no public query for either; the first one asks oneDNN, the others the CPU
+    is_used: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return is_used and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 
 def has_fused_gradient_kernel() -> bool:

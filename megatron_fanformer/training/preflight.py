@@ -18,7 +18,7 @@ from megatron_fanformer.data.identity import DataIdentity, identify_data, identi
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.survey import DataSurvey, survey_data
 from megatron_fanformer.data.tokenizer import load_tokenizer
-from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.errors import CorruptError, InputError, redacted
 from megatron_fanformer.evaluation.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.formats.recognition import find_checkpoint, refuse_other_kinds
 from megatron_fanformer.model.config import FANformerConfig
@@ -259,7 +259,8 @@ def _starting_points(config: RunConfig) -> tuple[_Resuming, Path | None]:
     except InputError as error:
         raise InputError(f"training.run_dir: {error}") from None
     if config.checkpoint.mirror is not None:
-        fetch_newer(config.checkpoint.mirror, run, use_earlier=config.recovery.use_earlier_checkpoint)
+        with told_if_slow(f"looking for a newer checkpoint on {redacted(config.checkpoint.mirror)}"):
+            fetch_newer(config.checkpoint.mirror, run, use_earlier=config.recovery.use_earlier_checkpoint)
     resuming = _resuming(store.checkpoints_to_resume(run), config.recovery)
     if resuming.checkpoint or not config.checkpoint.load:
         return resuming, None

@@ -283,3 +283,20 @@ def test_a_driver_that_is_missing_is_told(tmp_path: Path) -> None:
         fetched("nosuchstore://user:secret@host/run", tmp_path, print)
     assert redacted("open sftp://user:secret@host/run failed") == "open sftp://…@host/run failed"
     assert redacted("sftp://user@host, s3://bucket/a@b") == "sftp://…@host, s3://bucket/a@b"
+
+
+def test_no_attempt_follows_one_that_took_longer_than_a_command_waits(
+    failing: str, tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver may need minutes to say that nothing answers."""
+    FailingFiles.target = -1
+    monkeypatch.setattr(remote, "PATIENCE_SECONDS", -1.0)
+    with pytest.raises(FanformerError, match="cannot be reached"):
+        fetched(failing, tmp_path / "cache", lambda _: None)
+    assert pauses == []
+
+
+def test_what_the_user_set_for_the_driver_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert remote._options("s3://bucket/run") and not remote._options("file:///bucket/run")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "3")
+    assert not remote._options("s3://bucket/run")

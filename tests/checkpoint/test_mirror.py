@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -185,6 +186,14 @@ def test_attempts_follow_one_another_at_growing_distances(failing: str, tmp_path
     assert "secret" not in heard.told[-1].reason and "the store does not answer" in heard.told[-1].reason
 
 
+def test_a_store_that_is_full_is_tried_once(failing: str, tmp_path: Path, pauses: list[float]) -> None:
+    heard = Heard()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(FailingFiles, "pipe_file", side_effect=full):
+        mirror._copy(failing, None, save(tmp_path / "run", 1), heard)  # type: ignore[arg-type]
+    assert [told.what for told in heard.told] == ["failed", "given up"] and pauses == []
+
+
 # -- the process that copies
 
 
@@ -318,6 +327,22 @@ def test_a_copy_that_is_killed_at_any_moment_is_none(kind: str, tmp_path: Path) 
         assert remote.candidates()[0] == store.checkpoint_name(99)
         assert len(remote._steps()) <= 2, "what was cut off is removed"
     assert cut_off and not failed
+
+
+def test_the_end_of_a_run_waits_for_parts_and_not_for_attempts(
+    mirrored: tuple[Mirror, list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made, _ = mirrored
+    made.offer(save(tmp_path / "run", 1))
+    assert made._process is not None and made._process.pid is not None
+    os.kill(made._process.pid, signal.SIGSTOP)  # its store never answers
+    monkeypatch.setattr(mirror, "FINISH_SECONDS", 0.2)
+    made.finish(lambda: False)
+    assert made._copying is not None
+    assert "step-00000001 is not copied" in caplog.messages[-1]
 
 
 def test_a_copy_never_outlives_its_run_s_patience(mirrored: tuple[Mirror, list[str]], tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ class Run:
         self.ranks = rank_processes(self.process.pid)
 
     def kill(self, rank: int, number: signal.Signals) -> None:
+        assert self.process.poll() is None, self.process.communicate()
         os.kill(self.ranks[rank], number)
 
 

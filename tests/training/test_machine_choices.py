@@ -1,6 +1,8 @@
 """What is left to the machine, as a CPU chooses it, and as a run tells and records it."""
 
 import dataclasses
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -166,3 +168,11 @@ def test_a_run_records_what_was_chosen(run_on_ranks: RunOnRanks, tmp_path: Path)
     assert recorded["parallel"]["overlap_grad_reduce"] is False
     left_open = dataclasses.asdict(config_from_dict(values_of()))["parallel"]
     assert left_open["overlap_grad_reduce"] is None
+
+
+def test_bf16_is_not_chosen_where_the_library_may_not_use_its_units() -> None:
+    """In a process of its own: oneDNN reads the variable once."""
+    query = "from megatron_fanformer.runtime.device import has_bf16_matrix_units as has; print(has('cpu'))"
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    found = subprocess.run([sys.executable, "-c", query], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"
