@@ -8,6 +8,7 @@ flushed too. A process that is killed leaves at most a hidden file or folder (`.
 
 import errno
 import fcntl
+import glob
 import hashlib
 import os
 import shutil
@@ -113,9 +114,14 @@ def new_folder(destination: Path) -> Iterator[Path]:
     if destination.exists():
         raise InputError(f"{destination} already exists; name another destination, or remove it")
     destination.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(destination)
     partial = temporary_name(destination)
-    _remove(partial)
-    partial.mkdir()
+    fresh = partial.with_suffix(".new")  # a name that nobody removes before it is locked
+    for left in (partial, fresh):
+        _remove(left)
+    fresh.mkdir()
+    in_use = _lock(fresh)
+    fresh.rename(partial)
     try:
         yield partial
         publish(partial, destination)
@@ -125,6 +131,31 @@ def new_folder(destination: Path) -> Iterator[Path]:
         if refused is not None:
             raise OSError(refused.errno, refused.strerror, str(destination)) from error
         raise
+    finally:
+        if in_use is not None:
+            os.close(in_use)
+
+
+def _remove_abandoned(destination: Path) -> None:
+    """Remove the folders that killed processes were filling for a destination: a model's size each."""
+    for left in destination.parent.glob(f".{glob.escape(destination.name)}.*.tmp"):
+        if not left.is_symlink() and left.is_dir() and (lock := _lock(left)) is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """The descriptor of a folder that no other process has locked; None where one has, or there are no such locks."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def refusal_of(folder: Path) -> OSError | None:

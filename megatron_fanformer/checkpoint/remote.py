@@ -13,20 +13,18 @@ checkpoint's name.
 torch is not imported here.
 """
 
-import errno
 import hashlib
 import logging
-import os
 import re
 import shutil
-import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.attempts import PATIENCE_SECONDS, PAUSES_SECONDS, reason_of, with_attempts
 from megatron_fanformer.checkpoint.manifest import (
     MANIFEST,
     FileSums,
@@ -39,19 +37,13 @@ from megatron_fanformer.durable_files import new_folder, regular_file
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
 
 THREADS = 2  # files at a time, where the driver takes several requests; s3fs holds up to 500 MB of each
+DRIVER_ATTEMPTS = 2  # of each request, within one of ours
 READ_BYTES = 1 << 24  # of one request
 MOST_MANIFEST_BYTES = 1 << 26
 MOST_RECORD_BYTES = 1 << 30
 RECORDS = (store.CONFIG, store.METRICS, store.RECOVERY)
 """The run's own files that accompany its checkpoints."""
-PAUSES_SECONDS: tuple[float, ...] = (1, 2, 4, 8, 16, 32)
-"""Before each further attempt at what a store refused."""
-PATIENCE_SECONDS = 60.0
-"""After which a command that waits makes no further attempt: a driver may take minutes to say that nothing answers."""
 _WRONG = (FileNotFoundError, PermissionError)  # with the URL, not with the store
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-# s3fs makes five attempts, botocore five of each: a store that hangs would hold one of ours for six minutes.
-_S3_OPTIONS = {"config_kwargs": {"retries": {"total_max_attempts": 2, "mode": "standard"}}}
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _PASSWORD = re.compile(r"://[^\s/:@]*:[^\s@]*@")
 _NOT_A_STORE = ("memory",)  # gone with this process
@@ -79,46 +71,6 @@ def url_problem(name: str, url: str | None) -> str | None:
             " it to the store's driver in its own way (its environment variables or files)"
         )
     return None
-
-
-def with_attempts(
-    function: Callable[[], Result],
-    tell: Callable[[int, str], None],
-    pauses: Sequence[float] = PAUSES_SECONDS,
-    final: tuple[type[Exception], ...] = (FanformerError,),
-    patience: float = float("inf"),
-) -> Result:
-    """Call a function that uses a store, and call it again after each of the pauses where it fails.
-
-    A store that is full is not tried again: it fills nothing but the log.
-
-    Args:
-        tell: is called with the number of each attempt that failed, and why.
-        final: the errors that would come again, and are not waited for.
-        patience: in seconds since the first attempt began; after it, none follows.
-
-    Raises:
-        Exception: the driver's own, of the last attempt.
-    """
-    end = time.monotonic() + patience
-    for attempt, pause in enumerate((*pauses, None), 1):
-        try:
-            return function()
-        except final:
-            raise
-        except Exception as error:  # drivers raise what they like
-            tell(attempt, reason_of(error))
-            is_full = isinstance(error, OSError) and error.errno in _FULL
-            if pause is None or is_full or time.monotonic() > end:
-                raise
-            time.sleep(pause)
-    raise AssertionError("the last attempt returns or raises")
-
-
-def reason_of(error: Exception) -> str:
-    """A driver's error on one line, without credentials."""
-    text = " ".join(str(error).split()) or "no reason given"
-    return redacted(f"{type(error).__name__}: {text}")[:300]
 
 
 class RemoteRun:
@@ -498,22 +450,15 @@ def _driver(url: str) -> tuple[Any, str]:
 
     try:
         # A driver may connect when it is made: one that is kept for the next caller may have lost its connection.
-        files, path = url_to_fs(url, skip_instance_cache=True, **_options(url))
+        files, path = url_to_fs(url, skip_instance_cache=True)
     except (ImportError, ValueError) as error:
         raise InputError(
             f"{redacted(url)} needs a driver that is not installed ({reason_of(error)}); install it (for s3:// the "
             "extra `store`), or name another URL"
         ) from None
+    if hasattr(files, "retries"):
+        files.retries = DRIVER_ATTEMPTS  # s3fs has five, and botocore five of each: minutes where nothing answers
     return files, str(path).rstrip("/")
-
-
-def _options(url: str) -> dict[str, Any]:
-    """Bound the driver's own attempts, unless its user has set them."""
-    from fsspec.config import conf
-
-    is_s3 = url.startswith(("s3://", "s3a://"))
-    is_set = "AWS_MAX_ATTEMPTS" in os.environ or any("config_kwargs" in conf.get(name, {}) for name in ("s3", "s3a"))
-    return _S3_OPTIONS if is_s3 and not is_set else {}
 
 
 def _pieces(stream: Any, advance: Callable[[], None]) -> Iterator[bytes]:

@@ -294,9 +294,3 @@ def test_no_attempt_follows_one_that_took_longer_than_a_command_waits(
     with pytest.raises(FanformerError, match="cannot be reached"):
         fetched(failing, tmp_path / "cache", lambda _: None)
     assert pauses == []
-
-
-def test_what_the_user_set_for_the_driver_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert remote._options("s3://bucket/run") and not remote._options("file:///bucket/run")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "3")
-    assert not remote._options("s3://bucket/run")

@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_fanformer.checkpoint import mirror, remote, store
+from megatron_fanformer.checkpoint import attempts, mirror, remote, store
 from megatron_fanformer.checkpoint.manifest import MANIFEST, read_manifest
 from megatron_fanformer.checkpoint.mirror import Mirror, Told
 from megatron_fanformer.checkpoint.remote import RemoteRun
@@ -182,7 +182,7 @@ def test_attempts_follow_one_another_at_growing_distances(failing: str, tmp_path
     pauses.clear()
     mirror._copy(failing, None, save(tmp_path / "run", 2), heard)  # type: ignore[arg-type]
     assert [told.what for told in heard.told] == ["failed"] * 7 + ["given up"]
-    assert pauses == list(remote.PAUSES_SECONDS)
+    assert pauses == list(attempts.PAUSES_SECONDS)
     assert "secret" not in heard.told[-1].reason and "the store does not answer" in heard.told[-1].reason
 
 
