@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -78,6 +79,9 @@ class Attempts:
             ranks = [None] * self._grid.world_size
             dist.all_gather_object(ranks, own)
         differing = [rank for rank, (before, after) in enumerate(ranks) if repr(before) != repr(after)]
+        not_finite = [rank for rank, (_, after) in enumerate(ranks) if not all(map(math.isfinite, after))]
         who = f"rank {', '.join(map(str, differing))} computed otherwise" if differing else "every rank the same"
+        if second is not None and 0 < len(not_finite) < len(ranks):  # a machine that fails each time, or its documents
+            who += f"; not finite on rank {', '.join(map(str, not_finite))} alone"
         logger.info("step %d  %s; computed again, %s (%s)", step, first, "is good" if second is None else second, who)
         self._events.add("computed_again", step, first=first, second=second, ranks=differing)

@@ -16,10 +16,12 @@ from megatron_fanformer.errors import FanformerError, noting
 from megatron_fanformer.processes import seconds_since_start
 from megatron_fanformer.terminal import fitted, width
 from megatron_fanformer.training.metrics import clock, last_metrics
+from megatron_fanformer.training.recovery import TOTALS
 
 COMMAND = "  megatron-fanformer "  # what the line of one begins with
 PROMPT = "The"
 NEW_TOKENS = 64  # that `generate` adds to a prompt unless told otherwise, if the model's context has room for them
+SKIPPED_STEPS = TOTALS["skipped"]
 VALIDATION_PREFIX = f"{store.VALIDATION_LOSS}/"
 
 
@@ -47,20 +49,22 @@ def last_lines(run: Path, seconds: float) -> list[str]:
     step, training = store.step_of(checkpoint), config["training"]
     if step is None or step != training["train_iters"]:
         return []
-    tokens, losses = step * training["global_batch_size"] * config["model"]["seq_length"], _losses(run, step)
+    tokens = step * training["global_batch_size"] * config["model"]["seq_length"]
+    metrics = last_metrics(run)
+    if metrics is None or metrics["step"] != step:
+        metrics = {}
+    skipped = f" ({metrics[SKIPPED_STEPS]:,} of them skipped)" if metrics.get(SKIPPED_STEPS) else ""
     made = [f"{store.CHECKPOINTS}/{checkpoint.name}", store.METRICS, store.TENSORBOARD]
     return [
-        f"complete: {step:,} of {step:,} steps, {tokens:,} tokens; {losses}this start took {clock(seconds)}",
+        f"complete: {step:,} of {step:,} steps{skipped}, {tokens:,} tokens; {_losses(metrics)}this start took"
+        f" {clock(seconds)}",
         f"in {run}: {', '.join(name for name in made if (run / name).exists())}",
         "next:",
         *(f"{COMMAND}{shlex.join(words)}" for words in _next_commands(run, checkpoint, config)),
     ]
 
 
-def _losses(run: Path, step: int) -> str:
-    metrics = last_metrics(run)
-    if metrics is None or metrics["step"] != step:
-        return ""
+def _losses(metrics: dict[str, Any]) -> str:
     losses = {name: loss for name, loss in metrics.items() if name.startswith(VALIDATION_PREFIX)}
     told = ", ".join(f"{loss:.4f} ({name.removeprefix(VALIDATION_PREFIX)})" for name, loss in losses.items())
     return f"validation loss {told}; " if told else ""

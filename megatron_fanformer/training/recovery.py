@@ -94,7 +94,8 @@ class BadSteps:
                 self.skip_from_now_on(event.get("skipped", {}))
         self.in_a_row: dict[int, str] = {}
         """The bad steps since the last good one, and what was wrong with each."""
-        self._rewinds = 0  # without a new checkpoint in between
+        self._rewinds = 0  # without a new checkpoint with a good step behind the bad ones
+        self._last_bad, self._last_good = 0, 0
 
     def reason_to_skip(self, step: int) -> str | None:
         """Why a step is not to be computed; None if it is."""
@@ -119,16 +120,18 @@ class BadSteps:
                     return f"the {name} is {value:.4g}, more than {factor:g} times its median of {usual:.4g}"
         return None
 
-    def note_good(self, loss: float, grad_norm: float) -> None:
-        """A step was taken."""
+    def note_good(self, step: int, loss: float, grad_norm: float) -> None:
+        """Count a step that was taken as good."""
         self.in_a_row.clear()
+        self._last_good = step
         if self._config.check_for_spiky_loss:
             self._losses.append(loss)
             self._norms.append(grad_norm)
 
     def note_bad(self, step: int, fault: str) -> None:
-        """A step was skipped because of its numbers."""
+        """Count a step that was skipped because of its numbers as bad."""
         self.in_a_row[step] = fault
+        self._last_bad = max(self._last_bad, step)
 
     @property
     def are_too_many(self) -> bool:
@@ -149,8 +152,12 @@ class BadSteps:
         return skipped
 
     def note_saved(self) -> None:
-        """The run has saved a new checkpoint: what it went back for lies behind it."""
-        self._rewinds = 0
+        """Let the run go back again, from a new checkpoint: if a step after the bad ones was good, they lie behind it.
+
+        (Else it is only they that were skipped once more, and a run that has no good steps left would never end.)
+        """
+        if self._last_good > self._last_bad:
+            self._rewinds = 0
 
     def medians(self) -> dict[str, list[float]]:
         """What the running medians are taken over, for a checkpoint; empty where no spikes are looked for."""

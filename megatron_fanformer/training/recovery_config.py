@@ -27,7 +27,8 @@ class RecoveryConfig:
     """A bad step's samples are skipped, and the weights stay as they are. After this many in a row the run goes back to
     the last checkpoint before them and skips them from the start; 0: the first bad step ends the run (exit code 4)."""
     max_rewinds: int = 2
-    """How often a run goes back before it ends (exit code 4), if it saves no new checkpoint in between."""
+    """How often a run goes back before it ends (exit code 4), if no good step after the bad ones and a new checkpoint
+    come in between."""
     iterations_to_skip: list[int] = field(default_factory=list)
     """Steps whose samples are skipped, without computing anything."""
 

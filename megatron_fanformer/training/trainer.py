@@ -178,7 +178,7 @@ class Trainer:
             self._bad_steps.note_bad(self.step, fault)
             return self._skipped(fault)
         update_weights(self._optimizer, result.grad_norm)
-        self._bad_steps.note_good(result.loss, result.grad_norm)
+        self._bad_steps.note_good(self.step, result.loss, result.grad_norm)
         self.last_step_seconds = time.monotonic() - started
         heartbeat.tell_step_took(self.last_step_seconds)
         return {

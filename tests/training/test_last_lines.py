@@ -65,6 +65,14 @@ def test_what_was_made_and_what_can_be_done_with_it(run: Path) -> None:
     assert GenerateConfig.max_new_tokens == NEW_TOKENS
 
 
+def test_skipped_steps_are_counted_beside_those_that_were_taken(run: Path) -> None:
+    last = {"step": STEPS, "skipped": "the loss is nan", "recovery/skipped_steps": 13}
+    (run / store.METRICS).write_text(json.dumps(last) + "\n")
+    assert last_lines(run, 93.4)[0] == (
+        "complete: 20 of 20 steps (13 of them skipped), 1,280 tokens; this start took 0:01:33"
+    )
+
+
 def changed(run: Path, pattern: str, to: str) -> None:
     file = checkpoint_of(run) / store.CONFIG
     text, count = re.subn(pattern, to, file.read_text())

@@ -2,10 +2,14 @@
 
 import copy
 import json
+import logging
 import shutil
 from collections.abc import Callable, Collection
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ import torch
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import CorruptError, DivergenceError, InputError
 from megatron_fanformer.runtime.parallel import rank_grid
+from megatron_fanformer.training import attempts
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
@@ -206,15 +211,30 @@ def test_a_run_that_was_killed_after_it_went_back_still_skips_the_steps(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("rewinds", "bad", "last", "newest"),
+    [
+        pytest.param([["6", "7"], ["8", "9"]], range(6, STEPS + 1), "10 to 11", 5, id="no checkpoint in between"),
+        pytest.param([["9", "10"]], range(9, STEPS + 1), "11 to 12", 10, id="a checkpoint of skipped steps"),
+    ],
+)
 def test_a_run_goes_back_only_so_often(
-    run_on_ranks: RunOnRanks, tmp_path: Path, configured: Callable[..., dict[str, Any]]
+    run_on_ranks: RunOnRanks,
+    tmp_path: Path,
+    configured: Callable[..., dict[str, Any]],
+    rewinds: list[list[str]],
+    bad: range,
+    last: str,
+    newest: int,
 ) -> None:
-    values = configured(tmp_path / "run", max_bad_steps_in_a_row=2, max_rewinds=2)
-    for told in run_on_ranks(2, train_poisoned, values, Poison(range(6, STEPS + 1))):
-        assert told is not None
-        assert told.startswith("steps 10 to 11: the gradient norm is nan, and the run does not go back again")
-    assert [list(event["skipped"]) for event in events(tmp_path / "run", "rewound")] == [["6", "7"], ["8", "9"]]
-    assert store.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / store.CHECKPOINTS / "step-00000005"
+    values = configured(tmp_path / "run", max_bad_steps_in_a_row=2, max_rewinds=len(rewinds))
+    for message in run_on_ranks(2, train_poisoned, values, Poison(bad)):
+        assert message is not None
+        assert message.startswith(f"steps {last}: the gradient norm is nan, and the run does not go back again")
+    assert [list(event["skipped"]) for event in events(tmp_path / "run", "rewound")] == rewinds
+    assert store.latest_checkpoint(tmp_path / "run") == tmp_path / "run" / store.CHECKPOINTS / store.checkpoint_name(
+        newest
+    )
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(
@@ -252,9 +272,9 @@ def test_a_run_whose_weights_went_bad_goes_back_to_before_that(
 def test_spikes_are_judged_by_the_medians_of_good_steps() -> None:
     steps = BadSteps(RecoveryConfig(check_for_spiky_loss=True, spike_window=50), [])
     for _ in range(4):
-        steps.note_good(2.0, 1.0)
+        steps.note_good(1, 2.0, 1.0)
     assert steps.fault_in(100.0, 1.0) is None  # too early to tell
-    steps.note_good(2.0, 1.0)
+    steps.note_good(1, 2.0, 1.0)
     assert steps.fault_in(4.0, 10.0) is None
     assert steps.fault_in(4.1, 1.0) == "the loss is 4.1, more than 2 times its median of 2"
     assert steps.fault_in(2.0, 10.1) == "the gradient norm is 10.1, more than 10 times its median of 1"
@@ -441,23 +461,27 @@ def test_what_a_run_went_back_for_is_skipped_by_the_next_start_too() -> None:
     assert steps.reason_to_skip(7) == "the loss is nan"
 
 
-def test_a_new_checkpoint_lets_a_run_go_back_again() -> None:
+def test_a_new_checkpoint_behind_a_good_step_lets_a_run_go_back_again() -> None:
     steps = BadSteps(RecoveryConfig(max_bad_steps_in_a_row=1, max_rewinds=1), [])
-    for _ in range(2):
-        steps.note_bad(4, "the loss is inf")
-        assert steps.are_too_many and steps.may_rewind
-        assert steps.note_rewind() == {4: "the loss is inf"}
-        assert not steps.may_rewind and not steps.are_too_many
-        steps.note_saved()
+    for bad in (4, 8):
+        steps.note_bad(bad, "the loss is inf")
+        assert (steps.are_too_many, steps.may_rewind) == (True, True)
+        assert steps.note_rewind() == {bad: "the loss is inf"}
+        assert (steps.are_too_many, steps.may_rewind) == (False, False)
+        for good in (bad - 1, bad + 1):  # the first once more
+            assert not steps.may_rewind
+            steps.note_good(good, 1.0, 1.0)
+            assert not steps.may_rewind
+            steps.note_saved()
 
 
 def test_medians_are_those_of_the_checkpoint_that_a_run_goes_back_to() -> None:
     steps = BadSteps(RecoveryConfig(check_for_spiky_loss=True, spike_window=10), [])
-    for loss in (1.0, 2.0, 3.0):
-        steps.note_good(loss, 10 * loss)
+    for step, loss in enumerate((1.0, 2.0, 3.0)):
+        steps.note_good(step, loss, 10 * loss)
     saved = steps.medians()
     assert saved == {"losses": [1.0, 2.0, 3.0], "grad_norms": [10.0, 20.0, 30.0]}
-    steps.note_good(9.0, 90.0)
+    steps.note_good(3, 9.0, 90.0)
     steps.set_medians(saved)
     assert steps.medians() == saved
     assert steps.fault_in(2.0, 20.0 * RecoveryConfig().spiky_grad_norm_factor + 1) is not None
@@ -466,7 +490,40 @@ def test_medians_are_those_of_the_checkpoint_that_a_run_goes_back_to() -> None:
 
 def test_a_spike_is_one_beside_the_median_whatever_else_was_high() -> None:
     steps = BadSteps(RecoveryConfig(check_for_spiky_loss=True, spike_window=10), [])
-    for loss in (1.0, 1.0, 19.0, 1.0, 1.0):
-        steps.note_good(loss, 1.0)
+    for step, loss in enumerate((1.0, 1.0, 19.0, 1.0, 1.0)):
+        steps.note_good(step, loss, 1.0)
     assert steps.fault_in(2.0, 1.0) is None
     assert steps.fault_in(2.1, 1.0) == "the loss is 2.1, more than 2 times its median of 1"
+
+
+@pytest.mark.parametrize(
+    ("norms", "says"),
+    [
+        (((inf, inf), (inf, inf)), "every rank the same"),
+        (((1.0, 1.0), (inf, inf)), "every rank the same; not finite on rank 1 alone"),
+        (((1.0, 2.0), (inf, inf)), "rank 0 computed otherwise; not finite on rank 1 alone"),
+    ],
+)
+def test_the_rank_whose_numbers_alone_are_not_finite_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    norms: tuple[tuple[float, float], ...],
+    says: str,
+) -> None:
+    """By rank: the norms of its gradients at both attempts."""
+    numbers = iter([(2.0, norm) for norm in norms[0]])
+    monkeypatch.setattr(attempts, "own_numbers", lambda *_: next(numbers))
+    monkeypatch.setattr(
+        attempts.dist,
+        "all_gather_object",
+        lambda ranks, own: ranks.__setitem__(slice(None), [own, [(2.0, norm) for norm in norms[1]]]),
+    )
+    result: Any = SimpleNamespace(loss=2.0, grad_norm=inf)
+    log = EventLog(tmp_path / "run", [], writes=False)
+    grid: Any = SimpleNamespace(world_size=2)
+    bad = BadSteps(RecoveryConfig(), [])
+    computed = attempts.Attempts(lambda _: (result, Mock()), [], grid, bad_steps=bad, events=log, again=True)
+    with caplog.at_level(logging.INFO, "megatron_fanformer"):
+        computed.take(7, attempts.StepBatches(iter([]), 0))
+    assert f"({says})" in caplog.text
