@@ -22,6 +22,7 @@ from megatron_fanformer.checkpoint.run_lock import FolderWatch, file_of
 from megatron_fanformer.checkpoint.store import CONFIG, METRICS, TENSORBOARD, metrics_entry
 from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.markdown import code_block
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.logging_config import LoggingConfig
 from megatron_fanformer.training.metrics import ProgressLine
@@ -300,8 +301,8 @@ class TensorBoard:
         folder = run / TENSORBOARD
         self._by_step = SummaryWriter(str(folder), purge_step=start.step + 1)
         self._by_tokens = SummaryWriter(str(folder / BY_TOKENS), purge_step=start.tokens + 1)
-        configuration = yaml.safe_dump(start.values, sort_keys=False)
-        self._by_step.add_text("configuration", f"```yaml\n{configuration}```", start.step)
+        configuration = code_block(yaml.safe_dump(start.values, sort_keys=False), "yaml")
+        self._by_step.add_text("configuration", configuration, start.step)
         self._by_step.add_custom_scalars(LAYOUT)
         for summary in hparams(_hyperparameters(start.values), {"train/loss": None}):
             cast(Any, self._by_step.file_writer).add_summary(summary)  # typed as the None that it was once

@@ -1,14 +1,18 @@
 """The page of experiments, and two runs compared step by step."""
 
 import json
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import markdown
 import msgspec
 import pytest
 
 from megatron_fanformer import cli
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.experiments.report.dynamics import compare_runs, read_dynamics
+from megatron_fanformer.experiments.report.page import as_html, as_markdown
 from megatron_fanformer.experiments.result import RESULT, Finding, Result, Table, read_result, write_result
 from tests.small_runs import small_run, write_config
 
@@ -68,13 +72,45 @@ def test_a_page_has_every_finding_its_picture_and_what_must_not_be_left_out(
     page = tmp_path / "page.html"
     assert cli.main(["report", str(tmp_path / "runs"), "--output", str(page)]) == 0
     assert FINDING.sentence in capsys.readouterr().out
-    text, markdown = page.read_text(), page.with_suffix(".md").read_text()
+    text, text_md = page.read_text(), page.with_suffix(".md").read_text()
     assert "&lt;b&gt;less" in text and "<b>less" not in text and 'src="data:image/png;base64,' in text
     row = r"| error, FAN \| MLP | \<b\>less\</b\> | 0.45 ratio | 0.31 to ∞ | our own | cannot be told |"
-    assert row in markdown and "](runs/probes/mod/fit.png)" in markdown
-    assert all(told in page for page in (text, markdown) for told in ("0.89 points", "Settings: seeds 3."))
+    assert row in text_md and "](runs/probes/mod/fit.png)" in text_md
+    assert all(told in page for page in (text, text_md) for told in ("0.89 points", "Settings: seeds 3."))
     assert cli.main(["report", str(tmp_path / "nothing")]) == 2
     assert "has no result.json" in capsys.readouterr().err
+
+
+class Elements(HTMLParser):
+    """The names of a page's elements."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.names = set[str]()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.names.add(tag)
+
+
+def test_no_text_of_a_result_becomes_markup(tmp_path: Path) -> None:
+    """A result's file may be another's: each of its texts, and the folder's name, is one that a browser would run."""
+    evil = "<script>alert(1)</script>\n\n<img src=x onerror=alert(2)>"
+    finding = Finding(name=evil, paper=evil, ours=1.0, unit=evil, shows=None, sentence=evil)
+    result = Result(
+        experiment=evil,
+        settings={evil: evil, "list": [evil]},
+        machine={"cores": evil, "processor": evil, "gpu": evil},
+        seconds=1.0,
+        findings=[finding],
+        tables=[Table(title=evil, columns=[evil], rows=[[evil]])],
+    )
+    experiments = [(tmp_path / "<script>", result)]
+    plain = [(tmp_path / "a", result_in(tmp_path / "a"))]
+    ours, theirs = Elements(as_html(experiments)).names, Elements(as_html(plain)).names
+    assert ours <= theirs and "h1" in ours and "script" not in theirs
+    rendered = Elements(markdown.markdown(as_markdown(experiments, at=tmp_path), extensions=["tables"]))
+    assert not rendered.names & {"script", "img"} and "table" in rendered.names
 
 
 def write_run(folder: Path, *, placement: str, seed: int, losses: list[float], tokens: int = 64) -> Path:

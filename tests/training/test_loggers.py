@@ -23,6 +23,7 @@ from rich.console import Console
 from megatron_fanformer.checkpoint.store import METRICS, TENSORBOARD
 from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
 from megatron_fanformer.inspection.checkpoint import last_numbers
+from megatron_fanformer.markdown import code_block
 from megatron_fanformer.training import machine_rules
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.loggers import (
@@ -162,9 +163,17 @@ def test_tensorboard_shows_each_step_once_in_groups_and_the_loss_by_tokens(tmp_p
     tags = by_step.Tags()
     configurations = by_step.Tensors("configuration/text_summary")
     assert [b"lr: 0.25" in event.tensor_proto.string_val[0] for event in configurations] == [True, False]
+    assert configurations[0].tensor_proto.string_val[0].startswith(b"```yaml\n")
     assert "custom_scalars__config__" in tags["tensors"]
     plugin = by_step.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"optimizer.lr" in plugin and struct.pack("<d", 0.25) in plugin  # of its first start
+
+
+def test_a_configuration_stays_in_its_block_of_code() -> None:
+    """TensorBoard renders it as Markdown."""
+    text = "name: |\n  ```\n  <script>\n  ````\n"
+    assert code_block(text, "yaml") == f"`````yaml\n{text}`````"
+    assert code_block("plain") == "```\nplain\n```"
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def _markdown(experiments: Experiments, at: Path) -> Iterator[str]:
         yield from [f"## {as_text(result.experiment)}", ""]
         for finding in result.findings:
             yield f"- {as_text(finding.sentence)}"
-        yield from ["", as_text(_settings(result)), "", _provenance(folder, result), ""]
+        yield from ["", as_text(_settings(result)), "", as_text(_provenance(folder, result)), ""]
         for picture in result.pictures:
             target = quote(os.path.relpath(folder / picture, at))
             yield from [f"![{as_text(result.experiment)}: {as_text(picture)}]({target})", ""]
