@@ -188,12 +188,28 @@ def sync_all(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's names, are on the disk."""
+    """Wait until a file's content, or a folder's names, are on the disk.
+
+    Raises:
+        OSError: the disk, or the machine that has it, does not take it; names the path.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have errors of a file that is open name its path, which the system's own do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def sha256_of(path: Path) -> str:

@@ -19,11 +19,11 @@ def write_chats(prefix: Path, chats: Sequence[Chat]) -> str:
 
 
 def random_chats(count: int, *, vocab_size: int, shortest: int = 2, longest: int = 12, seed: int = 0) -> list[Chat]:
-    """Random ids in conversations of random lengths; a tail of random length of each is learned, of some none."""
+    """Random ids in conversations of random lengths; a tail of random length of each is learned."""
     draw = np.random.default_rng(seed)
     chats: list[Chat] = []
     for length in draw.integers(shortest, longest + 1, size=count).tolist():
-        first_learned = int(draw.integers(1, length + 1))
+        first_learned = int(draw.integers(1, length))
         chats.append(
             (draw.integers(vocab_size, size=length).tolist(), [place >= first_learned for place in range(length)])
         )

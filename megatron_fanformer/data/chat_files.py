@@ -46,15 +46,15 @@ class ChatFiles:
 
         Raises:
             IndexError: there is no such conversation.
-            CorruptError: a file has become shorter since it was opened, or the mask holds something else than 0 and 1.
+            CorruptError: a file has become shorter since it was opened, the mask holds something else than 0 and 1, or
+                nothing is learned, which `prepare --chat` never writes.
         """
         start, count = self.first_token(number), int(self.lengths[number])
         ids = _read(self.ids_path, self.dtype, start, count)
         mask = _read(self.mask_path, np.dtype(np.uint8), start, count)
-        if count and mask.max() > 1:
-            raise CorruptError(
-                f"{self.mask_path} holds {mask.max()}, not 0 or 1, in conversation {number}; prepare it again"
-            )
+        if not count or mask.max() != 1:
+            what = f"holds {mask.max()}, not 0 or 1," if mask.any() else "has no learned token"
+            raise CorruptError(f"{self.mask_path} {what} in conversation {number}; copy or prepare it again")
         return ids.astype(np.int64), mask.astype(bool)
 
     def first_token(self, number: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from megatron_fanformer.data.chat_files import IDS_NPY, MASK_NPY, MASK_SUFFIX
 from megatron_fanformer.data.ledger import CUT, LEDGER_SUFFIX, LedgerWriter
 from megatron_fanformer.data.manifest import FileRecord, Format, Settings, TokenFiles
 from megatron_fanformer.data.token_files import DTYPES, INDEX_HEADER, INDEX_MAGIC
-from megatron_fanformer.durable_files import sync
+from megatron_fanformer.durable_files import naming, sync
 from megatron_fanformer.errors import FanformerError, InputError
 
 TOKEN_SUFFIXES: dict[Format, str] = {"megatron": ".bin", "npy": ".npy"}
@@ -118,7 +118,7 @@ class _HashedFile:
     """A file and the SHA-256 of what is written to it, computed on a thread since it takes longer than writing."""
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[bytes] = path.open("wb")
+        self._path, self._file = path, path.open("wb")
         self._digest = hashlib.sha256()
         self._thread = ThreadPoolExecutor(1)
         self._hashed: Future[None] | None = None
@@ -135,9 +135,10 @@ class _HashedFile:
     def finish(self) -> str:
         """Flush it to the disk; returns the hexadecimal SHA-256."""
         self._thread.shutdown()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with naming(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
         return self._digest.hexdigest()
 
     # What pyarrow needs from a file besides `write`.

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from megatron_fanformer.checkpoint.run_lock import FolderWatch, file_of
 from megatron_fanformer.checkpoint.store import CONFIG, METRICS, TENSORBOARD, metrics_entry
-from megatron_fanformer.durable_files import regular_file, write_atomically
+from megatron_fanformer.durable_files import naming, regular_file, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.markdown import code_block
 from megatron_fanformer.training.config import RunConfig
@@ -226,8 +226,9 @@ class JSONLines:
         if file_of(str(self._path)) != file_of(self._file.fileno()):  # removed, or replaced, as editors do
             self._file.close()
             self._file = self._path.open("a")
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+            self._file.flush()
 
     def close(self, *, failed: bool = False) -> None:
         """Close the file."""

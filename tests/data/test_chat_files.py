@@ -65,6 +65,7 @@ def test_ids_are_held_against_the_vocabulary(rows: Path) -> None:
         ("chats.mask.bin", None, InputError, "these are token files of documents"),
         ("chats.mask.bin", bytes(8), CorruptError, "holds 8 bytes for 9 tokens"),
         ("chats.mask.bin", bytes(3) + b"\2" + bytes(5), CorruptError, "holds 2, not 0 or 1, in conversation 0"),
+        ("chats.mask.bin", bytes(9), CorruptError, "has no learned token in conversation 0"),
         ("chats.bin", bytes(17), CorruptError, "holds 17"),
         ("tulu/label_mask.npy", b"\1" * 6143, CorruptError, "not rows of 2048"),
         ("tulu/label_mask.npy", (b"\1" + bytes(2047)) * 2 + bytes(2048), CorruptError, "row 2 .* no learned token"),

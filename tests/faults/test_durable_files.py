@@ -1,5 +1,6 @@
 """Files that are written: what stands in their way, what reaches the disk before the name, what a failure leaves."""
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -11,7 +12,9 @@ import torch
 from megatron_fanformer import durable_files
 from megatron_fanformer.durable_files import (
     file_problems,
+    naming,
     new_folder,
+    sync,
     take_lock,
     temporary_name,
     write_atomically,
@@ -123,3 +126,20 @@ def test_a_folder_that_could_not_be_filled_is_named_whatever_the_error_says(tmp_
             raise FanformerError("its own")
     assert caught.value.filename == str(tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_the_disk_did_not_take_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's own error of fsync has no path, which the command's line would then lack."""
+    file = tmp_path / "file"
+    file.write_bytes(b"content")
+
+    def stale(descriptor: int) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "fsync", stale)
+    with pytest.raises(OSError, match="Stale") as caught:
+        sync(file)
+    assert caught.value.filename == str(file)
+    with pytest.raises(FileNotFoundError) as caught, naming(tmp_path):
+        sync(tmp_path / "missing")
+    assert caught.value.filename == str(tmp_path / "missing")
