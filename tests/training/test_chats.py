@@ -1,7 +1,7 @@
 """Fine-tuning on packed chats: the loss per learned token, epochs, resuming, and what a checkpoint gets."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,11 @@ def chats_run(folder: Path, chats: list[Chat], **sections: dict[str, Any]) -> di
     prefix = write_chats(folder / "chats", chats)
     data = {"format": "sft", "train_data": [prefix], **sections.pop("data", {})}
     return small_run(prefix, folder / "run", data=data, **sections)
+
+
+def without_loss(ids: Sequence[int]) -> Chat:
+    """A conversation that has no loss: its one learned token is the first, which nothing comes before."""
+    return list(ids), [place == 0 for place in range(len(ids))]
 
 
 # -- one step, on every rank
@@ -76,7 +81,7 @@ def step_by_hand(values: dict[str, Any]) -> tuple[float, float, int, list[int]]:
 
 def test_the_loss_is_the_mean_over_learned_tokens_in_every_layout(tmp_path: Path, run_on_ranks: RunOnRanks) -> None:
     """Of micro batches with different numbers of them, and of one without any."""
-    silent: Chat = (list(range(SEQ_LENGTH)), [False] * SEQ_LENGTH)
+    silent = without_loss(range(SEQ_LENGTH))
     values = chats_run(
         tmp_path,
         [*random_chats(5, vocab_size=VOCAB_SIZE), silent],
@@ -90,7 +95,7 @@ def test_the_loss_is_the_mean_over_learned_tokens_in_every_layout(tmp_path: Path
 
 
 def test_a_step_without_a_learned_token_changes_nothing(tmp_path: Path, run_on_ranks: RunOnRanks) -> None:
-    silent: list[Chat] = [(ids, [False] * len(ids)) for ids, _ in random_chats(20, vocab_size=VOCAB_SIZE)]
+    silent = [without_loss(ids) for ids, _ in random_chats(20, vocab_size=VOCAB_SIZE)]
     values = chats_run(
         tmp_path,
         silent,
