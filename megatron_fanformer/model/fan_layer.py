@@ -133,9 +133,8 @@ def _shard(config: TransformerConfig, fan: FANConfig, form: FANForm, tp_group: d
     """The rows of one rank: a T-th of each kind in the `column` form, all of them in the `sequence` form."""
     ranks, rank = (tp_group.size(), tp_group.rank()) if form == "column" else (1, 0)
     outputs = []
-    for width, p_ratio in fan.outputs(config.hidden_size, config.num_query_groups * config.kv_channels):
-        periodic = int(p_ratio * width)
-        linear = width - 2 * periodic
+    for output in fan.outputs(config.hidden_size, config.num_query_groups * config.kv_channels):
+        periodic, linear = output.periodic, output.rows - output.periodic
         if periodic % ranks or linear % ranks:
             raise ValueError(
                 f"the FAN map's {periodic} periodic and {linear} linear rows do not divide over tensor parallel "

@@ -94,7 +94,7 @@ def count_step(trial: TrialConfig, layout: ParallelConfig) -> tuple[int, list[Co
 
 def _variants(small: FANformerConfig, full: FANformerConfig, layout: ParallelConfig) -> dict[str, Variant]:
     """A Transformer and each FAN form, of the small model, as far as the layout is legal for them at full size."""
-    fan = FANConfig() if small.fan.placement == "none" else small.fan
+    fan = small.fan if small.fan.place.has_fan else FANConfig()
     column = dataclasses.replace(layout, fan_form="column")
     candidates = {TRANSFORMER: (FANConfig(placement="none"), column)}
     if fan.in_ffn:
