@@ -11,7 +11,7 @@
 
 set -uo pipefail
 
-# Limits; docs/gpu.md has the counts of processes that they come from. 65 + 220 + 40 + 40 + 145 and five times 5 seconds
+# Limits; docs/lab-log.md has the counts of processes that they come from. 65 + 220 + 40 + 40 + 145 and five times 5 seconds
 # to end what ran past its limit: 535, of nine minutes.
 readonly PROBE_SECONDS=65
 readonly TEST_SECONDS=220 # of each file in tests/gpu; with nine cores all of them run at once
