@@ -25,6 +25,7 @@ from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.chats import with_steps
 from megatron_fanformer.training.config import RunConfig, by_dotted_names
 from megatron_fanformer.training.machine_rules import machine_problems
+from megatron_fanformer.training.optimizer_config import OptimizerConfig
 from megatron_fanformer.training.recovery import read_events
 from megatron_fanformer.training.recovery_config import RecoveryConfig
 from megatron_fanformer.training.run_log import told_if_slow
@@ -329,11 +330,14 @@ def _resume_problems(checkpoint: Path, config: RunConfig) -> list[str]:
             f"training.train_iters is {steps}, but the run in {config.training.run_dir} is at "
             f"step {step}; raise it, or name another training.run_dir"
         )
-    for name in ("seed", "global_batch_size"):
-        present, before = getattr(config.training, name), saved["training"].get(name)
+    # Runs of earlier versions do not state their optimizer, which was the default one.
+    kept = {"training.seed": None, "training.global_batch_size": None, "optimizer.name": OptimizerConfig.name}
+    for field_name, default in kept.items():
+        section, name = field_name.split(".")
+        present, before = getattr(getattr(config, section), name), saved.get(section, {}).get(name, default)
         if present != before:
             found.append(
-                f"training.{name} is {present}, but the run in {config.training.run_dir} has {before}; change it back, "
+                f"{field_name} is {present}, but the run in {config.training.run_dir} has {before}; change it back, "
                 "or name another training.run_dir"
             )
     return found
