@@ -119,6 +119,8 @@ def _in_place_of_adam(torch_class: type[torch.optim.Optimizer] | None) -> Iterat
     if torch_class is None:
         yield
         return
+    sharding: Any = distrib_optimizer
+    sharding.HAVE_APEX_OR_TE = True  # for good: its own state dicts then look for the step in the groups, too
     with (
         mock.patch.object(megatron_optimizer, "Adam", torch_class),
         mock.patch.object(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False),
