@@ -7,7 +7,8 @@ by bucket. Source of the rules: `_ParamAndGradBuffer` of megatron-core 0.16.1, a
 
 import itertools
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -47,10 +48,10 @@ class Weight(NamedTuple):
     is_shared: bool = False
     """Whether it is one of two copies of a tied embedding, on the first and the last stage."""
 
-    def state_bytes(self, optimizer: OptimizerStates) -> int:
-        """Return the bytes that an optimizer keeps of each element."""
-        is_vector = self.name.endswith(("norm.weight", ".bias"))
-        return optimizer.state_bytes(EMBEDDING if self.is_shared else self.name, 1 if is_vector else 2)
+    @property
+    def dimensions(self) -> int:
+        """1 of norms and biases, 2 of matrices."""
+        return 1 if self.name.endswith(("norm.weight", ".bias")) else 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +160,15 @@ class GradientBuffer(NamedTuple):
                 held.append(max(0, min(weight_start + self.elements[weight], shard_end) - weight_start))
                 weight += 1
         return held
+
+
+def state_bytes(held: Sequence[Weight], elements: Sequence[int], optimizer: OptimizerStates) -> int:
+    """Return the bytes that an optimizer keeps of so many elements of each weight."""
+    per_element = {
+        weight: optimizer.state_bytes(EMBEDDING if weight.is_shared else weight.name, weight.dimensions)
+        for weight in set(held)  # layers have the same
+    }
+    return sum(map(operator.mul, map(per_element.__getitem__, held), elements))
 
 
 def first_stage_weights(model: FANformerConfig, parallel: ParallelConfig, layers: int) -> list[Weight]:

@@ -19,6 +19,7 @@ from megatron_fanformer.planning.gradient_buffers import (
     gradient_buffer,
     layer_weights,
     limits_buckets,
+    state_bytes,
     weights,
 )
 from megatron_fanformer.planning.job import Job, Layers
@@ -127,9 +128,7 @@ def _states(job: Job, stage: int, held: list[Chunk]) -> Iterator[MemoryLine]:
         weighed += sum(buffer.elements)
         shares = buffer.shard_elements(ranks) if parallel.use_distributed_optimizer else buffer.elements
         updated += sum(shares)
-        states += sum(
-            weight.state_bytes(job.optimizer) * share for weight, share in zip(reversed(own), shares, strict=True)
-        )
+        states += state_bytes(own[::-1], shares, job.optimizer)
     # The distributed optimizer gathers weights in a buffer that is laid out as the gradients' is.
     yield MemoryLine("weights", (buffered if parallel.use_distributed_optimizer else weighed) * job.element_bytes)
     yield MemoryLine("gradients", buffered * GRADIENT_BYTES)
