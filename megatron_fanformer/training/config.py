@@ -39,6 +39,9 @@ from megatron_fanformer.training.schedule import ScheduleConfig
 if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before
     import torch
 
+UNSTATED = {"optimizer.name": "adamw"}
+"""Fields that the configurations of earlier versions' runs lack, and what those runs have."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:

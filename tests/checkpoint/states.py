@@ -225,16 +225,20 @@ def show(run: Training) -> Shown:
     return Shown(pieces, groups, run.take_steps(2))
 
 
-def train_and_save(layout: str, model: FANformerConfig, dtype: torch.dtype, folder: Path) -> Shown:
+def train_and_save(
+    layout: str, model: FANformerConfig, dtype: torch.dtype, folder: Path, recipe: OptimizerConfig = RECIPE
+) -> Shown:
     """Train some steps, save, and go on."""
-    with training(layout, model, dtype=dtype) as run:
+    with training(layout, model, dtype=dtype, recipe=recipe) as run:
         run.take_steps(STEPS_BEFORE_SAVE)
         run.save(CheckpointSaver(folder, run.grid, keep=None))
         return show(run)
 
 
-def load_and_train(layout: str, model: FANformerConfig, dtype: torch.dtype, checkpoint: Path) -> Shown:
+def load_and_train(
+    layout: str, model: FANformerConfig, dtype: torch.dtype, checkpoint: Path, recipe: OptimizerConfig = RECIPE
+) -> Shown:
     """Start from other weights, load, and go on."""
-    with training(layout, model, dtype=dtype, seed=2) as run:
+    with training(layout, model, dtype=dtype, seed=2, recipe=recipe) as run:
         run.load(checkpoint)
         return show(run)

@@ -1,15 +1,20 @@
 """What a run's optimizer is by name, its parameter groups, and what of them a resume takes over."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.optimizer_state import set_groups
 from megatron_fanformer.configuration import field_texts
 from megatron_fanformer.planning.gradient_buffers import EMBEDDING
+from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.optimizer_config import OptimizerConfig
 from megatron_fanformer.training.optimizers import OPTIMIZERS, UpdateRule
+from megatron_fanformer.training.preflight import _resume_problems
+from tests.small_runs import small_run, write_config
 
 SAVED = {"lr": 1e-3, "max_lr": 2e-3, "min_lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "step": 7, "weight_decay": 0.1}
 PRESENT = {"lr": 4e-3, "max_lr": 5e-3, "min_lr": 0.0, "betas": (0.8, 0.99), "eps": 1e-5, "weight_decay": 0.3}
@@ -41,6 +46,24 @@ def test_every_entry_is_complete(name: str) -> None:
     for weight, dimensions in ((EMBEDDING, 2), ("linear_fc1.weight", 2), ("final_layernorm.weight", 1)):
         states = rule.states(rule.group_of(weight, dimensions))
         assert rule.state_bytes(weight, dimensions) == 4 * len(states)
+
+
+@pytest.mark.parametrize("saved", [None, "adamw", "momentum"])
+def test_a_run_goes_on_with_its_own(tmp_path: Path, saved: str | None) -> None:
+    """Runs of earlier versions do not say which one that is: it is AdamW."""
+    config = config_from_dict(small_run("tokens", tmp_path / "run"))
+    values = config.as_dict()
+    values["optimizer"] = {name: value for name, value in values["optimizer"].items() if name != "name"}
+    if saved is not None:
+        values["optimizer"]["name"] = saved
+    checkpoint = tmp_path / "step-00000001"
+    checkpoint.mkdir()
+    write_config(checkpoint / store.CONFIG, values)
+    refused = [
+        f"optimizer.name is adamw, but the run in {tmp_path / 'run'} has {saved}; change it back, or name another "
+        "training.run_dir"
+    ]
+    assert _resume_problems(checkpoint, config) == (refused if saved == "momentum" else [])
 
 
 def test_matrices_of_layers_alone_are_decayed() -> None:
