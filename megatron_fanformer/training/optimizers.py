@@ -52,7 +52,7 @@ class UpdateRule(OptimizerStates, ABC):
     def group_of(self, name: str, dimensions: int) -> Group:
         """Return the entries that set a weight's parameter group apart; weights with the same ones share a group.
 
-        `wd_mult` 0 turns weight decay off, `max_lr` and `min_lr` are a rate of its own; others are the rule's own.
+        `wd_mult` multiplies the decay, `lr_mult` the learning rate; others are the rule's own.
 
         Args:
             name: as Megatron's modules name it, with any prefix; a tied embedding's second copy goes by `EMBEDDING`.

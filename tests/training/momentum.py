@@ -15,7 +15,7 @@ from megatron_fanformer.training.adam import Adam
 from megatron_fanformer.training.optimizers import OPTIMIZERS, AdamW, Group
 
 NAME = "momentum"
-MOMENTUM = 0.8
+MATRICES_OF_LAYERS = {"momentum": 0.8, "lr_mult": 0.5}
 
 
 class MomentumAndAdam(Adam):
@@ -41,8 +41,8 @@ class Momentum(AdamW):
         return MomentumAndAdam
 
     def group_of(self, name: str, dimensions: int) -> Group:
-        """Return the momentum of matrices of layers."""
-        return {"momentum": MOMENTUM} if dimensions == 2 and "linear" in name else super().group_of(name, dimensions)
+        """Return momentum and rate of matrices of layers."""
+        return MATRICES_OF_LAYERS if dimensions == 2 and "linear" in name else super().group_of(name, dimensions)
 
     def states(self, group: Group) -> tuple[str, ...]:
         """Return one buffer, or Adam's moments."""
