@@ -267,6 +267,11 @@ def test_a_parity_report_without_a_folder(refused: Refused, config: str) -> None
     )
 
 
+def test_an_optimizer_that_is_not_there(refused: Refused, config: str) -> None:
+    lines = refused("train", "--config", config, "--optimizer.name", "Adam")
+    one_line(lines, "optimizer.name is 'Adam', which is no optimizer here; did you mean adamw?")
+
+
 def test_a_gpu_that_is_not_there(refused: Refused, config: str) -> None:
     one_line(refused("train", "--config", config, "--runtime.device", "cuda"), "runtime.device is cuda")
 

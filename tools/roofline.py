@@ -13,6 +13,8 @@ from megatron_fanformer import markdown
 from megatron_fanformer.model.config import PRESETS
 from megatron_fanformer.planning.roofline import step_parts
 
+STATE_BYTES = 2 * 4  # of AdamW: both moments
+
 
 def main() -> None:
     """Print the table, in Markdown."""
@@ -27,7 +29,7 @@ def main() -> None:
     preset = PRESETS[options.preset]
     model = dataclasses.replace(preset, seq_length=options.seq_length or preset.seq_length)
     tokens = options.micro_batch_size * model.seq_length
-    parts = step_parts(model, tokens=tokens, element_bytes=options.element_bytes)
+    parts = step_parts(model, tokens=tokens, element_bytes=options.element_bytes, state_bytes=STATE_BYTES)
     rates = (options.tflops * 1e12, options.gigabytes_per_second * 1e9)
     total = sum(part.seconds(*rates) for part in parts)
     flops = sum(part.flops for part in parts)

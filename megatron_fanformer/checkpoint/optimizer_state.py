@@ -1,8 +1,8 @@
 """The optimizer's state in a checkpoint: one form, whichever optimizer wrote it and whichever loads it.
 
-    optimizer.state.exp_avg.NAME, optimizer.state.exp_avg_sq.NAME    Adam's moments of the weight NAME
-    optimizer.state.param.NAME                                       its float32 main weight, unless NAME itself is that
-    optimizer/param_groups                                           hyperparameters and the step, per group of weights
+    optimizer.state.STATE.NAME    what the optimizer keeps of the weight NAME: of AdamW, exp_avg and exp_avg_sq
+    optimizer.state.param.NAME    its float32 main weight, unless NAME itself is that
+    optimizer/param_groups        hyperparameters and the step, per group of weights
 
 Each is stored whole, in the shape of its weight. A rank saves and loads what it has of it in place: all of its own
 weights' state, or, with the distributed optimizer, a range of the elements of some, which is cut into rectangles.
@@ -11,7 +11,7 @@ saves wrong values after a padded bucket (Megatron-LM pull request 5077; seen in
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from megatron_fanformer.runtime.local_shards import local_shards
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 PREFIX = "optimizer.state."
 MAIN_WEIGHT = f"{PREFIX}param."
 EARLIER_MAIN_WEIGHT = f"{PREFIX}fp32_param."
@@ -35,7 +34,7 @@ class _Part(NamedTuple):
     weight: torch.nn.Parameter
     start: int
     tensors: dict[str, Tensor]
-    """By name, of the same length each: MOMENTS, and `param`, the main weight, where that is not the weight itself."""
+    """By name, of the same length each: states, and `param`, the main weight, where that is not the weight itself."""
     is_shared_out: bool
     """Whether the other data parallel replicas have the rest of it, rather than the same."""
 
@@ -57,7 +56,8 @@ def requested_tensors(optimizer: Any, weights: dict[str, Any], stored: Collectio
         weights: as for `stored_state`.
         stored: the names of the tensors in the checkpoint.
     """
-    _allocate(optimizer)
+    for each in _single(optimizer):
+        each.init_state_fn(each.optimizer, each.config)  # makes the tensors that the first step would make
     shards = _shards(optimizer, weights)
     return {i: dataclasses.replace(shard, key=_stored_name(shard.key, stored)) for i, shard in enumerate(shards)}
 
@@ -91,10 +91,10 @@ def stored_groups(stored: dict[str, Any]) -> list[dict[str, Any]]:
     return [group for value in stored.values() if isinstance(value, dict) for group in stored_groups(value)]
 
 
-def set_groups(optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    """Set hyperparameters and the step. Groups are in the same order in all layouts, on all ranks."""
+def set_groups(optimizer: Any, groups: list[dict[str, Any]], names: Collection[str]) -> None:
+    """Set the entries of such names, the step above all. Groups are in the same order in all layouts, on all ranks."""
     for own, group in zip(optimizer.param_groups, groups, strict=True):
-        own.update({name: value for name, value in group.items() if name != "params"})
+        own.update({name: group[name] for name in names})
 
 
 def _stored_groups(optimizer: Any) -> list[dict[str, Any]]:
@@ -114,37 +114,31 @@ def _stored_name(key: str, stored: Collection[str]) -> str:
 # -- an optimizer's tensors
 
 
-def _allocate(optimizer: Any) -> None:
-    """Make the tensors that the first step would make."""
-    for each in _single(optimizer):
-        if isinstance(each, DistributedOptimizer):
-            each.load_state_dict(each.state_dict())
-        else:
-            each.init_state_fn(each.optimizer, each.config)
-
-
 def _parts(optimizer: Any, weights: list[torch.nn.Parameter]) -> Iterator[_Part]:
     for each in _single(optimizer):
         if isinstance(each, DistributedOptimizer):
             yield from _distributed_parts(each)
         else:
-            state = each.optimizer.state
+            updated = {main for group in each.param_groups for main in group["params"]}
             mains = ((weight, getattr(weight, "main_param", weight)) for weight in weights)
-            yield from (_part(weight, 0, main, state[main], False) for weight, main in mains if main in state)
+            state = each.optimizer.state
+            yield from (_part(weight, 0, main, state[main], False) for weight, main in mains if main in updated)
 
 
 def _distributed_parts(optimizer: Any) -> Iterator[_Part]:
     for buffer in optimizer.gbuf_ranges:
         for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
             for weight, ranges in bucket["param_map"].items():
-                tensors = optimizer._get_main_param_and_optimizer_states(weight)
-                yield _part(weight, ranges["param"].start, tensors["param"], tensors, True)
+                state = dict(optimizer._get_main_param_and_optimizer_states(weight))
+                main = state.pop("param")
+                yield _part(weight, ranges["param"].start, main, state, True)
 
 
-def _part(weight: torch.nn.Parameter, start: int, main: Tensor, state: dict[str, Tensor], is_shared_out: bool) -> _Part:
-    tensors = {name: state[name] for name in MOMENTS}
-    if weight.dtype != torch.float32:
-        tensors["param"] = main
+def _part(
+    weight: torch.nn.Parameter, start: int, main: Tensor, state: Mapping[str, Tensor], is_shared_out: bool
+) -> _Part:
+    assert all(tensor.shape == main.shape for tensor in state.values()), f"states of other shapes: {list(state)}"
+    tensors = {**state, **({} if weight.dtype == torch.float32 else {"param": main})}
     return _Part(weight, start, tensors, is_shared_out)
 
 

@@ -5,7 +5,7 @@ rank and are restored where the layout is the same.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def load_training_state(
     optimizer: Any,
     config: dict[str, Any],
     grid: RankGrid,
-    amend_parameter_groups: Callable[[list[dict[str, Any]]], None],
+    resumed_entries: Collection[str],
     fully_parallel: bool = True,
 ) -> dict[str, Any]:
     """Load weights, optimizer and random states in place; returns the saved progress.
@@ -65,7 +65,7 @@ def load_training_state(
     Args:
         stages: this rank's pipeline stage, as its chunks.
         config: the run's resolved configuration.
-        amend_parameter_groups: changes the loaded parameter groups before they are set.
+        resumed_entries: what of the optimizer's parameter groups is loaded; all else is this run's own.
         fully_parallel: each replica reads a part, and they exchange what they read.
 
     Raises:
@@ -88,7 +88,7 @@ def load_training_state(
         with damage_told(checkpoint):
             _set_weights(stages, loaded)
             fp8_scales.set_scales(stages, grid, loaded)
-        _load_optimizer(checkpoint, table, optimizer, tensors, group, amend_parameter_groups)
+        _load_optimizer(checkpoint, table, optimizer, tensors, group, resumed_entries)
         with damage_told(checkpoint):
             if same_layout:
                 _restore_random_state(loaded["random"])
@@ -104,7 +104,7 @@ def _load_optimizer(
     optimizer: Any,
     tensors: dict[int, ShardedTensor],
     group: "dist.ProcessGroup | None",
-    amend: Callable[[list[dict[str, Any]]], None],
+    resumed_entries: Collection[str],
 ) -> None:
     """Load separately from the weights, some of which it may need in float32: one load returns a name in one type."""
     own = {number: shard.data for number, shard in tensors.items()}
@@ -112,8 +112,7 @@ def _load_optimizer(
     with damage_told(checkpoint):
         optimizer_state.set_tensors(own, loaded["optimizer_tensors"])
         groups = optimizer_state.stored_groups(loaded["optimizer"])
-        amend(groups)
-        optimizer_state.set_groups(optimizer, groups)
+        optimizer_state.set_groups(optimizer, groups, resumed_entries)
 
 
 def load_weights(checkpoint: Path, stages: list[Any], grid: RankGrid) -> None:

@@ -245,7 +245,8 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
         ForeignName("--iterations-to-skip", "recovery.iterations_to_skip"),
     ),
     "Optimizer": (
-        ForeignName("--optimizer --sgd-momentum", None, "the optimizer is AdamW"),
+        ForeignName("--optimizer", "optimizer.name", "adamw by default, which is Megatron's adam"),
+        ForeignName("--sgd-momentum", None, "there is no SGD"),
         ForeignName("--lr", "optimizer.lr"),
         ForeignName("--weight-decay", "optimizer.weight_decay", "0.1 by default; not of embeddings, norms and biases"),
         ForeignName(

@@ -18,6 +18,7 @@ from megatron_fanformer.planning.communication import ComparedRow, communication
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives, moved_bytes
 from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.step import train_step
 
 TRANSFORMER, COLUMN, SEQUENCE, FFN = "Transformer", "FAN column", "FAN sequence", "FAN layers for the FFN"
@@ -130,6 +131,7 @@ def _job(size: StepSize, trial: TrialConfig, layout: ParallelConfig) -> Job:
         parallel=layout,
         kernels=trial.kernels,
         precision=PrecisionConfig(dtype=trial.dtype),
+        optimizer=OPTIMIZERS[trial.optimizer.name],
         data_parallel_size=replicas,
         micro_batch_size=size.micro_batch_size,
         num_micro_batches=size.global_batch_size // (size.micro_batch_size * replicas),

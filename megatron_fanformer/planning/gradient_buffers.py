@@ -7,9 +7,10 @@ by bucket. Source of the rules: `_ParamAndGradBuffer` of megatron-core 0.16.1, a
 
 import itertools
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.runtime.layout import ParallelConfig
@@ -19,6 +20,21 @@ WEIGHT_START = 64  # elements; with the distributed optimizer a weight starts at
 BUCKET_END = 128  # elements; and a bucket ends at a multiple of this and of the replicas
 LEAST_BUCKET = 40_000_000  # elements; if the layout names no bucket size
 BUCKET_PER_REPLICA = 1_000_000  # elements; the same, at many replicas
+
+EMBEDDING = "word_embeddings"
+"""In the name of an embedding, and of a tied one's second copy."""
+
+
+class OptimizerStates(Protocol):
+    """What an optimizer keeps of each weight, beside the main weight itself."""
+
+    def state_bytes(self, name: str, dimensions: int) -> int:
+        """Return the bytes of each element.
+
+        Args:
+            name: as Megatron's modules name the weight; a tied embedding's second copy goes by `EMBEDDING`.
+            dimensions: 1 of norms and biases, 2 of matrices.
+        """
 
 
 class Weight(NamedTuple):
@@ -31,6 +47,11 @@ class Weight(NamedTuple):
     """Whether its gradient is of this rank's part of the sequence, to be summed over the tensor parallel ranks."""
     is_shared: bool = False
     """Whether it is one of two copies of a tied embedding, on the first and the last stage."""
+
+    @property
+    def dimensions(self) -> int:
+        """1 of norms and biases, 2 of matrices."""
+        return 1 if self.name.endswith(("norm.weight", ".bias")) else 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,23 +150,32 @@ class GradientBuffer(NamedTuple):
         """Elements of each bucket, padding included, in the order of backward."""
         return [end - before for before, end in itertools.pairwise(self.ends)]
 
-    def shard_elements(self, ranks: int) -> int:
-        """Elements of weights that the first of so many ranks updates: its part of every bucket, without padding."""
-        total, weight = 0, 0
+    def shard_elements(self, ranks: int) -> list[int]:
+        """Return what of each weight the first of so many ranks updates: its part of every bucket."""
+        held, weight = [], 0
         for start, end in itertools.pairwise(self.ends):
             shard_end = start + (end - start) // ranks
             while weight < len(self.starts) and self.starts[weight] < end:
                 weight_start = self.starts[weight]
-                total += max(0, min(weight_start + self.elements[weight], shard_end) - weight_start)
+                held.append(max(0, min(weight_start + self.elements[weight], shard_end) - weight_start))
                 weight += 1
-        return total
+        return held
 
 
-def first_stage_elements(model: FANformerConfig, parallel: ParallelConfig, layers: int) -> int:
-    """Weights of a rank of the first stage, which has so many layers."""
+def state_bytes(held: Sequence[Weight], elements: Sequence[int], optimizer: OptimizerStates) -> int:
+    """Return the bytes that an optimizer keeps of so many elements of each weight."""
+    per_element = {
+        weight: optimizer.state_bytes(EMBEDDING if weight.is_shared else weight.name, weight.dimensions)
+        for weight in set(held)  # layers have the same
+    }
+    return sum(map(operator.mul, map(per_element.__getitem__, held), elements))
+
+
+def first_stage_weights(model: FANformerConfig, parallel: ParallelConfig, layers: int) -> list[Weight]:
+    """Return the weights of a rank of the first stage, which has so many layers."""
     is_alone = parallel.pipeline_model_parallel_size == 1
     whole = Chunk(number=0, layers=layers, has_embedding=True, has_head=is_alone)
-    return sum(weight.elements for weight in weights(model, parallel, whole))
+    return weights(model, parallel, whole)
 
 
 def first_stage_buckets(model: FANformerConfig, parallel: ParallelConfig, data_parallel_size: int, layers: int) -> int:

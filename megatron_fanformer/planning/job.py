@@ -5,6 +5,7 @@ from typing import Literal
 
 from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.kernels import KernelsConfig
+from megatron_fanformer.planning.gradient_buffers import OptimizerStates
 from megatron_fanformer.planning.step_traffic import StepTraffic
 from megatron_fanformer.runtime.layout import ParallelConfig
 
@@ -21,6 +22,8 @@ class Job:
     kernels: KernelsConfig
     precision: PrecisionConfig
     """Its `dtype` is fp32 or bf16, not auto."""
+    optimizer: OptimizerStates
+    """For what it keeps of each weight."""
     data_parallel_size: int
     """Replicas, each of which context parallelism may spread further."""
     micro_batch_size: int

@@ -19,6 +19,7 @@ from megatron_fanformer.planning.gradient_buffers import (
     gradient_buffer,
     layer_weights,
     limits_buckets,
+    state_bytes,
     weights,
 )
 from megatron_fanformer.planning.job import Job, Layers
@@ -32,7 +33,6 @@ from megatron_fanformer.planning.vocabulary_memory import (
 )
 
 MAIN_WEIGHT_BYTES = 4
-MOMENT_BYTES = 2 * 4
 FP8_COPIES = 2  # of a weight: as it is, and transposed, which Hopper's products need
 SAMPLE_BYTES = 3 * ID_BYTES + FLOAT  # a token's id, label and position, and its weight in the loss
 
@@ -119,19 +119,21 @@ def reserve_bytes(job: Job, tensor_bytes: int) -> int:
 def _states(job: Job, stage: int, held: list[Chunk]) -> Iterator[MemoryLine]:
     """Weights and gradients with their buffers' padding, and this rank's part of the optimizer's state."""
     parallel, ranks = job.parallel, job.data_parallel_size * job.parallel.context_parallel_size
-    buffered = weighed = updated = 0
+    buffered = weighed = updated = states = 0
     for chunk in held:
         own = weights(job.model, parallel, chunk)
         is_limited = limits_buckets(parallel, stage, chunk)
         buffer = gradient_buffer(own, parallel, job.data_parallel_size, is_limited=is_limited)
         buffered += buffer.ends[-1]
         weighed += sum(buffer.elements)
-        updated += buffer.shard_elements(ranks) if parallel.use_distributed_optimizer else sum(buffer.elements)
+        shares = buffer.shard_elements(ranks) if parallel.use_distributed_optimizer else buffer.elements
+        updated += sum(shares)
+        states += state_bytes(own[::-1], shares, job.optimizer)
     # The distributed optimizer gathers weights in a buffer that is laid out as the gradients' is.
     yield MemoryLine("weights", (buffered if parallel.use_distributed_optimizer else weighed) * job.element_bytes)
     yield MemoryLine("gradients", buffered * GRADIENT_BYTES)
     yield MemoryLine("main weights", updated * MAIN_WEIGHT_BYTES if job.element_bytes < FLOAT else 0)
-    yield MemoryLine("moments", updated * MOMENT_BYTES)
+    yield MemoryLine("moments", states)
 
 
 def _kept_by_layers(shapes: LayerShapes, held: list[Chunk], *, takes_turns: bool) -> Iterator[MemoryLine]:

@@ -17,8 +17,7 @@ from megatron_fanformer.planning.gradient_buffers import GRADIENT_BYTES
 from megatron_fanformer.runtime.layout import FANForm, RecomputeModule
 
 ZEROED = GRADIENT_BYTES  # of each weight, the gradient's buffer for the next step
-# Of each weight: gradient, float32 weight and two moments read; the latter three written.
-OPTIMIZER_READ, OPTIMIZER_WRITTEN = 4 + 3 * 4, 3 * 4
+UPDATED = 3 * 4  # of each weight: gradient and float32 weight read, the weight written
 EMBEDDING_PASSES = 3  # rows read and written, their gradient read
 LOGIT_PASSES = 4  # written by the product, read for the softmax, written as gradient, read by both products after it
 # Megatron's own cross entropy works in float32 and keeps the logits of a whole micro batch: bytes per logit beyond the
@@ -67,12 +66,13 @@ class Operation(NamedTuple):
     """Of a product: elements of its input and of its output's gradient, which FP8 casts."""
 
 
-def step_parts(model: FANformerConfig, *, tokens: int, element_bytes: int) -> list[Part]:
+def step_parts(model: FANformerConfig, *, tokens: int, element_bytes: int, state_bytes: int) -> list[Part]:
     """Every part of a step of one micro batch and one update, on one rank that holds the whole model.
 
     Args:
         tokens: of the micro batch.
         element_bytes: of weights and activations.
+        state_bytes: what the optimizer keeps of each weight.
     """
     layer = sorted(
         layer_operations(model, tokens=tokens, element_bytes=element_bytes),
@@ -89,7 +89,7 @@ def step_parts(model: FANformerConfig, *, tokens: int, element_bytes: int) -> li
             moved + times * sum(work.bytes for work in both),
         )
     copy = element_bytes if element_bytes < 4 else 0  # in float32 the weight is the one that is updated
-    per_weight = OPTIMIZER_READ + OPTIMIZER_WRITTEN + ZEROED + copy
+    per_weight = UPDATED + 2 * state_bytes + ZEROED + copy  # states are read and written
     return [
         *(Part(name=name, flops=flops, bytes=moved) for name, (flops, moved) in totals.items()),
         Part(name="embedding", flops=0, bytes=EMBEDDING_PASSES * tokens * model.hidden_size * element_bytes),

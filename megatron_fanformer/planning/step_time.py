@@ -19,7 +19,12 @@ from dataclasses import dataclass
 
 from megatron_fanformer.planning import roofline
 from megatron_fanformer.planning.flops import training_flops_per_token
-from megatron_fanformer.planning.gradient_buffers import GRADIENT_BYTES, first_stage_buckets, first_stage_elements
+from megatron_fanformer.planning.gradient_buffers import (
+    GRADIENT_BYTES,
+    first_stage_buckets,
+    first_stage_weights,
+    state_bytes,
+)
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_traffic import (
     embedding_terms,
@@ -325,14 +330,16 @@ class _Seconds:
         """
         job, parallel = self._job, self._job.parallel
         layers = (parallel.layers_per_stage(job.model.num_layers) or [0])[0]
-        elements = first_stage_elements(job.model, parallel, layers)
+        held = first_stage_weights(job.model, parallel, layers)
+        of_each = [weight.elements for weight in held]
+        elements, states = sum(of_each), state_bytes(held, of_each, job.optimizer)
         buckets = first_stage_buckets(job.model, parallel, job.data_parallel_size, layers)
         backward = layers * self._layer_backward
         kind = "reduce-scatter" if parallel.use_distributed_optimizer else "all-reduce"
         reduce = Term(REPLICAS, kind, "gradients", elements * GRADIENT_BYTES)
         once = {
             "between steps": self._machine.step_seconds,
-            "optimizer": self._optimizer(elements),
+            "optimizer": self._optimizer(elements, states),
             "gradient reduction": self._beside(reduce, buckets, backward, parallel.overlap_grad_reduce),
         }
         if parallel.use_distributed_optimizer:
@@ -348,11 +355,11 @@ class _Seconds:
         hidden = min(seconds * (buckets - 1) / buckets, window)
         return seconds - self._machine.overlap * hidden
 
-    def _optimizer(self, elements: int) -> float:
-        """AdamW on the rank's share of the weights, and its gradients zeroed."""
+    def _optimizer(self, elements: int, states: int) -> float:
+        """Return the seconds of the update of the rank's share of the weights, and of its gradients zeroed."""
         job, parallel = self._job, self._job.parallel
         shards = self._groups[REPLICAS] if parallel.use_distributed_optimizer else 1
         copied = job.element_bytes if job.element_bytes < GRADIENT_BYTES else 0
-        per_weight = roofline.OPTIMIZER_READ + roofline.OPTIMIZER_WRITTEN + copied
-        moved = elements * (roofline.ZEROED + per_weight / shards)
+        updated = elements * (roofline.UPDATED + copied) + 2 * states  # which are read and written
+        moved = elements * roofline.ZEROED + updated / shards
         return moved / self._machine.memory_rate

@@ -12,7 +12,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.layout_rules import divisors
 from megatron_fanformer.model.layouts import Layout, laid_over, layout_fields, layout_text
-from megatron_fanformer.planning.gradient_buffers import first_stage_buckets, first_stage_elements
+from megatron_fanformer.planning.gradient_buffers import first_stage_buckets, first_stage_weights
 from megatron_fanformer.runtime.layout import FANForm, ParallelConfig, RecomputeModule
 from megatron_fanformer.training.config import RunConfig, TrainingConfig
 
@@ -139,7 +139,8 @@ def _bucket_sizes(config: RunConfig, parallel: ParallelConfig, layers: int) -> l
     own = parallel.ddp_bucket_size
     if own is not None or not reduces:
         return [own]
-    size = round(first_stage_elements(config.model, parallel, layers) / MANY_BUCKETS / MILLION) * MILLION
+    elements = sum(weight.elements for weight in first_stage_weights(config.model, parallel, layers))
+    size = round(elements / MANY_BUCKETS / MILLION) * MILLION
     resolved = dataclasses.replace(parallel, overlap_grad_reduce=True)
     if not size or first_stage_buckets(config.model, resolved, replicas, layers) >= FEW_BUCKETS:
         return [own]

@@ -31,12 +31,16 @@ from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
 from megatron_fanformer.training.fp8_rules import fp8_problems
 from megatron_fanformer.training.logging_config import LoggingConfig
 from megatron_fanformer.training.optimizer_config import OptimizerConfig
+from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.presets import with_preset
 from megatron_fanformer.training.recovery_config import RecoveryConfig
 from megatron_fanformer.training.schedule import ScheduleConfig
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before
     import torch
+
+UNSTATED = {"optimizer.name": "adamw"}
+"""Fields that the configurations of earlier versions' runs lack, and what those runs have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +162,7 @@ class RunConfig:
             parallel=self.parallel,
             kernels=self.kernels,
             precision=self.precision,
+            optimizer=OPTIMIZERS[self.optimizer.name],
             data_parallel_size=data_parallel_size,
             micro_batch_size=self.training.micro_batch_size,
             num_micro_batches=self.num_micro_batches(data_parallel_size),

@@ -1,12 +1,17 @@
 """The section `optimizer` of a run's configuration; apart from the optimizer itself, which imports torch."""
 
+import difflib
 from dataclasses import dataclass
+
+from megatron_fanformer.training.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW; the defaults are the paper's recipe for 1B."""
+    """The defaults are the paper's recipe for 1B."""
 
+    name: str = "adamw"
+    """What updates the weights: `adamw`. A run keeps its own."""
     lr: float = 4e-4
     """Peak learning rate."""
     weight_decay: float = 0.1
@@ -22,7 +27,8 @@ class OptimizerConfig:
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
-        found = [
+        found = [] if self.name in OPTIMIZERS else [f"optimizer.name is {self.name!a}, {_known_names(self.name)}"]
+        found += [
             f"optimizer.{name} is {getattr(self, name)}; it must not be negative"
             for name in ("lr", "weight_decay", "clip_grad")
             if getattr(self, name) < 0
@@ -35,3 +41,9 @@ class OptimizerConfig:
         if self.adam_eps <= 0:
             found.append(f"optimizer.adam_eps is {self.adam_eps}; it must be above 0")
         return found
+
+
+def _known_names(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1)
+    remedy = f"did you mean {near[0]}?" if near else f"name {', '.join(OPTIMIZERS)}"
+    return f"which is no optimizer here; {remedy}"

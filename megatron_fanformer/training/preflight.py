@@ -23,7 +23,7 @@ from megatron_fanformer.evaluation.survey import EvaluationSurvey, survey_evalua
 from megatron_fanformer.formats.recognition import find_checkpoint, refuse_other_kinds
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.chats import with_steps
-from megatron_fanformer.training.config import RunConfig, by_dotted_names
+from megatron_fanformer.training.config import UNSTATED, RunConfig, by_dotted_names
 from megatron_fanformer.training.machine_rules import machine_problems
 from megatron_fanformer.training.recovery import read_events
 from megatron_fanformer.training.recovery_config import RecoveryConfig
@@ -314,7 +314,7 @@ def _tokenizer_problems(config: RunConfig) -> list[str]:
 
 
 def _resume_problems(checkpoint: Path, config: RunConfig) -> list[str]:
-    """A run continues with its own model, seed and batch size: with others its samples would repeat or be skipped."""
+    """A run goes on with its own model, seed, batch size and optimizer: samples would repeat, states be missing."""
     saved = store.saved_config(checkpoint)
     if "training" not in saved:
         return [
@@ -329,14 +329,13 @@ def _resume_problems(checkpoint: Path, config: RunConfig) -> list[str]:
             f"training.train_iters is {steps}, but the run in {config.training.run_dir} is at "
             f"step {step}; raise it, or name another training.run_dir"
         )
-    for name in ("seed", "global_batch_size"):
-        present, before = getattr(config.training, name), saved["training"].get(name)
-        if present != before:
-            found.append(
-                f"training.{name} is {present}, but the run in {config.training.run_dir} has {before}; change it back, "
-                "or name another training.run_dir"
-            )
-    return found
+    present, before = by_dotted_names(config.as_dict()), UNSTATED | by_dotted_names(saved)
+    return found + [
+        f"{name} is {present[name]}, but the run in {config.training.run_dir} has {before.get(name)}; change it back, "
+        "or name another training.run_dir"
+        for name in ("training.seed", "training.global_batch_size", "optimizer.name")
+        if present[name] != before.get(name)
+    ]
 
 
 def _model_problems(checkpoint: Path, config: RunConfig, ignoring: tuple[str, ...] = ()) -> list[str]:

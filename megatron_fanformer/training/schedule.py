@@ -83,7 +83,8 @@ def build_scheduler(
     decay_steps = config.lr_decay_iters or train_iters
     min_lr = lr / 10 if config.min_lr is None else config.min_lr
     for group in optimizer.param_groups:
-        group["max_lr"], group["min_lr"] = lr, min_lr
+        share = group.get("lr_mult", 1.0)
+        group["max_lr"], group["min_lr"] = share * lr, share * min_lr
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

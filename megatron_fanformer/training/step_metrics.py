@@ -11,6 +11,7 @@ from megatron_fanformer.planning.machines import machine_of_device
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.optimizer import weight_and_update_norms
+from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.step import StepResult
 
 
@@ -28,6 +29,7 @@ class StepMetrics:
         self._flops_per_token = training_flops_per_token(config.model, shortest)
         self._peak_flops_per_second = _peak_flops_per_second(config, grid)
         self._norm_interval = config.logging.norm_interval
+        self._update_rule = OPTIMIZERS[config.optimizer.name]
         self._grid = grid
 
     def of_step(
@@ -57,7 +59,7 @@ class StepMetrics:
         """
         if self._norm_interval is None or step % self._norm_interval:
             return {}
-        weights, update = weight_and_update_norms(optimizer)
+        weights, update = weight_and_update_norms(optimizer, self._update_rule)
         return {"params_norm": weights, "update_norm": update, "peak_memory_bytes": self._peak_memory_bytes()}
 
     def _peak_memory_bytes(self) -> int:

@@ -29,7 +29,8 @@ from megatron_fanformer.training.evaluation import Evaluation
 from megatron_fanformer.training.interrupts import InterruptListener, Interrupts, share
 from megatron_fanformer.training.loggers import Loggers
 from megatron_fanformer.training.machine_choices import attention_notice, choice_lines, choose_for_machine
-from megatron_fanformer.training.optimizer import build_optimizer, keep_hyperparameters
+from megatron_fanformer.training.optimizer import build_optimizer
+from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.phase_health import PhaseHealth
 from megatron_fanformer.training.preflight import RunStart, find_start
 from megatron_fanformer.training.recovery import BadSteps, EventLog
@@ -436,7 +437,7 @@ class Trainer:
                 optimizer=self._optimizer,
                 config=self._resolved_config(),
                 grid=self.grid,
-                amend_parameter_groups=functools.partial(keep_hyperparameters, self._optimizer),
+                resumed_entries=OPTIMIZERS[self.config.optimizer.name].resumed_entries,
                 fully_parallel=self.config.checkpoint.fully_parallel_save,
             )
         self.step, self.consumed_samples = progress["step"], progress["consumed_samples"]

@@ -18,7 +18,8 @@ from megatron_fanformer.runtime.config import DeviceKind
 from megatron_fanformer.runtime.local_shards import local_shards
 from megatron_fanformer.runtime.parallel import ParallelConfig, RankGrid, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
-from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer, keep_hyperparameters
+from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
+from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.schedule import ScheduleConfig, build_scheduler
 from megatron_fanformer.training.step import StepShape, train_step, weights_in_step, wrap_stages
 from tests.tiny import tiny_model
@@ -26,6 +27,7 @@ from tests.tiny import tiny_model
 GLOBAL_BATCH = 4
 MICRO_BATCH = 2
 STEPS_BEFORE_SAVE = 2
+RECIPE = OptimizerConfig(lr=1e-2)
 
 # By name: a layout that a checkpoint is saved in and loaded in. "plain" is without the distributed optimizer.
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -89,6 +91,7 @@ class Training:
     wrapped: list[Any]
     optimizer: Any
     scheduler: Any
+    optimizer_config: OptimizerConfig
     step: int = 0
 
     def take_steps(self, number: int) -> list[float]:
@@ -136,7 +139,7 @@ class Training:
             optimizer=self.optimizer,
             config=self.config(),
             grid=self.grid,
-            amend_parameter_groups=lambda loaded: keep_hyperparameters(self.optimizer, loaded),
+            resumed_entries=OPTIMIZERS[self.optimizer_config.name].resumed_entries,
         )
         self.step = progress["step"]
         self.scheduler.step(self.step)
@@ -180,7 +183,7 @@ def training(
     *,
     dtype: torch.dtype = torch.float32,
     seed: int = 1,
-    lr: float = 1e-2,
+    recipe: OptimizerConfig = RECIPE,
     device: DeviceKind = "cpu",
     kernels: KernelsConfig = DEFAULT_KERNELS,
 ) -> Iterator[Training]:
@@ -191,15 +194,19 @@ def training(
         stages = build_stages(model, parallel, grid, dtype=dtype, seed=seed, kernels=kernels)
         wrapped = wrap_stages(stages, parallel)
         optimizer = build_optimizer(
-            OptimizerConfig(lr=lr),
+            recipe,
             wrapped,
             dtype=dtype,
             use_distributed_optimizer=parallel.use_distributed_optimizer,
         )
         scheduler = build_scheduler(
-            ScheduleConfig(lr_decay_style="constant"), optimizer, lr=lr, weight_decay=0.1, train_iters=10
+            ScheduleConfig(lr_decay_style="constant"),
+            optimizer,
+            lr=recipe.lr,
+            weight_decay=recipe.weight_decay,
+            train_iters=10,
         )
-        yield Training(grid, model, parallel, stages, wrapped, optimizer, scheduler)
+        yield Training(grid, model, parallel, stages, wrapped, optimizer, scheduler, recipe)
 
 
 @dataclass
@@ -218,16 +225,20 @@ def show(run: Training) -> Shown:
     return Shown(pieces, groups, run.take_steps(2))
 
 
-def train_and_save(layout: str, model: FANformerConfig, dtype: torch.dtype, folder: Path) -> Shown:
+def train_and_save(
+    layout: str, model: FANformerConfig, dtype: torch.dtype, folder: Path, recipe: OptimizerConfig = RECIPE
+) -> Shown:
     """Train some steps, save, and go on."""
-    with training(layout, model, dtype=dtype) as run:
+    with training(layout, model, dtype=dtype, recipe=recipe) as run:
         run.take_steps(STEPS_BEFORE_SAVE)
         run.save(CheckpointSaver(folder, run.grid, keep=None))
         return show(run)
 
 
-def load_and_train(layout: str, model: FANformerConfig, dtype: torch.dtype, checkpoint: Path) -> Shown:
+def load_and_train(
+    layout: str, model: FANformerConfig, dtype: torch.dtype, checkpoint: Path, recipe: OptimizerConfig = RECIPE
+) -> Shown:
     """Start from other weights, load, and go on."""
-    with training(layout, model, dtype=dtype, seed=2) as run:
+    with training(layout, model, dtype=dtype, seed=2, recipe=recipe) as run:
         run.load(checkpoint)
         return show(run)

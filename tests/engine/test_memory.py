@@ -13,6 +13,7 @@ from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.layer_memory import layer_operations, rise
 from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.training.optimizers import OPTIMIZERS
 from tests.engine.passes import FIELDS, LAYOUTS, MODEL, VARIANTS, batch, model_on_rank, ranks_of
 
 RunOnRanks = Callable[..., list[Any]]
@@ -58,6 +59,7 @@ def by_formula(fan: FANConfig, layout: str, precision: PrecisionConfig, modules:
         parallel=ParallelConfig(**{**FIELDS[layout], **recomputed}),
         kernels=KernelsConfig(gradient_accumulation_fusion=True),
         precision=precision,
+        optimizer=OPTIMIZERS["adamw"],
         data_parallel_size=1,
         micro_batch_size=2,
         num_micro_batches=1,

@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fanformer.checkpoint.optimizer_state import PREFIX
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.training.optimizer_config import OptimizerConfig
 from tests.checkpoint.states import Pieces, layers_for, small_model, training
 from tests.generation.making import all_logits, cached_logits, with_model, write_checkpoint, write_tokenizer
 from tests.small_runs import write_tokens
 from tests.training.layouts import gather
+from tests.training.momentum import NAME, registered
 from tests.training.test_trainer import make_runs, numbers, stored_tensors
 
 RunOnRanks = Callable[..., list[Any]]
@@ -92,6 +95,7 @@ def loaded(layout: str, kernels: KernelsConfig, dtype: torch.dtype, folder: Path
         return run.pieces(), run.take_steps(2)
 
 
+SECOND = OptimizerConfig(name=NAME)
 LOCAL, ENGINE = (KernelsConfig(transformer_impl=name) for name in ("local", "transformer_engine"))
 
 
@@ -120,6 +124,25 @@ def test_a_checkpoint_of_either_layers_loads_in_the_others(
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
     bound = 1e-5 if dtype == torch.float32 else 5e-3  # between implementations, of losses of about 4.6
     assert loading[0][1] == pytest.approx(saving[0][1], abs=bound, rel=0)
+
+
+# -- a second optimizer
+
+
+def states_of_the_second() -> set[str]:
+    with (
+        registered(),
+        training(
+            "dp2", small_model(num_layers=2), dtype=torch.bfloat16, device="cuda", kernels=ENGINE, recipe=SECOND
+        ) as run,
+    ):
+        run.take_steps(2)
+        return {name.removeprefix(PREFIX).split(".")[0] for name, *_ in run.pieces() if name.startswith(PREFIX)}
+
+
+def test_a_second_optimizer_takes_the_place_of_the_engines_adam(run_on_engine_ranks: RunOnRanks) -> None:
+    found = run_on_engine_ranks(2, states_of_the_second)
+    assert set.union(*found) == {"param", "momentum_buffer", "exp_avg", "exp_avg_sq"}
 
 
 # -- generation

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from megatron_fanformer import cli
+from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import InputError, Interrupted
 from megatron_fanformer.experiments.result import read_result
 from megatron_fanformer.experiments.sweeps.cells import outcomes
@@ -28,7 +29,7 @@ from megatron_fanformer.experiments.sweeps.slurm import write_array
 from tests.experiments.making import STAND_IN, changed, write_sweep
 from tests.experiments.stand_in import BASE_THAT_FAILS, train
 from tests.patience import PATIENCE_SECONDS
-from tests.small_runs import write_tokens
+from tests.small_runs import write_config, write_tokens
 
 Command = tuple[str, ...]
 
@@ -265,6 +266,18 @@ def test_a_run_of_another_configuration_is_not_taken_for_a_cell(tmp_path: Path, 
     changed(file, changes={"training.train_iters": 10, "schedule.lr_warmup_iters": 2, "optimizer.lr": 0.5})
     with pytest.raises(InputError, match=r"has a run with optimizer.lr 0.01, and the sweep's file makes it 0.5"):
         run_sweep(read_sweep(file, needs_data=True), silent, command=STAND_IN)
+
+
+def test_a_run_of_before_optimizers_had_names_is_the_cells(tmp_path: Path, tokens: str) -> None:
+    axes = {"size": {"d16": {"model.hidden_size": 16}}}
+    file = write_sweep(tmp_path, tokens, axes=axes, seeds=1, report={"compare": "size", "baseline": "d16"})
+    sweep = read_sweep(file, needs_data=True)
+    run_sweep(sweep, silent, command=STAND_IN)
+    saved = sweep.cells[0].run / store.CONFIG
+    values = store.read_mapping(saved)
+    assert values["optimizer"].pop("name") == "adamw"
+    write_config(saved, values)
+    assert [each.state for each in outcomes(sweep)] == ["complete"]
 
 
 def test_an_arrays_task_starts_its_cell_by_the_users_script(tmp_path: Path, tokens: str) -> None:

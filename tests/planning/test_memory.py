@@ -26,6 +26,7 @@ from megatron_fanformer.simulation.fake_rank import run_rank
 from megatron_fanformer.simulation.rank import first_rank_of_each_stage, problems
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
+from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.step import wrap_stages
 from tests.simulation.drawn import describe, draw
 from tests.simulation.runs import run_config
@@ -43,6 +44,7 @@ def job_of(model: FANformerConfig, parallel: ParallelConfig, dtype: str, replica
         parallel=parallel,
         kernels=KernelsConfig(transformer_impl="local"),
         precision=PrecisionConfig(dtype=dtype),  # type: ignore[arg-type]
+        optimizer=OPTIMIZERS["adamw"],
         data_parallel_size=replicas,
         micro_batch_size=2,
         num_micro_batches=4,
@@ -228,6 +230,7 @@ def published_job(run: Published) -> Job:
         parallel=parallel,
         kernels=KernelsConfig(chunked_loss_head=False, gradient_accumulation_fusion=True),
         precision=PrecisionConfig(dtype="bf16"),
+        optimizer=OPTIMIZERS["adamw"],
         data_parallel_size=8 // parallel.model_parallel_size,
         micro_batch_size=1,
         num_micro_batches=4,

@@ -11,7 +11,7 @@ MODELS = [*PRESETS.values()]
 
 @pytest.mark.parametrize("model", MODELS, ids=PRESETS)
 def test_flops_are_those_of_the_formula(model: FANformerConfig) -> None:
-    parts = step_parts(model, tokens=4096, element_bytes=2)
+    parts = step_parts(model, tokens=4096, element_bytes=2, state_bytes=8)
     assert sum(part.flops for part in parts) == 4096 * training_flops_per_token(model)
 
 
@@ -19,7 +19,7 @@ def test_bytes_of_a_small_model() -> None:
     model = FANformerConfig(
         num_layers=2, hidden_size=8, ffn_hidden_size=16, num_attention_heads=2, vocab_size=128, seq_length=4
     )
-    parts = {part.name: part.bytes for part in step_parts(model, tokens=10, element_bytes=2)}
+    parts = {part.name: part.bytes for part in step_parts(model, tokens=10, element_bytes=2, state_bytes=8)}
     layers, m, e = 2, 10, 2
     # p_ratio 0.25 of 8: 2 periodic and 4 linear rows. Reads p | g (6), writes X_F (8); backward reads cos, sin (4) and
     # the gradient (8), and writes that of p | g (6).
@@ -40,7 +40,10 @@ def test_without_fan_there_are_no_parts_of_it() -> None:
         vocab_size=128,
         fan=FANConfig(placement="none"),
     )
-    assert not {part.name for part in step_parts(model, tokens=1, element_bytes=2)} & {"FAN map", "FAN activation"}
+    assert not {part.name for part in step_parts(model, tokens=1, element_bytes=2, state_bytes=8)} & {
+        "FAN map",
+        "FAN activation",
+    }
 
 
 def test_the_longer_of_both_decides() -> None:

@@ -15,6 +15,7 @@ from megatron_fanformer.planning.machines import Link, Machine, load_machine
 from megatron_fanformer.planning.step_time import FLASH_BACKWARD, StepTime, collective_seconds, step_time
 from megatron_fanformer.planning.step_traffic import Term
 from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.training.optimizers import OPTIMIZERS
 
 ENDLESS = 1e30
 LAYER = ("matrix products", "attention", "element-wise")
@@ -65,6 +66,7 @@ def job(
         parallel=ParallelConfig(**{short.get(name, name): value for name, value in layout.items()}),
         kernels=KernelsConfig(**kernels),
         precision=PrecisionConfig(dtype="bf16", **(precision or {})),
+        optimizer=OPTIMIZERS["adamw"],
         data_parallel_size=dp,
         micro_batch_size=1,
         num_micro_batches=micro_batches,

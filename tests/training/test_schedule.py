@@ -25,6 +25,15 @@ def rates(train_iters: int = STEPS, **settings: Any) -> list[float]:
     return found
 
 
+def test_a_group_has_a_rate_of_its_own() -> None:
+    groups = [{"lr": 0.0, "weight_decay": 0.1, "params": [], "lr_mult": share} for share in (1.0, 0.5)]
+    optimizer: Any = SimpleNamespace(param_groups=groups)
+    scheduler = build_scheduler(ScheduleConfig(), optimizer, lr=PEAK, weight_decay=0.1, train_iters=STEPS)
+    for step in range(STEPS):
+        scheduler.step(1)
+        assert 0 < groups[1]["lr"] == groups[0]["lr"] / 2, step
+
+
 def progress(step: int, start: int = WARMUP, end: int = STEPS) -> float:
     return (step - start) / (end - start)
 

@@ -72,7 +72,11 @@ def test_norms_are_those_of_the_whole_model(
         optimizer={"lr": 1e-2, "weight_decay": 0.5},
         logging={"norm_interval": 3, "phase_interval": None, "straggler_interval": None},
     )
-    found = run_on_ranks(ranks, take_three_steps, values)
+    check_norms(run_on_ranks(ranks, take_three_steps, values))
+
+
+def check_norms(found: list[Any]) -> None:
+    """Hold the metrics of all ranks against their weights before and after the step."""
     before, after = (gather([weights[number] for _, weights, _ in found]) for number in (0, 1))
     whole = torch.stack([weight.double().norm() for weight in after.values()]).norm()
     update = torch.stack([(weight.double() - before[key]).norm() for key, weight in after.items()]).norm()

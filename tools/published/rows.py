@@ -21,6 +21,7 @@ from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.machines import Machine
 from megatron_fanformer.planning.step_time import step_time
 from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.training.optimizers import OPTIMIZERS
 
 NUMBERS = ("gpus", "tp", "pp", "cp", "vp", "gbs", "mbs", "seq", "L", "h", "f", "heads", "V")
 NEEDED = ("src", "name", "gpu", "prec", *NUMBERS, "rec", "step_seconds")
@@ -188,6 +189,7 @@ def _job(values: dict[str, str], n: dict[str, int], software: Software) -> Job:
         precision=PrecisionConfig(
             dtype="bf16", fp8="hybrid" if values["prec"] == "fp8" else None, fp8_recipe="delayed"
         ),
+        optimizer=OPTIMIZERS["adamw"],
         data_parallel_size=replicas,
         micro_batch_size=n["mbs"],
         num_micro_batches=max(1, n["gbs"] // (n["mbs"] * replicas)),

@@ -8,6 +8,7 @@ import numpy as np
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.sweeps.file import LOSS, Cell, Sweep
+from megatron_fanformer.training.config import UNSTATED
 from megatron_fanformer.training.metrics import read_metrics
 
 State = Literal["complete", "failed", "begun", "to come"]
@@ -118,7 +119,7 @@ def _difference(cell: Cell) -> str | None:
     there, here = store.read_mapping(file), cell.config.as_dict()
     for section in DETERMINING:
         for name, value in here[section].items():
-            before = (there.get(section) or {}).get(name)
+            before = (there.get(section) or {}).get(name, UNSTATED.get(f"{section}.{name}"))
             if name != "run_dir" and before != value:
                 return (
                     f"{cell.run} has a run with {section}.{name} {before}, and the sweep's file makes it {value}; name "
