@@ -27,6 +27,7 @@ from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime import megatron_cpu, shared_gpu
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, RuntimeConfig
+from megatron_fanformer.runtime.cpu_collectives import shared_memory_collectives
 from megatron_fanformer.runtime.heartbeat import watching_ranks
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.meeting import store_of_ranks
@@ -171,20 +172,22 @@ def rank_grid(
         distributed_timeout_minutes=GROUP_TIMEOUT // timedelta(minutes=1),
         create_gloo_process_groups=True,  # the distributed optimizer asks for them when it saves
     )
+    grid = RankGrid(
+        device=kind,
+        torch_device=devices.torch_device(kind),
+        backend=dist.get_backend(),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        is_first_stage=parallel_state.is_pipeline_first_stage(),
+        is_last_stage=parallel_state.is_pipeline_last_stage(),
+        groups=ProcessGroupCollection.use_mpu_process_groups(),
+        is_deterministic=runtime.deterministic_mode,
+    )
     try:
-        yield RankGrid(
-            device=kind,
-            torch_device=devices.torch_device(kind),
-            backend=dist.get_backend(),
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            data_parallel_rank=parallel_state.get_data_parallel_rank(),
-            data_parallel_size=parallel_state.get_data_parallel_world_size(),
-            is_first_stage=parallel_state.is_pipeline_first_stage(),
-            is_last_stage=parallel_state.is_pipeline_last_stage(),
-            groups=ProcessGroupCollection.use_mpu_process_groups(),
-            is_deterministic=runtime.deterministic_mode,
-        )
+        with shared_memory_collectives(enabled=runtime.cpu_shared_memory_collectives):
+            yield grid
     finally:
         parallel_state.destroy_model_parallel()
         RotaryEmbedding.forward.cache_clear()  # holds the modules that made the tables, and these their process group
