@@ -1,27 +1,17 @@
-"""The section `logging` of a run's configuration; apart from the writers, which import a terminal library."""
+"""The section `logging` of a run's configuration: the fields of every logger, and what else is recorded."""
 
 from dataclasses import dataclass
-from typing import Literal
+
+from megatron_fanformer.training.loggers.registry import LOGGERS
+
+# The fields of the last base come first.
+_FIELDS = [kind.Fields for kind in reversed(LOGGERS.values()) if kind.Fields is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggingConfig:
+class LoggingConfig(*_FIELDS):  # type: ignore[misc]  # the table's, whichever they are
     """What is recorded, and how often it is shown."""
 
-    log_interval: int = 10
-    """Steps between printed lines where the output is not a terminal; `metrics.jsonl` has every step."""
-    tensorboard: bool = True
-    """Whether to write TensorBoard's event files."""
-    csv: bool = False
-    """Whether to write the numbers of `metrics.jsonl` as a table, `metrics.csv`, too."""
-    wandb_project: str | None = None
-    """Project of Weights & Biases to log to (the extra `wandb`); null: none. A resumed run goes on with its W&B run."""
-    wandb_entity: str | None = None
-    """Its team or user; null: the account's own."""
-    wandb_exp_name: str | None = None
-    """What the run is called there; null: W&B chooses."""
-    wandb_mode: Literal["online", "offline"] | None = None
-    """`offline` keeps what is logged in the run's folder, for `wandb sync`; null: by WANDB_MODE, else online."""
     norm_interval: int | None = 100
     """Steps from one line with the norms of all weights and of their last update, and the largest peak memory of any
     rank, to the next; null: none."""
@@ -40,10 +30,8 @@ class LoggingConfig:
     that is more than a tenth of a step."""
 
     def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
-        found = []
-        if self.log_interval < 1:
-            found.append(f"logging.log_interval is {self.log_interval}; it must be at least 1")
+        """Return the rules of single fields that this configuration breaks, one line each."""
+        found = [problem for kind in LOGGERS.values() for problem in kind.problems(self)]
         for name in ("norm_interval", "phase_interval", "straggler_interval"):
             if (value := getattr(self, name)) is not None and value < 1:
                 found.append(f"logging.{name} is {value}; it must be at least 1, or null")

@@ -1,0 +1,139 @@
+"""The table of loggers, and those of a run.
+
+A resumed run takes away what was logged after the checkpoint that it resumes from, so that each step appears once.
+"""
+
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from megatron_fanformer.checkpoint.run_lock import FolderWatch
+from megatron_fanformer.checkpoint.store import CONFIG, METRICS
+from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.training.loggers.json_lines import JSONLines
+from megatron_fanformer.training.loggers.logger import Logger, Start
+from megatron_fanformer.training.loggers.progress_line import ProgressLine
+from megatron_fanformer.training.loggers.table import TABLE, Table
+from megatron_fanformer.training.loggers.tensorboard import TensorBoard
+from megatron_fanformer.training.loggers.weights_and_biases import WeightsAndBiases
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_fanformer.training.config import RunConfig
+
+LOGGERS: dict[str, type[Logger]] = {
+    METRICS: JSONLines,
+    "progress": ProgressLine,
+    "TensorBoard": TensorBoard,
+    TABLE: Table,
+    "Weights & Biases": WeightsAndBiases,
+}
+"""By the name that messages and pages give it. Their fields stand in this order in the section `logging`."""
+
+logger = logging.getLogger(__name__)
+
+
+def logger_problems(config: Any) -> list[str]:
+    """Return what this machine lacks for the loggers that the section `logging` asks for, one line each."""
+    return [line for kind in LOGGERS.values() if kind.is_on(config) for line in kind.machine_problems(config)]
+
+
+class Loggers:
+    """All loggers of a run; every rank has one, and those of rank 0 write.
+
+    What a logger that `is_needed` cannot take ends the run. Any other logger that fails is left out from then on, with
+    a warning: a network that is gone is no reason to stop training.
+
+    Args:
+        folder: which folder the run's was when it was found what the run starts from, by `file_of`; None: none.
+    """
+
+    def __init__(
+        self, config: "RunConfig", console: "Console", *, writes: bool, folder: tuple[int, int] | None = None
+    ) -> None:
+        self._config, self._console, self._writes, self._folder = config, console, writes, folder
+        self._run = Path(config.training.run_dir)
+        self._open: dict[str, Logger] = {}
+
+    def open(self, values: dict[str, Any], *, step: int, tokens: int) -> None:
+        """Begin, or begin anew after the run went back, with the resolved configuration.
+
+        Args:
+            step: the last step that the run has taken; what is logged of later ones is taken away.
+            tokens: of all steps so far.
+
+        Raises:
+            InputError: the run's folder cannot be written.
+            FanformerError: it is another than that of the start, or gone.
+        """
+        self.close()
+        if not self._writes:
+            return
+        if self._folder is not None:
+            FolderWatch(self._run, self._folder).check()
+        start = Start(
+            run=self._run,
+            step=step,
+            tokens=tokens,
+            steps=self._config.training.steps,
+            values=values,
+            logging=self._config.logging,
+            console=self._console,
+        )
+        try:
+            self._run.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._run / CONFIG, yaml.safe_dump(values, sort_keys=False))
+            for name, kind in LOGGERS.items():
+                if kind.is_on(self._config.logging):
+                    self._open_one(name, kind, start)
+        except OSError as error:
+            reason = f"cannot be written ({error.strerror}); free space, or name another"
+            raise InputError(f"training.run_dir {self._run} {reason}") from error
+
+    def _open_one(self, name: str, kind: type[Logger], start: Start) -> None:
+        try:
+            self._open[name] = kind(start)
+        except Exception as error:
+            if kind.is_needed:
+                raise
+            _warn_of_failure(name, error)
+
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        """Record a step's metrics everywhere.
+
+        Raises:
+            FanformerError: the run's folder is gone, or another run's by now.
+        """
+        for name, each in list(self._open.items()):
+            try:
+                each.write(step, metrics)
+            except Exception as error:  # whatever a library or a network raises
+                if each.is_needed:
+                    raise
+                _warn_of_failure(name, error)
+                with suppress(Exception):  # one failure is reported
+                    self._open.pop(name).close(failed=True)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Close all loggers; they can be opened again.
+
+        Args:
+            failed: whether the run ends with an error.
+        """
+        while self._open:
+            name, last = self._open.popitem()
+            try:
+                last.close(failed=failed)
+            except Exception as error:
+                if last.is_needed:
+                    raise
+                _warn_of_failure(name, error)
+
+
+def _warn_of_failure(name: str, error: Exception) -> None:
+    logger.warning("%s is without this run's metrics from here on: %s: %s", name, type(error).__name__, error)
