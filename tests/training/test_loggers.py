@@ -26,9 +26,8 @@ from megatron_fanformer.inspection.checkpoint import last_numbers
 from megatron_fanformer.markdown import code_block
 from megatron_fanformer.training import machine_rules
 from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.loggers import registry
 from megatron_fanformer.training.loggers.json_lines import JSONLines
-from megatron_fanformer.training.loggers.logger import Logger, Start
+from megatron_fanformer.training.loggers.logger import Start
 from megatron_fanformer.training.loggers.registry import Loggers, logger_problems
 from megatron_fanformer.training.loggers.table import TABLE
 from megatron_fanformer.training.loggers.tensorboard import BY_TOKENS, FOLDER, TensorBoard

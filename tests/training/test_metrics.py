@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from megatron_fanformer.training.loggers import progress_line
 from megatron_fanformer.training.logging_config import LoggingConfig
-from megatron_fanformer.training.metrics import dashboard_name
+from megatron_fanformer.training.metrics import charts, dashboard_name
 from tests.training.test_loggers import start
 
 
@@ -47,3 +48,11 @@ def test_the_time_left_is_that_of_the_steps_to_come(
 )
 def test_every_metric_has_a_group(name: str, shown: str) -> None:
     assert dashboard_name(name) == shown
+
+
+def test_a_chart_is_of_the_names_on_the_dashboard() -> None:
+    found = charts()
+    assert found["training"]["norms"] == ["train/grad_norm", "train/params_norm", "train/update_norm"]
+    (losses,) = (tags for title, tags in found["training"].items() if title.startswith("loss"))
+    for name in ("loss", "validation_loss/books, all", "eval/own/CrossEntropyLoss"):
+        assert any(re.fullmatch(tag, dashboard_name(name)) for tag in losses)
