@@ -39,7 +39,7 @@ class Metric:
     group: Group
     """Of a dashboard, which shows together what has the same first part."""
     text: str
-    """What it is, for docs/metrics.md; pages are named as `docs/page.md#heading`."""
+    """What it is, for docs/metrics.md; pages by their path from the root, as in docstrings of fields."""
     unit: str = ""
     chart: Chart | None = None
     console: str | None = None
