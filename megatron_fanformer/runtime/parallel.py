@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime import megatron_cpu, shared_gpu
+from megatron_fanformer.runtime import megatron_cpu
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, RuntimeConfig
 from megatron_fanformer.runtime.cpu_collectives import shared_memory_collectives
 from megatron_fanformer.runtime.heartbeat import watching_ranks
@@ -162,7 +162,7 @@ def rank_grid(
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     if kind == "cuda" and dist.get_backend() == "gloo":
-        shared_gpu.install()
+        reduce_one_bucket_a_call()
     config.resolve_data_parallel_size(dist.get_world_size())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -202,3 +202,24 @@ def distributed(
     """A whole run's setting: the process group and the rank grid on it."""
     with process_group(runtime, address) as kind, rank_grid(config, kind, runtime) as grid:
         yield grid
+
+
+def reduce_one_bucket_a_call() -> None:
+    """Have megatron-core reduce gradients and gather weights one bucket a call, where the group is gloo's.
+
+    Ranks that share a GPU use it, for NCCL wants one a rank. Its collectives take GPU tensors, but one a call, and its
+    messages from rank to rank none at all (`training.machine_rules` refuses what would need more).
+    """
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    assert hasattr(buffers, "_coalescing_manager"), "megatron-core reduces buckets in another way"
+    buffers._coalescing_manager = _one_a_call
+
+
+@contextmanager
+def _one_a_call(group: dist.ProcessGroup, *, async_ops: bool = False) -> Iterator[Any]:
+    if dist.get_backend(group) == "gloo" and not async_ops:
+        yield None
+        return
+    with dist._coalescing_manager(group, async_ops=async_ops) as works:
+        yield works

@@ -28,11 +28,10 @@ from megatron_fanformer.training import machine_rules
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.loggers.json_lines import JSONLines
 from megatron_fanformer.training.loggers.logger import Start
-from megatron_fanformer.training.loggers.registry import Loggers, logger_problems
+from megatron_fanformer.training.loggers.registry import Loggers, LoggingConfig, logger_problems
 from megatron_fanformer.training.loggers.table import TABLE
 from megatron_fanformer.training.loggers.tensorboard import BY_TOKENS, FOLDER, TensorBoard
 from megatron_fanformer.training.loggers.weights_and_biases import RUN_ID, _wait_for_own_folder
-from megatron_fanformer.training.logging_config import LoggingConfig
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import find_start
 from megatron_fanformer.training.start import _train

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from megatron_fanformer.training.loggers import progress_line
-from megatron_fanformer.training.logging_config import LoggingConfig
+from megatron_fanformer.training.loggers.registry import LoggingConfig
 from megatron_fanformer.training.metrics import charts, dashboard_name
 from tests.training.test_loggers import start
 

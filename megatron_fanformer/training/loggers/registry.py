@@ -1,10 +1,11 @@
-"""The table of loggers, and those of a run.
+"""The table of loggers, the section `logging` of a run's configuration, and the loggers of a run.
 
 A resumed run takes away what was logged after the checkpoint that it resumes from, so that each step appears once.
 """
 
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +35,45 @@ LOGGERS: dict[str, type[Logger]] = {
     "Weights & Biases": WeightsAndBiases,
 }
 """By the name that messages and pages give it. Their fields stand in this order in the section `logging`."""
+# Of a dataclass the last base comes first.
+_FIELDS = [kind.Fields for kind in reversed(LOGGERS.values()) if kind.Fields is not None]
 
 logger = logging.getLogger(__name__)
 
 
-def logger_problems(config: Any) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig(*_FIELDS):  # type: ignore[misc]  # the table's, whichever they are
+    """What is recorded, and how often it is shown."""
+
+    norm_interval: int | None = 100
+    """Steps from one line with the norms of all weights and of their last update, and the largest peak memory of any
+    rank, to the next; null: none."""
+    phase_interval: int | None = 1000
+    """Steps from one look at the FAN map's phases to the next (docs/metrics.md#phase-health); null: none. There is none
+    of a model without phases, nor with CUDA graphs."""
+    folder: str | None = None
+    """Folder for a log file of each rank (`rank-00000.log` and so on, appended to): what the run does, at level DEBUG,
+    with time, level, rank and module, every warning, and the traceback of an error; null: none. `train --log-file`
+    takes precedence."""
+    straggler_interval: int | None = 100
+    """Steps from one look for a slow rank to the next: own work and waiting of every rank, over the last four steps,
+    in the metrics, and the slowest in the log where it stands out; null: none (docs/clusters.md#slow-ranks)."""
+    straggler_factor: float = 1.4
+    """The slowest rank is named where its own work takes more than this times the median of its pipeline stage, and
+    that is more than a tenth of a step."""
+
+    def problems(self) -> list[str]:
+        """Return the rules of single fields that this configuration breaks, one line each."""
+        found = [problem for kind in LOGGERS.values() for problem in kind.problems(self)]
+        for name in ("norm_interval", "phase_interval", "straggler_interval"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                found.append(f"logging.{name} is {value}; it must be at least 1, or null")
+        if not self.straggler_factor > 1:
+            found.append(f"logging.straggler_factor is {self.straggler_factor}; it must be above 1")
+        return found
+
+
+def logger_problems(config: LoggingConfig) -> list[str]:
     """Return what this machine lacks for the loggers that the section `logging` asks for, one line each."""
     return [line for kind in LOGGERS.values() if kind.is_on(config) for line in kind.machine_problems(config)]
 
