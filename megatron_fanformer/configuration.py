@@ -418,10 +418,14 @@ def described_fields(owner: type, prefix: str = "") -> Iterator[FieldDescription
 
 @functools.cache
 def field_texts(owner: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass, on one line."""
+    """Return the docstring below each field of a dataclass, on one line; those of its bases, too."""
+    found: dict[str, str] = {}
+    for base in owner.__bases__:
+        if dataclasses.is_dataclass(base):
+            found |= field_texts(base)
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
     assert isinstance(tree, ast.ClassDef)
-    return {
+    return found | {
         field.target.id: " ".join(below.value.value.split())
         for field, below in zip(tree.body, tree.body[1:], strict=False)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)

@@ -1,11 +1,11 @@
-"""Renders the pages that the program's own tables make: commands, configuration, the names that Megatron-LM has.
+"""Renders the pages that the program's own tables make: commands, configuration, metrics, Megatron-LM's names.
 
-    python tools/update_pages.py            # rewrite the three pages and examples/config.schema.json
+    python tools/update_pages.py            # rewrite the pages and examples/config.schema.json
     python tools/update_pages.py --check    # exit 1 if one of them is out of date
 
 What is rendered stands between `<!-- commands -->` and `<!-- end of commands -->`, `<!-- fields of SECTION -->` and
-`<!-- end of fields -->`, or `<!-- arguments: GROUP -->` and `<!-- end of arguments -->`; everything else is written by
-hand.
+`<!-- end of fields -->`, `<!-- arguments: GROUP -->` and `<!-- end of arguments -->`, `<!-- metrics of GROUPS -->` and
+`<!-- end of metrics -->`, or `<!-- loggers -->` and `<!-- end of loggers -->`; everything else is written by hand.
 """
 
 import argparse
@@ -18,15 +18,20 @@ from megatron_fanformer import cli, markdown
 from megatron_fanformer.configuration import FieldDescription
 from megatron_fanformer.formats.foreign_names import MEGATRON_LM, ForeignName
 from megatron_fanformer.training.config_reference import run_sections, schema_text
+from megatron_fanformer.training.loggers.registry import LOGGERS
+from megatron_fanformer.training.metrics import METRIC_TABLE
 
 ROOT = Path(__file__).parents[1]
 COMMANDS_PAGE = ROOT / "docs" / "commands.md"
 PAGE = ROOT / "docs" / "configuration.md"
+METRICS_PAGE = ROOT / "docs" / "metrics.md"
 MEGATRON_PAGE = ROOT / "docs" / "from-megatron-lm.md"
 SCHEMA = ROOT / "examples" / "config.schema.json"
 COMMANDS = re.compile(r"(<!-- commands -->\n).*?(<!-- end of commands -->)", re.DOTALL)
 TABLE = re.compile(r"(<!-- fields of (\S+) -->\n).*?(<!-- end of fields -->)", re.DOTALL)
 ARGUMENTS = re.compile(r"(<!-- arguments: ([\w ]+) -->\n).*?(<!-- end of arguments -->)", re.DOTALL)
+METRICS = re.compile(r"(<!-- metrics of ([\w, ]+) -->\n).*?(<!-- end of metrics -->)", re.DOTALL)
+LOGGER_TABLE = re.compile(r"(<!-- loggers -->\n).*?(<!-- end of loggers -->)", re.DOTALL)
 LINK = re.compile(r"docs/([\w-]+\.md)(#[\w-]+)?")
 
 
@@ -50,6 +55,7 @@ def rendered() -> dict[Path, str]:
     return {
         COMMANDS_PAGE: commands_page(COMMANDS_PAGE.read_text()),
         PAGE: page(PAGE.read_text()),
+        METRICS_PAGE: metrics_page(METRICS_PAGE.read_text()),
         MEGATRON_PAGE: megatron_page(MEGATRON_PAGE.read_text()),
         SCHEMA: schema_text() + "\n",
     }
@@ -106,6 +112,23 @@ def page(text: str) -> str:
 def megatron_page(text: str) -> str:
     """The page of Megatron-LM's arguments, likewise."""
     return ARGUMENTS.sub(lambda found: found[1] + _arguments(MEGATRON_LM[found[2]]) + found[3], text)
+
+
+def metrics_page(text: str) -> str:
+    """The page of metrics and loggers, likewise; a table of metrics is of the groups that its mark names."""
+    text = METRICS.sub(lambda found: found[1] + _metrics(found[2].split(", ")) + found[3], text)
+    rows = (
+        [name, f"`logging.{kind.setting}`" if kind.setting else "always", kind.where, kind.resumed]
+        for name, kind in LOGGERS.items()
+    )
+    table = markdown.table(["logger", "set", "where", "a resumed run"], rows) + "\n"
+    return LOGGER_TABLE.sub(lambda found: found[1] + table + found[2], text)
+
+
+def _metrics(groups: list[str]) -> str:
+    found = [metric for metric in METRIC_TABLE if metric.group in groups]
+    rows = ([f"`{metric.name}`", metric.unit, metric.group, _cell(metric.text)] for metric in found)
+    return markdown.table(["metric", "unit", "group", "what"], rows) + "\n"
 
 
 def _arguments(rows: tuple[ForeignName, ...]) -> str:

@@ -2,6 +2,8 @@
 
 A torch archive is a pickle, which executes what it names when it is loaded as one. It is loaded here the way torch
 loads weights, which refuses all that is not data. (The table of a checkpoint's tensors is read in tensor_table.py.)
+The plain values of another program's checkpoint, which keeps them as objects of its own, come as records: no class is
+imported, and nothing is made.
 """
 
 import io
@@ -13,7 +15,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,7 @@ _UNREADABLE: tuple[type[BaseException], ...] = (
 _NOT_ITS_FAULT = (FanformerError, torch.OutOfMemoryError, dist.DistError)
 TRUSTED = "use a checkpoint from a trusted source"
 EARLIER = "use an earlier checkpoint"
+PICKLE = "data.pkl"  # in an archive, beside the bytes of its tensors
 ARCHIVE = b"PK\x03\x04"  # the first bytes of one; older files of torch's are bare pickles
 
 
@@ -60,6 +63,24 @@ def refuse_compressed(file: Any) -> None:
             if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
                 raise ValueError("it is compressed, as torch's archives never are")
     file.seek(start)
+
+
+def check_archive(path: Path, name: str, stream: Any) -> None:
+    """Check the CRC-32 that each record of an archive carries, which is a zip file.
+
+    Args:
+        path, name: where it is, and what it holds.
+
+    Raises:
+        CorruptError: it is not a complete archive, or a record has changed since it was written.
+    """
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError) as error:
+        raise CorruptError(f"{path} is damaged in {name} ({error}); copy it again, or use another") from error
+    if damaged is not None:
+        raise CorruptError(f"{path} is damaged in {name} (CRC-32 of {damaged}); copy it again, or use another")
 
 
 def read_entry(path: Path, offset: int, length: int) -> Any:
@@ -149,3 +170,63 @@ class Section(io.RawIOBase):
         read = os.preadv(self._stream.fileno(), [memoryview(buffer)[:wanted]], self._offset + self._position)
         self._position += read
         return read
+
+
+# -- objects of other programs
+
+
+class Record:
+    """An object of a pickle. What a pickle would call to make it is not called, but makes another record."""
+
+    class_name: ClassVar[str]
+    """With its module."""
+    arguments: tuple[Any, ...]
+    """What the class, or the function, would be called with."""
+    state: Any = None
+    """Its attributes, usually by name; None where it has none of its own."""
+
+    def __new__(cls, *arguments: Any, **_options: Any) -> "Record":
+        """Whatever the class of the object would be called with."""
+        record = super().__new__(cls)
+        record.arguments = arguments
+        return record
+
+    def __init__(self, *_arguments: Any, **_options: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __repr__(self) -> str:
+        return f"<{self.class_name}>"
+
+    def append(self, _item: Any) -> None:
+        """Nothing: items of other kinds of lists are not kept."""
+
+    def __setitem__(self, _key: Any, _value: Any) -> None:
+        """Nothing: nor are those of other kinds of mappings."""
+
+
+class _Recorder(pickle.Unpickler):
+    """Finds no class, no function and no tensor; so a pickle has nothing to call but records."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return type("Record", (Record,), {"class_name": f"{module}.{name}"})
+
+    def persistent_load(self, _identifier: Any) -> None:
+        """A tensor's bytes."""
+
+
+def read_records(stream: BinaryIO) -> Any:
+    """The plain values of a torch archive, with a `Record` in the place of everything else.
+
+    Raises:
+        ValueError: it is no torch archive, or damaged.
+    """
+    refuse_compressed(stream)
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            (name,) = [name for name in archive.namelist() if name.rpartition("/")[2] == PICKLE]
+            return _Recorder(io.BytesIO(archive.read(name))).load()
+    except Exception as error:  # a damaged archive, and a damaged pickle, raise anything
+        raise ValueError(f"it is damaged, or no archive of torch's ({error})") from error

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.data_files import EARLIER, Section, damage_told, load_data, read_entry
-from megatron_fanformer.checkpoint.records import read_records
+from megatron_fanformer.checkpoint.data_files import EARLIER, Section, damage_told, load_data, read_entry, read_records
 from megatron_fanformer.checkpoint.tensor_table import Stored, Table, stored_parts, tensors_of
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError

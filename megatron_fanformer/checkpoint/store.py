@@ -41,7 +41,6 @@ from megatron_fanformer.runtime.layout import MOVED_FIELDS
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 RECOVERY = "recovery.jsonl"
-TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 LOCK = "run.lock"

@@ -9,8 +9,7 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from megatron_fanformer.checkpoint.archive import check_archive
-from megatron_fanformer.checkpoint.data_files import Section, damage_told
+from megatron_fanformer.checkpoint.data_files import Section, check_archive, damage_told
 from megatron_fanformer.checkpoint.manifest import MANIFEST, READ_BYTES, check_files, read_manifest
 from megatron_fanformer.checkpoint.plain_values import COMMON, common_state
 from megatron_fanformer.checkpoint.store import step_of

@@ -5,7 +5,8 @@ rank and are restored where the layout is the same.
 """
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from megatron_fanformer.checkpoint import fp8_scales, megatron_versions, optimizer_state, store
+from megatron_fanformer.checkpoint import megatron_versions, optimizer_state, store
 from megatron_fanformer.checkpoint.data_files import damage_told
 from megatron_fanformer.checkpoint.plain_values import check_plain_values, saved_progress
 from megatron_fanformer.checkpoint.stored_files import check_stored
@@ -32,6 +33,11 @@ LAYOUT_FIELDS = (
 )
 """What the random states of the ranks depend on."""
 
+EXTRA_STATE = "_extra_state"
+FP8_SCALES = "fp8_scales"
+DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+TENSORS = ("scale", "amax_history")
+
 
 def training_state(stages: list[Any], optimizer: Any, progress: dict[str, Any], grid: RankGrid) -> dict[str, Any]:
     """What a checkpoint holds of this rank; every rank calls it.
@@ -46,7 +52,7 @@ def training_state(stages: list[Any], optimizer: Any, progress: dict[str, Any], 
         **optimizer_state.stored_state(optimizer, weights),
         "progress": progress,
         "random": _random_state(grid, capture=True),
-        **fp8_scales.scales_to_save(stages, grid),
+        **scales_to_save(stages, grid),
     }
 
 
@@ -82,12 +88,12 @@ def load_training_state(
     wanted = optimizer_state.requested_weights(weights, stored)
     if same_layout := _is_same_layout(saved, config):
         wanted["random"] = _random_state(grid, capture=False)
-    wanted.update(fp8_scales.scales_to_load(stages, grid, table))
+    wanted.update(scales_to_load(stages, grid, table))
     with blaming_other_versions(checkpoint):
         loaded = megatron_versions.load(wanted, checkpoint, table, group)
         with damage_told(checkpoint):
             _set_weights(stages, loaded)
-            fp8_scales.set_scales(stages, grid, loaded)
+            set_scales(stages, grid, loaded)
         _load_optimizer(checkpoint, table, optimizer, tensors, group, resumed_entries)
         with damage_told(checkpoint):
             if same_layout:
@@ -132,7 +138,7 @@ def model_state(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, Any]]:
     """The parameters of a stage's chunks as sharded tensors, by chunk: {"model0": {name: tensor}, ...}.
 
     Their global names are those of the layers, whichever chunk they are in. Layers' extra state (None here;
-    Transformer Engine's FP8 scales, see fp8_scales.py) is left out: local and Transformer Engine layers load each
+    Transformer Engine's FP8 scales, see below) is left out: local and Transformer Engine layers load each
     other's checkpoints.
     """
     return {f"model{number}": _chunk_state(chunk, grid) for number, chunk in enumerate(stages)}
@@ -212,3 +218,72 @@ def _restore_random_state(state: dict[str, Any]) -> None:
         tracker.set_states(state["tensor_parallel"])
     torch.cuda.set_rng_state(state["device"])
     torch.set_rng_state(state["torch"])
+
+
+# -- FP8
+
+# The scales of FP8's `delayed` recipe, as plain tensors: they come from past steps, and a resumed run needs them.
+# (Other recipes take their scales from the current tensor. Transformer Engine's own form of this state is a pickle,
+# which it refuses to load unless told that the file is trusted.) They differ only between pipeline stages, since their
+# largest values are reduced over tensor, context and data parallel ranks. No other layer or recipe reads them, so FP8
+# and other runs can load each other's checkpoints.
+
+
+def scales_to_save(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, ShardedObject]]:
+    """The part of a state dict that holds the scales of this rank's chunks; empty without the recipe."""
+    scales = {
+        shard.unique_key: replace(shard, data=_captured(layer.fp8_meta))
+        for shard, layer in _layers(stages, grid)
+        if all(direction in layer.fp8_meta for direction in DIRECTIONS)  # else it has not run in FP8 yet
+    }
+    return {FP8_SCALES: scales} if scales else {}
+
+
+def scales_to_load(stages: list[Any], grid: RankGrid, table: Table) -> dict[str, dict[str, ShardedObject]]:
+    """The same part of a state dict, for the scales that a checkpoint with this table has; empty if it has none."""
+    wanted = {shard.unique_key: shard for shard, _ in _layers(stages, grid)}
+    scales = {name: shard for name, shard in wanted.items() if name in table.state_dict_metadata}
+    return {FP8_SCALES: scales} if scales else {}
+
+
+def set_scales(stages: list[Any], grid: RankGrid, loaded: dict[str, Any]) -> None:
+    """Give the layers the scales in a loaded state dict."""
+    scales = loaded.get(FP8_SCALES, {})
+    for shard, layer in _layers(stages, grid):
+        if shard.unique_key in scales:
+            _set(layer, scales[shard.unique_key])
+
+
+def _layers(stages: list[Any], grid: RankGrid) -> Iterator[tuple[ShardedObject, Any]]:
+    """The layers that may be in FP8, each with a shard of its global name that holds nothing yet."""
+    config = stages[0].config
+    if not config.fp8 or config.fp8_recipe != "delayed":
+        return
+    for chunk in stages:
+        for name, shard in chunk.sharded_state_dict(metadata=grid.sharding_metadata).items():
+            layer = chunk.get_submodule(name.removesuffix(f".{EXTRA_STATE}")) if name.endswith(EXTRA_STATE) else None
+            if hasattr(layer, "init_fp8_meta_tensors") and isinstance(shard, ShardedObject):
+                yield replace(shard, key=shard.key.removesuffix(EXTRA_STATE) + FP8_SCALES, data=None), layer
+
+
+def _captured(meta: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {
+        f"{direction}.{name}": getattr(meta[direction], name).detach().cpu().clone()
+        for direction in DIRECTIONS
+        for name in TENSORS
+    }
+
+
+@torch.no_grad()
+def _set(layer: Any, scales: dict[str, torch.Tensor]) -> None:
+    from megatron.core.fp8_utils import get_fp8_recipe
+
+    recipe = get_fp8_recipe(layer.config)
+    layer.fp8_meta.update(recipe=recipe, num_gemms=1)
+    layer.init_fp8_meta_tensors(recipe)  # the first forward would make them, and keeps existing ones
+    for direction in DIRECTIONS:
+        state = layer.fp8_meta[direction]
+        state.scale.copy_(scales[f"{direction}.scale"])
+        history = scales[f"{direction}.amax_history"]
+        kept = min(len(history), len(state.amax_history))  # the run may use another length by now
+        state.amax_history[:kept].copy_(history[:kept])

@@ -26,7 +26,7 @@ from megatron_fanformer.formats.recognition import RUNNABLE, checkpoint_of, reco
 from megatron_fanformer.model.layouts import Layout, layout_fields, parse_layout
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.config import RuntimeConfig
-from megatron_fanformer.runtime.launch import launch_ranks, read_found
+from megatron_fanformer.runtime.launch import launch_ranks, read_found, refuse_ranks_without_gpu
 from megatron_fanformer.terminal import phases, show, tell_loading, width
 
 if TYPE_CHECKING:
@@ -105,24 +105,14 @@ def _start(options: argparse.Namespace, asked: Asked, jobs: "Jobs", arguments: S
     """In this process, or on local ranks."""
     ranks = asked.layout.world_size
     if ranks > 1:
-        _refuse_ranks_without_gpu(asked, ranks)
+        remedy = "change it, or start on several nodes with torchrun"
+        refuse_ranks_without_gpu(ranks, asked.runtime, origin="--layout", remedy=remedy)
         launch_ranks(ranks, arguments, threads=devices.threads_per_rank(ranks), found=(asked, jobs))
         return
     from megatron_fanformer.runtime.parallel import distributed
 
     with distributed(asked.layout.parallel, None, asked.runtime) as grid:
         _run(options, asked, jobs, grid)
-
-
-def _refuse_ranks_without_gpu(asked: Asked, ranks: int) -> None:
-    import torch
-
-    kind = devices.resolve_device(asked.runtime.device)
-    if asked.runtime.backend(kind) == "nccl" and ranks > torch.cuda.device_count():
-        raise InputError(
-            f"--layout asks for {ranks} ranks, but this machine has {torch.cuda.device_count()} GPUs; change it, or "
-            "start on several nodes with torchrun"
-        )
 
 
 def _join(options: argparse.Namespace, address: devices.RankAddress, local: Local) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_fanformer.checkpoint.archive import check_archive
+from megatron_fanformer.checkpoint.data_files import check_archive
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats.huggingface import huggingface_config
 from megatron_fanformer.formats.name_table import Format, expected_shapes

@@ -70,7 +70,7 @@ class _FANLayer:
                 "the configuration has an activation between the MLP's maps, which two FAN layers have not; build the "
                 "model by megatron_fanformer.model.build (stock Megatron-LM cannot build placement ffn)"
             )
-        rows = whole_output(output_size, fan).rows
+        rows = FANOutput.of_width(output_size, fan.p_ratio).rows
         super().__init__(input_size, rows, bias=fan.bias, skip_bias_add=False, **kwargs)  # type: ignore[call-arg]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
@@ -85,7 +85,7 @@ class FANColumnParallelLinear(_FANLayer, ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, fan: FANConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, fan=fan, **kwargs)
-        self.shard = _shard(whole_output(output_size, fan), self.tp_group)
+        self.shard = _shard(output_size, fan, self.tp_group)
         self.activation = _activation(self.shard.outputs[0], fan)
 
     def sharded_state_dict(
@@ -105,8 +105,8 @@ class FANRowParallelLinear(_FANLayer, RowParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, fan: FANConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, fan=fan, **kwargs)
-        self.shard = _shard(whole_output(input_size, fan), self.tp_group)  # of the rows that make the input
-        self.activation = _activation(whole_output(output_size, fan), fan)
+        self.shard = _shard(input_size, fan, self.tp_group)  # of the rows that make the input
+        self.activation = _activation(FANOutput.of_width(output_size, fan.p_ratio), fan)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: ShardedOffsets = (), metadata: dict | None = None
@@ -123,21 +123,9 @@ class FANRowParallelLinear(_FANLayer, RowParallelLinear):
         return state
 
 
-def whole_output(width: int, fan: FANConfig) -> FANOutput:
-    """The rows that make an output of that width."""
-    periodic = int(fan.p_ratio * width)
-    return FANOutput(periodic, width - 2 * periodic)
-
-
-def _shard(whole: FANOutput, tp_group: dist.ProcessGroup) -> FANShard:
-    """One rank's part of the rows, and so of the features that they make."""
-    ranks = tp_group.size()
-    if any(rows % ranks for rows in whole):
-        raise ValueError(
-            f"the FAN layer's {whole.periodic} periodic and {whole.linear} linear rows do not divide over tensor "
-            f"parallel size {ranks}; choose a p_ratio for which both do"
-        )
-    return FANShard(ranks, tp_group.rank(), (FANOutput(*(rows // ranks for rows in whole)),))
+def _shard(width: int, fan: FANConfig, tp_group: dist.ProcessGroup) -> FANShard:
+    """One rank's part of the rows that make an output of that width, and so of the features that they make."""
+    return FANShard.of_rank(tp_group.rank(), tp_group.size(), [FANOutput.of_width(width, fan.p_ratio)])
 
 
 def _activation(own: FANOutput, fan: FANConfig) -> Activation:

@@ -62,7 +62,10 @@ class FANProjection(MegatronModule):
         recompute: bool = False,
     ) -> None:
         super().__init__(config=config)
-        self.shard = _shard(config, fan, form, tp_group)
+        outputs = fan.outputs(config.hidden_size, config.num_query_groups * config.kv_channels)
+        # A T-th of the rows of each kind in the `column` form, all of them in the `sequence` form.
+        rank, ranks = (tp_group.rank(), tp_group.size()) if form == "column" else (0, 1)
+        self.shard = FANShard.of_rank(rank, ranks, [FANOutput.of_width(made.width, made.p_ratio) for made in outputs])
         self.activation = Activation(self.shard, tp_group, fan.activation == "gelu", recompute)
         self._checkpoint: CheckpointWithoutOutput | None = None
         rows = sum(self.shard.whole(number).rows for number in range(len(self.shard.outputs)))
@@ -127,18 +130,3 @@ def canonical_rows(shard: FANShard, names: Sequence[str]) -> list[CanonicalRange
         CanonicalRange(names[output], start, end, canonical_start, shard.whole(output).rows)
         for output, start, end, canonical_start in shard.row_ranges()
     ]
-
-
-def _shard(config: TransformerConfig, fan: FANConfig, form: FANForm, tp_group: dist.ProcessGroup) -> FANShard:
-    """The rows of one rank: a T-th of each kind in the `column` form, all of them in the `sequence` form."""
-    ranks, rank = (tp_group.size(), tp_group.rank()) if form == "column" else (1, 0)
-    outputs = []
-    for output in fan.outputs(config.hidden_size, config.num_query_groups * config.kv_channels):
-        periodic, linear = output.periodic, output.rows - output.periodic
-        if periodic % ranks or linear % ranks:
-            raise ValueError(
-                f"the FAN map's {periodic} periodic and {linear} linear rows do not divide over tensor parallel "
-                f"size {ranks}; choose a p_ratio for which both do"
-            )
-        outputs.append(FANOutput(periodic // ranks, linear // ranks))
-    return FANShard(ranks, rank, tuple(outputs))

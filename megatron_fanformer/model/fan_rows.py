@@ -3,6 +3,7 @@
 Shapes: P periodic and G linear rows of an output, T tensor parallel ranks.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -11,6 +12,12 @@ class FANOutput(NamedTuple):
 
     periodic: int
     linear: int
+
+    @classmethod
+    def of_width(cls, width: int, p_ratio: float) -> "FANOutput":
+        """Return the rows that make an output of that width."""
+        periodic = int(p_ratio * width)
+        return cls(periodic, width - 2 * periodic)
 
     @property
     def rows(self) -> int:
@@ -42,6 +49,21 @@ class FANShard(NamedTuple):
     rank: int
     outputs: tuple[FANOutput, ...]
     """A rank's part of each output: P/T and G/T."""
+
+    @classmethod
+    def of_rank(cls, rank: int, ranks: int, whole: Sequence[FANOutput]) -> "FANShard":
+        """Return a rank's part of whole outputs.
+
+        Raises:
+            ValueError: their rows do not divide over the ranks.
+        """
+        for periodic, linear in whole:
+            if periodic % ranks or linear % ranks:
+                raise ValueError(
+                    f"the FAN map's {periodic} periodic and {linear} linear rows do not divide over tensor parallel "
+                    f"size {ranks}; choose a p_ratio for which both do"
+                )
+        return cls(ranks, rank, tuple(FANOutput(*(rows // ranks for rows in output)) for output in whole))
 
     @property
     def rows(self) -> list[int]:

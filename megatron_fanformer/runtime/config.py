@@ -20,6 +20,9 @@ class RuntimeConfig:
     """What computes a layer's element-wise functions and attention, the loss head's softmax and bf16's weight gradients
     on a CPU: this project's kernels, which the machine's C++ compiler builds once (`compiled`), or PyTorch's operations
     (`torch`). `auto` uses the first where every rank finds a compiler."""
+    cpu_shared_memory_collectives: bool = True
+    """Whether CPU ranks of one machine sum and gather through memory that they share; false: over gloo's sockets, as
+    ranks of several machines do. Neither changes what is computed but for the order of sums."""
     deterministic_mode: bool = False
     """Reproduce the same numbers bit for bit, on a GPU at the cost of speed; a CPU run always does
     (docs/gpu.md#the-same-numbers-every-time)."""

@@ -4,7 +4,8 @@ gloo sends tensors through sockets even where no network is between, and scatter
 rank. A sum here is the same on all ranks, bit for bit, and from run to run.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,12 +18,25 @@ _Tensors = Sequence[torch.Tensor]
 _Pieces = Generator[Written, Buffers, None]
 """A collective, piece by piece: yields what this rank writes, and is sent all ranks' buffers once each has written."""
 
+_is_enabled = True
+
+
+@contextmanager
+def shared_memory_collectives(*, enabled: bool) -> Iterator[None]:
+    """Sum and gather through shared memory while the block runs, or leave all to gloo; the same on every rank."""
+    global _is_enabled
+    before, _is_enabled = _is_enabled, enabled
+    try:
+        yield
+    finally:
+        _is_enabled = before
+
 
 def install() -> None:
     """Replace the methods of process groups by which torch.distributed's functions sum and gather.
 
     Where the ranks are not CPUs of one machine, or what is asked for is not a sum or a maximum of numbers, or is
-    refused by gloo, they do as before.
+    refused by gloo, they do as before; so does everything where `shared_memory_collectives` turns them off.
     """
     for names, pieces_of in (
         (("allreduce", "allreduce_coalesced"), _all_reduce),
@@ -43,6 +57,8 @@ def _through_memory(
     is_sum = pieces_of is not _all_gather
 
     def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if not _is_enabled:
+            return method(group, *args, **kwargs)
         # Of a gather torch 2.11 gives no options.
         *tensors, options = args if hasattr(args[-1], "asyncOp") else (*args, None)
         operation = _operation(options)

@@ -92,7 +92,7 @@ def has_bf16_matrix_units(device: DeviceKind) -> bool:
 def has_fused_gradient_kernel() -> bool:
     """Whether megatron-core's own layers can add a weight gradient into its buffer inside the product.
 
-    On a GPU by the kernel that NVIDIA's apex brings; on a CPU by what `cpu_speedups` puts in its place.
+    On a GPU by the kernel that NVIDIA's apex brings; on a CPU by what `megatron_cpu` puts in its place.
     """
     import torch
 

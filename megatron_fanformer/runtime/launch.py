@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_fanformer.errors import FanformerError, Interrupted
+from megatron_fanformer.errors import FanformerError, InputError, Interrupted
 from megatron_fanformer.processes import SAVE_SIGNAL, end_with_owner, end_with_parent, signals_held, signals_to
 from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.terminal import tell
 
 STOP_GRACE_SECONDS = 600  # how long a rank may take to save after a signal to stop, and to end after another ended
@@ -40,6 +41,19 @@ PEER_FAILURE_WAIT_SECONDS = 15.0  # a rank that lost a peer lets the peer's own 
 PEER_FAILURE_SIGNS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "unhandled system error")
 
 logger = logging.getLogger(__name__)
+
+
+def refuse_ranks_without_gpu(ranks: int, runtime: RuntimeConfig, *, origin: str, remedy: str) -> None:
+    """Raise InputError where ranks on this machine are to have a GPU each, and it has fewer.
+
+    Args:
+        origin: what asks for that many.
+    """
+    import torch  # after errors are reported
+
+    kind = devices.resolve_device(runtime.device)
+    if runtime.backend(kind) == "nccl" and ranks > (count := torch.cuda.device_count()):
+        raise InputError(f"{origin} asks for {ranks} ranks, but this machine has {count} GPUs; {remedy}")
 
 
 class RankFailed(FanformerError):

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.ops import cpu_kernels
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime import megatron_cpu, shared_gpu
+from megatron_fanformer.runtime import megatron_cpu
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME, RuntimeConfig
+from megatron_fanformer.runtime.cpu_collectives import shared_memory_collectives
 from megatron_fanformer.runtime.heartbeat import watching_ranks
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.meeting import store_of_ranks
@@ -161,7 +162,7 @@ def rank_grid(
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     if kind == "cuda" and dist.get_backend() == "gloo":
-        shared_gpu.install()
+        reduce_one_bucket_a_call()
     config.resolve_data_parallel_size(dist.get_world_size())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -171,20 +172,22 @@ def rank_grid(
         distributed_timeout_minutes=GROUP_TIMEOUT // timedelta(minutes=1),
         create_gloo_process_groups=True,  # the distributed optimizer asks for them when it saves
     )
+    grid = RankGrid(
+        device=kind,
+        torch_device=devices.torch_device(kind),
+        backend=dist.get_backend(),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        is_first_stage=parallel_state.is_pipeline_first_stage(),
+        is_last_stage=parallel_state.is_pipeline_last_stage(),
+        groups=ProcessGroupCollection.use_mpu_process_groups(),
+        is_deterministic=runtime.deterministic_mode,
+    )
     try:
-        yield RankGrid(
-            device=kind,
-            torch_device=devices.torch_device(kind),
-            backend=dist.get_backend(),
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            data_parallel_rank=parallel_state.get_data_parallel_rank(),
-            data_parallel_size=parallel_state.get_data_parallel_world_size(),
-            is_first_stage=parallel_state.is_pipeline_first_stage(),
-            is_last_stage=parallel_state.is_pipeline_last_stage(),
-            groups=ProcessGroupCollection.use_mpu_process_groups(),
-            is_deterministic=runtime.deterministic_mode,
-        )
+        with shared_memory_collectives(enabled=runtime.cpu_shared_memory_collectives):
+            yield grid
     finally:
         parallel_state.destroy_model_parallel()
         RotaryEmbedding.forward.cache_clear()  # holds the modules that made the tables, and these their process group
@@ -199,3 +202,24 @@ def distributed(
     """A whole run's setting: the process group and the rank grid on it."""
     with process_group(runtime, address) as kind, rank_grid(config, kind, runtime) as grid:
         yield grid
+
+
+def reduce_one_bucket_a_call() -> None:
+    """Have megatron-core reduce gradients and gather weights one bucket a call, where the group is gloo's.
+
+    Ranks that share a GPU use it, for NCCL wants one a rank. Its collectives take GPU tensors, but one a call, and its
+    messages from rank to rank none at all (`training.machine_rules` refuses what would need more).
+    """
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    assert hasattr(buffers, "_coalescing_manager"), "megatron-core reduces buckets in another way"
+    buffers._coalescing_manager = _one_a_call
+
+
+@contextmanager
+def _one_a_call(group: dist.ProcessGroup, *, async_ops: bool = False) -> Iterator[Any]:
+    if dist.get_backend(group) == "gloo" and not async_ops:
+        yield None
+        return
+    with dist._coalescing_manager(group, async_ops=async_ops) as works:
+        yield works

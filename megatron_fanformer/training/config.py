@@ -29,11 +29,11 @@ from megatron_fanformer.runtime.config import DeviceKind, RuntimeConfig
 from megatron_fanformer.runtime.device import has_bf16_matrix_units
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
 from megatron_fanformer.training.fp8_rules import fp8_problems
-from megatron_fanformer.training.logging_config import LoggingConfig
+from megatron_fanformer.training.loggers.registry import LoggingConfig
 from megatron_fanformer.training.optimizer_config import OptimizerConfig
 from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.presets import with_preset
-from megatron_fanformer.training.recovery_config import RecoveryConfig
+from megatron_fanformer.training.recovery import RecoveryConfig
 from megatron_fanformer.training.schedule import ScheduleConfig
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before

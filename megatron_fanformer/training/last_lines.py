@@ -15,7 +15,9 @@ from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.errors import FanformerError, noting
 from megatron_fanformer.processes import seconds_since_start
 from megatron_fanformer.terminal import fitted, width
-from megatron_fanformer.training.metrics import clock, last_metrics
+from megatron_fanformer.training.loggers.progress_line import clock
+from megatron_fanformer.training.loggers.registry import LOGGERS
+from megatron_fanformer.training.metrics import last_metrics
 from megatron_fanformer.training.recovery import TOTALS
 
 COMMAND = "  megatron-fanformer "  # what the line of one begins with
@@ -54,7 +56,7 @@ def last_lines(run: Path, seconds: float) -> list[str]:
     if metrics is None or metrics["step"] != step:
         metrics = {}
     skipped = f" ({metrics[SKIPPED_STEPS]:,} of them skipped)" if metrics.get(SKIPPED_STEPS) else ""
-    made = [f"{store.CHECKPOINTS}/{checkpoint.name}", store.METRICS, store.TENSORBOARD]
+    made = [f"{store.CHECKPOINTS}/{checkpoint.name}", *(file for kind in LOGGERS.values() for file in kind.files)]
     return [
         f"complete: {step:,} of {step:,} steps{skipped}, {tokens:,} tokens; {_losses(metrics)}this start took"
         f" {clock(seconds)}",

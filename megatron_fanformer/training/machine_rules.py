@@ -3,9 +3,6 @@
 The rules that need no machine are checked before: they need no torch, which takes seconds to import.
 """
 
-import importlib.util
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,18 +13,10 @@ from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.fp8_rules import fp8_machine_problems
-from megatron_fanformer.training.logging_config import LoggingConfig
+from megatron_fanformer.training.loggers.registry import logger_problems
 
 if TYPE_CHECKING:
     import torch
-
-LOGIN = """
-import os, sys
-os.environ.update(setting.split("=", 1) for setting in sys.argv[1:])
-import wandb
-wandb.login(verify=False)
-"""
-WANDB_SECONDS = 60  # that looking for a key of W&B's may take; it takes two
 
 
 def machine_problems(config: RunConfig) -> list[str]:
@@ -43,45 +32,6 @@ def machine_problems(config: RunConfig) -> list[str]:
         *fp8_machine_problems(config.precision, device),
         *logger_problems(config.logging),
     ]
-
-
-def logger_problems(config: LoggingConfig) -> list[str]:
-    """What is missing of the loggers that were asked for, one line each."""
-    if config.wandb_project is None:
-        return []
-    found = importlib.util.find_spec("wandb")
-    if found is None or found.origin is None:  # the latter is a folder of that name, as W&B itself makes
-        return [
-            f"logging.wandb_project is {config.wandb_project}, but wandb is not installed; install "
-            "megatron_fanformer[wandb], or set it to null"
-        ]
-    if config.wandb_mode == "offline" or (refusal := _wandb_refusal(config)) is None:
-        return []
-    return [
-        f"logging.wandb_project is {config.wandb_project}, but W&B has no login ({refusal}); run "
-        "`wandb login`, set WANDB_API_KEY, or set logging.wandb_mode to offline"
-    ]
-
-
-def _wandb_refusal(config: LoggingConfig) -> str | None:
-    """Why W&B does not begin a run for this user; asks no server.
-
-    In a process of its own: W&B keeps what it finds, starts threads, and asks for a key where there is a terminal.
-    """
-    mode = [f"WANDB_MODE={config.wandb_mode}"] if config.wandb_mode else []
-    try:
-        login = subprocess.run(
-            [sys.executable, "-c", LOGIN, "WANDB_SILENT=true", *mode],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=WANDB_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return None  # the logger has a limit of its own
-    if login.returncode == 0:
-        return None
-    return login.stderr.strip().rpartition("\n")[2].partition(": ")[2].rstrip(".")
 
 
 def backend_problems(

@@ -25,8 +25,7 @@ from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.training.chats import with_steps
 from megatron_fanformer.training.config import UNSTATED, RunConfig, by_dotted_names
 from megatron_fanformer.training.machine_rules import machine_problems
-from megatron_fanformer.training.recovery import read_events
-from megatron_fanformer.training.recovery_config import RecoveryConfig
+from megatron_fanformer.training.recovery import RecoveryConfig, read_events
 from megatron_fanformer.training.run_log import told_if_slow
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from rich.console import Console
 from megatron_fanformer.errors import InputError, Interrupted
 from megatron_fanformer.output import FILE_ONLY
 from megatron_fanformer.terminal import fitted
-from megatron_fanformer.training.logging_config import LoggingConfig
+from megatron_fanformer.training.loggers.registry import LoggingConfig
 
 PACKAGE = "megatron_fanformer"
 PYTHON_WARNINGS = "py.warnings"  # the logger that logging.captureWarnings writes to

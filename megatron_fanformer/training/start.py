@@ -14,6 +14,7 @@ from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.errors import FanformerError, InputError, Interrupted
 from megatron_fanformer.model.layouts import layout_text
 from megatron_fanformer.runtime import device as devices
+from megatron_fanformer.runtime.launch import RankFailed, launch_ranks, read_found, refuse_ranks_without_gpu
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.training.config import RunConfig, load_config, tell_on_stderr
 from megatron_fanformer.training.preflight import (
@@ -58,15 +59,13 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
         ranks = config.parallel.resolve_data_parallel_size(None) * config.parallel.model_parallel_size
         _tell_start(config.parallel, ranks, " on this machine")
         start = check_machine_and_data(checked)
-        import torch  # after errors are reported
-
-        kind = devices.resolve_device(config.runtime.device)
-        if config.runtime.backend(kind) == "nccl" and ranks > torch.cuda.device_count():
-            raise InputError(
-                f"the layout asks for {ranks} ranks, but this machine has {torch.cuda.device_count()} GPUs; change "
-                "parallel, start on several nodes with torchrun, or let ranks share a GPU with "
-                "runtime.distributed_backend gloo"
-            )
+        refuse_ranks_without_gpu(
+            ranks,
+            config.runtime,
+            origin="the layout",
+            remedy="change parallel, start on several nodes with torchrun, or let ranks share a GPU with "
+            "runtime.distributed_backend gloo",
+        )
         if ranks > 1 or config.training.max_restarts > 0:  # what restarts a rank must survive it
             _launch(config, ranks, arguments, start)
             return run
@@ -105,8 +104,6 @@ def _tell_start(parallel: ParallelConfig, ranks: int, place: str = "") -> None:
 
 def _launch(config: RunConfig, ranks: int, arguments: Sequence[str], start: RunStart) -> None:
     """Launch local ranks, and launch them again after a crash, as often as `training.max_restarts` allows."""
-    from megatron_fanformer.runtime.launch import RankFailed, launch_ranks
-
     threads = config.runtime.threads_per_rank or devices.threads_per_rank(ranks)
     restarts, reason = 0, None
     while True:
@@ -155,7 +152,6 @@ def run_rank(
         if not is_launched_here:
             _tell_start(config.parallel, address.world_size)
         from megatron_fanformer.runtime.agreement import on_main
-        from megatron_fanformer.runtime.launch import read_found
         from megatron_fanformer.runtime.parallel import process_group, rank_grid
 
         started.write_to(log_file(config.logging, log, rank=address.rank, world_size=address.world_size))

@@ -27,7 +27,7 @@ from megatron_fanformer.training.chats import template_file, with_train_iters, w
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.evaluation import Evaluation
 from megatron_fanformer.training.interrupts import InterruptListener, Interrupts, share
-from megatron_fanformer.training.loggers import Loggers
+from megatron_fanformer.training.loggers.registry import Loggers
 from megatron_fanformer.training.machine_choices import attention_notice, choice_lines, choose_for_machine
 from megatron_fanformer.training.optimizer import build_optimizer
 from megatron_fanformer.training.optimizers import OPTIMIZERS

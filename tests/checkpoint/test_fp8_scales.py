@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_fanformer.checkpoint.fp8_scales import DIRECTIONS
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
+from megatron_fanformer.checkpoint.training_state import DIRECTIONS
 from tests.checkpoint.states import small_model, training
 
 RunOnRanks = Callable[..., list[Any]]

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_fanformer.checkpoint import training_state
+from megatron_fanformer.checkpoint.data_files import read_records
 from megatron_fanformer.checkpoint.manifest import MANIFEST, write_manifest
 from megatron_fanformer.checkpoint.plain_values import COMMON, check_format
-from megatron_fanformer.checkpoint.records import read_records
 from megatron_fanformer.checkpoint.store import MEGATRON_METADATA
 from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, tensors_of
 from megatron_fanformer.cli import main

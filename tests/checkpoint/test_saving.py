@@ -10,8 +10,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_fanformer.checkpoint.config import CheckpointConfig
-from megatron_fanformer.checkpoint.finite import check_finite
 from megatron_fanformer.checkpoint.optimizer_state import _stored_groups
+from megatron_fanformer.checkpoint.saving import check_finite
 from megatron_fanformer.checkpoint.training_state import _capture_random_state, _restore_random_state
 from megatron_fanformer.errors import DivergenceError
 

@@ -182,10 +182,10 @@ def _adapt_megatron() -> None:
 
     Buckets are reduced as by NCCL: all in one call, beside backward too.
     """
-    from megatron_fanformer.runtime import megatron_cpu, shared_gpu
+    from megatron_fanformer.runtime import megatron_cpu, parallel
 
     megatron_cpu.adapt(with_engine=True)
-    shared_gpu.install = lambda: None
+    parallel.reduce_one_bucket_a_call = lambda: None
 
 
 class _AwaitedOnce:

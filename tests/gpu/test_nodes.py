@@ -8,7 +8,7 @@ import torch
 from torch import distributed as dist
 
 from megatron_fanformer.cli import main
-from megatron_fanformer.runtime.waits import timed_waits
+from megatron_fanformer.training.stragglers import timed_waits
 from tests.gpu.making import needs_real_gpu
 
 pytestmark = [

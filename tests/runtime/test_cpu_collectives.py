@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron_fanformer.runtime import cpu_collectives, shared_memory
-from megatron_fanformer.runtime.cpu_collectives import CollectiveThroughMemory
+from megatron_fanformer.runtime.cpu_collectives import CollectiveThroughMemory, shared_memory_collectives
 from megatron_fanformer.runtime.launch import PEER_FAILURE_SIGNS
 from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool
 from megatron_fanformer.runtime.shared_memory import PIECE_BYTES, GroupMemory
@@ -142,6 +142,22 @@ def what_gloo_does() -> None:
 
 def test_others_are_left_to_gloo(run_on_ranks: RunOnRanks) -> None:
     run_on_ranks(2, what_gloo_does)
+
+
+def turned_off() -> list[bool]:
+    found = []
+    for enabled in (False, True):
+        tensor = torch.tensor([dist.get_rank() + 2.0])
+        with shared_memory_collectives(enabled=enabled):
+            work = dist.all_reduce(tensor, async_op=True)
+            work.wait()
+        assert tensor.tolist() == [5.0]
+        found.append(isinstance(work, CollectiveThroughMemory))
+    return found
+
+
+def test_all_are_left_to_gloo_where_they_are_turned_off(run_on_ranks: RunOnRanks) -> None:
+    assert run_on_ranks(2, turned_off) == [[False, True]] * 2
 
 
 def of_another_machine(rank: int) -> tuple[bool, int]:

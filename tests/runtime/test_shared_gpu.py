@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from megatron_fanformer.runtime import shared_gpu
+from megatron_fanformer.runtime.parallel import reduce_one_bucket_a_call
 
 
 def reduced_twice() -> tuple[bool, list[float]]:
@@ -15,7 +15,7 @@ def reduced_twice() -> tuple[bool, list[float]]:
 
     theirs, tensor = buffers._coalescing_manager, torch.ones(2)
     try:
-        shared_gpu.install()
+        reduce_one_bucket_a_call()
         with buffers._coalescing_manager(dist.group.WORLD) as nothing:
             dist.all_reduce(tensor)
         with buffers._coalescing_manager(dist.group.WORLD, async_ops=True) as works:

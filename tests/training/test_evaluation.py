@@ -13,7 +13,7 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import InputError, Interrupted
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.metrics import read_metrics
+from megatron_fanformer.training.metrics import metric_of, read_metrics
 from megatron_fanformer.training.preflight import check_run
 from tests.evaluation.made_up import made_up_tasks, write_made_up
 from tests.small_runs import SEQ_LENGTH, VOCAB_SIZE, small_run, write_tokens
@@ -103,6 +103,7 @@ def test_a_run_is_the_same_to_the_bit_with_and_without_evaluation(
     without = run_on_ranks(2, train, small_run(tokens, tmp_path / "without", **plain, **layout))
     assert run_on_ranks(2, train, small_run(tokens, tmp_path / "with", **evaluated, **layout)) == without
     lines = read_metrics(tmp_path / "with")
+    assert all(metric_of(name) for line in lines for name in line)
     expected = read_metrics(tmp_path / "without")
     assert [[line[name] for name in ("loss", "grad_norm")] for line in lines] == [
         [line[name] for name in ("loss", "grad_norm")] for line in expected

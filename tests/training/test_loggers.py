@@ -20,24 +20,18 @@ import pytest
 import yaml
 from rich.console import Console
 
-from megatron_fanformer.checkpoint.store import METRICS, TENSORBOARD
+from megatron_fanformer.checkpoint.store import METRICS
 from megatron_fanformer.errors import DivergenceError, FanformerError, InputError, Interrupted
 from megatron_fanformer.inspection.checkpoint import last_numbers
 from megatron_fanformer.markdown import code_block
 from megatron_fanformer.training import machine_rules
 from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.loggers import (
-    BY_TOKENS,
-    TABLE,
-    WANDB_ID,
-    JSONLines,
-    Loggers,
-    Start,
-    TensorBoard,
-    _wait_for_own_folder,
-    dashboard_name,
-)
-from megatron_fanformer.training.logging_config import LoggingConfig
+from megatron_fanformer.training.loggers.json_lines import JSONLines
+from megatron_fanformer.training.loggers.logger import Start
+from megatron_fanformer.training.loggers.registry import Loggers, LoggingConfig, logger_problems
+from megatron_fanformer.training.loggers.table import TABLE
+from megatron_fanformer.training.loggers.tensorboard import BY_TOKENS, FOLDER, TensorBoard
+from megatron_fanformer.training.loggers.weights_and_biases import RUN_ID, _wait_for_own_folder
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import find_start
 from megatron_fanformer.training.start import _train
@@ -48,8 +42,11 @@ FOREIGN = [b"", b"\xff\xfe\x00 not text", b"[1, 2]", b"7", b'{"step": "8"}', b'{
 TOKENS = 64  # of a step
 
 
-def start(step: int = 0) -> Start:
-    return Start(step, TOKENS * step, {})
+def start(run: Path, step: int = 0) -> Start:
+    console = Console(file=io.StringIO())
+    return Start(
+        run=run, step=step, tokens=TOKENS * step, steps=20, values={}, logging=LoggingConfig(), console=console
+    )
 
 
 def test_a_resume_drops_later_steps_and_keeps_what_no_run_wrote(
@@ -59,7 +56,7 @@ def test_a_resume_drops_later_steps_and_keeps_what_no_run_wrote(
     file = tmp_path / METRICS
     file.write_bytes(b"\n".join([steps[0], *FOREIGN, *steps[1:], b'{"step": 1']))
     with caplog.at_level(logging.WARNING, "megatron_fanformer"):
-        lines = JSONLines(tmp_path, start(2))
+        lines = JSONLines(start(tmp_path, step=2))
     assert f"{file}: line 2 is not a step's metrics" in caplog.text
     lines.write(3, {"loss": 4.0})
     lines.close()
@@ -71,7 +68,7 @@ def test_a_resume_drops_later_steps_and_keeps_what_no_run_wrote(
 
 
 def test_a_file_that_is_removed_during_a_run_is_written_anew(tmp_path: Path) -> None:
-    lines = JSONLines(tmp_path, start())
+    lines = JSONLines(start(tmp_path))
     lines.write(1, {})
     (tmp_path / METRICS).unlink()
     lines.write(2, {})
@@ -151,7 +148,7 @@ def test_tensorboard_shows_each_step_once_in_groups_and_the_loss_by_tokens(tmp_p
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log_two_lives(tmp_path, tensorboard=True)
-    by_step, by_tokens = (EventAccumulator(str(tmp_path / TENSORBOARD / name)).Reload() for name in ("", BY_TOKENS))
+    by_step, by_tokens = (EventAccumulator(str(tmp_path / FOLDER / name)).Reload() for name in ("", BY_TOKENS))
     losses = by_step.Scalars("train/loss")
     expected = [(step, 10 * life + step) for step, life in enumerate(LIVES, 1)]
     assert [(event.step, event.value) for event in losses] == expected
@@ -174,21 +171,6 @@ def test_a_configuration_stays_in_its_block_of_code() -> None:
     text = "name: |\n  ```\n  <script>\n  ````\n"
     assert code_block(text, "yaml") == f"`````yaml\n{text}`````"
     assert code_block("plain") == "```\nplain\n```"
-
-
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("params_norm", "train/params_norm"),
-        ("wait_seconds/median", "speed/wait_seconds/median"),
-        ("evaluation_seconds", "evaluation/evaluation_seconds"),
-        ("eval/downstream/copa_acc", "evaluation/downstream/copa_acc"),
-        ("recovery/rewinds", "recovery/rewinds"),
-        ("of_a_later_version", "train/of_a_later_version"),
-    ],
-)
-def test_every_metric_has_a_group(name: str, shown: str) -> None:
-    assert dashboard_name(name) == shown
 
 
 def wandb_records(file: Path) -> list[Any]:
@@ -215,7 +197,7 @@ def test_wandb_goes_on_with_its_run_and_gets_no_step_twice(tmp_path: Path) -> No
     """Its rows cannot be taken back: of steps that were logged before, the first life's stay."""
     log_two_lives(tmp_path, wandb_project="small", wandb_exp_name="two lives", wandb_mode="offline")
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert [file.stem for file in files] == [f"run-{(tmp_path / WANDB_ID).read_text()}"] * 2
+    assert [file.stem for file in files] == [f"run-{(tmp_path / RUN_ID).read_text()}"] * 2
     shown, rates = {}, []
     for file in files:
         for record in wandb_records(file):
@@ -255,7 +237,7 @@ def test_two_lives_that_begin_in_one_second_have_folders_of_their_own(
     """W&B names them by the second."""
     seconds = iter(["01", "01", "02"])
     clock = mock.Mock(strftime=lambda _: next(seconds))
-    monkeypatch.setattr("megatron_fanformer.training.loggers.time", clock)
+    monkeypatch.setattr("megatron_fanformer.training.loggers.weights_and_biases.time", clock)
     (tmp_path / "offline-run-01-own").mkdir()
     (tmp_path / "offline-run-02-other").mkdir()
     _wait_for_own_folder(tmp_path, "own")
@@ -287,13 +269,13 @@ def without_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_key")
 def test_wandb_without_a_key_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = LoggingConfig(wandb_project="small")
-    assert machine_rules.logger_problems(asked) == [
+    assert logger_problems(asked) == [
         "logging.wandb_project is small, but W&B has no login (No API key configured. Use `wandb login` to log in); "
         "run `wandb login`, set WANDB_API_KEY, or set logging.wandb_mode to offline"
     ]
-    assert machine_rules.logger_problems(dataclasses.replace(asked, wandb_mode="offline")) == []
+    assert logger_problems(dataclasses.replace(asked, wandb_mode="offline")) == []
     monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
-    assert machine_rules.logger_problems(asked) == []
+    assert logger_problems(asked) == []
 
 
 OPEN_ONLINE = """
@@ -322,7 +304,7 @@ def test_wandb_without_a_key_asks_for_none_on_a_terminal(tmp_path: Path) -> None
         os.close(other_end)
     assert done.returncode == 0
     assert "Weights & Biases is without this run's metrics from here on: UsageError: No API key" in done.stdout
-    assert not (tmp_path / "run" / WANDB_ID).exists()
+    assert not (tmp_path / "run" / RUN_ID).exists()
 
 
 def test_a_logger_that_fails_is_left_out_with_one_warning(

@@ -1,12 +1,18 @@
-"""A run's progress: the time that is left, from the steps of this start alone."""
+"""The table of metrics, and a run's progress: the time that is left, from the steps of this start alone."""
 
+import dataclasses
 import io
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from megatron_fanformer.training import metrics
+from megatron_fanformer.training.loggers import progress_line
+from megatron_fanformer.training.loggers.registry import LoggingConfig
+from megatron_fanformer.training.metrics import charts, dashboard_name
+from tests.training.test_loggers import start
 
 
 @pytest.mark.parametrize(
@@ -18,10 +24,35 @@ def test_the_time_left_is_that_of_the_steps_to_come(
     monkeypatch: pytest.MonkeyPatch, done: int, step: int, passed: float, left: str
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(progress_line, "time", SimpleNamespace(monotonic=lambda: now[0]))
     written = io.StringIO()
-    line = metrics.ProgressLine(total_steps=20, done_steps=done, log_interval=1, console=Console(file=written))
+    logging = LoggingConfig(log_interval=1)
+    begun = dataclasses.replace(start(Path(), step=done), logging=logging, console=Console(file=written))
+    line = progress_line.ProgressLine(begun)
     now[0] += passed
     line.write(step, {"loss": 2.0, "tokens_per_second": 1000.0})
     line.close()
     assert written.getvalue() == f"step {step}/20  loss 2.0000  1,000 tokens/s  left {left}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("params_norm", "train/params_norm"),
+        ("wait_seconds/median", "speed/wait_seconds/median"),
+        ("evaluation_seconds", "evaluation/evaluation_seconds"),
+        ("eval/downstream/copa_acc", "evaluation/downstream/copa_acc"),
+        ("recovery/rewinds", "recovery/rewinds"),
+        ("of_a_later_version", "train/of_a_later_version"),
+    ],
+)
+def test_every_metric_has_a_group(name: str, shown: str) -> None:
+    assert dashboard_name(name) == shown
+
+
+def test_a_chart_is_of_the_names_on_the_dashboard() -> None:
+    found = charts()
+    assert found["training"]["norms"] == ["train/grad_norm", "train/params_norm", "train/update_norm"]
+    (losses,) = (tags for title, tags in found["training"].items() if title.startswith("loss"))
+    for name in ("loss", "validation_loss/books, all", "eval/own/CrossEntropyLoss"):
+        assert any(re.fullmatch(tag, dashboard_name(name)) for tag in losses)

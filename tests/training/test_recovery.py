@@ -21,8 +21,7 @@ from megatron_fanformer.training import attempts
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics
 from megatron_fanformer.training.preflight import check_run
-from megatron_fanformer.training.recovery import BadSteps, EventLog, read_events
-from megatron_fanformer.training.recovery_config import RecoveryConfig
+from megatron_fanformer.training.recovery import BadSteps, EventLog, RecoveryConfig, read_events
 from tests.small_runs import small_run, write_tokens
 from tests.training.test_trainer import numbers, stored_tensors, train
 

@@ -7,7 +7,6 @@ import pytest
 
 from megatron_fanformer.data.identity import DataIdentity, SetIdentity
 from megatron_fanformer.data.survey import DataSurvey
-from megatron_fanformer.runtime import launch
 from megatron_fanformer.runtime.launch import RankFailed
 from megatron_fanformer.training import start
 from megatron_fanformer.training.config import config_from_dict
@@ -38,7 +37,7 @@ class Launches:
     def run(self) -> int:
         """Returns how often the ranks were launched."""
         with (
-            mock.patch.object(launch, "launch_ranks", self._launch),
+            mock.patch.object(start, "launch_ranks", self._launch),
             mock.patch.object(start, "check_run", lambda *_: next(self._saved)),
             mock.patch.object(start.time, "sleep", self.pauses.append),
         ):

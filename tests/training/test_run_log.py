@@ -15,7 +15,7 @@ from megatron_fanformer.cli import main
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.runtime.device import NOTICES, quieten_libraries
 from megatron_fanformer.training import run_log as run_log_module
-from megatron_fanformer.training.logging_config import LoggingConfig
+from megatron_fanformer.training.loggers.registry import LoggingConfig
 from megatron_fanformer.training.run_log import log_file, run_log, told_if_slow
 from tests.generation.making import write_tokenizer
 from tests.patience import PATIENCE_SECONDS

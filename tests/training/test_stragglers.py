@@ -15,8 +15,15 @@ from megatron_fanformer.runtime.collectives import methods_replaced
 from megatron_fanformer.runtime.cpu_collectives import CollectiveThroughMemory
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import rank_grid
-from megatron_fanformer.runtime.waits import _CALLS, timed_waits
-from megatron_fanformer.training.stragglers import MEASURED_STEPS, RankTime, Slowest, Stragglers, find_slowest
+from megatron_fanformer.training.stragglers import (
+    _CALLS,
+    MEASURED_STEPS,
+    RankTime,
+    Slowest,
+    Stragglers,
+    find_slowest,
+    timed_waits,
+)
 
 SLOW_RANK = 1
 SLOW_SECONDS, USUAL_SECONDS = 0.06, 0.01

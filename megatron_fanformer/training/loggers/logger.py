@@ -1,0 +1,88 @@
+"""What a logger is: how it is configured, what it needs, which files of a run it owns, and what it records."""
+
+import importlib.util
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run begins to log: at its start, where it resumes, or where it goes back to."""
+
+    run: Path
+    """Its folder."""
+    step: int
+    """The last step that is kept of what was logged before."""
+    tokens: int
+    """Of all steps up to that one."""
+    steps: int
+    """That the run is to take."""
+    values: dict[str, Any]
+    """The resolved configuration."""
+    logging: Any
+    """The section `logging`, which has the fields of every logger."""
+    console: "Console"
+
+
+class Logger(ABC):
+    """Something that records metrics; it is opened as it is made, and made anew after the run went back.
+
+    A new one is a module with a class like this, and its entry in `LOGGERS`: all else follows from these.
+    """
+
+    Fields: ClassVar[type | None] = None
+    """A dataclass of its fields in the section `logging`, with a docstring each."""
+    setting: ClassVar[str | None] = None
+    """The field of the section `logging` that turns it on, unless that is null or false; None: it is always on."""
+    package: ClassVar[str | None] = None
+    """What must be installed for it, which is also the name of the extra that brings it."""
+    is_needed: ClassVar[bool] = False
+    """Whether the run ends where it fails; else it is left out from then on."""
+    files: ClassVar[tuple[str, ...]] = ()
+    """What it writes in the run's folder."""
+    where: ClassVar[str]
+    """What it writes, for docs/metrics.md."""
+    resumed: ClassVar[str]
+    """What becomes of later steps in a run that resumes or goes back, likewise."""
+
+    @abstractmethod
+    def __init__(self, start: Start) -> None:
+        """Open it, and take away, or else leave out, what it has of steps after `start.step`."""
+
+    @abstractmethod
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        """Record the metrics of one step: numbers, texts, and lists of a number a layer."""
+
+    @abstractmethod
+    def close(self, *, failed: bool = False) -> None:
+        """Flush and close; `failed`: the run ends with an error."""
+
+    @classmethod
+    def is_on(cls, config: Any) -> bool:
+        """Return whether the section `logging` asks for it."""
+        return cls.setting is None or getattr(config, cls.setting) not in (None, False)
+
+    @classmethod
+    def problems(cls, config: Any) -> list[str]:
+        """Return the rules of its fields that the section breaks, one line each."""
+        return []
+
+    @classmethod
+    def machine_problems(cls, config: Any) -> list[str]:
+        """Return what this machine lacks for it, one line each."""
+        if cls.package is None or cls.setting is None:
+            return []
+        found = importlib.util.find_spec(cls.package)
+        if found is not None and found.origin is not None:  # else a folder of that name, as W&B itself makes
+            return []
+        value = getattr(config, cls.setting)
+        shown, off = ("true", "false") if value is True else (value, "null")
+        return [
+            f"logging.{cls.setting} is {shown}, but {cls.package} is not installed; install "
+            f"megatron_fanformer[{cls.package}], or set it to {off}"
+        ]

@@ -1,0 +1,174 @@
+"""The table of loggers, the section `logging` of a run's configuration, and the loggers of a run.
+
+A resumed run takes away what was logged after the checkpoint that it resumes from, so that each step appears once.
+"""
+
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from megatron_fanformer.checkpoint.run_lock import FolderWatch
+from megatron_fanformer.checkpoint.store import CONFIG, METRICS
+from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.training.loggers.json_lines import JSONLines
+from megatron_fanformer.training.loggers.logger import Logger, Start
+from megatron_fanformer.training.loggers.progress_line import ProgressLine
+from megatron_fanformer.training.loggers.table import TABLE, Table
+from megatron_fanformer.training.loggers.tensorboard import TensorBoard
+from megatron_fanformer.training.loggers.weights_and_biases import WeightsAndBiases
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron_fanformer.training.config import RunConfig
+
+LOGGERS: dict[str, type[Logger]] = {
+    METRICS: JSONLines,
+    "progress": ProgressLine,
+    "TensorBoard": TensorBoard,
+    TABLE: Table,
+    "Weights & Biases": WeightsAndBiases,
+}
+"""By the name that messages and pages give it. Their fields stand in this order in the section `logging`."""
+# Of a dataclass the last base comes first.
+_FIELDS = [kind.Fields for kind in reversed(LOGGERS.values()) if kind.Fields is not None]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig(*_FIELDS):  # type: ignore[misc]  # the table's, whichever they are
+    """What is recorded, and how often it is shown."""
+
+    norm_interval: int | None = 100
+    """Steps from one line with the norms of all weights and of their last update, and the largest peak memory of any
+    rank, to the next; null: none."""
+    phase_interval: int | None = 1000
+    """Steps from one look at the FAN map's phases to the next (docs/metrics.md#phase-health); null: none. There is none
+    of a model without phases, nor with CUDA graphs."""
+    folder: str | None = None
+    """Folder for a log file of each rank (`rank-00000.log` and so on, appended to): what the run does, at level DEBUG,
+    with time, level, rank and module, every warning, and the traceback of an error; null: none. `train --log-file`
+    takes precedence."""
+    straggler_interval: int | None = 100
+    """Steps from one look for a slow rank to the next: own work and waiting of every rank, over the last four steps,
+    in the metrics, and the slowest in the log where it stands out; null: none (docs/clusters.md#slow-ranks)."""
+    straggler_factor: float = 1.4
+    """The slowest rank is named where its own work takes more than this times the median of its pipeline stage, and
+    that is more than a tenth of a step."""
+
+    def problems(self) -> list[str]:
+        """Return the rules of single fields that this configuration breaks, one line each."""
+        found = [problem for kind in LOGGERS.values() for problem in kind.problems(self)]
+        for name in ("norm_interval", "phase_interval", "straggler_interval"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                found.append(f"logging.{name} is {value}; it must be at least 1, or null")
+        if not self.straggler_factor > 1:
+            found.append(f"logging.straggler_factor is {self.straggler_factor}; it must be above 1")
+        return found
+
+
+def logger_problems(config: LoggingConfig) -> list[str]:
+    """Return what this machine lacks for the loggers that the section `logging` asks for, one line each."""
+    return [line for kind in LOGGERS.values() if kind.is_on(config) for line in kind.machine_problems(config)]
+
+
+class Loggers:
+    """All loggers of a run; every rank has one, and those of rank 0 write.
+
+    What a logger that `is_needed` cannot take ends the run. Any other logger that fails is left out from then on, with
+    a warning: a network that is gone is no reason to stop training.
+
+    Args:
+        folder: which folder the run's was when it was found what the run starts from, by `file_of`; None: none.
+    """
+
+    def __init__(
+        self, config: "RunConfig", console: "Console", *, writes: bool, folder: tuple[int, int] | None = None
+    ) -> None:
+        self._config, self._console, self._writes, self._folder = config, console, writes, folder
+        self._run = Path(config.training.run_dir)
+        self._open: dict[str, Logger] = {}
+
+    def open(self, values: dict[str, Any], *, step: int, tokens: int) -> None:
+        """Begin, or begin anew after the run went back, with the resolved configuration.
+
+        Args:
+            step: the last step that the run has taken; what is logged of later ones is taken away.
+            tokens: of all steps so far.
+
+        Raises:
+            InputError: the run's folder cannot be written.
+            FanformerError: it is another than that of the start, or gone.
+        """
+        self.close()
+        if not self._writes:
+            return
+        if self._folder is not None:
+            FolderWatch(self._run, self._folder).check()
+        start = Start(
+            run=self._run,
+            step=step,
+            tokens=tokens,
+            steps=self._config.training.steps,
+            values=values,
+            logging=self._config.logging,
+            console=self._console,
+        )
+        try:
+            self._run.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._run / CONFIG, yaml.safe_dump(values, sort_keys=False))
+            for name, kind in LOGGERS.items():
+                if kind.is_on(self._config.logging):
+                    self._open_one(name, kind, start)
+        except OSError as error:
+            reason = f"cannot be written ({error.strerror}); free space, or name another"
+            raise InputError(f"training.run_dir {self._run} {reason}") from error
+
+    def _open_one(self, name: str, kind: type[Logger], start: Start) -> None:
+        try:
+            self._open[name] = kind(start)
+        except Exception as error:
+            if kind.is_needed:
+                raise
+            _warn_of_failure(name, error)
+
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        """Record a step's metrics everywhere.
+
+        Raises:
+            FanformerError: the run's folder is gone, or another run's by now.
+        """
+        for name, each in list(self._open.items()):
+            try:
+                each.write(step, metrics)
+            except Exception as error:  # whatever a library or a network raises
+                if each.is_needed:
+                    raise
+                _warn_of_failure(name, error)
+                with suppress(Exception):  # one failure is reported
+                    self._open.pop(name).close(failed=True)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Close all loggers; they can be opened again.
+
+        Args:
+            failed: whether the run ends with an error.
+        """
+        while self._open:
+            name, last = self._open.popitem()
+            try:
+                last.close(failed=failed)
+            except Exception as error:
+                if last.is_needed:
+                    raise
+                _warn_of_failure(name, error)
+
+
+def _warn_of_failure(name: str, error: Exception) -> None:
+    logger.warning("%s is without this run's metrics from here on: %s: %s", name, type(error).__name__, error)
