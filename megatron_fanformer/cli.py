@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_fanformer import __version__
 from megatron_fanformer.errors import FanformerError, InputError, escaped, holds_controls, not_installed, redacted
+from megatron_fanformer.options import Verb, add_options
 from megatron_fanformer.output import go_on_unread
 from megatron_fanformer.processes import signals_released
 from megatron_fanformer.terminal import tell
@@ -111,14 +112,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for argument in arguments:
             _check_text(argument)
-        options, rest = _parser().parse_known_args([argument for argument in arguments if argument != "--debug"])
-        if rest and options.verb not in TAKES_OVERRIDES:
-            raise InputError(f"unknown argument {rest[0]}; {PROGRAM} {options.verb} --help lists the options")
+        verb, options = read_command(arguments)
         _check_outputs(options)
-        if options.verb in RESULT_IN_FILES or _launcher_tells():
+        if verb.results_are_files or _launcher_tells():
             go_on_unread()
-        with nullcontext() if options.verb in TAKES_SIGNALS else signals_released():
-            options.run(options, rest, arguments)
+        with nullcontext() if verb.takes_signals else signals_released():
+            verb.run(options)
             sys.stdout.flush()  # here, where what fails is still an error
     except KeyboardInterrupt:
         return _tell("stopped by the keyboard", 1)
@@ -139,6 +138,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         return _tell(f"{type(error).__name__}: {error} (--debug shows where)", 1)
     return 0
+
+
+def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
+    """Return the verb of a command line, and the options that it takes.
+
+    Raises:
+        InputError: an argument is unknown, missing or wrong.
+    """
+    given, rest = _parser().parse_known_args([argument for argument in arguments if argument != "--debug"])
+    verb = VERBS[given.verb]
+    if not isinstance(verb, Verb):
+        verb = _Former(verb, given.verb, given, rest, arguments)
+        options = given
+    if rest and not verb.takes_overrides:
+        raise InputError(f"unknown argument {rest[0]}; {PROGRAM} {verb.name} --help lists the options")
+    return verb, options if isinstance(verb, _Former) else verb.read(vars(given), rest, arguments)
+
+
+class _Former:
+    def __init__(self, entry, name, given, rest, arguments):
+        self.name = name
+        self.takes_overrides = name in TAKES_OVERRIDES
+        self.takes_signals = name in TAKES_SIGNALS
+        self.results_are_files = name in RESULT_IN_FILES
+        self.run = lambda options: entry[1](given, rest, arguments)
 
 
 def _tell(message: str, exit_code: int) -> int:
@@ -178,7 +202,7 @@ def _check_text(argument: str) -> None:
         raise InputError(f"{_shown(argument)} holds a zero character, which no text or path may; leave it out")
 
 
-def _check_outputs(options: argparse.Namespace) -> None:
+def _check_outputs(options: Any) -> None:
     """Refuse an output whose name would do to a terminal, a log or a page what its characters say."""
     for name in OUTPUTS:
         value = getattr(options, name, None)
@@ -207,10 +231,16 @@ def _parser() -> argparse.ArgumentParser:
         help="print the shell's completion of this command (needs shtab)",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
-    for name, (describe, run, text) in VERBS.items():
-        verb = verbs.add_parser(name, help=text, description=text, formatter_class=_Help)
-        describe(verb)
-        examples = [f"  {PROGRAM} {example}".replace("\n", " \\\n      ") for example in EXAMPLES[name]]
-        verb.epilog = "\n".join([verb.epilog or "", "examples:", *examples])
-        verb.set_defaults(run=run)
+    for name, verb in VERBS.items():
+        if not isinstance(verb, Verb):
+            describe, _, text = verb
+            parser_of_verb = verbs.add_parser(name, help=text, description=text, formatter_class=_Help)
+            describe(parser_of_verb)
+            notes, two = parser_of_verb.epilog or "", EXAMPLES[name]
+        else:
+            parser_of_verb = verbs.add_parser(name, help=verb.help, description=verb.help, formatter_class=_Help)
+            add_options(parser_of_verb, verb.options)
+            notes, two = verb.notes, verb.examples
+        examples = [f"  {PROGRAM} {example}".replace("\n", " \\\n      ") for example in two]
+        parser_of_verb.epilog = "\n".join([notes, "examples:", *examples])
     return parser

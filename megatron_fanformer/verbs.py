@@ -8,8 +8,9 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from megatron_fanformer.durable_files import file_problems
 from megatron_fanformer.errors import InputError
@@ -20,7 +21,8 @@ from megatron_fanformer.experiments.sweeps.options import add_options as add_swe
 from megatron_fanformer.formats.options import add_options as add_convert_options
 from megatron_fanformer.generation.options import add_chat_options, add_generate_options
 from megatron_fanformer.inspection.options import add_options as add_inspect_options
-from megatron_fanformer.nodes.options import add_options as add_check_node_options
+from megatron_fanformer.nodes.options import CheckConfig
+from megatron_fanformer.options import Verb, command_line, option, overrides
 from megatron_fanformer.parity.options import add_options as add_parity_options
 from megatron_fanformer.preparation.options import add_options as add_prepare_options
 from megatron_fanformer.processes import ended_by_stop_signals
@@ -32,19 +34,28 @@ TAKES_OVERRIDES = ("train", "parity", "plan", "inspect", "config", "experiment")
 RESULT_IN_FILES = ("demo", "prepare", "train", "evaluate", "sweep", "experiment", "convert")  # go on where nobody reads
 TAKES_SIGNALS = ("train", "evaluate", "sweep", "experiment")  # over, by themselves, and keep them to the end
 
+ANY_FIELD = (
+    "Any field of the configuration can be set as --section.field VALUE, e.g. --training.train_iters 100. "
+    f"`{PROGRAM} config` lists every field."
+)
+
 
 # -- demo
 
 
-def _demo_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", default="runs/demo", help="folder for everything that it makes (runs/demo)")
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """What `demo` takes."""
+
+    output: Path = Path("runs/demo")
+    """Folder for everything that it makes."""
 
 
-def _demo(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+def _demo(options: DemoOptions) -> None:
     _ready(on_cpu=True)
     from megatron_fanformer.demo.demo import run_demo
 
-    run_demo(Path(options.output))
+    run_demo(options.output)
 
 
 # -- prepare
@@ -89,20 +100,19 @@ def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str
 # -- train
 
 
-def _config_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", required=True, help="configuration file (YAML)")
-    parser.epilog = (
-        "Any field of the configuration can be set as --section.field VALUE, e.g. --training.train_iters 100. "
-        f"`{PROGRAM} config` lists every field."
-    )
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What `train` takes."""
+
+    config: Path
+    """Configuration file (YAML)."""
+    log_file: Path | None = option(None, metavar="PATH")
+    """Log file; where there are several ranks, each has its own: PATH with the rank's number."""
+    overrides: tuple[str, ...] = overrides()
+    command_line: tuple[str, ...] = command_line()
 
 
-def _train_options(parser: argparse.ArgumentParser) -> None:
-    _config_option(parser)
-    parser.add_argument("--log-file", type=Path, metavar="PATH", help="log file; for several ranks, PATH and the rank")
-
-
-def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -> None:
+def _train(options: TrainOptions) -> None:
     from megatron_fanformer.runtime.heartbeat import tell_stopped
     from megatron_fanformer.runtime.launch import end_with_launcher, report_failure
 
@@ -115,10 +125,10 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
 
         address = rank_address()
         if address is None:
-            run = start_run(Path(options.config), rest, arguments, options.log_file)
+            run = start_run(options.config, options.overrides, options.command_line, options.log_file)
         else:
             with report_failure():
-                run = run_rank(Path(options.config), rest, address, options.log_file)
+                run = run_rank(options.config, options.overrides, address, options.log_file)
         if run is not None:
             tell_last_lines(run)
 
@@ -126,26 +136,31 @@ def _train(options: argparse.Namespace, rest: list[str], arguments: list[str]) -
 # -- config
 
 
-def _config_verb_options(parser: argparse.ArgumentParser) -> None:
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--schema", action="store_true", help="print the JSON schema of configuration files")
-    shown.add_argument(
-        "--resolved", action="store_true", help="print all of --config, with presets and overrides, as YAML"
-    )
-    parser.add_argument("--config", metavar="FILE", help="with --resolved: configuration file (YAML)")
-    parser.epilog = "With --resolved, fields of the configuration can be set as --section.field VALUE."
+@dataclass(frozen=True, kw_only=True)
+class ConfigOptions:
+    """What `config` takes."""
+
+    schema: bool = option(False, exclusive="shown")
+    """Print the JSON schema of configuration files."""
+    resolved: bool = option(False, exclusive="shown")
+    """Print all of --config, with presets and overrides applied, as YAML."""
+    config: str | None = option(None, metavar="FILE")
+    """With --resolved: configuration file (YAML)."""
+    overrides: tuple[str, ...] = overrides()
 
 
-def _config(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
+def _config(options: ConfigOptions) -> None:
     from megatron_fanformer.training.config_reference import WIDTH, field_list, resolved_text, schema_text
 
-    stray = [*rest, *(["--config"] if options.config else [])]
+    stray = [*options.overrides, *(["--config"] if options.config else [])]
     if stray and not options.resolved:
         raise InputError(f"{stray[0]} has no effect without --resolved; {PROGRAM} config --help lists the options")
     if options.resolved and not options.config:
         raise InputError("--resolved needs --config FILE; name a configuration file")
-    if options.resolved or options.schema:
-        show([resolved_text(Path(options.config), rest) if options.resolved else schema_text()], as_they_are=True)
+    if options.config:
+        show([resolved_text(Path(options.config), options.overrides)], as_they_are=True)
+    elif options.schema:
+        show([schema_text()], as_they_are=True)
     else:
         show(field_list(width() or WIDTH).splitlines())
 
@@ -153,16 +168,21 @@ def _config(options: argparse.Namespace, rest: list[str], _arguments: list[str])
 # -- check-node
 
 
-def _check_node(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
-    from megatron_fanformer.nodes.check import CheckConfig, check_nodes
+def _check_node(options: CheckConfig) -> None:
+    from megatron_fanformer.nodes.check import check_nodes
     from megatron_fanformer.runtime.device import let_late_collectives_fail
 
     _prepare_environment()
     let_late_collectives_fail()
-    check_nodes(CheckConfig(**{field.name: getattr(options, field.name) for field in fields(CheckConfig)}))
+    check_nodes(options)
 
 
 # -- parity
+
+
+def _config_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, help="configuration file (YAML)")
+    parser.epilog = ANY_FIELD
 
 
 def _parity_options(parser: argparse.ArgumentParser) -> None:
@@ -391,15 +411,43 @@ def _prepare_environment(*, on_cpu: bool = False) -> None:
 _Describe = Callable[[argparse.ArgumentParser], None]
 _Run = Callable[[argparse.Namespace, list[str], list[str]], None]
 
-VERBS: dict[str, tuple[_Describe, _Run, str]] = {
-    "demo": (_demo_options, _demo, "From text to a trained FANformer, on this machine, in minutes."),
+VERBS: dict[str, Any] = {
+    "demo": Verb(
+        name="demo",
+        help="From text to a trained FANformer, on this machine, in minutes.",
+        options=DemoOptions,
+        run=_demo,
+        examples=("demo", "demo --output runs/demo"),
+        results_are_files=True,
+    ),
     "prepare": (add_prepare_options, _prepare, "Turn documents or conversations into token files."),
-    "train": (_train_options, _train, "Train, or continue a run."),
-    "check-node": (add_check_node_options, _check_node, "Check the nodes that a run is about to start on."),
-    "config": (
-        _config_verb_options,
-        _config,
-        "List the configuration's fields; print its JSON schema or a resolved configuration.",
+    "train": Verb(
+        name="train",
+        help="Train, or continue a run.",
+        options=TrainOptions,
+        run=_train,
+        examples=(
+            "train --config examples/tiny-cpu.yaml\n--training.train_iters 100",
+            "train --config run.yaml\n--parallel.tensor_model_parallel_size 2",
+        ),
+        notes=ANY_FIELD,
+        results_are_files=True,
+        takes_signals=True,
+    ),
+    "check-node": Verb(
+        name="check-node",
+        help="Check the nodes that a run is about to start on.",
+        options=CheckConfig,
+        run=_check_node,
+        examples=("check-node --folder runs", "check-node --gpus 8 --output healthy-nodes.txt"),
+    ),
+    "config": Verb(
+        name="config",
+        help="List the configuration's fields; print its JSON schema or a resolved configuration.",
+        options=ConfigOptions,
+        run=_config,
+        examples=("config", "config --resolved --config examples/tiny-cpu.yaml"),
+        notes="With --resolved, fields of the configuration can be set as --section.field VALUE.",
     ),
     "parity": (_parity_options, _parity, "Show that parallel layouts train the same model as one process."),
     "plan": (_plan_options, _plan, "Say what a run costs on many GPUs, whether it fits, and find its fastest layout."),
