@@ -19,57 +19,10 @@ from megatron_fanformer.options import Verb, add_options
 from megatron_fanformer.output import go_on_unread
 from megatron_fanformer.processes import signals_released
 from megatron_fanformer.terminal import tell
-from megatron_fanformer.verbs import PROGRAM, RESULT_IN_FILES, TAKES_OVERRIDES, TAKES_SIGNALS, VERBS
+from megatron_fanformer.verbs import PROGRAM, VERBS
 
-OUTPUTS = ("output", "destination", "log_file", "report")  # of any verb, as its options are called
+OUTPUTS = ("output", "destination", "log_file", "report", "receipt")  # of any verb, as its options are called
 MOST_SHOWN = 200  # characters of an argument or a path in an error
-
-
-EXAMPLES: dict[str, tuple[str, str]] = {
-    "demo": ("demo", "demo --output runs/demo"),
-    "prepare": (
-        "prepare documents/*.jsonl.gz --output tokens/web\n--tokenizer tokenizer.json",
-        "prepare @files.txt --output tokens/books\n--tokenizer tokenizer.model --part-size 10G",
-    ),
-    "train": (
-        "train --config examples/tiny-cpu.yaml\n--training.train_iters 100",
-        "train --config run.yaml\n--parallel.tensor_model_parallel_size 2",
-    ),
-    "check-node": ("check-node --folder runs", "check-node --gpus 8 --output healthy-nodes.txt"),
-    "config": ("config", "config --resolved --config examples/tiny-cpu.yaml"),
-    "parity": (
-        "parity --config examples/tiny-cpu.yaml\n--layouts tp=2 pp=2",
-        "parity --config run.yaml --layouts tp=2,sp=true\n--communication",
-    ),
-    "plan": (
-        "plan --config examples/fanformer-7b.yaml\n--gpus 256 --gpu h100 --search",
-        "plan --config run.yaml --gpus 64 --gpu a100\n--layouts tp=4 tp=2,pp=2",
-    ),
-    "generate": (
-        'generate runs/demo/run --prompt "def main("',
-        "generate exported-folder --prompt Once\n--temperature 0.8 --top-p 0.95 --seed 1",
-    ),
-    "chat": (
-        'chat runs/sft --system "Answer briefly."',
-        "chat exported-folder --temperature 0.7 --top-p 0.9",
-    ),
-    "evaluate": (
-        "evaluate runs/demo/run --perplexity held-out=tokens/web",
-        "evaluate --prepare paper.requests --tasks paper\n--tokenizer tokenizer.json",
-    ),
-    "sweep": ("sweep examples/sweeps/variants.yaml dry-run", "sweep examples/sweeps/variants.yaml run"),
-    "report": ("report runs/sweeps --output runs/report.html", "report compare runs/transformer runs/fanformer"),
-    "experiment": (
-        "experiment mod --output runs/mod",
-        "experiment holes --seeds 2 --holes.weight_decays [0.0]",
-    ),
-    "inspect": ("inspect runs/demo/tokens/train --verify", "inspect runs/demo/run --step 200"),
-    "convert": (
-        "convert runs/demo/run exported-folder --to hf",
-        "convert FANformer-1B runs/released --to megatron\n--tokenizer tokenizer.json",
-    ),
-}
-"""Two of each verb, at the end of its --help; an end of line becomes one in the shell."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -148,21 +101,9 @@ def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
     """
     given, rest = _parser().parse_known_args([argument for argument in arguments if argument != "--debug"])
     verb = VERBS[given.verb]
-    if not isinstance(verb, Verb):
-        verb = _Former(verb, given.verb, given, rest, arguments)
-        options = given
     if rest and not verb.takes_overrides:
         raise InputError(f"unknown argument {rest[0]}; {PROGRAM} {verb.name} --help lists the options")
-    return verb, options if isinstance(verb, _Former) else verb.read(vars(given), rest, arguments)
-
-
-class _Former:
-    def __init__(self, entry, name, given, rest, arguments):
-        self.name = name
-        self.takes_overrides = name in TAKES_OVERRIDES
-        self.takes_signals = name in TAKES_SIGNALS
-        self.results_are_files = name in RESULT_IN_FILES
-        self.run = lambda options: entry[1](given, rest, arguments)
+    return verb, verb.read(vars(given), rest, arguments)
 
 
 def _tell(message: str, exit_code: int) -> int:
@@ -231,16 +172,9 @@ def _parser() -> argparse.ArgumentParser:
         help="print the shell's completion of this command (needs shtab)",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
-    for name, verb in VERBS.items():
-        if not isinstance(verb, Verb):
-            describe, _, text = verb
-            parser_of_verb = verbs.add_parser(name, help=text, description=text, formatter_class=_Help)
-            describe(parser_of_verb)
-            notes, two = parser_of_verb.epilog or "", EXAMPLES[name]
-        else:
-            parser_of_verb = verbs.add_parser(name, help=verb.help, description=verb.help, formatter_class=_Help)
-            add_options(parser_of_verb, verb.options)
-            notes, two = verb.notes, verb.examples
-        examples = [f"  {PROGRAM} {example}".replace("\n", " \\\n      ") for example in two]
-        parser_of_verb.epilog = "\n".join([notes, "examples:", *examples])
+    for verb in VERBS.values():
+        own = verbs.add_parser(verb.name, help=verb.help, description=verb.help, formatter_class=_Help)
+        add_options(own, verb.options)
+        examples = [f"  {PROGRAM} {example}".replace("\n", " \\\n      ") for example in verb.examples]
+        own.epilog = "\n".join([verb.notes, "examples:", *examples])
     return parser

@@ -4,36 +4,30 @@ Each verb imports what it needs when it runs: torch and megatron-core take secon
 that imports `__main__` again. Errors in a configuration are reported before they are imported.
 """
 
-import argparse
 import functools
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.durable_files import file_problems
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluation.options import add_options as add_evaluate_options
-from megatron_fanformer.experiments.probes.command import add_options as add_experiment_options
-from megatron_fanformer.experiments.report.options import add_options as add_report_options
-from megatron_fanformer.experiments.sweeps.options import add_options as add_sweep_options
-from megatron_fanformer.formats.options import add_options as add_convert_options
-from megatron_fanformer.generation.options import add_chat_options, add_generate_options
-from megatron_fanformer.inspection.options import add_options as add_inspect_options
+from megatron_fanformer.evaluation.options import EvaluateOptions
+from megatron_fanformer.experiments.probes.command import ExperimentOptions
+from megatron_fanformer.experiments.report.command import ReportOptions
+from megatron_fanformer.experiments.sweeps.options import SweepOptions
+from megatron_fanformer.formats.options import ConvertOptions
+from megatron_fanformer.generation.options import ChatConfig, GenerateConfig
+from megatron_fanformer.inspection.options import InspectOptions
 from megatron_fanformer.nodes.options import CheckConfig
 from megatron_fanformer.options import Verb, command_line, option, overrides
-from megatron_fanformer.parity.options import add_options as add_parity_options
-from megatron_fanformer.preparation.options import add_options as add_prepare_options
+from megatron_fanformer.parity.options import ParityConfig
+from megatron_fanformer.preparation.options import PrepareConfig
 from megatron_fanformer.processes import ended_by_stop_signals
-from megatron_fanformer.sizing.options import add_options as add_plan_options
+from megatron_fanformer.sizing.options import PlanOptions
 from megatron_fanformer.terminal import show, tell, tell_loading, width
 
 PROGRAM = "megatron-fanformer"
-TAKES_OVERRIDES = ("train", "parity", "plan", "inspect", "config", "experiment")  # --section.field VALUE
-RESULT_IN_FILES = ("demo", "prepare", "train", "evaluate", "sweep", "experiment", "convert")  # go on where nobody reads
-TAKES_SIGNALS = ("train", "evaluate", "sweep", "experiment")  # over, by themselves, and keep them to the end
-
 ANY_FIELD = (
     "Any field of the configuration can be set as --section.field VALUE, e.g. --training.train_iters 100. "
     f"`{PROGRAM} config` lists every field."
@@ -61,37 +55,12 @@ def _demo(options: DemoOptions) -> None:
 # -- prepare
 
 
-def _prepare(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
-    from megatron_fanformer.preparation.prepare import ConversationsConfig, PrepareConfig, prepare
+def _prepare(config: PrepareConfig) -> None:
+    from megatron_fanformer.preparation.prepare import prepare
     from megatron_fanformer.preparation.progress import progress_line
-    from megatron_fanformer.processes import usable_cores
     from megatron_fanformer.runtime.device import quieten_libraries
 
     quieten_libraries()
-    names = {"template": "chat_template", "learn": "learn", "max_tokens": "max_tokens", "too_long": "too_long"}
-    of_chats = {name: value for name, option in names.items() if (value := getattr(options, option)) is not None}
-    if of_chats and not options.chat:
-        raise InputError(
-            f"{names[next(iter(of_chats))]} is set, which is for conversations; add --chat, or leave it out"
-        )
-    config = PrepareConfig(
-        inputs=tuple(options.inputs),
-        output=options.output,
-        tokenizer=options.tokenizer,
-        text_field=options.text_field,
-        eod_id=options.eod_id,
-        format=options.format,
-        part_bytes=options.part_size,
-        min_length=options.min_length,
-        max_length=options.max_length,
-        sources=None if options.source is None else tuple(options.source),
-        ledger=not options.no_ledger,
-        npy_dtype=options.npy_dtype if options.from_npy else None,
-        backend=options.backend,
-        workers=usable_cores() if options.workers is None else options.workers,
-        strict=options.strict,
-        chat=ConversationsConfig(**of_chats) if options.chat else None,
-    )
     with progress_line("preparing") as listener:
         report = prepare(config, listener)
     show(report.lines())
@@ -180,51 +149,26 @@ def _check_node(options: CheckConfig) -> None:
 # -- parity
 
 
-def _config_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", required=True, help="configuration file (YAML)")
-    parser.epilog = ANY_FIELD
-
-
-def _parity_options(parser: argparse.ArgumentParser) -> None:
-    _config_option(parser)
-    add_parity_options(parser)
-
-
-def _parity(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
+def _parity(config: ParityConfig) -> None:
     _prepare_environment()
     from megatron_fanformer.parity.command import parity
 
-    parity(
-        Path(options.config),
-        rest,
-        report=Path(options.report) if options.report else None,
-        layouts=tuple(options.layouts),
-        steps=options.steps,
-        dtype=options.dtype,
-        communication=options.communication,
-        device=options.device,
-        transformer_impl=options.transformer_impl,
-    )
+    parity(config)
 
 
 # -- plan
 
 
-def _plan_options(parser: argparse.ArgumentParser) -> None:
-    _config_option(parser)
-    add_plan_options(parser)
-
-
-def _plan(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
+def _plan(options: PlanOptions) -> None:
     from megatron_fanformer.sizing.command import plan
 
-    plan(options, rest)
+    plan(options)
 
 
 # -- evaluate
 
 
-def _evaluate(options: argparse.Namespace, _rest: list[str], arguments: list[str]) -> None:
+def _evaluate(options: EvaluateOptions) -> None:
     from megatron_fanformer.runtime.heartbeat import tell_stopped
     from megatron_fanformer.runtime.launch import end_with_launcher
 
@@ -234,26 +178,26 @@ def _evaluate(options: argparse.Namespace, _rest: list[str], arguments: list[str
         _prepare_environment()
         from megatron_fanformer.evaluation.command import evaluate
 
-        evaluate(options, arguments, _on_this_machine)
+        evaluate(options, _on_this_machine)
 
 
 # -- experiment
 
 
-def _experiment(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
+def _experiment(options: ExperimentOptions) -> None:
     from megatron_fanformer.runtime.heartbeat import tell_stopped
 
     with ended_by_stop_signals(tell_stopped, outcome="before the end; the same command keeps the runs that are done"):
         from megatron_fanformer.experiments.probes.command import experiment
 
-        options.checkpoint = options.checkpoint and [_on_this_machine(path) for path in options.checkpoint]
-        experiment(options, rest, _ready, lambda text: show(text.split("\n")))
+        local = options.checkpoint and tuple(map(_on_this_machine, options.checkpoint))
+        experiment(replace(options, checkpoint=local), _ready, lambda text: show(text.split("\n")))
 
 
 # -- sweep, report
 
 
-def _sweep(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+def _sweep(options: SweepOptions) -> None:
     from megatron_fanformer.runtime.heartbeat import tell_stopped
 
     with ended_by_stop_signals(tell_stopped):
@@ -263,7 +207,7 @@ def _sweep(options: argparse.Namespace, _rest: list[str], _arguments: list[str])
         sweep(options)
 
 
-def _report(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+def _report(options: ReportOptions) -> None:
     _prepare_environment()
     from megatron_fanformer.experiments.report.command import report
 
@@ -273,100 +217,76 @@ def _report(options: argparse.Namespace, _rest: list[str], _arguments: list[str]
 # -- generate
 
 
-def _generate(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
-    from megatron_fanformer.formats.recognition import RUNNABLE, recognise
+def _generate(config: GenerateConfig) -> None:
     from megatron_fanformer.generation.prompts import read_prompts
 
-    options.checkpoint = _on_this_machine(options.checkpoint)
-    recognise(options.checkpoint, RUNNABLE)  # anything else is reported before torch is imported
-    prompts = (*options.prompt, *(read_prompts(options.prompts) if options.prompts else ()))
-    if not prompts:
+    config = replace(config, checkpoint=_runnable(config.checkpoint))
+    if config.prompts_file is not None:
+        config = replace(config, prompts=(*config.prompts, *read_prompts(config.prompts_file)))
+    if not config.prompts:
         raise InputError("there is no text to continue; name one with --prompt, or a file of them with --prompts")
-    tell_loading(options.checkpoint)
+    tell_loading(config.checkpoint)
     _ready()
-    from megatron_fanformer.generation.generate import GenerateConfig
     from megatron_fanformer.generation.printing import print_generations
 
-    config = GenerateConfig(
-        checkpoint=options.checkpoint,
-        prompts=prompts,
-        num_samples=options.num_samples,
-        max_new_tokens=options.max_new_tokens,
-        stop=tuple(options.stop),
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        batch_size=options.batch_size,
-        tokenizer=options.tokenizer,
-    )
-    print_generations(config, functools.partial(print, end="", flush=sys.stdout.isatty()), as_json=options.json)
+    print_generations(config, functools.partial(print, end="", flush=sys.stdout.isatty()))
 
 
 # -- chat
 
 
-def _chat(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
-    from megatron_fanformer.formats.recognition import RUNNABLE, recognise
-
-    options.checkpoint = _on_this_machine(options.checkpoint)
-    recognise(options.checkpoint, RUNNABLE)  # anything else is reported before torch is imported
-    tell_loading(options.checkpoint)
+def _chat(config: ChatConfig) -> None:
+    config = replace(config, checkpoint=_runnable(config.checkpoint))
+    tell_loading(config.checkpoint)
     _ready()
-    from megatron_fanformer.generation.chat import ChatConfig
     from megatron_fanformer.generation.talking import talk
 
-    options.stop = tuple(options.stop)
-    chosen = (field.name for field in fields(ChatConfig) if hasattr(options, field.name))
-    talk(ChatConfig(**{name: getattr(options, name) for name in chosen}))
+    talk(config)
+
+
+def _runnable(checkpoint: str) -> str:
+    """The checkpoint on this machine; anything that cannot be run is reported before torch is imported."""
+    from megatron_fanformer.formats.recognition import RUNNABLE, recognise
+
+    checkpoint = _on_this_machine(checkpoint)
+    recognise(checkpoint, RUNNABLE)
+    return checkpoint
 
 
 # -- convert
 
 
-def _convert(options: argparse.Namespace, _rest: list[str], _arguments: list[str]) -> None:
+def _convert(options: ConvertOptions) -> None:
     from megatron_fanformer.formats.recognition import MODELS, recognise
 
-    options.source = _on_this_machine(options.source)
-    recognise(options.source, MODELS)  # anything else is reported before torch is imported
-    if found := file_problems(report=options.report):
+    source = _on_this_machine(options.source)
+    recognise(source, MODELS)  # anything else is reported before torch is imported
+    if found := file_problems(report=options.receipt):
         raise InputError("\n".join(found))
     _ready(on_cpu=True)
     from megatron_fanformer.formats.convert import convert_checkpoint
 
-    done = convert_checkpoint(
-        Path(options.source),
-        Path(options.destination),
-        to=options.to,
-        config=Path(options.config) if options.config else None,
-        tokenizer=Path(options.tokenizer) if options.tokenizer else None,
-        eod_id=options.eod_id,
-        dtype=options.dtype,
-        padded_vocab_size=options.padded_vocab_size,
-        max_shard_size=options.max_shard_size,
-        verified=not options.no_verify,
-        receipt=options.report,
-    )
+    done = convert_checkpoint(**{**vars(options), "source": Path(source)})
     show([f"wrote {options.destination}", *done.lines(width())])
 
 
 # -- inspect
 
 
-def _inspect(options: argparse.Namespace, rest: list[str], _arguments: list[str]) -> None:
+def _inspect(options: InspectOptions) -> None:
     from megatron_fanformer.inspection.command import draw_phases, inspect_path, inspect_step
 
     if options.phases is not None:
         asked = {name: getattr(options, name) for name in ("verify", "json", "step", "config", "full")}
         if stray := [
-            *rest,
+            *options.overrides,
             *(f"--{name}" for name, value in asked.items() if value is not None and value is not False),
         ]:
             raise InputError(f"{stray[0]} has no effect with --phases; use one at a time")
         draw_phases(options.path, Path(options.phases))
         return
     if options.step is None:
-        stray = [*rest, *(f"--{name}" for name in ("config", "full") if getattr(options, name))]
+        stray = [*options.overrides, *(f"--{name}" for name in ("config", "full") if getattr(options, name))]
         if stray:
             raise InputError(f"{stray[0]} has no effect without --step; {PROGRAM} inspect --help lists the options")
         inspect_path(_on_this_machine(options.path), verify=options.verify, json=options.json)
@@ -375,7 +295,9 @@ def _inspect(options: argparse.Namespace, rest: list[str], _arguments: list[str]
         raise InputError("--verify checks files and --step shows samples; use one at a time")
     _prepare_environment(on_cpu=True)
     config = Path(options.config) if options.config else None
-    inspect_step(_on_this_machine(options.path), options.step, config, rest, full=options.full, json=options.json)
+    inspect_step(
+        _on_this_machine(options.path), options.step, config, options.overrides, full=options.full, json=options.json
+    )
 
 
 def _on_this_machine(path: str) -> str:
@@ -408,71 +330,161 @@ def _prepare_environment(*, on_cpu: bool = False) -> None:
     prepare_libraries()
 
 
-_Describe = Callable[[argparse.ArgumentParser], None]
-_Run = Callable[[argparse.Namespace, list[str], list[str]], None]
-
-VERBS: dict[str, Any] = {
-    "demo": Verb(
-        name="demo",
-        help="From text to a trained FANformer, on this machine, in minutes.",
-        options=DemoOptions,
-        run=_demo,
-        examples=("demo", "demo --output runs/demo"),
-        results_are_files=True,
-    ),
-    "prepare": (add_prepare_options, _prepare, "Turn documents or conversations into token files."),
-    "train": Verb(
-        name="train",
-        help="Train, or continue a run.",
-        options=TrainOptions,
-        run=_train,
-        examples=(
-            "train --config examples/tiny-cpu.yaml\n--training.train_iters 100",
-            "train --config run.yaml\n--parallel.tensor_model_parallel_size 2",
+VERBS: dict[str, Verb[Any]] = {
+    verb.name: verb
+    for verb in (
+        Verb(
+            name="demo",
+            help="From text to a trained FANformer, on this machine, in minutes.",
+            options=DemoOptions,
+            run=_demo,
+            examples=("demo", "demo --output runs/demo"),
+            results_are_files=True,
         ),
-        notes=ANY_FIELD,
-        results_are_files=True,
-        takes_signals=True,
-    ),
-    "check-node": Verb(
-        name="check-node",
-        help="Check the nodes that a run is about to start on.",
-        options=CheckConfig,
-        run=_check_node,
-        examples=("check-node --folder runs", "check-node --gpus 8 --output healthy-nodes.txt"),
-    ),
-    "config": Verb(
-        name="config",
-        help="List the configuration's fields; print its JSON schema or a resolved configuration.",
-        options=ConfigOptions,
-        run=_config,
-        examples=("config", "config --resolved --config examples/tiny-cpu.yaml"),
-        notes="With --resolved, fields of the configuration can be set as --section.field VALUE.",
-    ),
-    "parity": (_parity_options, _parity, "Show that parallel layouts train the same model as one process."),
-    "plan": (_plan_options, _plan, "Say what a run costs on many GPUs, whether it fits, and find its fastest layout."),
-    "evaluate": (
-        add_evaluate_options,
-        _evaluate,
-        "Measure checkpoints on perplexity sets and tasks; compare two; write a request file.",
-    ),
-    "sweep": (
-        add_sweep_options,
-        _sweep,
-        "Train one configuration at many points and seeds, and report what they show.",
-    ),
-    "report": (
-        add_report_options,
-        _report,
-        "Write the page of the paper's experiments; compare two runs step by step.",
-    ),
-    "generate": (add_generate_options, _generate, "Continue prompts."),
-    "chat": (add_chat_options, _chat, "Talk to a model that was fine-tuned on chats."),
-    "experiment": (add_experiment_options, _experiment, "One of the paper's smaller experiments, on this machine."),
-    "inspect": (
-        add_inspect_options,
-        _inspect,
-        "Describe or verify data, a checkpoint or an export; show the samples of a step.",
-    ),
-    "convert": (add_convert_options, _convert, "Convert between our checkpoints, Hugging Face and the reference."),
+        Verb(
+            name="prepare",
+            help="Turn documents or conversations into token files.",
+            options=PrepareConfig,
+            run=_prepare,
+            examples=(
+                "prepare documents/*.jsonl.gz --output tokens/web\n--tokenizer tokenizer.json",
+                "prepare @files.txt --output tokens/books\n--tokenizer tokenizer.model --part-size 10G",
+            ),
+            results_are_files=True,
+        ),
+        Verb(
+            name="train",
+            help="Train, or continue a run.",
+            options=TrainOptions,
+            run=_train,
+            examples=(
+                "train --config examples/tiny-cpu.yaml\n--training.train_iters 100",
+                "train --config run.yaml\n--parallel.tensor_model_parallel_size 2",
+            ),
+            notes=ANY_FIELD,
+            results_are_files=True,
+            takes_signals=True,
+        ),
+        Verb(
+            name="check-node",
+            help="Check the nodes that a run is about to start on.",
+            options=CheckConfig,
+            run=_check_node,
+            examples=("check-node --folder runs", "check-node --gpus 8 --output healthy-nodes.txt"),
+        ),
+        Verb(
+            name="config",
+            help="List the configuration's fields; print its JSON schema or a resolved configuration.",
+            options=ConfigOptions,
+            run=_config,
+            examples=("config", "config --resolved --config examples/tiny-cpu.yaml"),
+            notes="With --resolved, fields of the configuration can be set as --section.field VALUE.",
+        ),
+        Verb(
+            name="parity",
+            help="Show that parallel layouts train the same model as one process.",
+            options=ParityConfig,
+            run=_parity,
+            examples=(
+                "parity --config examples/tiny-cpu.yaml\n--layouts tp=2 pp=2",
+                "parity --config run.yaml --layouts tp=2,sp=true\n--communication",
+            ),
+            notes=ANY_FIELD,
+        ),
+        Verb(
+            name="plan",
+            help="Say what a run costs on many GPUs, whether it fits, and find its fastest layout.",
+            options=PlanOptions,
+            run=_plan,
+            examples=(
+                "plan --config examples/fanformer-7b.yaml\n--gpus 256 --gpu h100 --search",
+                "plan --config run.yaml --gpus 64 --gpu a100\n--layouts tp=4 tp=2,pp=2",
+            ),
+            notes=ANY_FIELD,
+        ),
+        Verb(
+            name="evaluate",
+            help="Measure checkpoints on perplexity sets and tasks; compare two; write a request file.",
+            options=EvaluateOptions,
+            run=_evaluate,
+            examples=(
+                "evaluate runs/demo/run --perplexity held-out=tokens/web",
+                "evaluate --prepare paper.requests --tasks paper\n--tokenizer tokenizer.json",
+            ),
+            results_are_files=True,
+            takes_signals=True,
+        ),
+        Verb(
+            name="sweep",
+            help="Train one configuration at many points and seeds, and report what they show.",
+            options=SweepOptions,
+            run=_sweep,
+            examples=("sweep examples/sweeps/variants.yaml dry-run", "sweep examples/sweeps/variants.yaml run"),
+            results_are_files=True,
+            takes_signals=True,
+        ),
+        Verb(
+            name="report",
+            help="Write the page of the paper's experiments; compare two runs step by step.",
+            options=ReportOptions,
+            run=_report,
+            examples=("report runs/sweeps --output runs/report.html", "report compare runs/transformer runs/fanformer"),
+        ),
+        Verb(
+            name="generate",
+            help="Continue prompts.",
+            options=GenerateConfig,
+            run=_generate,
+            examples=(
+                'generate runs/demo/run --prompt "def main("',
+                "generate exported-folder --prompt Once\n--temperature 0.8 --top-p 0.95 --seed 1",
+            ),
+        ),
+        Verb(
+            name="chat",
+            help="Talk to a model that was fine-tuned on chats.",
+            options=ChatConfig,
+            run=_chat,
+            examples=(
+                'chat runs/sft --system "Answer briefly."',
+                "chat exported-folder --temperature 0.7 --top-p 0.9",
+            ),
+            notes=(
+                "At the prompt, /reset begins anew, and /quit or Ctrl-D ends; Ctrl-C ends an answer, twice the program. "
+                "From a pipe, each line is a message, and the answers alone are printed."
+            ),
+        ),
+        Verb(
+            name="experiment",
+            help="One of the paper's smaller experiments, on this machine.",
+            options=ExperimentOptions,
+            run=_experiment,
+            examples=(
+                "experiment mod --output runs/mod",
+                "experiment holes --seeds 2 --holes.weight_decays [0.0]",
+            ),
+            notes="Every setting of an experiment can be set as --NAME.FIELD VALUE; its result.json lists them.",
+            results_are_files=True,
+            takes_signals=True,
+        ),
+        Verb(
+            name="inspect",
+            help="Describe or verify data, a checkpoint or an export; show the samples of a step.",
+            options=InspectOptions,
+            run=_inspect,
+            examples=("inspect runs/demo/tokens/train --verify", "inspect runs/demo/run --step 200"),
+            notes="With --step, fields of the configuration can be set as --section.field VALUE, after PATH.",
+        ),
+        Verb(
+            name="convert",
+            help="Convert between our checkpoints, Hugging Face and the reference.",
+            options=ConvertOptions,
+            run=_convert,
+            examples=(
+                "convert runs/demo/run exported-folder --to hf",
+                "convert FANformer-1B runs/released --to megatron\n--tokenizer tokenizer.json",
+            ),
+            results_are_files=True,
+        ),
+    )
 }

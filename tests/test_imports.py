@@ -103,7 +103,17 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "terminal": (),
     "__init__": (),
 }
-GROUND = ("errors", "configuration", "options", "processes", "durable_files", "output", "terminal", "pictures", "markdown")
+GROUND = (
+    "errors",
+    "configuration",
+    "options",
+    "processes",
+    "durable_files",
+    "output",
+    "terminal",
+    "pictures",
+    "markdown",
+)
 """For everybody but hf, and the package itself, for its version."""
 NAMES_THAT_SAY_NOTHING = {"util", "utils", "common", "helper", "helpers", "misc"}
 MAX_LINES = 500

@@ -12,7 +12,8 @@ from megatron_fanformer import cli
 from megatron_fanformer.experiments.probes.command import read_settings
 from megatron_fanformer.experiments.sweeps.file import read_sweep
 from megatron_fanformer.model.config import PRESETS
-from megatron_fanformer.parity.config import ParityConfig, read_layouts
+from megatron_fanformer.parity.config import read_layouts
+from megatron_fanformer.parity.options import ParityConfig
 from megatron_fanformer.sizing.request import read_request
 from megatron_fanformer.training.config import config_from_dict, load_config
 from tests.shown_commands import COMMANDS, NOT_OURS, NOT_RUN, READERS_OWN, Shown

@@ -15,7 +15,7 @@ from megatron_fanformer.evaluation.code_execution import Limits
 from megatron_fanformer.generation.continuation import Continuation, new_continuation
 from megatron_fanformer.generation.decoding import continue_all
 from megatron_fanformer.generation.models import TrainedModel
-from megatron_fanformer.generation.sampling import SamplingConfig
+from megatron_fanformer.generation.options import SamplingConfig
 
 Tell = Callable[[str], None]
 

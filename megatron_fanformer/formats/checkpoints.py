@@ -13,12 +13,12 @@ from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, own_templ
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.huggingface import (
-    MAX_SHARD_SIZE,
     open_huggingface,
     write_huggingface,
 )
 from megatron_fanformer.formats.megatron_lm import open_megatron_lm
 from megatron_fanformer.formats.name_table import Format
+from megatron_fanformer.formats.options import MAX_SHARD_SIZE
 from megatron_fanformer.formats.recognition import DESCRIPTIONS, MODELS, checkpoint_of, iteration_of, recognise
 from megatron_fanformer.formats.reference import (
     open_reference,

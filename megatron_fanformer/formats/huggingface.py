@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.model_card import Card, model_card
+from megatron_fanformer.formats.options import MAX_SHARD_SIZE
 from megatron_fanformer.formats.p_ratio import inferred_p_ratio
 from megatron_fanformer.formats.recognition import CONFIG_JSON, recognise
 from megatron_fanformer.formats.tokenizer_files import write_tokenizer
@@ -25,7 +26,6 @@ from megatron_fanformer.hf import configuration_fanformer, modeling_fanformer
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, Placement
 
 MODEL_CARD = "README.md"
-MAX_SHARD_SIZE = "5GB"
 FAN_WEIGHT = "model.layers.0.self_attn.fan.weight"
 V_FAN_WEIGHT = "model.layers.0.self_attn.v_fan.weight"
 FFN_FAN_WEIGHT = "model.layers.0.mlp.fan_1.weight"

@@ -1,34 +1,37 @@
-"""The options of `convert`; imports nothing that is slow."""
+"""What `convert` takes; imports nothing that is slow."""
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+from megatron_fanformer.options import argument, option
+
+MAX_SHARD_SIZE = "5GB"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `convert` takes."""
-    parser.add_argument(
-        "source",
-        help="a checkpoint of ours or its URL, a Hugging Face folder, a checkpoint of the authors or of Megatron-LM",
-    )
-    parser.add_argument("destination", help="a folder that does not exist yet")
-    parser.add_argument(
-        "--to",
-        required=True,
-        choices=("megatron", "hf", "reference"),
-        help="a checkpoint of ours, a Hugging Face folder, or a checkpoint in the authors' format",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="configuration with fields of model that a Megatron-LM checkpoint lacks"
-    )
-    parser.add_argument("--tokenizer", help="tokenizer to put beside the weights, where the source has none")
-    parser.add_argument("--eod-id", type=int, help="the id that ends a document (the tokenizer's end of text)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the written weights (the source's own)")
-    parser.add_argument(
-        "--padded-vocab-size",
-        type=int,
-        metavar="N",
-        help="rows of the embedding (the source's own; for hf the token ids alone)",
-    )
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a Hugging Face folder (5GB)")
-    parser.add_argument("--no-verify", action="store_true", help="publish without checking the result")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write the receipt as JSON, with the files' hashes")
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """What `convert` takes; but for the first, as `convert_checkpoint` has them."""
+
+    source: str = argument()
+    """A checkpoint of ours or its URL, a Hugging Face folder, a checkpoint of the authors or of Megatron-LM."""
+    destination: Path = argument()
+    """A folder that does not exist yet."""
+    to: Literal["megatron", "hf", "reference"] = option()
+    """What to make: a checkpoint of ours, a Hugging Face folder, or a checkpoint in the authors' format."""
+    config: str | None = option(None, metavar="FILE")
+    """Configuration file with fields of model that a Megatron-LM checkpoint does not state."""
+    tokenizer: str | None = None
+    """Tokenizer to put beside the weights, where the source has none."""
+    eod_id: int | None = None
+    """The id that ends a document (default: the tokenizer's end of text)"""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Number format of the written weights (default: the source's own)"""
+    padded_vocab_size: int | None = option(None, metavar="N")
+    """Rows of the embedding (default: the source's own; for hf the token ids alone)"""
+    max_shard_size: str = option(MAX_SHARD_SIZE, metavar="SIZE")
+    """The largest file of a Hugging Face folder's weights."""
+    verified: bool = option(True, name="--no-verify")
+    """Publish without checking the result."""
+    receipt: Path | None = option(None, name="--report", metavar="FILE")
+    """Write the receipt as JSON, with the files' hashes."""

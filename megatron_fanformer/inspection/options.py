@@ -1,20 +1,27 @@
-"""The options of `inspect`; imports nothing that is slow."""
+"""What `inspect` takes; imports nothing that is slow."""
 
-import argparse
+from dataclasses import dataclass
+
+from megatron_fanformer.options import argument, option, overrides
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `inspect` takes."""
-    parser.add_argument(
-        "path",
-        metavar="PATH",
-        help="token files (a prefix, one of them, a blend file, a folder), a run or a checkpoint or the URL of one, an "
-        "exported folder",
-    )
-    parser.add_argument("--verify", action="store_true", help="check that all of it is present and undamaged")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--phases", metavar="FILE", help="draw the phase health that a run has logged into this PNG")
-    parser.add_argument("--step", type=int, help="show the samples of this training step, of a run or of --config")
-    parser.add_argument("--config", metavar="FILE", help="with --step: the configuration that trains on PATH")
-    parser.add_argument("--full", action="store_true", help="with --step: whole texts")
-    parser.epilog = "With --step, fields of the configuration can be set as --section.field VALUE, after PATH."
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """What `inspect` takes."""
+
+    path: str = argument(metavar="PATH")
+    """Token files (a prefix, one of them, a blend file, a folder), a run or a checkpoint or the URL of one, or an
+    exported folder."""
+    verify: bool = False
+    """Check that all of it is present and undamaged."""
+    json: bool = False
+    """Print one JSON object."""
+    phases: str | None = option(None, metavar="FILE")
+    """Draw the phase health that a run has logged into this PNG."""
+    step: int | None = None
+    """Show the samples of this training step, of a run or of --config."""
+    config: str | None = option(None, metavar="FILE")
+    """With --step: the configuration that trains on PATH."""
+    full: bool = False
+    """With --step: show whole texts."""
+    overrides: tuple[str, ...] = overrides()

@@ -1,26 +1,32 @@
-"""The options of `parity`; imports nothing that is slow."""
+"""What `parity` takes; imports nothing that is slow."""
 
-import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_fanformer.model.kernels import TransformerImpl
+from megatron_fanformer.options import option, overrides
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `parity` takes."""
-    parser.add_argument(
-        "--layouts",
-        nargs="+",
-        default=(),
-        metavar="LAYOUT",
-        help='such as tp=2,sp=true or "dp=2,distributed_optimizer=true,cp=2" (the configuration\'s own)',
-    )
-    parser.add_argument("--steps", type=int, default=20, help="steps to train (20)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of weights and activations (fp32)")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="what to run on (auto)")
-    parser.add_argument(
-        "--transformer-impl",
-        choices=("auto", "local", "transformer_engine"),
-        default="auto",
-        metavar="LAYERS",
-        help="local (megatron-core's and torch's), transformer_engine, or auto: the Engine's if they import (auto)",
-    )
-    parser.add_argument("--communication", action="store_true", help="count the bytes that a step's collectives move")
-    parser.add_argument("--report", metavar="FILE", help="write everything as JSON")
+@dataclass(frozen=True, kw_only=True)
+class ParityConfig:
+    """What to compare, and how long."""
+
+    file: Path = option(name="--config")
+    """Configuration file (YAML)."""
+    layouts: tuple[str, ...] = option((), metavar="LAYOUT")
+    """Such as tp=2,sp=true or "dp=2,distributed_optimizer=true,cp=2" (default: the configuration's own)"""
+    steps: int = 20
+    """Steps to train."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Number format of weights and activations."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """What to run on, whatever the configuration says: a cluster's can be compared on a laptop, too."""
+    transformer_impl: TransformerImpl = option("auto", metavar="LAYERS")
+    """Whose layers: local (megatron-core's and torch's), transformer_engine, or auto, which is Transformer Engine's
+    if they import."""
+    communication: bool = False
+    """Count the bytes that a step's collectives move, too."""
+    report: str | None = option(None, metavar="FILE")
+    """Write everything as JSON."""
+    overrides: tuple[str, ...] = overrides()

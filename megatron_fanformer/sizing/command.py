@@ -1,14 +1,14 @@
 """What `megatron-fanformer plan` does with its options: judges or searches, simulates, prints, writes."""
 
-import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.sizing.cost import cost
+from megatron_fanformer.sizing.options import PlanOptions
 from megatron_fanformer.sizing.picture import plan_picture
 from megatron_fanformer.sizing.report import Plan, as_values, plan_lines
 from megatron_fanformer.sizing.request import PlanRequest, read_request
@@ -19,7 +19,7 @@ from megatron_fanformer.terminal import phases, show, width
 PICTURE = ".png"
 
 
-def plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+def plan(options: PlanOptions) -> None:
     """Answer what was asked, and write the report.
 
     Raises:
@@ -31,17 +31,7 @@ def plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise InputError("\n".join(found))
     if report is not None and report.suffix == PICTURE:
         raise InputError(f"--report {report} has the name of its picture; name it .json")
-    request = read_request(
-        Path(options.config),
-        overrides,
-        gpus=options.gpus,
-        gpu=options.gpu,
-        layouts=options.layouts,
-        search=options.search,
-        simulated_ranks=options.simulate,
-        tokens=options.tokens,
-        price=options.price,
-    )
+    request = read_request(options)
     answer = _answer(request)
     if answer.shown is not None:
         show(plan_lines(answer, width()))

@@ -1,39 +1,16 @@
-"""The options of `plan`, and the numbers in them. Imports nothing that takes time: every command's parser reads it."""
+"""What `plan` takes, and the numbers in it; imports nothing that is slow."""
 
 import argparse
 import math
+from dataclasses import dataclass
 from decimal import Decimal
+from pathlib import Path
+
+from megatron_fanformer.options import option, overrides
 
 ALL_STAGES = "all-stages"
 MOST_TOKENS = 10**18
 FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `plan` takes beside a configuration."""
-    add = parser.add_argument
-    add("--gpus", type=_count, required=True, metavar="N", help="GPUs of the whole run")
-    add("--gpu", required=True, metavar="NAME", help="a100, h100, h200, b200, or a file with a machine's figures")
-    asked = parser.add_mutually_exclusive_group()
-    asked.add_argument(
-        "--layouts",
-        nargs="+",
-        default=(),
-        metavar="LAYOUT",
-        help='such as tp=8,pp=4 or "cp=2,mbs=1,recompute=full", over the configuration\'s own',
-    )
-    asked.add_argument("--search", action="store_true", help="find the fastest of all layouts that are legal and fit")
-    add(
-        "--simulate",
-        nargs="+",
-        type=_rank,
-        default=(),
-        metavar="RANK",
-        help=f"run a step of these ranks under fake tensors; {ALL_STAGES}: of one a pipeline stage",
-    )
-    add("--tokens", type=tokens, help="to train on, e.g. 1T, 300B, 15M (those of the configuration's steps)")
-    add("--price", type=_price, metavar="P", help="of a GPU hour, in any currency")
-    add("--report", metavar="FILE.json", help="write everything as JSON, and a picture beside it as PNG")
 
 
 def tokens(text: str) -> int:
@@ -70,3 +47,28 @@ def _price(text: str) -> float:
     if not (math.isfinite(price) and price >= 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a price; write a GPU hour's as in 2.5")
     return price
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What `plan` takes."""
+
+    config: Path
+    """Configuration file (YAML)."""
+    gpus: int = option(metavar="N", parse=_count)
+    """GPUs of the whole run."""
+    gpu: str = option(metavar="NAME")
+    """Which GPU: a100, h100, h200, b200, or a file with a machine's figures."""
+    layouts: tuple[str, ...] = option((), metavar="LAYOUT", exclusive="candidates")
+    """Layouts to judge, such as tp=8,pp=4 or "cp=2,mbs=1,recompute=full", over the configuration's own."""
+    search: bool = option(False, exclusive="candidates")
+    """Find the fastest of all layouts that are legal and fit."""
+    simulate: tuple[int | str, ...] = option((), metavar="RANK", parse=_rank)
+    """Run a step of these ranks under fake tensors; all-stages: of one rank of each pipeline stage."""
+    tokens: int | None = option(None, parse=tokens)
+    """How many to train on, e.g. 1T, 300B, 15M (default: those of the configuration's steps)"""
+    price: float | None = option(None, metavar="P", parse=_price)
+    """Price of a GPU hour, in any currency."""
+    report: str | None = option(None, metavar="FILE.json")
+    """Write everything as JSON, and a picture beside it as PNG."""
+    overrides: tuple[str, ...] = overrides()

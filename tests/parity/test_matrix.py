@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.parity.config import ParityConfig, read_layouts
+from megatron_fanformer.parity.config import read_layouts
+from megatron_fanformer.parity.options import ParityConfig
 from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.parity.run import ParityResult, trial_of
 from megatron_fanformer.parity.shrinking import shrink

@@ -1,26 +1,24 @@
-"""The options of `sweep`. Imports nothing that takes time: every command's parser reads it."""
+"""What `sweep` takes; imports nothing that is slow."""
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-ACTIONS = ("dry-run", "run", "status", "report")
+from megatron_fanformer.options import argument, option
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `sweep` takes."""
-    add = parser.add_argument
-    add("file", type=Path, metavar="FILE", help="the sweep (YAML), such as examples/sweeps/variants.yaml")
-    add(
-        "action",
-        choices=ACTIONS,
-        help="dry-run: list the cells and what they cost; run: train those that are not complete, one after the other; "
-        "status: how far each is; report: tables, intervals, pictures, result.json in the sweep's folder",
-    )
-    add(
-        "--slurm",
-        type=Path,
-        metavar="SCRIPT",
-        help="with run: write a Slurm array by this script for one run; start none",
-    )
-    add("--gpu", metavar="NAME_OR_FILE", help="with dry-run: the machine whose time is estimated, as plan takes it")
-    add("--gpus", type=int, default=1, metavar="N", help="with --gpu: how many train a cell (1)")
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """What `sweep` takes."""
+
+    file: Path = argument(metavar="FILE")
+    """The sweep (YAML), such as examples/sweeps/variants.yaml."""
+    action: Literal["dry-run", "run", "status", "report"] = argument()
+    """dry-run: list the cells and what they cost; run: train those that are not complete, one after the other; status:
+    how far each is; report: tables, intervals, pictures, result.json in the sweep's folder."""
+    slurm: Path | None = option(None, metavar="SCRIPT")
+    """With run: write a Slurm array by this script for one run; start none."""
+    gpu: str | None = option(None, metavar="NAME_OR_FILE")
+    """With dry-run: the machine whose time is estimated, as plan takes it."""
+    gpus: int = option(1, metavar="N")
+    """With --gpu: how many train a cell."""
