@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -139,6 +140,11 @@ def command_line() -> Any:
 def not_an_option(default: Any) -> Any:
     """Return a field that callers in Python alone may set."""
     return field(default=default, metadata={_SHAPE: _Shape(source="caller")})
+
+
+def path_or_none(text: str) -> Path | None:
+    """Read a path; an empty word, such as a script's unset variable, is as if the option were left out."""
+    return Path(text) if text else None
 
 
 def option_name(name: str) -> str:

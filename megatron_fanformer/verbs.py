@@ -20,7 +20,7 @@ from megatron_fanformer.formats.options import ConvertOptions
 from megatron_fanformer.generation.options import ChatConfig, GenerateConfig
 from megatron_fanformer.inspection.options import InspectOptions
 from megatron_fanformer.nodes.options import CheckConfig
-from megatron_fanformer.options import Verb, command_line, option, overrides
+from megatron_fanformer.options import Verb, command_line, option, overrides, path_or_none
 from megatron_fanformer.parity.options import ParityConfig
 from megatron_fanformer.preparation.options import PrepareConfig
 from megatron_fanformer.processes import ended_by_stop_signals
@@ -113,7 +113,7 @@ class ConfigOptions:
     """Print the JSON schema of configuration files."""
     resolved: bool = option(False, exclusive="shown")
     """Print all of --config, with presets and overrides applied, as YAML."""
-    config: str | None = option(None, metavar="FILE")
+    config: Path | None = option(None, metavar="FILE", parse=path_or_none)
     """With --resolved: configuration file (YAML)."""
     overrides: tuple[str, ...] = overrides()
 
@@ -127,7 +127,7 @@ def _config(options: ConfigOptions) -> None:
     if options.resolved and not options.config:
         raise InputError("--resolved needs --config FILE; name a configuration file")
     if options.config:
-        show([resolved_text(Path(options.config), options.overrides)], as_they_are=True)
+        show([resolved_text(options.config, options.overrides)], as_they_are=True)
     elif options.schema:
         show([schema_text()], as_they_are=True)
     else:
@@ -276,28 +276,22 @@ def _convert(options: ConvertOptions) -> None:
 def _inspect(options: InspectOptions) -> None:
     from megatron_fanformer.inspection.command import draw_phases, inspect_path, inspect_step
 
+    path, step, config = options.path, options.step, options.config
     if options.phases is not None:
-        asked = {name: getattr(options, name) for name in ("verify", "json", "step", "config", "full")}
-        if stray := [
-            *options.overrides,
-            *(f"--{name}" for name, value in asked.items() if value is not None and value is not False),
-        ]:
+        asked = {"verify": options.verify, "json": options.json, "step": step, "config": config, "full": options.full}
+        given = [f"--{name}" for name, value in asked.items() if value is not None and value is not False]
+        if stray := [*options.overrides, *given]:
             raise InputError(f"{stray[0]} has no effect with --phases; use one at a time")
-        draw_phases(options.path, Path(options.phases))
-        return
-    if options.step is None:
-        stray = [*options.overrides, *(f"--{name}" for name in ("config", "full") if getattr(options, name))]
-        if stray:
+        draw_phases(path, Path(options.phases))
+    elif step is None:
+        if stray := [*options.overrides, *(["--config"] if config else []), *(["--full"] if options.full else [])]:
             raise InputError(f"{stray[0]} has no effect without --step; {PROGRAM} inspect --help lists the options")
-        inspect_path(_on_this_machine(options.path), verify=options.verify, json=options.json)
-        return
-    if options.verify:
+        inspect_path(_on_this_machine(path), verify=options.verify, json=options.json)
+    elif options.verify:
         raise InputError("--verify checks files and --step shows samples; use one at a time")
-    _prepare_environment(on_cpu=True)
-    config = Path(options.config) if options.config else None
-    inspect_step(
-        _on_this_machine(options.path), options.step, config, options.overrides, full=options.full, json=options.json
-    )
+    else:
+        _prepare_environment(on_cpu=True)
+        inspect_step(_on_this_machine(path), step, config, options.overrides, full=options.full, json=options.json)
 
 
 def _on_this_machine(path: str) -> str:
@@ -450,8 +444,8 @@ VERBS: dict[str, Verb[Any]] = {
                 "chat exported-folder --temperature 0.7 --top-p 0.9",
             ),
             notes=(
-                "At the prompt, /reset begins anew, and /quit or Ctrl-D ends; Ctrl-C ends an answer, twice the program. "
-                "From a pipe, each line is a message, and the answers alone are printed."
+                "At the prompt, /reset begins anew, and /quit or Ctrl-D ends; Ctrl-C ends an answer, twice the "
+                "program. From a pipe, each line is a message, and the answers alone are printed."
             ),
         ),
         Verb(

@@ -8,8 +8,9 @@ from unittest import mock
 import pytest
 
 from megatron_fanformer.cli import main
-from megatron_fanformer.generation.generate import GenerateConfig
-from megatron_fanformer.preparation.prepare import ConversationsConfig, PrepareConfig
+from megatron_fanformer.generation.options import GenerateConfig
+from megatron_fanformer.parity.options import ParityConfig
+from megatron_fanformer.preparation.prepare import PrepareConfig
 
 
 def passed_on(function: str, *arguments: str) -> Any:
@@ -46,9 +47,19 @@ def test_options_of_prepare() -> None:
         backend="tokenizers",
         strict=True,
     )
-    assert prepared("a --output o --tokenizer t --from-npy --npy-dtype uint32").npy_dtype == "uint32"
+    npy = prepared("a --output o --tokenizer t --from-npy --npy-dtype uint32")
+    assert (npy.from_npy, npy.npy_dtype) == (True, "uint32")
     chats = "a --output o --tokenizer t --chat --chat-template f --learn last --max-tokens 5 --too-long drop"
-    assert prepared(chats).chat == ConversationsConfig(template="f", learn="last", max_tokens=5, too_long="drop")
+    assert prepared(chats) == PrepareConfig(
+        inputs=("a",),
+        output="o",
+        tokenizer="t",
+        chat=True,
+        chat_template="f",
+        learn="last",
+        max_tokens=5,
+        too_long="drop",
+    )
     assert prepared("a --output o --tokenizer t") == PrepareConfig(inputs=("a",), output="o", tokenizer="t")
 
 
@@ -71,9 +82,9 @@ def test_options_of_convert() -> None:
         "--max-shard-size 1MB --no-verify --report r.json"
     )
     assert passed_on("formats.convert.convert_checkpoint", *options.split()) == mock.call(
-        Path("from"),
-        Path("there"),
+        source=Path("from"),
         to="hf",
+        destination=Path("there"),
         config=Path("c"),
         tokenizer=Path("t"),
         eod_id=3,
@@ -92,7 +103,6 @@ def test_options_of_generate() -> None:
         "--top-k 3 --top-p 0.25 --seed 4 --batch-size 6 --tokenizer t --json"
     )
     call = passed_on("generation.printing.print_generations", *options.split())
-    assert call.kwargs == {"as_json": True}
     assert call.args[0] == GenerateConfig(
         checkpoint="run",
         prompts=("a", "b"),
@@ -105,6 +115,7 @@ def test_options_of_generate() -> None:
         seed=4,
         batch_size=6,
         tokenizer="t",
+        json=True,
     )
 
 
@@ -113,9 +124,9 @@ def test_options_of_parity() -> None:
         "parity --config c.yaml --layouts tp=2 pp=2 --report r --steps 3 --dtype bf16 --communication --device cpu "
         "--transformer-impl local --model.num_layers 2"
     )
-    assert passed_on("parity.command.parity", *options.split()) == mock.call(
-        Path("c.yaml"),
-        ["--model.num_layers", "2"],
+    assert passed_on("parity.command.parity", *options.split()).args[0] == ParityConfig(
+        file=Path("c.yaml"),
+        overrides=("--model.num_layers", "2"),
         report=Path("r"),
         layouts=("tp=2", "pp=2"),
         steps=3,

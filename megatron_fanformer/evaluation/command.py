@@ -85,7 +85,7 @@ def evaluate(options: EvaluateOptions, local: Local) -> None:
                 f"--prepare writes a file in one process, and {address.world_size} ranks were started; run it without "
                 "torchrun or srun"
             )
-        _prepare(options)
+        _prepare(options, options.prepare)
         return
     if address is None:
         asked = read_options(options, local)
@@ -379,7 +379,7 @@ def _write(options: EvaluateOptions, results: Sequence[Result], comparison: Comp
         result_files.write_results(options.output, results, values)
 
 
-def _prepare(options: EvaluateOptions) -> None:
+def _prepare(options: EvaluateOptions, file: Path) -> None:
     """Write a request file; on one line each, what it has come to so far is told where errors go."""
     from megatron_fanformer.evaluation.prepare import CONTEXT_LENGTH, PreparedTask, prepare_requests
 
@@ -388,12 +388,12 @@ def _prepare(options: EvaluateOptions) -> None:
 
     if options.checkpoints or options.compare:
         raise InputError("--prepare writes a request file and reads no model; evaluate checkpoints by another command")
-    if problems := [*file_problems(prepare=options.prepare), *_without_effect(options)]:
+    if problems := [*file_problems(prepare=file), *_without_effect(options)]:
         raise InputError("\n".join(problems))
     if not options.tasks or options.tokenizer is None:
         raise InputError("--prepare needs --tasks and --tokenizer; name the tasks or groups, and the models' tokenizer")
     report = prepare_requests(
-        options.prepare,
+        file,
         tasks=options.tasks,
         tokenizer=options.tokenizer,
         context_length=options.context_length or CONTEXT_LENGTH,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_fanformer.options import argument, option
+from megatron_fanformer.options import argument, option, path_or_none
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -19,9 +19,9 @@ class ConvertOptions:
     """A folder that does not exist yet."""
     to: Literal["megatron", "hf", "reference"] = option()
     """What to make: a checkpoint of ours, a Hugging Face folder, or a checkpoint in the authors' format."""
-    config: str | None = option(None, metavar="FILE")
+    config: Path | None = option(None, metavar="FILE", parse=path_or_none)
     """Configuration file with fields of model that a Megatron-LM checkpoint does not state."""
-    tokenizer: str | None = None
+    tokenizer: Path | None = option(None, parse=path_or_none)
     """Tokenizer to put beside the weights, where the source has none."""
     eod_id: int | None = None
     """The id that ends a document (default: the tokenizer's end of text)"""

@@ -1,8 +1,9 @@
 """What `inspect` takes; imports nothing that is slow."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from megatron_fanformer.options import argument, option, overrides
+from megatron_fanformer.options import argument, option, overrides, path_or_none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class InspectOptions:
     """Draw the phase health that a run has logged into this PNG."""
     step: int | None = None
     """Show the samples of this training step, of a run or of --config."""
-    config: str | None = option(None, metavar="FILE")
+    config: Path | None = option(None, metavar="FILE", parse=path_or_none)
     """With --step: the configuration that trains on PATH."""
     full: bool = False
     """With --step: show whole texts."""

@@ -1,7 +1,6 @@
 """What `megatron-fanformer parity` does with its options: compares, prints, writes, and says what differs."""
 
 import json
-from pathlib import Path
 
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError
@@ -17,8 +16,7 @@ def parity(config: ParityConfig) -> None:
         InputError: the configuration, a layout or the report's folder is wrong.
         DivergenceError: a layout does not compute the same model.
     """
-    report = Path(config.report) if config.report else None
-    if found := file_problems(report=report):
+    if found := file_problems(report=config.report):
         raise InputError("\n".join(found))
     run, named = read_layouts(config)
     from megatron_fanformer.runtime import megatron_cpu  # imports torch, so after errors are reported
@@ -30,6 +28,6 @@ def parity(config: ParityConfig) -> None:
     with phases("starting ranks") as tell:
         result = run_layouts(config, run, named, tell=lambda name: tell(f"training: {name}"))
     show(report_lines(result, width()))
-    if report is not None:
-        write_atomically(report, json.dumps(as_values(result, str(config.file)), indent=1) + "\n")
+    if config.report is not None:
+        write_atomically(config.report, json.dumps(as_values(result, str(config.file)), indent=1) + "\n")
     result.check()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_fanformer.model.kernels import TransformerImpl
-from megatron_fanformer.options import option, overrides
+from megatron_fanformer.options import option, overrides, path_or_none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,6 @@ class ParityConfig:
     if they import."""
     communication: bool = False
     """Count the bytes that a step's collectives move, too."""
-    report: str | None = option(None, metavar="FILE")
+    report: Path | None = option(None, metavar="FILE", parse=path_or_none)
     """Write everything as JSON."""
     overrides: tuple[str, ...] = overrides()

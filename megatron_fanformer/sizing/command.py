@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import DivergenceError, InputError
@@ -26,7 +25,7 @@ def plan(options: PlanOptions) -> None:
         InputError: the request is wrong, or nothing legal fits.
         DivergenceError: a simulated rank and the formulas disagree.
     """
-    report = Path(options.report) if options.report else None
+    report = options.report
     if found := file_problems(report=report):
         raise InputError("\n".join(found))
     if report is not None and report.suffix == PICTURE:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
-from megatron_fanformer.options import option, overrides
+from megatron_fanformer.options import option, overrides, path_or_none
 
 ALL_STAGES = "all-stages"
 MOST_TOKENS = 10**18
@@ -69,6 +69,6 @@ class PlanOptions:
     """How many to train on, e.g. 1T, 300B, 15M (default: those of the configuration's steps)"""
     price: float | None = option(None, metavar="P", parse=_price)
     """Price of a GPU hour, in any currency."""
-    report: str | None = option(None, metavar="FILE.json")
+    report: Path | None = option(None, metavar="FILE.json", parse=path_or_none)
     """Write everything as JSON, and a picture beside it as PNG."""
     overrides: tuple[str, ...] = overrides()

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_fanformer.preparation.options import PrepareConfig
 from megatron_fanformer.preparation.pipeline import ProgressListener
-from megatron_fanformer.preparation.prepare import PrepareConfig, PrepareReport, prepare
+from megatron_fanformer.preparation.prepare import PrepareReport, prepare
 
 
 def as_line(text: str) -> bytes:
