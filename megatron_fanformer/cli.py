@@ -8,14 +8,14 @@ import argparse
 import errno
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from megatron_fanformer import __version__
 from megatron_fanformer.errors import FanformerError, InputError, escaped, holds_controls, not_installed, redacted
-from megatron_fanformer.options import Verb, add_options
+from megatron_fanformer.options import Verb, add_options, path_or_none
 from megatron_fanformer.output import go_on_unread
 from megatron_fanformer.processes import signals_released
 from megatron_fanformer.terminal import tell
@@ -45,14 +45,15 @@ class _Help(argparse.HelpFormatter):
 class _PrintCompletion(argparse.Action):
     """Prints a shell's completion of the command, by shtab."""
 
-    def __call__(self, parser: argparse.ArgumentParser, _namespace: Any, shell: Any, _flag: str | None = None) -> None:
+    def __call__(self, _parser_of_one: Any, _namespace: Any, shell: Any, _flag: str | None = None) -> None:
         try:
             import shtab
         except ImportError:
             raise InputError("--print-completion needs shtab, which is not installed; pip install shtab") from None
+        parser = _parser()
         (verbs,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
         for action in (action for verb in verbs.values() for action in verb._actions):
-            if action.nargs != 0 and action.choices is None and action.type in (None, Path):
+            if action.nargs != 0 and action.choices is None and action.type in (str, Path, path_or_none):
                 action.complete = shtab.FILE
         print(shtab.complete(parser, shell=shell))
         parser.exit()
@@ -99,7 +100,8 @@ def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
     Raises:
         InputError: an argument is unknown, missing or wrong.
     """
-    given, rest = _parser().parse_known_args([argument for argument in arguments if argument != "--debug"])
+    named = [argument for argument in arguments if argument in VERBS][:1]  # no option before it takes such a word
+    given, rest = _parser(named).parse_known_args([argument for argument in arguments if argument != "--debug"])
     verb = VERBS[given.verb]
     if rest and not verb.takes_overrides:
         raise InputError(f"unknown argument {rest[0]}; {PROGRAM} {verb.name} --help lists the options")
@@ -161,7 +163,8 @@ def _launcher_tells() -> bool:
     return launched_here()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
+    """Return the parser of all verbs, of which the named ones have their options, too: these take time to read."""
     parser = _Parser(prog=PROGRAM, description="Pretrain FANformer language models, on CPUs and GPUs.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks (anywhere on the line)")
@@ -174,6 +177,8 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
     for verb in VERBS.values():
         own = verbs.add_parser(verb.name, help=verb.help, description=verb.help, formatter_class=_Help)
+        if verb.name not in described:
+            continue
         add_options(own, verb.options)
         examples = [f"  {PROGRAM} {example}".replace("\n", " \\\n      ") for example in verb.examples]
         own.epilog = "\n".join([verb.notes, "examples:", *examples])
