@@ -203,13 +203,12 @@ def _keywords(each: "dataclasses.Field[Any]", hint: Any, shape: _Shape) -> dict[
 def _help(text: str, each: "dataclasses.Field[Any]") -> str:
     """The docstring, with the default where that is a value to read."""
     text = text.removesuffix(".")
+    if each.default is True:
+        return f"Do not {text[0].lower()}{text[1:]}"
     if each.default in (dataclasses.MISSING, None, (), "") or isinstance(each.default, bool):
         return text
-    return (
-        f"{text} (default: {each.default:g})"
-        if isinstance(each.default, float)
-        else f"{text} (default: {each.default})"
-    )
+    default = f"{each.default:g}" if isinstance(each.default, float) else each.default
+    return f"{text} (default: {default})"
 
 
 def _fields(owner: Any) -> "tuple[dataclasses.Field[Any], ...]":

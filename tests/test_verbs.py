@@ -13,7 +13,9 @@ import pytest
 
 from megatron_fanformer import cli
 from megatron_fanformer.cli import main
+from megatron_fanformer.configuration import field_texts
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.experiments.probes.settings import PROBES
 from megatron_fanformer.generation.options import GenerateConfig
 from megatron_fanformer.options import (
     Verb,
@@ -166,7 +168,7 @@ class ToyOptions:
     color: Literal["red", "blue"] | None = None
     """Its color (default: a new one each time)"""
     sound: bool = True
-    """Make a sound; --no-sound makes none."""
+    """Make a sound."""
     at: tuple[str, ...] = option((), name="--place", repeated=True, group="places")
     """Where; may be repeated."""
     up: bool = option(False, exclusive="direction")
@@ -248,7 +250,7 @@ def test_the_help_of_a_new_verb(
         "  FILE                Files to play with\n",
         "  --speed M/S         How fast: 100% is the speed of sound (default: 0.5)\n",
         "  --color {red,blue}  Its color (default: a new one each time)\n",
-        "  --no-sound          Make a sound; --no-sound makes none\n",
+        "  --no-sound          Do not make a sound\n",
         "\nplaces:\n  --place PLACE       Where; may be repeated\n",
         "[--up | --down]",
         "\nIt is fun.\n\nexamples:\n  megatron-fanformer toy a --speed 2\n"
@@ -286,3 +288,8 @@ def test_every_record_is_whole(verb: Verb[Any]) -> None:
     assert dataclasses.fields(verb.options)
     assert verb.options.__dataclass_params__.frozen  # type: ignore[attr-defined]
     assert verb.help.endswith(".") and all(example.split()[0] == verb.name for example in verb.examples)
+
+
+def test_the_help_of_experiment_names_every_one() -> None:
+    text = field_texts(cli.VERBS["experiment"].options)["name"]
+    assert [name for name in PROBES if name not in text] == []

@@ -32,6 +32,6 @@ class ConvertOptions:
     max_shard_size: str = option(MAX_SHARD_SIZE, metavar="SIZE")
     """The largest file of a Hugging Face folder's weights."""
     verified: bool = option(True, name="--no-verify")
-    """Publish without checking the result."""
+    """Verify the result before it is published."""
     receipt: Path | None = option(None, name="--report", metavar="FILE")
     """Write the receipt as JSON, with the files' hashes."""

@@ -23,8 +23,8 @@ class ParityConfig:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """What to run on, whatever the configuration says: a cluster's can be compared on a laptop, too."""
     transformer_impl: TransformerImpl = option("auto", metavar="LAYERS")
-    """Whose layers: local (megatron-core's and torch's), transformer_engine, or auto, which is Transformer Engine's
-    if they import."""
+    """Whose layers: local (megatron-core's and torch's), transformer_engine, or auto: Transformer Engine's if it can be
+    imported."""
     communication: bool = False
     """Count the bytes that a step's collectives move, too."""
     report: Path | None = option(None, metavar="FILE", parse=path_or_none)

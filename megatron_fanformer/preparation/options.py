@@ -47,7 +47,7 @@ class PrepareConfig:
     sources: tuple[str, ...] | None = option(None, name="--source", metavar="NAME", repeated=True)
     """Keep only this value of the field `source`; may be repeated."""
     ledger: bool = True
-    """Write PREFIX.ledger.parquet, which says where each document came from; --no-ledger leaves it out."""
+    """Write PREFIX.ledger.parquet, which says where each document came from."""
     backend: Backend = option("auto", parse=str)
     """What computes the ids: auto, gigatoken, tokenizers, sentencepiece; they are the same for each."""
     from_npy: bool = False
