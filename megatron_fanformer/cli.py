@@ -15,11 +15,11 @@ from typing import Any
 
 from megatron_fanformer import __version__
 from megatron_fanformer.errors import FanformerError, InputError, escaped, holds_controls, not_installed, redacted
-from megatron_fanformer.options import Verb, add_options, path_or_none
+from megatron_fanformer.options import PROGRAM, Verb, add_options, path_or_none
 from megatron_fanformer.output import go_on_unread
 from megatron_fanformer.processes import signals_released
 from megatron_fanformer.terminal import tell
-from megatron_fanformer.verbs import PROGRAM, VERBS
+from megatron_fanformer.verbs import VERBS
 
 OUTPUTS = ("output", "destination", "log_file", "report", "receipt")  # of any verb, as its options are called
 MOST_SHOWN = 200  # characters of an argument or a path in an error

@@ -25,6 +25,13 @@ Options = TypeVar("Options")
 Source = Literal["option", "argument", "overrides", "command_line", "caller"]
 """Where a field's value comes from."""
 
+PROGRAM = "megatron-fanformer"
+ANY_FIELD = (
+    "Any field of the configuration can be set as --section.field VALUE, e.g. --training.train_iters 100. "
+    f"`{PROGRAM} config` lists every field."
+)
+"""The notes of a verb that takes a configuration whole."""
+
 _SHAPE = "option"  # the key of a field's metadata
 
 

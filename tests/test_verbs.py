@@ -16,7 +16,7 @@ from megatron_fanformer.cli import main
 from megatron_fanformer.configuration import field_texts
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.probes.settings import PROBES
-from megatron_fanformer.generation.options import GenerateConfig
+from megatron_fanformer.generation.config import GenerateConfig
 from megatron_fanformer.options import (
     Verb,
     add_options,
@@ -26,7 +26,7 @@ from megatron_fanformer.options import (
     option,
     overrides,
 )
-from megatron_fanformer.parity.options import ParityConfig
+from megatron_fanformer.parity.verb import ParityConfig
 from megatron_fanformer.preparation.prepare import PrepareConfig
 
 

@@ -16,11 +16,11 @@ from megatron_fanformer.errors import InputError, noting
 from megatron_fanformer.evaluation import results as result_files
 from megatron_fanformer.evaluation.comparison import Comparison, compare
 from megatron_fanformer.evaluation.config import EvaluationConfig
-from megatron_fanformer.evaluation.options import EvaluateOptions
 from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import SETS, set_problems
 from megatron_fanformer.evaluation.results import Result
 from megatron_fanformer.evaluation.tasks import resolve
+from megatron_fanformer.evaluation.verb import EvaluateOptions
 from megatron_fanformer.formats.recognition import RUNNABLE, checkpoint_of, recognise
 from megatron_fanformer.model.layouts import Layout, layout_fields, parse_layout
 from megatron_fanformer.options import option_name

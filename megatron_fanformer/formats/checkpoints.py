@@ -18,13 +18,13 @@ from megatron_fanformer.formats.huggingface import (
 )
 from megatron_fanformer.formats.megatron_lm import open_megatron_lm
 from megatron_fanformer.formats.name_table import Format
-from megatron_fanformer.formats.options import MAX_SHARD_SIZE
 from megatron_fanformer.formats.recognition import DESCRIPTIONS, MODELS, checkpoint_of, iteration_of, recognise
 from megatron_fanformer.formats.reference import (
     open_reference,
     optimizer_files,
     write_reference,
 )
+from megatron_fanformer.formats.verb import MAX_SHARD_SIZE
 from megatron_fanformer.formats.weight_files import weight_files
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.dtypes import DTYPES

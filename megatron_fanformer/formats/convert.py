@@ -20,9 +20,9 @@ from megatron_fanformer.formats.checkpoints import Checkpoint, Extras, open_chec
 from megatron_fanformer.formats.huggingface import MODEL_CARD
 from megatron_fanformer.formats.model_card import RECEIPT, receipt_section
 from megatron_fanformer.formats.name_table import Format, convert
-from megatron_fanformer.formats.options import MAX_SHARD_SIZE
 from megatron_fanformer.formats.training_record import training_record
 from megatron_fanformer.formats.transforms import vocabulary_multiple
+from megatron_fanformer.formats.verb import MAX_SHARD_SIZE
 from megatron_fanformer.formats.verify.receipt import Json, failures, report, seen, verify, vocabulary
 from megatron_fanformer.formats.weight_files import shard_bytes
 from megatron_fanformer.model.config import FANformerConfig

@@ -15,9 +15,9 @@ from megatron_fanformer.data.chat_template import (
 )
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError, noting
+from megatron_fanformer.generation.config import ChatConfig
 from megatron_fanformer.generation.continuation import new_continuation
 from megatron_fanformer.generation.models import ModelSource, TrainedModel, find_model_and_tokenizer, load_model
-from megatron_fanformer.generation.options import ChatConfig
 from megatron_fanformer.runtime.device import return_freed_memory
 
 FREE_SHARE = 4

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.generation.config import GenerateConfig
 from megatron_fanformer.generation.continuation import Continuation, EndedBy, new_continuation
 from megatron_fanformer.generation.decoding import continue_together
 from megatron_fanformer.generation.models import ModelSource, find_model_and_tokenizer, load_model
-from megatron_fanformer.generation.options import GenerateConfig
 
 
 @dataclass(frozen=True, kw_only=True)

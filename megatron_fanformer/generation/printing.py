@@ -3,9 +3,9 @@
 import json
 from collections.abc import Callable, Sequence
 
+from megatron_fanformer.generation.config import GenerateConfig
 from megatron_fanformer.generation.continuation import Continuation
 from megatron_fanformer.generation.generate import generate
-from megatron_fanformer.generation.options import GenerateConfig
 
 
 def print_generations(config: GenerateConfig, write: Callable[[str], object]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_fanformer.errors import DivergenceError
-from megatron_fanformer.generation.options import SamplingConfig
+from megatron_fanformer.generation.config import SamplingConfig
 from megatron_fanformer.runtime.seeding import generator_for
 
 

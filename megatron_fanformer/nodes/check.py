@@ -19,7 +19,7 @@ from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.nodes.facts import STARTING, Facts, facts_from_plain, find_facts
 from megatron_fanformer.nodes.judgement import Links, Rules, Verdict, judge
-from megatron_fanformer.nodes.options import CheckConfig
+from megatron_fanformer.nodes.verb import CheckConfig
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.launch import tell_end
 from megatron_fanformer.terminal import show

@@ -5,7 +5,7 @@ import json
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.parity.config import read_layouts
-from megatron_fanformer.parity.options import ParityConfig
+from megatron_fanformer.parity.verb import ParityConfig
 from megatron_fanformer.terminal import phases, show, width
 
 

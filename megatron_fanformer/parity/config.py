@@ -5,7 +5,7 @@ import dataclasses
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.layout_rules import batch_problems, document_problems, layout_problems
 from megatron_fanformer.model.layouts import Layout, own_layout, parse_layout
-from megatron_fanformer.parity.options import ParityConfig
+from megatron_fanformer.parity.verb import ParityConfig
 from megatron_fanformer.training.config import RunConfig, load_config
 
 

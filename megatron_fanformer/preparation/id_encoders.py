@@ -24,7 +24,7 @@ from megatron_fanformer.preparation.agreement import (
     hard_texts,
     trusted_characters,
 )
-from megatron_fanformer.preparation.options import Backend
+from megatron_fanformer.preparation.verb import Backend
 
 GIGATOKEN = "gigatoken"
 

@@ -29,9 +29,9 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.documents import DocumentParser, DocumentRules
 from megatron_fanformer.preparation.id_encoders import SMALL_INPUT, EncoderChoice, choose_encoder
 from megatron_fanformer.preparation.inputs import DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
-from megatron_fanformer.preparation.options import Backend, PrepareConfig
 from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressListener, run
 from megatron_fanformer.preparation.shards import is_unchanged
+from megatron_fanformer.preparation.verb import Backend, PrepareConfig
 from megatron_fanformer.preparation.work_folder import (
     folder_path,
     settings_difference,

@@ -9,7 +9,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.planning.machines import Machine, known_machines, load_machine
 from megatron_fanformer.sizing.candidates import laid_out, layout_name
 from megatron_fanformer.sizing.estimate import for_machine
-from megatron_fanformer.sizing.options import ALL_STAGES, PlanOptions
+from megatron_fanformer.sizing.verb import ALL_STAGES, PlanOptions
 from megatron_fanformer.training.chats import with_steps, with_train_iters
 from megatron_fanformer.training.config import RunConfig, load_config
 

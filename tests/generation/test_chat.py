@@ -14,8 +14,8 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.generation import talking
 from megatron_fanformer.generation.chat import open_chat
+from megatron_fanformer.generation.config import ChatConfig
 from megatron_fanformer.generation.models import Decoder
-from megatron_fanformer.generation.options import ChatConfig
 from tests.generation.making import write_export
 
 TEMPLATE = """\

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from megatron_fanformer.generation.config import SamplingConfig
 from megatron_fanformer.generation.continuation import Continuation
 from megatron_fanformer.generation.decoding import continue_all, continue_together
-from megatron_fanformer.generation.options import SamplingConfig
 from megatron_fanformer.generation.sampling import Sampler
 from tests.generation.making import GREEDY, new_ids_of_many, with_model, write_checkpoint
 

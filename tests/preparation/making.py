@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.preparation.options import PrepareConfig
 from megatron_fanformer.preparation.pipeline import ProgressListener
 from megatron_fanformer.preparation.prepare import PrepareReport, prepare
+from megatron_fanformer.preparation.verb import PrepareConfig
 
 
 def as_line(text: str) -> bytes:

@@ -15,8 +15,8 @@ import torch
 
 import megatron_fanformer.hf  # noqa: F401  registers the model with transformers' auto classes
 from megatron_fanformer.formats.convert import convert_checkpoint
-from megatron_fanformer.preparation.options import PrepareConfig
 from megatron_fanformer.preparation.prepare import prepare
+from megatron_fanformer.preparation.verb import PrepareConfig
 from tests.small_runs import ROOT, small_run
 from tests.training.test_trainer import train
 

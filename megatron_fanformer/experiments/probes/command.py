@@ -24,7 +24,10 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.probes.settings import PROBES
 from megatron_fanformer.experiments.report.folder import README, write_folder
 from megatron_fanformer.experiments.result import RESULT, Result, read_result, this_machine
-from megatron_fanformer.options import argument, option, option_name, overrides
+from megatron_fanformer.options import Verb, argument, option, option_name, overrides
+from megatron_fanformer.processes import ended_by_stop_signals
+from megatron_fanformer.runtime import device
+from megatron_fanformer.terminal import show
 
 if TYPE_CHECKING:
     from megatron_fanformer.experiments.probes.outcome import Measured, Tell  # which imports NumPy, as no --help should
@@ -162,3 +165,29 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def _experiment(options: ExperimentOptions) -> None:
+    from megatron_fanformer.runtime.heartbeat import tell_stopped
+
+    with ended_by_stop_signals(tell_stopped, outcome="before the end; the same command keeps the runs that are done"):
+        from megatron_fanformer.checkpoint.remote import on_this_machine
+
+        local = options.checkpoint and tuple(map(on_this_machine, options.checkpoint))
+        options = dataclasses.replace(options, checkpoint=local)
+        experiment(options, device.prepare_megatron, lambda text: show(text.split("\n")))
+
+
+EXPERIMENT = Verb(
+    name="experiment",
+    help="One of the paper's smaller experiments, on this machine.",
+    options=ExperimentOptions,
+    run=_experiment,
+    examples=(
+        "experiment mod --output runs/mod",
+        "experiment holes --seeds 2 --holes.weight_decays [0.0]",
+    ),
+    notes="Every setting of an experiment can be set as --NAME.FIELD VALUE; its result.json lists them.",
+    results_are_files=True,
+    takes_signals=True,
+)

@@ -9,7 +9,8 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.report.folder import README
 from megatron_fanformer.experiments.report.page import as_html, as_markdown
 from megatron_fanformer.experiments.result import RESULT, read_result
-from megatron_fanformer.options import argument, option
+from megatron_fanformer.options import Verb, argument, option
+from megatron_fanformer.runtime import device
 from megatron_fanformer.terminal import show
 
 COMPARE = "compare"
@@ -79,3 +80,17 @@ def _compare(runs: Sequence[Path], output: Path) -> None:
     from megatron_fanformer.experiments.report.dynamics import compare_runs
 
     show([*(finding.sentence for finding in compare_runs(runs, output).findings), f"wrote {output / README}"])
+
+
+def _report(options: ReportOptions) -> None:
+    device.prepare_libraries()
+    report(options)
+
+
+REPORT = Verb(
+    name="report",
+    help="Write the page of the paper's experiments; compare two runs step by step.",
+    options=ReportOptions,
+    run=_report,
+    examples=("report runs/sweeps --output runs/report.html", "report compare runs/transformer runs/fanformer"),
+)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.options import option
+from megatron_fanformer.options import Verb, option
+from megatron_fanformer.runtime import device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,3 +44,20 @@ class CheckConfig:
             found.append(f"--time-limit is {self.time_limit:g}; it must be above 0 seconds")
         if found:
             raise InputError("\n".join(found))
+
+
+def _check_node(options: CheckConfig) -> None:
+    from megatron_fanformer.nodes.check import check_nodes
+
+    device.prepare_libraries()
+    device.let_late_collectives_fail()
+    check_nodes(options)
+
+
+CHECK_NODE = Verb(
+    name="check-node",
+    help="Check the nodes that a run is about to start on.",
+    options=CheckConfig,
+    run=_check_node,
+    examples=("check-node --folder runs", "check-node --gpus 8 --output healthy-nodes.txt"),
+)

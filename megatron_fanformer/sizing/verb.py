@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
-from megatron_fanformer.options import option, overrides, path_or_none
+from megatron_fanformer.options import ANY_FIELD, Verb, option, overrides, path_or_none
 
 ALL_STAGES = "all-stages"
 MOST_TOKENS = 10**18
@@ -72,3 +72,22 @@ class PlanOptions:
     report: Path | None = option(None, metavar="FILE.json", parse=path_or_none)
     """Write everything as JSON, and a picture beside it as PNG."""
     overrides: tuple[str, ...] = overrides()
+
+
+def _plan(options: PlanOptions) -> None:
+    from megatron_fanformer.sizing.command import plan
+
+    plan(options)
+
+
+PLAN = Verb(
+    name="plan",
+    help="Say what a run costs on many GPUs, whether it fits, and find its fastest layout.",
+    options=PlanOptions,
+    run=_plan,
+    examples=(
+        "plan --config examples/fanformer-7b.yaml\n--gpus 256 --gpu h100 --search",
+        "plan --config run.yaml --gpus 64 --gpu a100\n--layouts tp=4 tp=2,pp=2",
+    ),
+    notes=ANY_FIELD,
+)

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_fanformer.data.manifest import Format, Learn, TooLong
-from megatron_fanformer.options import argument, option
+from megatron_fanformer.options import Verb, argument, option
 from megatron_fanformer.processes import usable_cores
+from megatron_fanformer.terminal import show
 
 Backend = Literal["auto", "gigatoken", "tokenizers", "sentencepiece"]
 
@@ -66,3 +67,27 @@ class PrepareConfig:
     """With --chat: the most tokens of a conversation, with npy those of each row (default: any; 2048 with npy)"""
     too_long: TooLong | None = option(None, parse=str)
     """With --chat: cut or drop a conversation of more tokens (default: cut)"""
+
+
+def _prepare(config: PrepareConfig) -> None:
+    from megatron_fanformer.preparation.prepare import prepare
+    from megatron_fanformer.preparation.progress import progress_line
+    from megatron_fanformer.runtime.device import quieten_libraries
+
+    quieten_libraries()
+    with progress_line("preparing") as listener:
+        report = prepare(config, listener)
+    show(report.lines())
+
+
+PREPARE = Verb(
+    name="prepare",
+    help="Turn documents or conversations into token files.",
+    options=PrepareConfig,
+    run=_prepare,
+    examples=(
+        "prepare documents/*.jsonl.gz --output tokens/web\n--tokenizer tokenizer.json",
+        "prepare @files.txt --output tokens/books\n--tokenizer tokenizer.model --part-size 10G",
+    ),
+    results_are_files=True,
+)

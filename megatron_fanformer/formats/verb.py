@@ -4,7 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_fanformer.options import argument, option, path_or_none
+from megatron_fanformer.durable_files import file_problems
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.options import Verb, argument, option, path_or_none
+from megatron_fanformer.runtime import device
+from megatron_fanformer.terminal import show, width
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -35,3 +39,31 @@ class ConvertOptions:
     """Verify the result before it is published."""
     receipt: Path | None = option(None, name="--report", metavar="FILE")
     """Write the receipt as JSON, with the files' hashes."""
+
+
+def _convert(options: ConvertOptions) -> None:
+    from megatron_fanformer.checkpoint.remote import on_this_machine
+    from megatron_fanformer.formats.recognition import MODELS, recognise
+
+    source = on_this_machine(options.source)
+    recognise(source, MODELS)  # anything else is reported before torch is imported
+    if found := file_problems(report=options.receipt):
+        raise InputError("\n".join(found))
+    device.prepare_megatron(on_cpu=True)
+    from megatron_fanformer.formats.convert import convert_checkpoint
+
+    done = convert_checkpoint(**{**vars(options), "source": Path(source)})
+    show([f"wrote {options.destination}", *done.lines(width())])
+
+
+CONVERT = Verb(
+    name="convert",
+    help="Convert between our checkpoints, Hugging Face and the reference.",
+    options=ConvertOptions,
+    run=_convert,
+    examples=(
+        "convert runs/demo/run exported-folder --to hf",
+        "convert FANformer-1B runs/released --to megatron\n--tokenizer tokenizer.json",
+    ),
+    results_are_files=True,
+)

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_fanformer.options import argument, command_line, option
+from megatron_fanformer.options import Verb, argument, command_line, option
+from megatron_fanformer.processes import ended_by_stop_signals
+from megatron_fanformer.runtime import device
 
 BATCH_TOKENS = 8192  # of a micro batch: four of the paper's chunks; their logits are made chunk by chunk
 
@@ -98,3 +100,31 @@ class EvaluateOptions:
     """With --prepare: the longest request, in tokens (default: 2048)"""
 
     command_line: tuple[str, ...] = command_line()
+
+
+def _evaluate(options: EvaluateOptions) -> None:
+    from megatron_fanformer.runtime.heartbeat import tell_stopped
+    from megatron_fanformer.runtime.launch import end_with_launcher
+
+    outcome = "before the end; --output has the checkpoints that were done, and the same command starts anew"
+    with ended_by_stop_signals(tell_stopped, outcome=outcome):
+        end_with_launcher()
+        device.prepare_libraries()
+        from megatron_fanformer.checkpoint.remote import on_this_machine
+        from megatron_fanformer.evaluation.command import evaluate
+
+        evaluate(options, on_this_machine)
+
+
+EVALUATE = Verb(
+    name="evaluate",
+    help="Measure checkpoints on perplexity sets and tasks; compare two; write a request file.",
+    options=EvaluateOptions,
+    run=_evaluate,
+    examples=(
+        "evaluate runs/demo/run --perplexity held-out=tokens/web",
+        "evaluate --prepare paper.requests --tasks paper\n--tokenizer tokenizer.json",
+    ),
+    results_are_files=True,
+    takes_signals=True,
+)

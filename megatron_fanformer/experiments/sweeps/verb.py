@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_fanformer.options import argument, option
+from megatron_fanformer.options import Verb, argument, option
+from megatron_fanformer.processes import ended_by_stop_signals
+from megatron_fanformer.runtime import device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,3 +24,24 @@ class SweepOptions:
     """With dry-run: the machine whose time is estimated, as plan takes it."""
     gpus: int = option(1, metavar="N")
     """With --gpu: how many train a cell."""
+
+
+def _sweep(options: SweepOptions) -> None:
+    from megatron_fanformer.runtime.heartbeat import tell_stopped
+
+    with ended_by_stop_signals(tell_stopped):
+        device.prepare_libraries()
+        from megatron_fanformer.experiments.sweeps.command import sweep
+
+        sweep(options)
+
+
+SWEEP = Verb(
+    name="sweep",
+    help="Train one configuration at many points and seeds, and report what they show.",
+    options=SweepOptions,
+    run=_sweep,
+    examples=("sweep examples/sweeps/variants.yaml dry-run", "sweep examples/sweeps/variants.yaml run"),
+    results_are_files=True,
+    takes_signals=True,
+)

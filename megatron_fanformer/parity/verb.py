@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_fanformer.model.kernels import TransformerImpl
-from megatron_fanformer.options import option, overrides, path_or_none
+from megatron_fanformer.options import ANY_FIELD, Verb, option, overrides, path_or_none
+from megatron_fanformer.runtime import device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,3 +31,23 @@ class ParityConfig:
     report: Path | None = option(None, metavar="FILE", parse=path_or_none)
     """Write everything as JSON."""
     overrides: tuple[str, ...] = overrides()
+
+
+def _parity(config: ParityConfig) -> None:
+    device.prepare_libraries()
+    from megatron_fanformer.parity.command import parity
+
+    parity(config)
+
+
+PARITY = Verb(
+    name="parity",
+    help="Show that parallel layouts train the same model as one process.",
+    options=ParityConfig,
+    run=_parity,
+    examples=(
+        "parity --config examples/tiny-cpu.yaml\n--layouts tp=2 pp=2",
+        "parity --config run.yaml --layouts tp=2,sp=true\n--communication",
+    ),
+    notes=ANY_FIELD,
+)
