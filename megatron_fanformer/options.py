@@ -162,7 +162,8 @@ def option_name(name: str) -> str:
 def add_options(parser: argparse.ArgumentParser, owner: type) -> None:
     """Add an argument for each field; what is not given on the line stays out of the namespace."""
     hints = get_type_hints(owner)
-    texts = {name: text for base in reversed(owner.__mro__[:-1]) for name, text in field_texts(base).items()}
+    dataclasses_of = [base for base in reversed(owner.__mro__) if dataclasses.is_dataclass(base)]
+    texts = {name: text for base in dataclasses_of for name, text in field_texts(base).items()}
     groups: dict[str | None, Any] = {None: parser}
     for each in _fields(owner):
         shape = _shape(each)

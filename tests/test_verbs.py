@@ -2,6 +2,8 @@
 
 import dataclasses
 import inspect
+import subprocess
+import sys
 from argparse import ArgumentParser
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,6 +290,18 @@ def test_every_record_is_whole(verb: Verb[Any]) -> None:
     assert dataclasses.fields(verb.options)
     assert verb.options.__dataclass_params__.frozen  # type: ignore[attr-defined]
     assert verb.help.endswith(".") and all(example.split()[0] == verb.name for example in verb.examples)
+
+
+def test_help_imports_nothing_that_is_slow() -> None:
+    program = (
+        "import sys; from megatron_fanformer.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: print(sorted({'torch', 'numpy', 'transformers', 'megatron'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", "--help"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_help_of_experiment_names_every_one() -> None:

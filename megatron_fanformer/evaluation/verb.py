@@ -1,4 +1,4 @@
-"""What `evaluate` takes; imports nothing that is slow."""
+"""The verb `evaluate`, and its options; imports nothing that is slow."""
 
 from argparse import ArgumentTypeError
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What `convert` takes; imports nothing that is slow."""
+"""The verb `convert`, and its options; imports nothing that is slow."""
 
 from dataclasses import dataclass
 from pathlib import Path

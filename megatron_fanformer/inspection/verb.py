@@ -1,4 +1,4 @@
-"""What `inspect` takes; imports nothing that is slow."""
+"""The verb `inspect`, and its options; imports nothing that is slow."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `check-node` takes; imports nothing that is slow."""
+"""The verb `check-node`, and its options; imports nothing that is slow."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `parity` takes; imports nothing that is slow."""
+"""The verb `parity`, and its options; imports nothing that is slow."""
 
 from dataclasses import dataclass
 from pathlib import Path

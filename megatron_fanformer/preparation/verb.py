@@ -1,4 +1,4 @@
-"""What `prepare` takes; imports nothing that is slow."""
+"""The verb `prepare`, and its options; imports nothing that is slow."""
 
 from argparse import ArgumentTypeError
 from dataclasses import dataclass, field

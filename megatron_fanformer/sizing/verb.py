@@ -1,4 +1,4 @@
-"""What `plan` takes, and the numbers in it; imports nothing that is slow."""
+"""The verb `plan`, and its options; imports nothing that is slow."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""What `sweep` takes; imports nothing that is slow."""
+"""The verb `sweep`, and its options; imports nothing that is slow."""
 
 from dataclasses import dataclass
 from pathlib import Path
