@@ -85,68 +85,44 @@ class _Shape:
 
     source: Source = "option"
     name: str | None = None
+    """How it is written, with its dashes; None: as its field."""
     metavar: str | tuple[str, ...] | None = None
+    """What its value is called; None: as the option."""
     parse: Callable[[str], Any] | None = None
+    """Reads one word, in place of the type; a `Literal` has no choices then, which its owner checks."""
     repeated: bool = False
+    """Whether a tuple is made of one word each time that the option is given."""
     nargs: int | None = None
+    """How many words a tuple takes; None: one or more."""
     group: str | None = None
+    """The title that it stands under in --help."""
     exclusive: str | None = None
+    """At most one of the options that share this may be given."""
 
 
-def option(
-    default: Any = dataclasses.MISSING,
-    *,
-    name: str | None = None,
-    metavar: str | tuple[str, ...] | None = None,
-    parse: Callable[[str], Any] | None = None,
-    repeated: bool = False,
-    nargs: int | None = None,
-    group: str | None = None,
-    exclusive: str | None = None,
-) -> Any:
-    """Return the field of an option.
-
-    Args:
-        name: how it is typed, with its dashes; None: by the field's name.
-        metavar: what its value is called.
-        parse: reads one word, in place of the type; a `Literal` has no choices then, which its owner checks.
-        repeated: a tuple is made of one word each time that the option is given.
-        nargs: how many words a tuple takes; None: one or more.
-        group: the title that it stands under in --help.
-        exclusive: at most one option of this name may be given.
-    """
-    shape = _Shape(
-        name=name,
-        metavar=metavar,
-        parse=parse,
-        repeated=repeated,
-        nargs=nargs,
-        group=group,
-        exclusive=exclusive,
-    )
-    return field(default=default, metadata={_SHAPE: shape})
+def option(default: Any = dataclasses.MISSING, **shape: Any) -> Any:
+    """Return the field of an option, of the given `_Shape`."""
+    return field(default=default, metadata={_SHAPE: _Shape(**shape)})
 
 
-def argument(
-    default: Any = dataclasses.MISSING, *, metavar: str | None = None, parse: Callable[[str], Any] | None = None
-) -> Any:
+def argument(default: Any = dataclasses.MISSING, **shape: Any) -> Any:
     """Return the field of an argument that is known by its place."""
-    return field(default=default, metadata={_SHAPE: _Shape(source="argument", metavar=metavar, parse=parse)})
+    return option(default, source="argument", **shape)
 
 
 def overrides() -> Any:
     """Return the field of what is left on the line: fields of a configuration, as --section.field VALUE."""
-    return field(default=(), metadata={_SHAPE: _Shape(source="overrides")})
+    return option((), source="overrides")
 
 
 def command_line() -> Any:
     """Return the field of the whole line, for the ranks of a run that are started with it."""
-    return field(default=(), metadata={_SHAPE: _Shape(source="command_line")})
+    return option((), source="command_line")
 
 
 def not_an_option(default: Any) -> Any:
     """Return a field that callers in Python alone may set."""
-    return field(default=default, metadata={_SHAPE: _Shape(source="caller")})
+    return option(default, source="caller")
 
 
 def path_or_none(text: str) -> Path | None:
@@ -155,7 +131,7 @@ def path_or_none(text: str) -> Path | None:
 
 
 def option_name(name: str) -> str:
-    """Return how the option of a field is typed, where it has no other name."""
+    """Return how the option of a field is written, where it has no other name."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -205,6 +181,7 @@ def _keywords(each: "dataclasses.Field[Any]", hint: Any, shape: _Shape) -> dict[
         return {**keywords, "type": shape.parse}
     if get_origin(kind) is Literal:
         return {**keywords, "choices": get_args(kind)}
+    assert kind in (str, int, float, Path), f"{each.name}: nothing reads a word as {kind}; give it parse"
     return {**keywords, "type": kind}
 
 
