@@ -8,67 +8,21 @@ import argparse
 import errno
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from megatron_fanformer import __version__
 from megatron_fanformer.errors import FanformerError, InputError, escaped, holds_controls, not_installed, redacted
+from megatron_fanformer.options import PROGRAM, Verb, add_options, path_or_none
 from megatron_fanformer.output import go_on_unread
 from megatron_fanformer.processes import signals_released
 from megatron_fanformer.terminal import tell
-from megatron_fanformer.verbs import PROGRAM, RESULT_IN_FILES, TAKES_OVERRIDES, TAKES_SIGNALS, VERBS
+from megatron_fanformer.verbs import VERBS
 
-OUTPUTS = ("output", "destination", "log_file", "report")  # of any verb, as its options are called
+OUTPUTS = ("output", "destination", "log_file", "report", "receipt")  # of any verb, as its options are called
 MOST_SHOWN = 200  # characters of an argument or a path in an error
-
-
-EXAMPLES: dict[str, tuple[str, str]] = {
-    "demo": ("demo", "demo --output runs/demo"),
-    "prepare": (
-        "prepare documents/*.jsonl.gz --output tokens/web\n--tokenizer tokenizer.json",
-        "prepare @files.txt --output tokens/books\n--tokenizer tokenizer.model --part-size 10G",
-    ),
-    "train": (
-        "train --config examples/tiny-cpu.yaml\n--training.train_iters 100",
-        "train --config run.yaml\n--parallel.tensor_model_parallel_size 2",
-    ),
-    "check-node": ("check-node --folder runs", "check-node --gpus 8 --output healthy-nodes.txt"),
-    "config": ("config", "config --resolved --config examples/tiny-cpu.yaml"),
-    "parity": (
-        "parity --config examples/tiny-cpu.yaml\n--layouts tp=2 pp=2",
-        "parity --config run.yaml --layouts tp=2,sp=true\n--communication",
-    ),
-    "plan": (
-        "plan --config examples/fanformer-7b.yaml\n--gpus 256 --gpu h100 --search",
-        "plan --config run.yaml --gpus 64 --gpu a100\n--layouts tp=4 tp=2,pp=2",
-    ),
-    "generate": (
-        'generate runs/demo/run --prompt "def main("',
-        "generate exported-folder --prompt Once\n--temperature 0.8 --top-p 0.95 --seed 1",
-    ),
-    "chat": (
-        'chat runs/sft --system "Answer briefly."',
-        "chat exported-folder --temperature 0.7 --top-p 0.9",
-    ),
-    "evaluate": (
-        "evaluate runs/demo/run --perplexity held-out=tokens/web",
-        "evaluate --prepare paper.requests --tasks paper\n--tokenizer tokenizer.json",
-    ),
-    "sweep": ("sweep examples/sweeps/variants.yaml dry-run", "sweep examples/sweeps/variants.yaml run"),
-    "report": ("report runs/sweeps --output runs/report.html", "report compare runs/transformer runs/fanformer"),
-    "experiment": (
-        "experiment mod --output runs/mod",
-        "experiment holes --seeds 2 --holes.weight_decays [0.0]",
-    ),
-    "inspect": ("inspect runs/demo/tokens/train --verify", "inspect runs/demo/run --step 200"),
-    "convert": (
-        "convert runs/demo/run exported-folder --to hf",
-        "convert FANformer-1B runs/released --to megatron\n--tokenizer tokenizer.json",
-    ),
-}
-"""Two of each verb, at the end of its --help; an end of line becomes one in the shell."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -91,14 +45,15 @@ class _Help(argparse.HelpFormatter):
 class _PrintCompletion(argparse.Action):
     """Prints a shell's completion of the command, by shtab."""
 
-    def __call__(self, parser: argparse.ArgumentParser, _namespace: Any, shell: Any, _flag: str | None = None) -> None:
+    def __call__(self, _parser_of_one: Any, _namespace: Any, shell: Any, _flag: str | None = None) -> None:
         try:
             import shtab
         except ImportError:
             raise InputError("--print-completion needs shtab, which is not installed; pip install shtab") from None
+        parser = _parser()
         (verbs,) = (action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
         for action in (action for verb in verbs.values() for action in verb._actions):
-            if action.nargs != 0 and action.choices is None and action.type in (None, Path):
+            if action.nargs != 0 and action.choices is None and action.type in (str, Path, path_or_none):
                 action.complete = shtab.FILE
         print(shtab.complete(parser, shell=shell))
         parser.exit()
@@ -111,14 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for argument in arguments:
             _check_text(argument)
-        options, rest = _parser().parse_known_args([argument for argument in arguments if argument != "--debug"])
-        if rest and options.verb not in TAKES_OVERRIDES:
-            raise InputError(f"unknown argument {rest[0]}; {PROGRAM} {options.verb} --help lists the options")
+        verb, options = read_command(arguments)
         _check_outputs(options)
-        if options.verb in RESULT_IN_FILES or _launcher_tells():
+        if verb.results_are_files or _launcher_tells():
             go_on_unread()
-        with nullcontext() if options.verb in TAKES_SIGNALS else signals_released():
-            options.run(options, rest, arguments)
+        with nullcontext() if verb.takes_signals else signals_released():
+            verb.run(options)
             sys.stdout.flush()  # here, where what fails is still an error
     except KeyboardInterrupt:
         return _tell("stopped by the keyboard", 1)
@@ -139,6 +92,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         return _tell(f"{type(error).__name__}: {error} (--debug shows where)", 1)
     return 0
+
+
+def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
+    """Return the verb of a command line, and the options that it takes.
+
+    Raises:
+        InputError: an argument is unknown, missing or wrong.
+    """
+    named = [argument for argument in arguments if argument in VERBS][:1]  # no option before it takes such a word
+    given, rest = _parser(named).parse_known_args([argument for argument in arguments if argument != "--debug"])
+    verb = VERBS[given.verb]
+    if rest and not verb.takes_overrides:
+        raise InputError(f"unknown argument {rest[0]}; {PROGRAM} {verb.name} --help lists the options")
+    return verb, verb.read(vars(given), rest, arguments)
 
 
 def _tell(message: str, exit_code: int) -> int:
@@ -178,7 +145,7 @@ def _check_text(argument: str) -> None:
         raise InputError(f"{_shown(argument)} holds a zero character, which no text or path may; leave it out")
 
 
-def _check_outputs(options: argparse.Namespace) -> None:
+def _check_outputs(options: Any) -> None:
     """Refuse an output whose name would do to a terminal, a log or a page what its characters say."""
     for name in OUTPUTS:
         value = getattr(options, name, None)
@@ -196,7 +163,8 @@ def _launcher_tells() -> bool:
     return launched_here()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:
+    """Return the parser of all verbs, of which the named ones have their options, too: these take time to read."""
     parser = _Parser(prog=PROGRAM, description="Pretrain FANformer language models, on CPUs and GPUs.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks (anywhere on the line)")
@@ -207,10 +175,11 @@ def _parser() -> argparse.ArgumentParser:
         help="print the shell's completion of this command (needs shtab)",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
-    for name, (describe, run, text) in VERBS.items():
-        verb = verbs.add_parser(name, help=text, description=text, formatter_class=_Help)
-        describe(verb)
-        examples = [f"  {PROGRAM} {example}".replace("\n", " \\\n      ") for example in EXAMPLES[name]]
-        verb.epilog = "\n".join([verb.epilog or "", "examples:", *examples])
-        verb.set_defaults(run=run)
+    for verb in VERBS.values():
+        own = verbs.add_parser(verb.name, help=verb.help, description=verb.help, formatter_class=_Help)
+        if verb.name not in described:
+            continue
+        add_options(own, verb.options)
+        examples = [f"  {PROGRAM} {example}".replace("\n", " \\\n      ") for example in verb.examples]
+        own.epilog = "\n".join([verb.notes, "examples:", *examples])
     return parser

@@ -12,35 +12,32 @@ from megatron_fanformer import cli
 from megatron_fanformer.experiments.probes.command import read_settings
 from megatron_fanformer.experiments.sweeps.file import read_sweep
 from megatron_fanformer.model.config import PRESETS
-from megatron_fanformer.parity.config import ParityConfig, read_layouts
+from megatron_fanformer.parity.config import read_layouts
 from megatron_fanformer.sizing.request import read_request
 from megatron_fanformer.training.config import config_from_dict, load_config
 from tests.shown_commands import COMMANDS, NOT_OURS, NOT_RUN, READERS_OWN, Shown
 from tests.small_runs import ROOT
 
+EXAMPLE = "examples/tiny-cpu.yaml"
+
 
 def check(arguments: list[str]) -> None:
     """Parse arguments as the program does, and read what they name that is here; raises what the program would say."""
-    options, rest = cli._parser().parse_known_args(arguments)
-    assert not rest or options.verb in cli.TAKES_OVERRIDES
-    config = getattr(options, "config", None)
-    file = Path("examples/tiny-cpu.yaml" if config == READERS_OWN else config or "none")
-    match options.verb:
+    verb, options = cli.read_command([EXAMPLE if word == READERS_OWN else word for word in arguments])
+    match verb.name:
         case "train":
-            assert load_config(file, rest).section_problems(leaving=("data",)) == []
+            assert load_config(options.config, options.overrides).section_problems(leaving=("data",)) == []
         case "parity":
-            asked = {name: getattr(options, name) for name in ("steps", "dtype", "device", "transformer_impl")}
-            read_layouts(ParityConfig(file=file, overrides=tuple(rest), layouts=tuple(options.layouts), **asked))
+            read_layouts(options)
         case "plan":
-            names = ("gpus", "gpu", "layouts", "search", "tokens", "price")
-            asked = {name: getattr(options, name) for name in names}
-            read_request(file, rest, simulated_ranks=options.simulate, **asked)
+            read_request(options)
         case "sweep":
             read_sweep(options.file, needs_data=False)
         case "experiment" if options.name is not None:
-            read_settings(options, rest)
+            read_settings(options)
         case _:
-            assert rest == [] and (config is None or load_config(file))
+            config = getattr(options, "config", None)
+            assert not getattr(options, "overrides", ()) and (config is None or load_config(Path(config)))
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
@@ -80,9 +77,9 @@ def test_the_help_of_a_verb_ends_with_two_examples_of_it(verb: str, capsys: pyte
     examples = shown.partition("\nexamples:\n")[2].replace("\\\n", " ").splitlines()
     assert len(examples) == 2
     for program, *words in map(shlex.split, examples):
-        options, rest = cli._parser().parse_known_args(words)
-        assert (program, options.verb) == (cli.PROGRAM, verb)
-        assert all("." in word for word in rest[::2]) and (not rest or verb in cli.TAKES_OVERRIDES)
+        found, options = cli.read_command(words)
+        assert (program, found.name) == (cli.PROGRAM, verb)
+        assert all("." in word for word in getattr(options, "overrides", ())[::2])
 
 
 def test_the_shells_completion_knows_verbs_and_options(capsys: pytest.CaptureFixture[str]) -> None:

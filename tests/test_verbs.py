@@ -1,15 +1,35 @@
-"""Every option of a verb reaches the function that it calls."""
+"""A verb is one record: what it needs to be a verb of the program, and that its options reach its function."""
 
+import dataclasses
+import inspect
+import subprocess
+import sys
+from argparse import ArgumentParser
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
 
+from megatron_fanformer import cli
 from megatron_fanformer.cli import main
-from megatron_fanformer.generation.generate import GenerateConfig
-from megatron_fanformer.preparation.prepare import ConversationsConfig, PrepareConfig
+from megatron_fanformer.configuration import field_texts
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.experiments.probes.settings import PROBES
+from megatron_fanformer.generation.config import GenerateConfig
+from megatron_fanformer.options import (
+    Verb,
+    add_options,
+    argument,
+    command_line,
+    not_an_option,
+    option,
+    overrides,
+)
+from megatron_fanformer.parity.verb import ParityConfig
+from megatron_fanformer.preparation.prepare import PrepareConfig
 
 
 def passed_on(function: str, *arguments: str) -> Any:
@@ -46,9 +66,19 @@ def test_options_of_prepare() -> None:
         backend="tokenizers",
         strict=True,
     )
-    assert prepared("a --output o --tokenizer t --from-npy --npy-dtype uint32").npy_dtype == "uint32"
+    npy = prepared("a --output o --tokenizer t --from-npy --npy-dtype uint32")
+    assert (npy.from_npy, npy.npy_dtype) == (True, "uint32")
     chats = "a --output o --tokenizer t --chat --chat-template f --learn last --max-tokens 5 --too-long drop"
-    assert prepared(chats).chat == ConversationsConfig(template="f", learn="last", max_tokens=5, too_long="drop")
+    assert prepared(chats) == PrepareConfig(
+        inputs=("a",),
+        output="o",
+        tokenizer="t",
+        chat=True,
+        chat_template="f",
+        learn="last",
+        max_tokens=5,
+        too_long="drop",
+    )
     assert prepared("a --output o --tokenizer t") == PrepareConfig(inputs=("a",), output="o", tokenizer="t")
 
 
@@ -71,9 +101,9 @@ def test_options_of_convert() -> None:
         "--max-shard-size 1MB --no-verify --report r.json"
     )
     assert passed_on("formats.convert.convert_checkpoint", *options.split()) == mock.call(
-        Path("from"),
-        Path("there"),
+        source=Path("from"),
         to="hf",
+        destination=Path("there"),
         config=Path("c"),
         tokenizer=Path("t"),
         eod_id=3,
@@ -92,7 +122,6 @@ def test_options_of_generate() -> None:
         "--top-k 3 --top-p 0.25 --seed 4 --batch-size 6 --tokenizer t --json"
     )
     call = passed_on("generation.printing.print_generations", *options.split())
-    assert call.kwargs == {"as_json": True}
     assert call.args[0] == GenerateConfig(
         checkpoint="run",
         prompts=("a", "b"),
@@ -105,6 +134,7 @@ def test_options_of_generate() -> None:
         seed=4,
         batch_size=6,
         tokenizer="t",
+        json=True,
     )
 
 
@@ -113,9 +143,9 @@ def test_options_of_parity() -> None:
         "parity --config c.yaml --layouts tp=2 pp=2 --report r --steps 3 --dtype bf16 --communication --device cpu "
         "--transformer-impl local --model.num_layers 2"
     )
-    assert passed_on("parity.command.parity", *options.split()) == mock.call(
-        Path("c.yaml"),
-        ["--model.num_layers", "2"],
+    assert passed_on("parity.command.parity", *options.split()).args[0] == ParityConfig(
+        file=Path("c.yaml"),
+        overrides=("--model.num_layers", "2"),
         report=Path("r"),
         layouts=("tp=2", "pp=2"),
         steps=3,
@@ -124,3 +154,156 @@ def test_options_of_parity() -> None:
         device="cpu",
         transformer_impl="local",
     )
+
+
+# -- a new verb
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyOptions:
+    """What the toy takes."""
+
+    files: tuple[str, ...] = argument(metavar="FILE")
+    """Files to play with."""
+    speed: float = option(0.5, metavar="M/S")
+    """How fast: 100% is the speed of sound."""
+    color: Literal["red", "blue"] | None = None
+    """Its color (default: a new one each time)"""
+    sound: bool = True
+    """Make a sound."""
+    at: tuple[str, ...] = option((), name="--place", repeated=True, group="places")
+    """Where; may be repeated."""
+    up: bool = option(False, exclusive="direction")
+    """Go up."""
+    down: bool = option(False, exclusive="direction")
+    """Go down."""
+    owner: str = not_an_option("nobody")
+    output: Path | None = None
+    """Where it is written."""
+    overrides: tuple[str, ...] = overrides()
+    command_line: tuple[str, ...] = command_line()
+
+    def __post_init__(self) -> None:
+        if self.speed < 0:
+            raise InputError(f"--speed is {self.speed:g}; it must be 0 or more")
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> list[ToyOptions]:
+    """What a verb `toy` was called with, which is one entry in the table of verbs."""
+    calls: list[ToyOptions] = []
+    examples = ("toy a --speed 2", "toy a b\n--place here --toy.size 3")
+    toy = Verb(name="toy", help="Play.", options=ToyOptions, run=calls.append, examples=examples, notes="It is fun.")
+    monkeypatch.setitem(cli.VERBS, "toy", toy)
+    return calls
+
+
+def test_a_new_verb_runs_with_its_options(played: list[ToyOptions]) -> None:
+    line = "toy a b --speed 2 --color red --no-sound --place x --place y --up --output o --toy.size 3"
+    assert main(line.split()) == 0
+    assert main(["toy", "a", "--debug"]) == 0
+    assert played == [
+        ToyOptions(
+            files=("a", "b"),
+            speed=2.0,
+            color="red",
+            sound=False,
+            at=("x", "y"),
+            up=True,
+            output=Path("o"),
+            overrides=("--toy.size", "3"),
+            command_line=tuple(line.split()),
+        ),
+        ToyOptions(files=("a",), command_line=("toy", "a", "--debug")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("toy", "the following arguments are required: FILE; megatron-fanformer toy --help lists the options"),
+        ("toy a --speed fast", "argument --speed: invalid float value: 'fast'"),
+        ("toy a --color green", "argument --color: invalid choice: 'green'"),
+        ("toy a --up --down", "argument --down: not allowed with argument --up"),
+        ("toy a --speed -1", "--speed is -1; it must be 0 or more"),
+        ("toy a --output o\tp", "'o\\tp' holds control characters"),
+    ],
+)
+def test_wrong_options_of_a_new_verb_are_one_line(
+    played: list[ToyOptions], capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
+    assert main(line.split(" ")) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"{cli.PROGRAM}: {said}")
+    assert played == []
+
+
+def test_the_help_of_a_new_verb(
+    played: list[ToyOptions], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for line in (["--help"], ["toy", "--help"]):
+        with pytest.raises(SystemExit) as end:
+            main(line)
+        assert end.value.code == 0
+    every, own = capsys.readouterr().out.split("usage: megatron-fanformer toy")
+    assert "\n    toy                 Play.\n" in every
+    for shown in (
+        "  FILE                Files to play with\n",
+        "  --speed M/S         How fast: 100% is the speed of sound (default: 0.5)\n",
+        "  --color {red,blue}  Its color (default: a new one each time)\n",
+        "  --no-sound          Do not make a sound\n",
+        "\nplaces:\n  --place PLACE       Where; may be repeated\n",
+        "[--up | --down]",
+        "\nIt is fun.\n\nexamples:\n  megatron-fanformer toy a --speed 2\n"
+        "  megatron-fanformer toy a b \\\n      --place here --toy.size 3\n",
+    ):
+        assert shown in own
+    assert "owner" not in own and "overrides" not in own and "command" not in own
+
+
+def test_a_verb_without_overrides_has_no_unknown_arguments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Bare:
+        """Nothing."""
+
+    bare = Verb(name="bare", help="Do nothing.", options=Bare, run=print, examples=("bare", "bare"))
+    monkeypatch.setitem(cli.VERBS, "bare", bare)
+    assert main(["bare"]) == 0
+    assert main(["bare", "--a.b", "3"]) == 2
+    assert "unknown argument --a.b; megatron-fanformer bare --help lists the options" in capsys.readouterr().err
+
+
+def test_a_record_that_lacks_something_fails_alone() -> None:
+    with pytest.raises(TypeError, match="'examples'"):
+        Verb(name="toy", help="Play.", options=ToyOptions, run=print)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("verb", cli.VERBS.values(), ids=lambda verb: verb.name)
+def test_every_record_is_whole(verb: Verb[Any]) -> None:
+    """Its options have types that a parser can be made of, and docstrings; it is called with nothing else."""
+    add_options(ArgumentParser(), verb.options)
+    (parameter,) = inspect.signature(verb.run).parameters.values()
+    assert parameter.annotation is verb.options
+    assert dataclasses.fields(verb.options)
+    assert verb.options.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert verb.help.endswith(".") and all(example.split()[0] == verb.name for example in verb.examples)
+
+
+def test_help_imports_nothing_that_is_slow() -> None:
+    program = (
+        "import sys; from megatron_fanformer.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: print(sorted({'torch', 'numpy', 'transformers', 'megatron'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", "--help"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_help_of_experiment_names_every_one() -> None:
+    text = field_texts(cli.VERBS["experiment"].options)["name"]
+    assert [name for name in PROBES if name not in text] == []

@@ -35,6 +35,9 @@ from megatron_fanformer.checkpoint.manifest import (
 )
 from megatron_fanformer.durable_files import new_folder, regular_file
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
+from megatron_fanformer.options import PROGRAM
+from megatron_fanformer.runtime.device import cache_folder
+from megatron_fanformer.terminal import tell
 
 THREADS = 2  # files at a time, where the driver takes several requests; s3fs holds up to 500 MB of each
 DRIVER_ATTEMPTS = 2  # of each request, within one of ours
@@ -325,6 +328,13 @@ class RemoteRun:
             return self._content(f"{self._root}/{name}", MOST_RECORD_BYTES)
         except FileNotFoundError:
             return None
+
+
+def on_this_machine(path: str) -> str:
+    """Return the path itself; of a URL, the copy of its checkpoint, which is fetched if it is not there yet."""
+    if not is_url(path):
+        return path
+    return str(fetched(path, cache_folder(), lambda line: tell(f"{PROGRAM}: {line}")))
 
 
 def fetched(url: str, cache: Path, tell: Callable[[str], None]) -> Path:

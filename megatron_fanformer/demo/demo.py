@@ -29,10 +29,12 @@ from megatron_fanformer.demo.loss_curve import loss_picture
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.formats.convert import convert_checkpoint
-from megatron_fanformer.generation.generate import GenerateConfig, generate
+from megatron_fanformer.generation.config import GenerateConfig
+from megatron_fanformer.generation.generate import generate
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.preparation.document_files import read_documents
-from megatron_fanformer.preparation.prepare import PrepareConfig, prepare
+from megatron_fanformer.preparation.prepare import prepare
+from megatron_fanformer.preparation.verb import PrepareConfig
 from megatron_fanformer.processes import usable_cores
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics

@@ -1,6 +1,5 @@
 """What `megatron-fanformer evaluate` does with its options: reads them, launches or joins ranks, prints, writes."""
 
-import argparse
 import glob
 import re
 import sys
@@ -17,13 +16,14 @@ from megatron_fanformer.errors import InputError, noting
 from megatron_fanformer.evaluation import results as result_files
 from megatron_fanformer.evaluation.comparison import Comparison, compare
 from megatron_fanformer.evaluation.config import EvaluationConfig
-from megatron_fanformer.evaluation.options import add_options
 from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import SETS, set_problems
 from megatron_fanformer.evaluation.results import Result
 from megatron_fanformer.evaluation.tasks import resolve
+from megatron_fanformer.evaluation.verb import EvaluateOptions
 from megatron_fanformer.formats.recognition import RUNNABLE, checkpoint_of, recognise
 from megatron_fanformer.model.layouts import Layout, layout_fields, parse_layout
+from megatron_fanformer.options import option_name
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.launch import launch_ranks, read_found, refuse_ranks_without_gpu
@@ -40,8 +40,8 @@ NEEDED = {
     "context_length": "prepare",
 }
 """By option: the one without which it means nothing."""
-OF_PREPARE = ("prepare", "tasks", "tokenizer", "context_length", "limit", "device")
-"""The options that --prepare takes, and the device, on which nothing depends here."""
+OF_PREPARE = ("prepare", "tasks", "tokenizer", "context_length", "limit", "device", "command_line")
+"""What --prepare takes, and the device, on which nothing depends here."""
 Local = Callable[[str], str]
 
 
@@ -68,11 +68,10 @@ class Asked:
     """About how many tokens a micro batch has."""
 
 
-def evaluate(options: argparse.Namespace, arguments: Sequence[str], local: Local) -> None:
+def evaluate(options: EvaluateOptions, local: Local) -> None:
     """Evaluate checkpoints, compare two results, or write a request file.
 
     Args:
-        arguments: this command's own, for local ranks to be started with.
         local: gives the folder on this machine of a checkpoint that is named by a URL.
 
     Raises:
@@ -86,7 +85,7 @@ def evaluate(options: argparse.Namespace, arguments: Sequence[str], local: Local
                 f"--prepare writes a file in one process, and {address.world_size} ranks were started; run it without "
                 "torchrun or srun"
             )
-        _prepare(options)
+        _prepare(options, options.prepare)
         return
     if address is None:
         asked = read_options(options, local)
@@ -96,18 +95,18 @@ def evaluate(options: argparse.Namespace, arguments: Sequence[str], local: Local
         first, *others = asked.checkpoints
         tell_loading(f"{first} and {len(others)} more" if others else str(first))
         jobs = _find_jobs(asked)
-        _start(options, asked, jobs, arguments)
+        _start(options, asked, jobs)
         return
     _join(options, address, local)
 
 
-def _start(options: argparse.Namespace, asked: Asked, jobs: "Jobs", arguments: Sequence[str]) -> None:
+def _start(options: EvaluateOptions, asked: Asked, jobs: "Jobs") -> None:
     """In this process, or on local ranks."""
     ranks = asked.layout.world_size
     if ranks > 1:
         remedy = "change it, or start on several nodes with torchrun"
         refuse_ranks_without_gpu(ranks, asked.runtime, origin="--layout", remedy=remedy)
-        launch_ranks(ranks, arguments, threads=devices.threads_per_rank(ranks), found=(asked, jobs))
+        launch_ranks(ranks, options.command_line, threads=devices.threads_per_rank(ranks), found=(asked, jobs))
         return
     from megatron_fanformer.runtime.parallel import distributed
 
@@ -115,7 +114,7 @@ def _start(options: argparse.Namespace, asked: Asked, jobs: "Jobs", arguments: S
         _run(options, asked, jobs, grid)
 
 
-def _join(options: argparse.Namespace, address: devices.RankAddress, local: Local) -> None:
+def _join(options: EvaluateOptions, address: devices.RankAddress, local: Local) -> None:
     """As one of the ranks that a launcher started."""
     from megatron_fanformer.runtime.agreement import on_main
     from megatron_fanformer.runtime.launch import report_failure
@@ -146,7 +145,7 @@ def _find_jobs(asked: Asked) -> "Jobs":
         raise InputError("\n".join(map(as_options, str(error).splitlines()))) from None
 
 
-def _run(options: argparse.Namespace, asked: Asked, jobs: "Jobs", grid: "RankGrid") -> None:
+def _run(options: EvaluateOptions, asked: Asked, jobs: "Jobs", grid: "RankGrid") -> None:
     from megatron_fanformer.evaluation.jobs import evaluate_jobs
 
     results: list[Result] = []
@@ -167,7 +166,7 @@ def _run(options: argparse.Namespace, asked: Asked, jobs: "Jobs", grid: "RankGri
 # -- what is asked
 
 
-def read_options(options: argparse.Namespace, local: Local, *, world_size: int | None = None) -> Asked:
+def read_options(options: EvaluateOptions, local: Local, *, world_size: int | None = None) -> Asked:
     """The options, checked before torch is imported.
 
     Args:
@@ -205,19 +204,17 @@ def read_options(options: argparse.Namespace, local: Local, *, world_size: int |
     )
 
 
-def _without_effect(options: argparse.Namespace) -> list[str]:
+def _without_effect(options: EvaluateOptions) -> list[str]:
     found = [
-        f"--{name.replace('_', '-')} has no effect without --{other}; add that, or leave it out"
+        f"{option_name(name)} has no effect without --{other}; add that, or leave it out"
         for name, other in NEEDED.items()
         if getattr(options, name) is not None and not getattr(options, other)
     ]
     if options.prepare is not None:
-        parser = argparse.ArgumentParser()
-        add_options(parser)
         found += [
-            f"--{name.replace('_', '-')} has no effect with --prepare; leave it out"
-            for name, value in vars(parser.parse_args([])).items()
-            if name not in OF_PREPARE and getattr(options, name) != value
+            f"{option_name(each.name)} has no effect with --prepare; leave it out"
+            for each in fields(options)
+            if each.name not in OF_PREPARE and getattr(options, each.name) != each.default
         ]
     return found
 
@@ -264,7 +261,7 @@ def _compared(name: str, local: Local) -> Path | Result:
     return found[0]
 
 
-def _evaluation(options: argparse.Namespace, problems: list[str]) -> EvaluationConfig:
+def _evaluation(options: EvaluateOptions, problems: list[str]) -> EvaluationConfig:
     """What is measured; the problems of its section, told by the options' names, and what files are missing."""
     sets: dict[str, list[str]] = {}
     groups = []
@@ -323,7 +320,7 @@ def as_options(text: str) -> str:
 
     def option(match: re.Match[str]) -> str:
         if match[1]:
-            return f"--{OPTIONS[match[1]].replace('_', '-')}"
+            return option_name(OPTIONS[match[1]])
         return "--temperature" if match[0] == "temperature" else "--perplexity "
 
     return FIELD.sub(option, text)
@@ -341,7 +338,7 @@ def _layout(text: str, world_size: int | None) -> Layout:
 # -- what is told
 
 
-def _tell(options: argparse.Namespace, asked: Asked, results: list[Result]) -> None:
+def _tell(options: EvaluateOptions, asked: Asked, results: list[Result]) -> None:
     """Draw and print the results, then compare two of them; files first, for nobody may be reading what is printed."""
     from megatron_fanformer.evaluation.report import comparison_lines, result_lines
 
@@ -363,7 +360,7 @@ def _tell(options: argparse.Namespace, asked: Asked, results: list[Result]) -> N
         show(comparison_lines(comparison, width()))
 
 
-def _write(options: argparse.Namespace, results: Sequence[Result], comparison: Comparison | None = None) -> None:
+def _write(options: EvaluateOptions, results: Sequence[Result], comparison: Comparison | None = None) -> None:
     """What is asked for as a file, as far as it is there."""
     from megatron_fanformer.evaluation.report import comparison_values
 
@@ -372,7 +369,7 @@ def _write(options: argparse.Namespace, results: Sequence[Result], comparison: C
         result_files.write_results(options.output, results, values)
 
 
-def _prepare(options: argparse.Namespace) -> None:
+def _prepare(options: EvaluateOptions, file: Path) -> None:
     """Write a request file; on one line each, what it has come to so far is told where errors go."""
     from megatron_fanformer.evaluation.prepare import CONTEXT_LENGTH, PreparedTask, prepare_requests
 
@@ -381,12 +378,12 @@ def _prepare(options: argparse.Namespace) -> None:
 
     if options.checkpoints or options.compare:
         raise InputError("--prepare writes a request file and reads no model; evaluate checkpoints by another command")
-    if problems := [*file_problems(prepare=options.prepare), *_without_effect(options)]:
+    if problems := [*file_problems(prepare=file), *_without_effect(options)]:
         raise InputError("\n".join(problems))
     if not options.tasks or options.tokenizer is None:
         raise InputError("--prepare needs --tasks and --tokenizer; name the tasks or groups, and the models' tokenizer")
     report = prepare_requests(
-        options.prepare,
+        file,
         tasks=options.tasks,
         tokenizer=options.tokenizer,
         context_length=options.context_length or CONTEXT_LENGTH,

@@ -13,7 +13,6 @@ from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, own_templ
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.huggingface import (
-    MAX_SHARD_SIZE,
     open_huggingface,
     write_huggingface,
 )
@@ -25,6 +24,7 @@ from megatron_fanformer.formats.reference import (
     optimizer_files,
     write_reference,
 )
+from megatron_fanformer.formats.verb import MAX_SHARD_SIZE
 from megatron_fanformer.formats.weight_files import weight_files
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.dtypes import DTYPES

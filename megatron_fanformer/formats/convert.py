@@ -17,11 +17,12 @@ from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.durable_files import new_folder, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.checkpoints import Checkpoint, Extras, open_checkpoint, write_checkpoint
-from megatron_fanformer.formats.huggingface import MAX_SHARD_SIZE, MODEL_CARD
+from megatron_fanformer.formats.huggingface import MODEL_CARD
 from megatron_fanformer.formats.model_card import RECEIPT, receipt_section
 from megatron_fanformer.formats.name_table import Format, convert
 from megatron_fanformer.formats.training_record import training_record
 from megatron_fanformer.formats.transforms import vocabulary_multiple
+from megatron_fanformer.formats.verb import MAX_SHARD_SIZE
 from megatron_fanformer.formats.verify.receipt import Json, failures, report, seen, verify, vocabulary
 from megatron_fanformer.formats.weight_files import shard_bytes
 from megatron_fanformer.model.config import FANformerConfig

@@ -19,6 +19,7 @@ from megatron_fanformer.formats.model_card import Card, model_card
 from megatron_fanformer.formats.p_ratio import inferred_p_ratio
 from megatron_fanformer.formats.recognition import CONFIG_JSON, recognise
 from megatron_fanformer.formats.tokenizer_files import write_tokenizer
+from megatron_fanformer.formats.verb import MAX_SHARD_SIZE
 from megatron_fanformer.formats.weight_files import open_weights, write_shards
 from megatron_fanformer.hf import FANformerConfig as HuggingFaceConfig
 from megatron_fanformer.hf import configuration_fanformer, modeling_fanformer
@@ -26,7 +27,6 @@ from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.placements import PLACEMENTS
 
 MODEL_CARD = "README.md"
-MAX_SHARD_SIZE = "5GB"
 FAN_WEIGHT = "model.layers.0.self_attn.fan.weight"
 V_FAN_WEIGHT = "model.layers.0.self_attn.v_fan.weight"
 FFN_FAN_WEIGHT = "model.layers.0.mlp.fan_1.weight"

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,40 +15,13 @@ from megatron_fanformer.data.chat_template import (
 )
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError, noting
+from megatron_fanformer.generation.config import ChatConfig
 from megatron_fanformer.generation.continuation import new_continuation
 from megatron_fanformer.generation.models import ModelSource, TrainedModel, find_model_and_tokenizer, load_model
-from megatron_fanformer.generation.sampling import SamplingConfig
 from megatron_fanformer.runtime.device import return_freed_memory
 
 FREE_SHARE = 4
 """The part of the context, one in so many, that an answer of unstated length finds free."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatConfig(SamplingConfig):
-    """With which model to talk, and how it answers."""
-
-    checkpoint: str
-    """A run's folder, one checkpoint, or an exported Hugging Face folder."""
-    system: str | None = None
-    """What the model is told before the conversation."""
-    chat_template: str | None = None
-    """A Jinja file, or `olmo`; None: the template next to the tokenizer."""
-    max_new_tokens: int | None = None
-    """Of an answer; None: as many as the context holds."""
-    stop: tuple[str, ...] = ()
-    """Strings that end an answer, without being part of it."""
-    tokenizer: str | None = None
-    """A .model, a tokenizer.json or a folder that holds one; None: the checkpoint's own."""
-
-    def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
-        found = super().problems()
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            found.append(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        if "" in self.stop:
-            found.append("a stop string is empty; leave it out")
-        return found
 
 
 @contextmanager

@@ -6,7 +6,8 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_fanformer.data.tokenizer import Tokenizer
-from megatron_fanformer.generation.sampling import Sampler, SamplingConfig
+from megatron_fanformer.generation.config import SamplingConfig
+from megatron_fanformer.generation.sampling import Sampler
 
 EndedBy = Literal["end_of_text", "stop", "length"]
 CONTEXT_TOKENS = 8

@@ -6,42 +6,10 @@ from dataclasses import dataclass
 
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.generation.config import GenerateConfig
 from megatron_fanformer.generation.continuation import Continuation, EndedBy, new_continuation
 from megatron_fanformer.generation.decoding import continue_together
 from megatron_fanformer.generation.models import ModelSource, find_model_and_tokenizer, load_model
-from megatron_fanformer.generation.sampling import SamplingConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateConfig(SamplingConfig):
-    """What to continue, with which model, and how."""
-
-    checkpoint: str
-    """A run's folder, one checkpoint, or an exported Hugging Face folder."""
-    prompts: tuple[str, ...]
-    """Texts to continue; an empty one: a new document."""
-    max_new_tokens: int = 64
-    """At most this many; fewer if the document ends earlier, or at a stop string."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a continuation, without being part of it."""
-    batch_size: int = 16
-    """Continuations that are decoded together; it does not change them."""
-    tokenizer: str | None = None
-    """A .model, a tokenizer.json or a folder that holds one; None: the checkpoint's own."""
-
-    def problems(self) -> list[str]:
-        """Rules of single fields that this configuration breaks, one line each."""
-        found = super().problems()
-        found += [
-            f"{name} is {value}; it must be at least 1"
-            for name in ("max_new_tokens", "batch_size")
-            if (value := getattr(self, name)) < 1
-        ]
-        if not self.prompts:
-            found.append("there is no prompt; name at least one")
-        if "" in self.stop:
-            found.append("a stop string is empty; leave it out")
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)

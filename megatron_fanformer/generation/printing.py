@@ -3,30 +3,29 @@
 import json
 from collections.abc import Callable, Sequence
 
+from megatron_fanformer.generation.config import GenerateConfig
 from megatron_fanformer.generation.continuation import Continuation
-from megatron_fanformer.generation.generate import GenerateConfig, generate
+from megatron_fanformer.generation.generate import generate
 
 
-def print_generations(config: GenerateConfig, write: Callable[[str], object], *, as_json: bool = False) -> None:
+def print_generations(config: GenerateConfig, write: Callable[[str], object]) -> None:
     """Continue prompts and write each with its continuation, in order, as far as each is known.
 
-    Several are told apart by a line before each; a single one has none, so that the output is the text itself.
-
-    Args:
-        as_json: write an object a line when a continuation has ended: prompt, sample, text, ended_by, ids.
+    Several are told apart by a line before each; a single one has none, so that the output is the text itself. With
+    `config.json` it is an object a line, when a continuation has ended: prompt, sample, text, ended_by, ids.
 
     Raises:
         As `generate`.
     """
-    generate(config, _InOrder(config, write, as_json))
+    generate(config, _InOrder(config, write))
 
 
 class _InOrder:
     """Writes the continuations in order: the first that has not ended as it grows, those after it when it has."""
 
-    def __init__(self, config: GenerateConfig, write: Callable[[str], object], as_json: bool) -> None:
+    def __init__(self, config: GenerateConfig, write: Callable[[str], object]) -> None:
         self._config, self._write = config, write
-        self._shown = self._json_line if as_json else self._text
+        self._shown = self._json_line if config.json else self._text
         self._number = self._written = 0  # of the continuation that is being written, and how much of it is
 
     def __call__(self, first: int, batch: Sequence[Continuation]) -> None:

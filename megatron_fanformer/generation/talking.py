@@ -8,7 +8,8 @@ from types import FrameType
 
 from megatron_fanformer import terminal
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.generation.chat import Chat, ChatConfig, open_chat
+from megatron_fanformer.generation.chat import Chat, open_chat
+from megatron_fanformer.generation.config import ChatConfig
 
 RESET, QUIT = "/reset", "/quit"
 HINT = f"{RESET} begins anew; {QUIT} or Ctrl-D ends; Ctrl-C ends an answer, twice the program"

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.nodes.facts import STARTING, Facts, facts_from_plain, find_facts
 from megatron_fanformer.nodes.judgement import Links, Rules, Verdict, judge
+from megatron_fanformer.nodes.verb import CheckConfig
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.launch import tell_end
 from megatron_fanformer.terminal import show
@@ -29,50 +29,6 @@ POLL_SECONDS = 0.1
 LINKS_SECONDS = 300.0  # for all links of a node together: three rounds
 WORKER = "check"  # the name of threads that may hang
 HEARD_SECONDS = 10.0  # for the others to hear the verdicts
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckConfig:
-    """The command's options."""
-
-    tolerance: float = 0.85
-    """The least share of the median over all nodes that a matrix rate or a clock may be."""
-    minimum_bandwidth: float | None = None
-    """GB/s between two nodes, in each direction and for each GPU; None: half of the nodes' median."""
-    gpus: int | None = None
-    """GPUs that a node must show; None: as many as most nodes do."""
-    folder: Path | None = None
-    """Of the file system that all nodes share; None: it is not looked at."""
-    output: Path | None = None
-    """Where the names of the healthy nodes go, one a line; None: nowhere."""
-    time_limit: float = 180.0
-    """Seconds in which a node must have found out about itself, and the others after it."""
-    json: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse what is no option's value.
-
-        Raises:
-            InputError: one line for each.
-        """
-        found = []
-        if not 0 < self.tolerance <= 1:
-            found.append(f"--tolerance is {self.tolerance:g}; it must be above 0, and at most 1")
-        if self.minimum_bandwidth is not None and not self.minimum_bandwidth > 0:
-            found.append("--minimum-bandwidth must be above 0 GB/s; leave it out for half of the nodes' median")
-        if self.gpus is not None and self.gpus < 0:
-            found.append(f"--gpus is {self.gpus}; it must be 0 or more")
-        if not self.time_limit > 0:
-            found.append(f"--time-limit is {self.time_limit:g}; it must be above 0 seconds")
-        if found:
-            raise InputError("\n".join(found))
-
-    @property
-    def rules(self) -> Rules:
-        """What is asked of a node."""
-        least = self.minimum_bandwidth
-        bandwidth = None if least is None else least * 1e9
-        return Rules(tolerance=self.tolerance, minimum_bandwidth=bandwidth, gpus=self.gpus)
 
 
 def check_nodes(config: CheckConfig) -> None:
@@ -221,7 +177,7 @@ class _Judge:
                     "and see whether it is up"
                 )
         rates = {number: {int(other): values for other, values in told.items()} for number, told in heard.items()}
-        judged = judge(found, {JUDGE: links, **rates}, self._config.rules)
+        judged = judge(found, {JUDGE: links, **rates}, _rules(self._config))
         missing = f"it did not answer within {meeting.seconds:g} s; leave it out, and see whether it is up"
         verdicts = [
             judged.get(number) or Verdict(node=f"node {number} of {meeting.count}", problems=[missing])
@@ -247,6 +203,12 @@ class _Judge:
                     f"what it wrote into {file.parent} is not what {found[JUDGE].node} reads there; mount the same "
                     "file system"
                 )
+
+
+def _rules(config: CheckConfig) -> Rules:
+    least = config.minimum_bandwidth
+    bandwidth = None if least is None else least * 1e9
+    return Rules(tolerance=config.tolerance, minimum_bandwidth=bandwidth, gpus=config.gpus)
 
 
 def _judged(meeting: _Meeting, facts: Facts, links: Links) -> list[Verdict]:

@@ -1,36 +1,23 @@
 """What `megatron-fanformer parity` does with its options: compares, prints, writes, and says what differs."""
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.parity.config import ParityConfig, read_layouts
+from megatron_fanformer.parity.config import read_layouts
+from megatron_fanformer.parity.verb import ParityConfig
 from megatron_fanformer.terminal import phases, show, width
 
 
-def parity(
-    file: Path,
-    overrides: Sequence[str],
-    *,
-    report: Path | None,
-    **options: Any,
-) -> None:
+def parity(config: ParityConfig) -> None:
     """Compare layouts, print the table, and write the report.
-
-    Args:
-        report: the file for the report, as JSON; None writes none.
-        options: the other fields of `ParityConfig`.
 
     Raises:
         InputError: the configuration, a layout or the report's folder is wrong.
         DivergenceError: a layout does not compute the same model.
     """
-    if found := file_problems(report=report):
+    if found := file_problems(report=config.report):
         raise InputError("\n".join(found))
-    config = ParityConfig(file=file, overrides=tuple(overrides), **options)
     run, named = read_layouts(config)
     from megatron_fanformer.runtime import megatron_cpu  # imports torch, so after errors are reported
 
@@ -41,6 +28,6 @@ def parity(
     with phases("starting ranks") as tell:
         result = run_layouts(config, run, named, tell=lambda name: tell(f"training: {name}"))
     show(report_lines(result, width()))
-    if report is not None:
-        write_atomically(report, json.dumps(as_values(result, str(file)), indent=1) + "\n")
+    if config.report is not None:
+        write_atomically(config.report, json.dumps(as_values(result, str(config.file)), indent=1) + "\n")
     result.check()

@@ -1,33 +1,12 @@
 """What `megatron-fanformer parity` is asked to compare, read and checked before torch is imported."""
 
 import dataclasses
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.kernels import TransformerImpl
 from megatron_fanformer.model.layout_rules import batch_problems, document_problems, layout_problems
 from megatron_fanformer.model.layouts import Layout, own_layout, parse_layout
+from megatron_fanformer.parity.verb import ParityConfig
 from megatron_fanformer.training.config import RunConfig, load_config
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParityConfig:
-    """What to compare, and how long."""
-
-    file: Path
-    overrides: tuple[str, ...] = ()
-    layouts: tuple[str, ...] = ()
-    """As `parse_layout` reads them; none: the configuration's own."""
-    steps: int = 20
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    communication: bool = False
-    """Whether to count what a step's collectives move, too."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """What to run on, whatever the configuration says: a cluster's can be compared on a laptop too."""
-    transformer_impl: TransformerImpl = "auto"
-    """The layers, likewise."""
 
 
 def read_layouts(config: ParityConfig) -> tuple[RunConfig, dict[str, Layout]]:

@@ -22,9 +22,10 @@ from megatron_fanformer.parity.comparison import (
     bounds_from,
     differences,
 )
-from megatron_fanformer.parity.config import ParityConfig, read_layouts
+from megatron_fanformer.parity.config import read_layouts
 from megatron_fanformer.parity.shrinking import BUCKETS, SmallRun, shrink
 from megatron_fanformer.parity.trial import Trace, TrialConfig, run_trial
+from megatron_fanformer.parity.verb import ParityConfig
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.rank_pool import JobFailed, RankPool

@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,9 +24,8 @@ from megatron_fanformer.preparation.agreement import (
     hard_texts,
     trusted_characters,
 )
+from megatron_fanformer.preparation.verb import Backend
 
-Backend = Literal["auto", "gigatoken", "tokenizers", "sentencepiece"]
-BACKENDS: tuple[Backend, ...] = ("auto", "gigatoken", "tokenizers", "sentencepiece")
 GIGATOKEN = "gigatoken"
 
 # gigatoken caches every word that it meets. Once it has taken this much memory it is loaded again, but not before

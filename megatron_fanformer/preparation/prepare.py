@@ -4,8 +4,9 @@ This module decides what is to be done, whether it can be done, and whether it i
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from megatron_fanformer.data.chat_files import NPY_ROW_TOKENS
 from megatron_fanformer.data.chat_template import RenderedChat, encode_chat, find_template, refuse_spaces_between
@@ -26,76 +27,27 @@ from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation.documents import DocumentParser, DocumentRules
-from megatron_fanformer.preparation.id_encoders import BACKENDS, SMALL_INPUT, Backend, EncoderChoice, choose_encoder
+from megatron_fanformer.preparation.id_encoders import SMALL_INPUT, EncoderChoice, choose_encoder
 from megatron_fanformer.preparation.inputs import DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
 from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressListener, run
 from megatron_fanformer.preparation.shards import is_unchanged
+from megatron_fanformer.preparation.verb import Backend, PrepareConfig
 from megatron_fanformer.preparation.work_folder import (
     folder_path,
     settings_difference,
     tokenizer_difference,
     work_folder,
 )
-from megatron_fanformer.processes import usable_cores
 
-FORMATS: tuple[Format, ...] = ("megatron", "npy")
 NPY_DTYPES = ("uint16", "uint32")
-LEARN: tuple[Learn, ...] = ("all", "last")
-TOO_LONG: tuple[TooLong, ...] = ("cut", "drop")
+OF_DOCUMENTS = {
+    **{name: name for name in ("text_field", "min_length", "max_length", "sources", "part_bytes")},
+    "npy_dtype": "from_npy",
+}
+"""What conversations do not take, as errors name it, and the field that sets it."""
+OF_CHATS = ("chat_template", "learn", "max_tokens", "too_long")
 # What pads the rows of chats, the most likely first; without one, the end of text does.
 PADDING_NAMES = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConversationsConfig:
-    """What makes token files of conversations."""
-
-    template: str | None = None
-    """A Jinja file, or `olmo`, the form of the paper's data; None: the tokenizer's own."""
-    learn: Learn = "all"
-    """Which assistant turns are learned: all, or the last."""
-    max_tokens: int | None = None
-    """The most tokens of a conversation, and of the format npy those of each row (2,048); None: any number."""
-    too_long: TooLong = "cut"
-    """What is done with a conversation of more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrepareConfig:
-    """What to tokenize, and how."""
-
-    inputs: tuple[str, ...]
-    """Document files, folders of them, glob patterns, and lists (@FILE)."""
-    output: str
-    """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json."""
-    tokenizer: str
-    """A sentencepiece .model, a Hugging Face tokenizer.json, or a folder that holds one."""
-    text_field: str = "text"
-    """The field of a document that is its text."""
-    eod_id: int | None = None
-    """The id that ends a document; None: the tokenizer's own end-of-text piece."""
-    format: Format = "megatron"
-    """megatron: .bin and .idx; npy: the headerless .npy files of the reference."""
-    part_bytes: int | None = None
-    """Publish parts PREFIX-00000, PREFIX-00001, … of about this many bytes of tokens; None: one."""
-    min_length: int = 0
-    """Leave out documents with fewer characters."""
-    max_length: int | None = None
-    """Leave out documents with more characters."""
-    sources: tuple[str, ...] | None = None
-    """Keep only these values of the `source` field."""
-    ledger: bool = True
-    """Write the ledger, which says where each document came from."""
-    npy_dtype: str | None = None
-    """The inputs are headerless .npy token files of this type (uint16, uint32), made by the same tokenizer."""
-    backend: Backend = "auto"
-    """What computes the ids; they are the same for each."""
-    workers: int = field(default_factory=usable_cores)
-    """Worker processes, at least 1. They do not change the output."""
-    strict: bool = False
-    """Stop at the first line that is not a document, instead of counting it."""
-    chat: ConversationsConfig | None = None
-    """Where the inputs are conversations and not documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +99,7 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
     On any of these, no output is left that looks complete; finished shards stay in PREFIX.parts for the next run.
     """
     _check(config)
-    files = expand_inputs(config.inputs, DOCUMENT_SUFFIXES if config.npy_dtype is None else NPY_SUFFIXES)
+    files = expand_inputs(config.inputs, NPY_SUFFIXES if config.from_npy else DOCUMENT_SUFFIXES)
     tokenizer = load_tokenizer(config.tokenizer, eod_id=config.eod_id)
     record = tokenizer_record(tokenizer)
     settings = _settings(config, tokenizer)
@@ -167,40 +119,45 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
 
 
 def _check(config: PrepareConfig) -> None:
+    if not config.chat and (stray := [name for name in OF_CHATS if getattr(config, name) is not None]):
+        raise InputError(f"{stray[0]} is set, which is for conversations; add --chat, or leave it out")
     if config.workers < 1:
         raise InputError(f"workers is {config.workers}; it must be at least 1")
     if config.part_bytes is not None and config.part_bytes < 1:
         raise InputError(f"part_bytes is {config.part_bytes}; it must be at least 1")
-    if config.chat is not None:
-        _check_chat(config, config.chat)
+    if config.chat:
+        _check_chat(config)
     if config.min_length < 0 or (config.max_length is not None and config.max_length < max(1, config.min_length)):
         raise InputError(
             f"lengths from {config.min_length} to {config.max_length}; min_length must be at least 0,"
             " and max_length at least 1 and no less than min_length"
         )
     for name, value, known in (
-        ("format", config.format, FORMATS),
-        ("backend", config.backend, BACKENDS),
-        ("npy_dtype", config.npy_dtype, (None, *NPY_DTYPES)),
+        ("format", config.format, get_args(Format)),
+        ("backend", config.backend, get_args(Backend)),
+        ("npy_dtype", config.npy_dtype if config.from_npy else NPY_DTYPES[0], NPY_DTYPES),
     ):
         if value not in known:
-            raise InputError(f"{name} is {value!r}; it must be one of {', '.join(filter(None, known))}")
+            raise InputError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
     DocumentParser(DocumentRules(text_field=config.text_field))  # refuses an impossible name before any worker does
 
 
-def _check_chat(config: PrepareConfig, chat: ConversationsConfig) -> None:
+def _check_chat(config: PrepareConfig) -> None:
     """Refuse wrong options of conversations, and those of documents."""
     default = PrepareConfig(inputs=(), output="", tokenizer="")
-    for name in ("text_field", "min_length", "max_length", "sources", "part_bytes", "npy_dtype"):
-        if getattr(config, name) != getattr(default, name):
+    changed = (getattr(config, name) != getattr(default, name) for name in OF_DOCUMENTS.values())
+    for name, is_set in zip(OF_DOCUMENTS, changed, strict=True):
+        if is_set:
             raise InputError(f"{name} is set, which applies to documents and not to chats; leave one of them out")
-    if chat.max_tokens is not None and chat.max_tokens < 2:
-        raise InputError(f"max_tokens is {chat.max_tokens}; it must be at least 2, a token and what it predicts")
-    if chat.too_long != "cut" and chat.max_tokens is None and config.format != "npy":
-        raise InputError(f"too_long is {chat.too_long!r}, but no conversation is too long without max_tokens; set it")
-    known = (("learn", chat.learn, LEARN), ("too_long", chat.too_long, TOO_LONG))
-    for name, value, values in known:
-        if value not in values:
+    if config.max_tokens is not None and config.max_tokens < 2:
+        raise InputError(f"max_tokens is {config.max_tokens}; it must be at least 2, a token and what it predicts")
+    if config.too_long not in (None, "cut") and config.max_tokens is None and config.format != "npy":
+        raise InputError(f"too_long is {config.too_long!r}, but no conversation is too long without max_tokens; set it")
+    for name, value, values in (
+        ("learn", config.learn, get_args(Learn)),
+        ("too_long", config.too_long, get_args(TooLong)),
+    ):
+        if value not in (None, *values):
             raise InputError(f"{name} is {value!r}; it must be one of {', '.join(values)}")
 
 
@@ -219,7 +176,7 @@ def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> Settings:
     if config.format == "npy":
         dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     return Settings(
-        text_field=config.text_field if config.chat is None else "",
+        text_field="" if config.chat else config.text_field,
         dtype=dtype,
         format=config.format,
         part_bytes=config.part_bytes,
@@ -227,21 +184,21 @@ def _settings(config: PrepareConfig, tokenizer: Tokenizer) -> Settings:
         max_length=config.max_length,
         sources=None if config.sources is None else sorted(set(config.sources)),
         ledger=config.ledger,
-        npy_dtype=config.npy_dtype,
-        chat=None if config.chat is None else _chat_settings(config, config.chat, tokenizer),
+        npy_dtype=config.npy_dtype if config.from_npy else None,
+        chat=_chat_settings(config, tokenizer) if config.chat else None,
     )
 
 
-def _chat_settings(config: PrepareConfig, chat: ConversationsConfig, tokenizer: Tokenizer) -> ChatSettings:
+def _chat_settings(config: PrepareConfig, tokenizer: Tokenizer) -> ChatSettings:
     refuse_spaces_between(tokenizer)
-    template = find_template(config.tokenizer, chat.template, eod_id=config.eod_id)
+    template = find_template(config.tokenizer, config.chat_template, eod_id=config.eod_id)
     is_npy = config.format == "npy"
     return ChatSettings(
         template=template.source,
         template_variables=dict(template.variables),
-        learn=chat.learn,
-        max_tokens=NPY_ROW_TOKENS if is_npy and chat.max_tokens is None else chat.max_tokens,
-        too_long=chat.too_long,
+        learn=config.learn or "all",
+        max_tokens=NPY_ROW_TOKENS if is_npy and config.max_tokens is None else config.max_tokens,
+        too_long=config.too_long or "cut",
         pad_id=_pad_id(tokenizer) if is_npy else None,
     )
 
@@ -253,7 +210,7 @@ def _pad_id(tokenizer: Tokenizer) -> int:
 
 
 def _encoder(config: PrepareConfig, files: list[Path], tokenizer: Tokenizer) -> EncoderChoice:
-    if config.npy_dtype is not None:  # there is nothing to encode
+    if config.from_npy:  # there is nothing to encode
         return EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend="none"), None)
     return choose_encoder(tokenizer, config.backend, sum(file.stat().st_size for file in files))
 

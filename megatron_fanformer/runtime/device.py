@@ -356,6 +356,20 @@ def prepare_libraries() -> None:
     share_cudnn()
 
 
+def prepare_megatron(*, on_cpu: bool = False) -> None:
+    """Prepare for the first import of megatron-core: quiet it, and adapt it to a machine without CUDA.
+
+    Args:
+        on_cpu: for what runs on the CPU on every machine.
+    """
+    if on_cpu:
+        hide_gpus()
+    prepare_libraries()
+    from megatron_fanformer.runtime import megatron_cpu
+
+    megatron_cpu.install()
+
+
 def let_late_collectives_fail() -> None:
     """Have a collective of NCCL that exceeds its group's limit raise where it is waited for; before any group is made.
 

@@ -1,9 +1,7 @@
 """What `megatron-fanformer plan` does with its options: judges or searches, simulates, prints, writes."""
 
-import argparse
 import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import DivergenceError, InputError
@@ -14,34 +12,25 @@ from megatron_fanformer.sizing.report import Plan, as_values, plan_lines
 from megatron_fanformer.sizing.request import PlanRequest, read_request
 from megatron_fanformer.sizing.search import Findings, judge, search
 from megatron_fanformer.sizing.simulated import SimulatedStage, simulate_layout
+from megatron_fanformer.sizing.verb import PlanOptions
 from megatron_fanformer.terminal import phases, show, width
 
 PICTURE = ".png"
 
 
-def plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+def plan(options: PlanOptions) -> None:
     """Answer what was asked, and write the report.
 
     Raises:
         InputError: the request is wrong, or nothing legal fits.
         DivergenceError: a simulated rank and the formulas disagree.
     """
-    report = Path(options.report) if options.report else None
+    report = options.report
     if found := file_problems(report=report):
         raise InputError("\n".join(found))
     if report is not None and report.suffix == PICTURE:
         raise InputError(f"--report {report} has the name of its picture; name it .json")
-    request = read_request(
-        Path(options.config),
-        overrides,
-        gpus=options.gpus,
-        gpu=options.gpu,
-        layouts=options.layouts,
-        search=options.search,
-        simulated_ranks=options.simulate,
-        tokens=options.tokens,
-        price=options.price,
-    )
+    request = read_request(options)
     answer = _answer(request)
     if answer.shown is not None:
         show(plan_lines(answer, width()))

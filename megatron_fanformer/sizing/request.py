@@ -9,7 +9,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.planning.machines import Machine, known_machines, load_machine
 from megatron_fanformer.sizing.candidates import laid_out, layout_name
 from megatron_fanformer.sizing.estimate import for_machine
-from megatron_fanformer.sizing.options import ALL_STAGES
+from megatron_fanformer.sizing.verb import ALL_STAGES, PlanOptions
 from megatron_fanformer.training.chats import with_steps, with_train_iters
 from megatron_fanformer.training.config import RunConfig, load_config
 
@@ -32,18 +32,7 @@ class PlanRequest:
     """Of a GPU hour."""
 
 
-def read_request(
-    file: Path,
-    overrides: Sequence[str],
-    *,
-    gpus: int,
-    gpu: str,
-    layouts: Sequence[str],
-    search: bool,
-    simulated_ranks: Sequence[int | str],
-    tokens: int | None,
-    price: float | None,
-) -> PlanRequest:
+def read_request(options: PlanOptions) -> PlanRequest:
     """Read the configuration, the machine and the layouts.
 
     Raises:
@@ -51,38 +40,38 @@ def read_request(
     """
     found: list[str] = []
     try:
-        machine = load_machine(gpu)
+        machine = load_machine(options.gpu)
     except InputError as error:
         found.append(str(error))
-    config = load_config(file, overrides)
+    config = load_config(options.config, options.overrides)
     found += config.section_problems(leaving=("data", "parallel"))
     if not found:
-        config = _of_known_length(config, tokens)
+        config = _of_known_length(config, options.tokens)
     named: list[tuple[str, RunConfig]] = []
-    for text in layouts:
+    for text in options.layouts:
         try:
             named.append((text, laid_out(config, text)))
         except InputError as error:
             found.append(str(error))
-    if found := [*found, *_simulation_problems(simulated_ranks, gpus)]:
+    if found := [*found, *_simulation_problems(options.simulate, options.gpus)]:
         raise InputError("\n".join(found))
     # A known machine is a GPU, whatever this one is; a file may also describe the CPUs that a configuration asks for.
     on_cpu = config.runtime.device == "cpu" and machine not in known_machines().values()
-    if not named and not search:
+    if not named and not options.search:
         named = [(layout_name(config, config), config)]
     config = for_machine(config, machine, on_cpu=on_cpu)
     for number_format in (config.precision.dtype, *(["fp8"] if config.precision.fp8 else [])):
         machine.flops_per_second(number_format)  # refused if it has none
     training = config.training
     return PlanRequest(
-        file=file,
+        file=options.config,
         config=config,
-        gpus=gpus,
+        gpus=options.gpus,
         machine=machine,
         named=tuple((name, for_machine(each, machine, on_cpu=on_cpu)) for name, each in named),
-        simulated_ranks=tuple(simulated_ranks),
-        tokens=tokens or training.steps * training.global_batch_size * config.model.seq_length,
-        price=price,
+        simulated_ranks=options.simulate,
+        tokens=options.tokens or training.steps * training.global_batch_size * config.model.seq_length,
+        price=options.price,
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_fanformer.planning.communication import Total, communication, totals
 from megatron_fanformer.planning.memory import rank_memory
 from megatron_fanformer.sizing.estimate import Estimate
-from megatron_fanformer.sizing.options import ALL_STAGES
+from megatron_fanformer.sizing.verb import ALL_STAGES
 from megatron_fanformer.training.config import RunConfig
 
 if TYPE_CHECKING:  # imports torch, which takes seconds

@@ -16,9 +16,9 @@ def test_each_command_to_try_next_is_an_experiment_that_is_accepted() -> None:
     commands = [shlex.split(line) for line in next_lines(Places(Path("a folder"))) if cli.PROGRAM in line]
     assert len(commands) == 3
     for program, *words in commands:
-        options, rest = cli._parser().parse_known_args(words)
-        assert (program, options.verb) == (cli.PROGRAM, "experiment")
-        read_settings(options, rest)
+        verb, options = cli.read_command(words)
+        assert (program, verb.name) == (cli.PROGRAM, "experiment")
+        read_settings(options)
 
 
 def test_a_smoothed_value_is_the_mean_of_those_so_far_weighed_by_age() -> None:

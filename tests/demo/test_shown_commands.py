@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron_fanformer.verbs import PROGRAM
+from megatron_fanformer.options import PROGRAM
 from tests.shown_commands import TO_RUN
 from tests.small_runs import ROOT
 

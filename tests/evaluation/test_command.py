@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import sys
-from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,12 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint.manifest import write_manifest
-from megatron_fanformer.cli import main
+from megatron_fanformer.cli import main, read_command
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import command
 from megatron_fanformer.evaluation.command import Asked, read_options
 from megatron_fanformer.evaluation.jobs import find_jobs
-from megatron_fanformer.evaluation.options import add_options
 from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, write_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.output import guarded
@@ -251,9 +249,8 @@ def test_several_checkpoints_are_a_table_and_a_picture_over_steps(
 
 
 def read(*arguments: object, world_size: int | None = None) -> Asked:
-    parser = ArgumentParser()
-    add_options(parser)
-    return read_options(parser.parse_args(list(map(str, arguments))), str, world_size=world_size)
+    _, options = read_command(["evaluate", *map(str, arguments)])
+    return read_options(options, str, world_size=world_size)
 
 
 def test_checkpoints_are_found_by_any_of_their_names(made: Made, tmp_path: Path) -> None:
@@ -380,13 +377,11 @@ def test_what_cannot_be_evaluated_is_one_line(
 
 
 def test_a_request_file_is_written_by_one_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    parser = ArgumentParser()
-    add_options(parser)
-    options = parser.parse_args(["--prepare", "out", "--tasks", "piqa", "--tokenizer", "none"])
+    _, options = read_command(["evaluate", "--prepare", "out", "--tasks", "piqa", "--tokenizer", "none"])
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="writes a file in one process, and 2 ranks were started"):
-        command.evaluate(options, [], str)
+        command.evaluate(options, str)
 
 
 @pytest.mark.parametrize("asked", [["--perplexity", "own=TOKENS"], ["--requests", REQUESTS, "--tasks", "mrpc"]])

@@ -15,7 +15,8 @@ from megatron_fanformer.evaluation.config import EvaluationConfig
 from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import SETS, PerplexitySet, find_sets, set_problems
 from megatron_fanformer.evaluation.survey import survey_evaluation
-from megatron_fanformer.preparation.prepare import PrepareConfig, prepare
+from megatron_fanformer.preparation.prepare import prepare
+from megatron_fanformer.preparation.verb import PrepareConfig
 from tests.data.token_making import write_npy, write_pair
 from tests.generation.making import write_tokenizer
 

@@ -8,7 +8,8 @@ from megatron_fanformer.cli import main
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.evaluation.requests import write_requests
 from megatron_fanformer.evaluation.task_documents import documents
-from megatron_fanformer.generation.generate import GenerateConfig, generate
+from megatron_fanformer.generation.config import GenerateConfig
+from megatron_fanformer.generation.generate import generate
 from tests.evaluation.oe_data import write_library
 from tests.evaluation.test_ulogic import RULES
 from tests.generation.making import write_export, write_tokenizer

@@ -13,7 +13,8 @@ from megatron_fanformer.cli import main
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.generation import talking
-from megatron_fanformer.generation.chat import ChatConfig, open_chat
+from megatron_fanformer.generation.chat import open_chat
+from megatron_fanformer.generation.config import ChatConfig
 from megatron_fanformer.generation.models import Decoder
 from tests.generation.making import write_export
 

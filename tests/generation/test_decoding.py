@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from megatron_fanformer.generation.config import SamplingConfig
 from megatron_fanformer.generation.continuation import Continuation
 from megatron_fanformer.generation.decoding import continue_all, continue_together
-from megatron_fanformer.generation.sampling import Sampler, SamplingConfig
+from megatron_fanformer.generation.sampling import Sampler
 from tests.generation.making import GREEDY, new_ids_of_many, with_model, write_checkpoint
 
 PROMPTS = [[7, 99, 3, 200, 41], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [41, 3], [7, 99, 3, 200, 42], [9, 9, 9]]

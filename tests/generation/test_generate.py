@@ -9,7 +9,8 @@ import torch
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import find_checkpoint
-from megatron_fanformer.generation.generate import GenerateConfig, generate
+from megatron_fanformer.generation.config import GenerateConfig
+from megatron_fanformer.generation.generate import generate
 from tests.generation.making import PROMPT, write_tokenizer
 
 # What a user of the export runs where this package cannot be imported.

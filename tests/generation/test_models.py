@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.recognition import find_checkpoint
+from megatron_fanformer.generation.config import SamplingConfig
 from megatron_fanformer.generation.models import find_model, find_model_and_tokenizer
-from megatron_fanformer.generation.sampling import SamplingConfig
 from tests.generation.making import all_logits, cached_logits, logits_read_on, new_ids, with_model, write_checkpoint
 from tests.training.layouts import REFERENCE
 

@@ -6,7 +6,8 @@ import pytest
 
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.generation.generate import GenerateConfig, generate
+from megatron_fanformer.generation.config import GenerateConfig
+from megatron_fanformer.generation.generate import generate
 from megatron_fanformer.generation.printing import print_generations
 from megatron_fanformer.generation.prompts import read_prompts
 
@@ -15,10 +16,10 @@ from megatron_fanformer.generation.prompts import read_prompts
 def printed(run_folder):
     """`printed(*prompts, **settings)`: the pieces that are written."""
 
-    def run(*prompts, as_json=False, **settings):
+    def run(*prompts, **settings):
         pieces = []
         config = GenerateConfig(checkpoint=str(run_folder), prompts=prompts, max_new_tokens=6, **settings)
-        print_generations(config, pieces.append, as_json=as_json)
+        print_generations(config, pieces.append)
         return pieces
 
     return run
@@ -42,7 +43,7 @@ def test_several_texts_are_written_in_order(printed, run_folder, batch_size):
 
 
 def test_json_has_a_line_for_each_text(printed):
-    lines = [json.loads(line) for line in "".join(printed("a", "bcd", as_json=True)).splitlines()]
+    lines = [json.loads(line) for line in "".join(printed("a", "bcd", json=True)).splitlines()]
     assert [(line["prompt"], line["sample"], line["ended_by"]) for line in lines] == [
         ("a", 0, "length"),
         ("bcd", 0, "length"),

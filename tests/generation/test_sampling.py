@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_fanformer.errors import DivergenceError
-from megatron_fanformer.generation.sampling import Sampler, SamplingConfig, token_probabilities
+from megatron_fanformer.generation.config import SamplingConfig
+from megatron_fanformer.generation.sampling import Sampler, token_probabilities
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1])
 LOGITS = PROBABILITIES.log() + 3.0

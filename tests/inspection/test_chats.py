@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from megatron_fanformer.data.manifest import Manifest, encode_manifest, manifest_path, read_any_manifest
-from megatron_fanformer.preparation.prepare import ConversationsConfig
 from tests.data.chat_making import made_up_chats
 from tests.inspection.conftest import Said
 from tests.preparation.making import prepare_files
@@ -26,8 +25,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, small_tokenizer_file: Pat
     lines = [*(json.dumps({"messages": messages}) for messages in made_up_chats(CHATS)), "{"]
     (folder / "chats.jsonl").write_text("\n".join(lines))
     for name, form in (("pair", "megatron"), ("rows", "npy")):
-        chat = ConversationsConfig(template="olmo", max_tokens=400)
-        prepare_files(str(folder / name), [folder / "chats.jsonl"], small_tokenizer_file, chat=chat, format=form)
+        chat = {"chat": True, "chat_template": "olmo", "max_tokens": 400}
+        prepare_files(str(folder / name), [folder / "chats.jsonl"], small_tokenizer_file, format=form, **chat)
     return folder
 
 

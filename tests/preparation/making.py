@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.preparation.pipeline import ProgressListener
-from megatron_fanformer.preparation.prepare import PrepareConfig, PrepareReport, prepare
+from megatron_fanformer.preparation.prepare import PrepareReport, prepare
+from megatron_fanformer.preparation.verb import PrepareConfig
 
 
 def as_line(text: str) -> bytes:

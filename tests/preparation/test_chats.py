@@ -23,14 +23,13 @@ from megatron_fanformer.preparation.chats import Chat, ChatParser, ChatRows
 from megatron_fanformer.preparation.document_files import DocumentFile, LineBlock
 from megatron_fanformer.preparation.documents import Refusal
 from megatron_fanformer.preparation.id_encoders import choose_encoder
-from megatron_fanformer.preparation.prepare import ConversationsConfig
 from tests.data.chat_making import Messages, made_up_chats
 from tests.preparation.making import prepare_files
 
 WriteLines = Callable[[str, Iterable[bytes]], Path]
 
 USER, ANSWER = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
-OLMO = ConversationsConfig(template="olmo")
+OLMO: dict[str, Any] = {"chat": True, "chat_template": "olmo"}
 PADDING, END = 1, 50279
 
 
@@ -136,8 +135,8 @@ def test_the_npy_form_is_what_olmos_script_writes(
     ends = ((chat, chat[-1]) for chat in made_up_chats(150, seed=3))
     made_up = [chat for chat, end in ends if end["role"] == "assistant" or end["content"].strip()]
     file = write_lines("chats.jsonl", as_lines(made_up))
-    config = ConversationsConfig(template="olmo", max_tokens=64)
-    report = prepare_files(str(tmp_path / "tulu"), [file], olmo_tokenizer_file, chat=config, format="npy")
+    config = {**OLMO, "max_tokens": 64}
+    report = prepare_files(str(tmp_path / "tulu"), [file], olmo_tokenizer_file, format="npy", **config)
     library = Library.from_file(str(olmo_tokenizer_file))
     rows = [in_olmos_form(library, messages) for messages in made_up]
     kept = [(ids[:64], mask[:64]) for ids, mask in rows if any(mask[:64])]
@@ -172,8 +171,8 @@ def test_the_ledger_accounts_for_every_line(
         ("cut", ["nothing to learn within max_tokens", "cut"]),
     ):
         outcomes = ["whole", chats.NO_ASSISTANT_TURN, *of_longer, "whole", documents.NOT_JSON]
-        config = ConversationsConfig(template="olmo", max_tokens=whole, too_long=too_long)  # type: ignore[arg-type]
-        report = prepare_files(str(tmp_path / too_long), [file], small_tokenizer_file, chat=config)
+        config = {**OLMO, "max_tokens": whole, "too_long": too_long}
+        report = prepare_files(str(tmp_path / too_long), [file], small_tokenizer_file, **config)
         rows = parquet.read_table(tmp_path / f"{too_long}.ledger.parquet").to_pylist()
         assert [row["outcome"] for row in rows] == outcomes
         assert [row["line"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -215,8 +214,8 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(
     files = [write_lines(f"{n}.jsonl.gz", [*lines[n::2], b"{"]) for n in range(2)]
     for workers in (1, 3):  # three: two threads for one of the files
         prefix = str(tmp_path / str(workers) / "chats")
-        config = ConversationsConfig(template="olmo", max_tokens=300)
-        prepare_files(prefix, files, small_tokenizer_file, chat=config, format=form, workers=workers)
+        config = {**OLMO, "max_tokens": 300}
+        prepare_files(prefix, files, small_tokenizer_file, format=form, workers=workers, **config)
     first, second = (
         {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         for folder in (tmp_path / "1", tmp_path / "3")
@@ -229,7 +228,7 @@ def test_gigatoken_gives_the_same_bytes(tmp_path: Path, write_lines: WriteLines,
     pytest.importorskip("gigatoken")
     file = write_lines("chats.jsonl", as_lines(made_up_chats(1000)))
     for backend in ("tokenizers", "gigatoken"):
-        report = prepare_files(str(tmp_path / backend), [file], olmo_tokenizer_file, chat=OLMO, backend=backend)
+        report = prepare_files(str(tmp_path / backend), [file], olmo_tokenizer_file, backend=backend, **OLMO)
         assert report.manifest.encoding.backend == backend
     for suffix in (".bin", ".idx", ".mask.bin", ".ledger.parquet"):
         assert (tmp_path / f"tokenizers{suffix}").read_bytes() == (tmp_path / f"gigatoken{suffix}").read_bytes()
@@ -244,12 +243,12 @@ def test_gigatoken_gives_the_same_bytes(tmp_path: Path, write_lines: WriteLines,
         ({"text_field": "content"}, "text_field is set"),
         ({"min_length": 3}, "min_length is set"),
         ({"part_bytes": 1000}, "part_bytes is set"),
-        ({"npy_dtype": "uint16"}, "npy_dtype is set"),
+        ({"from_npy": True}, "npy_dtype is set"),
         ({"sources": ("x",)}, "sources is set"),
-        ({"chat": ConversationsConfig()}, "has no chat template"),
-        ({"chat": ConversationsConfig(template="olmo", max_tokens=1)}, "max_tokens is 1"),
-        ({"chat": ConversationsConfig(template="olmo", learn="first")}, "learn is 'first'"),  # type: ignore[arg-type]
-        ({"chat": ConversationsConfig(template="olmo", too_long="drop")}, "without max_tokens"),
+        ({"chat_template": None}, "has no chat template"),
+        ({"max_tokens": 1}, "max_tokens is 1"),
+        ({"learn": "first"}, "learn is 'first'"),
+        ({"too_long": "drop"}, "without max_tokens"),
     ],
 )
 def test_wrong_options_are_one_line_and_leave_nothing(
@@ -257,7 +256,7 @@ def test_wrong_options_are_one_line_and_leave_nothing(
 ) -> None:
     file = write_lines("chats.jsonl", as_lines([[USER, ANSWER]]))
     with pytest.raises(InputError, match=said) as error:
-        prepare_files(str(tmp_path / "out" / "x"), [file], small_tokenizer_file, **{"chat": OLMO, **settings})
+        prepare_files(str(tmp_path / "out" / "x"), [file], small_tokenizer_file, **{**OLMO, **settings})
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
 
@@ -267,16 +266,16 @@ def test_a_prefix_with_another_template_or_with_documents_is_not_prepared_again(
 ) -> None:
     file = write_lines("chats.jsonl", as_lines([[USER, ANSWER]]))
     prefix = str(tmp_path / "x")
-    prepare_files(prefix, [file], small_tokenizer_file, chat=OLMO)
-    assert prepare_files(prefix, [file], small_tokenizer_file, chat=OLMO).already_there
+    prepare_files(prefix, [file], small_tokenizer_file, **OLMO)
+    assert prepare_files(prefix, [file], small_tokenizer_file, **OLMO).already_there
     (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
     for chat, said in (
-        (ConversationsConfig(template=str(tmp_path / "t.jinja")), "with another chat template"),
-        (ConversationsConfig(template="olmo", learn="last"), "with learn 'all' and not 'last'"),
-        (None, "with conversations and not documents"),
+        ({"chat": True, "chat_template": str(tmp_path / "t.jinja")}, "with another chat template"),
+        ({**OLMO, "learn": "last"}, "with learn 'all' and not 'last'"),
+        ({}, "with conversations and not documents"),
     ):
         with pytest.raises(InputError, match=said):
-            prepare_files(prefix, [file], small_tokenizer_file, chat=chat)
+            prepare_files(prefix, [file], small_tokenizer_file, **chat)
 
 
 def test_inputs_without_any_conversation_are_refused(
@@ -284,6 +283,6 @@ def test_inputs_without_any_conversation_are_refused(
 ) -> None:
     file = write_lines("chats.jsonl", as_lines([[USER, ANSWER]]))
     (tmp_path / "t.jinja").write_text("{{ raise_exception('never') }}")
-    config = ConversationsConfig(template=str(tmp_path / "t.jinja"))
+    config: dict[str, Any] = {"chat": True, "chat_template": str(tmp_path / "t.jinja")}
     with pytest.raises(InputError, match="hold no conversation: 1 lines read, refused: 1 refused by the template"):
-        prepare_files(str(tmp_path / "x"), [file], small_tokenizer_file, chat=config)
+        prepare_files(str(tmp_path / "x"), [file], small_tokenizer_file, **config)

@@ -406,7 +406,7 @@ def test_token_files_there_and_back_are_the_same(
 ) -> None:
     npy, back = str(tmp_path / "npy"), str(tmp_path / "back")
     prepare_files(npy, sample_files, small_tokenizer_file, format="npy")
-    prepare_files(back, [Path(npy + ".npy")], small_tokenizer_file, npy_dtype="uint16")
+    prepare_files(back, [Path(npy + ".npy")], small_tokenizer_file, from_npy=True)
     for suffix in (".bin", ".idx"):
         assert Path(back + suffix).read_bytes() == Path(token_prefix + suffix).read_bytes()
 
@@ -415,7 +415,7 @@ def test_a_last_document_without_its_end_keeps_its_tokens(tmp_path: Path, small_
     eod = load_tokenizer(small_tokenizer_file).eod_id
     np.array([5, 6, eod, eod, 7, 8], np.uint16).tofile(tmp_path / "a.npy")
     prefix = str(tmp_path / "out")
-    prepare_files(prefix, [tmp_path / "a.npy"], small_tokenizer_file, npy_dtype="uint16")
+    prepare_files(prefix, [tmp_path / "a.npy"], small_tokenizer_file, from_npy=True)
     assert read_index(prefix).lengths.tolist() == [3, 1, 2]
 
 
@@ -432,7 +432,7 @@ def test_npy_files_that_cannot_serve_are_refused(
 ) -> None:
     (tmp_path / "a.npy").write_bytes(data)
     with pytest.raises(kind, match=message):
-        prepare_files(str(tmp_path / "out"), [tmp_path / "a.npy"], small_tokenizer_file, npy_dtype="uint16")
+        prepare_files(str(tmp_path / "out"), [tmp_path / "a.npy"], small_tokenizer_file, from_npy=True)
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def test_npy_files_that_cannot_serve_are_refused(
         {"min_length": 5, "max_length": 4},
         {"format": "csv"},
         {"backend": "fast"},
-        {"npy_dtype": "int8"},
+        {"from_npy": True, "npy_dtype": "int8"},
         {"backend": "tokenizers"},
     ],
 )

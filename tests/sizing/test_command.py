@@ -12,7 +12,7 @@ import pytest
 from megatron_fanformer.cli import main
 from megatron_fanformer.planning.communication import communication
 from megatron_fanformer.planning.memory import rank_memory
-from megatron_fanformer.sizing.options import tokens
+from megatron_fanformer.sizing.verb import tokens
 from tests.small_runs import ROOT, small_run, write_config
 
 KEYS = {"model", "machine", "layout", "memory", "time", "cost", "communication", "candidates", "rejected"}

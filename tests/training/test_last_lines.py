@@ -12,7 +12,7 @@ import pytest
 from megatron_fanformer import cli
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, OLMO_TEMPLATE
-from megatron_fanformer.generation.generate import GenerateConfig
+from megatron_fanformer.generation.config import GenerateConfig
 from megatron_fanformer.training.last_lines import NEW_TOKENS, PROMPT, last_lines
 from megatron_fanformer.training.metrics import last_metrics
 from tests.generation.making import write_tokenizer

@@ -15,7 +15,8 @@ import torch
 
 import megatron_fanformer.hf  # noqa: F401  registers the model with transformers' auto classes
 from megatron_fanformer.formats.convert import convert_checkpoint
-from megatron_fanformer.preparation.prepare import ConversationsConfig, PrepareConfig, prepare
+from megatron_fanformer.preparation.prepare import prepare
+from megatron_fanformer.preparation.verb import PrepareConfig
 from tests.small_runs import ROOT, small_run
 from tests.training.test_trainer import train
 
@@ -33,11 +34,7 @@ def test_a_small_model_learns_two_hundred_chats_to_answer_them_exactly(
     tool = [sys.executable, str(ROOT / "tools" / "made_up_chats.py")]
     subprocess.run([*tool, "--output", str(messages), "--conversations", str(COUNT)], check=True)
     tokenizer = str(small_tokenizer_file)
-    prepare(
-        PrepareConfig(
-            inputs=(str(messages),), output=prefix, tokenizer=tokenizer, chat=ConversationsConfig(template="olmo")
-        )
-    )
+    prepare(PrepareConfig(inputs=(str(messages),), output=prefix, tokenizer=tokenizer, chat=True, chat_template="olmo"))
     values = small_run(
         prefix,
         tmp_path / "run",

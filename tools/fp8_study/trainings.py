@@ -10,7 +10,8 @@ from fp8_study.phase_errors import FANMap, measure
 from megatron_fanformer.data.tokenizer import TOKENIZER_MODEL, train_sentencepiece
 from megatron_fanformer.demo.corpus import pack_standard_library
 from megatron_fanformer.preparation.document_files import read_documents
-from megatron_fanformer.preparation.prepare import PrepareConfig, prepare
+from megatron_fanformer.preparation.prepare import prepare
+from megatron_fanformer.preparation.verb import PrepareConfig
 
 VALIDATION = "held-out"
 FP8_FORMAT = "hybrid"  # e4m3 forward, e5m2 gradients

@@ -7,14 +7,14 @@
 One process at a time measures into a folder.
 """
 
-import argparse
 import dataclasses
 import importlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,10 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.probes.settings import PROBES
 from megatron_fanformer.experiments.report.folder import README, write_folder
 from megatron_fanformer.experiments.result import RESULT, Result, read_result, this_machine
+from megatron_fanformer.options import Verb, argument, option, option_name, overrides
+from megatron_fanformer.processes import ended_by_stop_signals
+from megatron_fanformer.runtime import device
+from megatron_fanformer.terminal import show
 
 if TYPE_CHECKING:
     from megatron_fanformer.experiments.probes.outcome import Measured, Tell  # which imports NumPy, as no --help should
@@ -35,46 +39,40 @@ SHORT = {"seeds": "seeds", "checkpoint": "checkpoints", "rules": "rules"}
 OPTIONS = ("output", *SHORT, "write_data")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `experiment` takes."""
-    add = parser.add_argument
-    add("name", nargs="?", metavar="NAME", help=f"{', '.join(PROBES)}; without one, they are listed with their minutes")
-    add("--output", type=Path, metavar="FOLDER", help=f"for what it leaves ({FOLDER}/NAME)")
-    add("--seeds", type=int, metavar="N", help="how many; every model has the same ones")
-    add(
-        "--checkpoint",
-        action="append",
-        metavar="CHECKPOINT",
-        help="holes, lipschitz, logic: a trained model; may be repeated",
-    )
-    add("--rules", metavar="FILE", help="logic: ULogic's probing_subset.json (20 rules of our own)")
-    add(
-        "--write-data",
-        type=Path,
-        metavar="FOLDER",
-        help="holes: write conversations to fine-tune on, and end",
-    )
-    parser.epilog = "Every setting of an experiment can be set as --NAME.FIELD VALUE; its result.json lists them."
+@dataclass(frozen=True, kw_only=True)
+class ExperimentOptions:
+    """What `experiment` takes."""
+
+    name: str | None = argument(None, metavar="NAME")
+    """lipschitz, mod, holes, cost, inference or logic; without one, they are listed with their minutes."""
+    output: Path | None = option(None, metavar="FOLDER")
+    """Folder for what it leaves (default: runs/experiments/NAME)"""
+    seeds: int | None = option(None, metavar="N")
+    """Number of seeds; every model has the same ones."""
+    checkpoint: tuple[str, ...] | None = option(None, metavar="CHECKPOINT", repeated=True)
+    """holes, lipschitz, logic: a trained model; may be repeated."""
+    rules: str | None = option(None, metavar="FILE")
+    """logic: ULogic's probing_subset.json (default: 20 rules of our own)"""
+    write_data: Path | None = option(None, metavar="FOLDER")
+    """holes: write conversations to fine-tune on, and end."""
+    overrides: tuple[str, ...] = overrides()
 
 
-def experiment(
-    options: argparse.Namespace, arguments: Sequence[str], ready: Callable[[], None], tell: "Tell" = print
-) -> None:
+def experiment(options: ExperimentOptions, ready: Callable[[], None], tell: "Tell" = print) -> None:
     """List the probes, or have one measure, write its folder and print its findings.
 
     A folder that holds this probe's result by the same settings is shown, and nothing is measured.
 
     Args:
-        arguments: fields of the settings, as --NAME.FIELD VALUE.
         ready: prepares the process for torch and megatron-core, once nothing is wrong with what is asked.
 
     Raises:
         InputError: there is no such probe or setting, or the folder holds something else.
     """
     if options.name is None:
-        _list_probes(options, arguments, tell)
+        _list_probes(options, tell)
         return
-    settings = read_settings(options, arguments)
+    settings = read_settings(options)
     if options.write_data is not None and options.name != "holes":
         raise InputError(f"--write-data has no effect in {options.name}; leave it out")
     ready()
@@ -96,8 +94,8 @@ def experiment(
     tell("\n".join([*(finding.sentence for finding in result.findings), f"{folder / README} has all of it"]))
 
 
-def _list_probes(options: argparse.Namespace, arguments: Sequence[str], tell: "Tell") -> None:
-    given = [*arguments, *(f"--{name.replace('_', '-')}" for name in OPTIONS if getattr(options, name) is not None)]
+def _list_probes(options: ExperimentOptions, tell: "Tell") -> None:
+    given = [*options.overrides, *(option_name(name) for name in OPTIONS if getattr(options, name) is not None)]
     if given:
         raise InputError(f"{given[0]} comes without an experiment before it; name one of {', '.join(PROBES)}")
     width = max(map(len, PROBES))
@@ -130,7 +128,7 @@ def _write(folder: Path, name: str, asked: dict[str, Any], measured: "Measured",
     return result
 
 
-def read_settings(options: argparse.Namespace, arguments: Sequence[str]) -> Any:
+def read_settings(options: ExperimentOptions) -> Any:
     """The settings of the named probe: its defaults, the options, the fields.
 
     Raises:
@@ -139,17 +137,17 @@ def read_settings(options: argparse.Namespace, arguments: Sequence[str]) -> Any:
     if options.name not in PROBES:
         raise InputError(f"{options.name!r} is no experiment; name one of {', '.join(PROBES)}")
     owner = PROBES[options.name].settings
-    overrides = read_overrides(arguments)
+    overrides = read_overrides(options.overrides)
     if stray := [name for name in overrides if name != options.name]:
         raise InputError(f"--{stray[0]}.… is not of this experiment; write --{options.name}.FIELD VALUE")
     values = dict(overrides.get(options.name, {}))
     known = {field.name for field in dataclasses.fields(owner)}
-    for option, field in SHORT.items():
-        if (value := getattr(options, option)) is None:
+    for short, field in SHORT.items():
+        if (value := getattr(options, short)) is None:
             continue
         if field not in known:
-            raise InputError(f"--{option.replace('_', '-')} has no effect in {options.name}; leave it out")
-        values[field] = value
+            raise InputError(f"{option_name(short)} has no effect in {options.name}; leave it out")
+        values[field] = list(value) if isinstance(value, tuple) else value
     settings = build(values, owner, f"{options.name}.")
     if found := settings.problems():
         raise InputError("\n".join(f"{options.name}.{problem}" for problem in found))
@@ -167,3 +165,29 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def _experiment(options: ExperimentOptions) -> None:
+    from megatron_fanformer.runtime.heartbeat import tell_stopped
+
+    with ended_by_stop_signals(tell_stopped, outcome="before the end; the same command keeps the runs that are done"):
+        from megatron_fanformer.checkpoint.remote import on_this_machine
+
+        local = options.checkpoint and tuple(map(on_this_machine, options.checkpoint))
+        options = dataclasses.replace(options, checkpoint=local)
+        experiment(options, device.prepare_megatron, lambda text: show(text.split("\n")))
+
+
+EXPERIMENT = Verb(
+    name="experiment",
+    help="One of the paper's smaller experiments, on this machine.",
+    options=ExperimentOptions,
+    run=_experiment,
+    examples=(
+        "experiment mod --output runs/mod",
+        "experiment holes --seeds 2 --holes.weight_decays [0.0]",
+    ),
+    notes="Every setting of an experiment can be set as --NAME.FIELD VALUE; its result.json lists them.",
+    results_are_files=True,
+    takes_signals=True,
+)

@@ -1,22 +1,38 @@
 """What `megatron-fanformer report` does with its options: a page of experiments, or two runs compared."""
 
-import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.report.folder import README
-from megatron_fanformer.experiments.report.options import COMPARE, COMPARISON, FOLDER, PAGE
 from megatron_fanformer.experiments.report.page import as_html, as_markdown
 from megatron_fanformer.experiments.result import RESULT, read_result
+from megatron_fanformer.options import Verb, argument, option
+from megatron_fanformer.runtime import device
 from megatron_fanformer.terminal import show
 
+COMPARE = "compare"
+PAGE, COMPARISON = Path("runs/report.html"), Path("runs/dynamics")  # where nothing else is named
+FOLDER = "runs"
 PAGE_SUFFIXES = (".html", ".md")
 MOST_DEPTH = 3  # of folders below a named one
 
 
-def report(options: argparse.Namespace) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """What `report` takes."""
+
+    paths: tuple[str, ...] = argument((), metavar="FOLDER")
+    """Experiments, or folders of them (default: runs); or the word compare, and the folders of runs of two
+    configurations, which may have several seeds each."""
+    output: Path | None = option(None, metavar="PAGE")
+    """A page .html, which is written as .md, too (default: runs/report.html); with compare a folder (default:
+    runs/dynamics)"""
+
+
+def report(options: ReportOptions) -> None:
     """Write the page, or the comparison.
 
     Raises:
@@ -64,3 +80,17 @@ def _compare(runs: Sequence[Path], output: Path) -> None:
     from megatron_fanformer.experiments.report.dynamics import compare_runs
 
     show([*(finding.sentence for finding in compare_runs(runs, output).findings), f"wrote {output / README}"])
+
+
+def _report(options: ReportOptions) -> None:
+    device.prepare_libraries()
+    report(options)
+
+
+REPORT = Verb(
+    name="report",
+    help="Write the page of the paper's experiments; compare two runs step by step.",
+    options=ReportOptions,
+    run=_report,
+    examples=("report runs/sweeps --output runs/report.html", "report compare runs/transformer runs/fanformer"),
+)

@@ -1,6 +1,5 @@
 """What `megatron-fanformer sweep` does with its options: what it would run, running it, its state, its report."""
 
-import argparse
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -9,12 +8,13 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.sweeps.cells import Outcome, outcomes
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep, read_sweep
 from megatron_fanformer.experiments.sweeps.groups import groups_of, parameters_of
+from megatron_fanformer.experiments.sweeps.verb import SweepOptions
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.planning.machines import Machine, load_machine
 from megatron_fanformer.terminal import Row, show, table, width
 
 
-def sweep(options: argparse.Namespace) -> None:
+def sweep(options: SweepOptions) -> None:
     """Do what is asked.
 
     Raises:

@@ -1,0 +1,32 @@
+"""The verb `demo`; imports nothing that is slow."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fanformer.options import Verb
+from megatron_fanformer.runtime import device
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """What `demo` takes."""
+
+    output: Path = Path("runs/demo")
+    """Folder for everything that it makes."""
+
+
+def _demo(options: DemoOptions) -> None:
+    device.prepare_megatron(on_cpu=True)
+    from megatron_fanformer.demo.demo import run_demo
+
+    run_demo(options.output)
+
+
+DEMO = Verb(
+    name="demo",
+    help="From text to a trained FANformer, on this machine, in minutes.",
+    options=DemoOptions,
+    run=_demo,
+    examples=("demo", "demo --output runs/demo"),
+    results_are_files=True,
+)

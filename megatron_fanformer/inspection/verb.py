@@ -1,0 +1,63 @@
+"""The verb `inspect`, and its options; imports nothing that is slow."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_fanformer.errors import InputError
+from megatron_fanformer.options import PROGRAM, Verb, argument, option, overrides, path_or_none
+from megatron_fanformer.runtime import device
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """What `inspect` takes."""
+
+    path: str = argument(metavar="PATH")
+    """Token files (a prefix, one of them, a blend file, a folder), a run or a checkpoint or the URL of one, or an
+    exported folder."""
+    verify: bool = False
+    """Check that all of it is present and undamaged."""
+    json: bool = False
+    """Print one JSON object."""
+    phases: str | None = option(None, metavar="FILE")
+    """Draw the phase health that a run has logged into this PNG."""
+    step: int | None = None
+    """Show the samples of this training step, of a run or of --config."""
+    config: Path | None = option(None, metavar="FILE", parse=path_or_none)
+    """With --step: the configuration that trains on PATH."""
+    full: bool = False
+    """With --step: show whole texts."""
+    overrides: tuple[str, ...] = overrides()
+
+
+def _inspect(options: InspectOptions) -> None:
+    from megatron_fanformer.checkpoint.remote import on_this_machine
+    from megatron_fanformer.inspection.command import draw_phases, inspect_path, inspect_step
+
+    path, step, config = options.path, options.step, options.config
+    if options.phases is not None:
+        asked = {"verify": options.verify, "json": options.json, "step": step, "config": config, "full": options.full}
+        given = [f"--{name}" for name, value in asked.items() if value is not None and value is not False]
+        if stray := [*options.overrides, *given]:
+            raise InputError(f"{stray[0]} has no effect with --phases; use one at a time")
+        draw_phases(path, Path(options.phases))
+    elif step is None:
+        if stray := [*options.overrides, *(["--config"] if config else []), *(["--full"] if options.full else [])]:
+            raise InputError(f"{stray[0]} has no effect without --step; {PROGRAM} inspect --help lists the options")
+        inspect_path(on_this_machine(path), verify=options.verify, json=options.json)
+    elif options.verify:
+        raise InputError("--verify checks files and --step shows samples; use one at a time")
+    else:
+        device.hide_gpus()
+        device.prepare_libraries()
+        inspect_step(on_this_machine(path), step, config, options.overrides, full=options.full, json=options.json)
+
+
+INSPECT = Verb(
+    name="inspect",
+    help="Describe or verify data, a checkpoint or an export; show the samples of a step.",
+    options=InspectOptions,
+    run=_inspect,
+    examples=("inspect runs/demo/tokens/train --verify", "inspect runs/demo/run --step 200"),
+    notes="With --step, fields of the configuration can be set as --section.field VALUE, after PATH.",
+)

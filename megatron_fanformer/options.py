@@ -1,0 +1,205 @@
+"""Command lines from dataclasses: the record of a verb, and its options, which are the fields of a dataclass.
+
+A verb's options are a frozen, keyword-only dataclass, the very object that its function takes. Each field is an option
+of its name, its type and its default; the docstring below the field is the option's help:
+
+    batch_size: int = 16
+    \"\"\"Texts that are decoded together, which changes none\"\"\"
+
+is `--batch-size BATCH_SIZE`. A field without a default must be given; a `bool` is a switch (`--no-NAME` where it is
+True by default); a `Literal` has choices; a tuple takes several words. `option` and the functions below it say what a
+type cannot.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from megatron_fanformer.configuration import field_texts
+
+Options = TypeVar("Options")
+Source = Literal["option", "argument", "overrides", "command_line", "caller"]
+"""Where a field's value comes from."""
+
+PROGRAM = "megatron-fanformer"
+ANY_FIELD = (
+    "Any field of the configuration can be set as --section.field VALUE, e.g. --training.train_iters 100. "
+    f"`{PROGRAM} config` lists every field."
+)
+"""The notes of a verb that takes a configuration whole."""
+
+_SHAPE = "option"  # the key of a field's metadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verb(Generic[Options]):
+    """One verb of the command line."""
+
+    name: str
+    help: str
+    """What it does, in one sentence."""
+    options: type[Options]
+    """What it takes."""
+    run: Callable[[Options], None]
+    """Does it. What is slow to import is imported there."""
+    examples: tuple[str, str]
+    """At the end of its --help, without the program's name; a line end becomes one in the shell."""
+    notes: str = ""
+    """What its --help says below the options."""
+    results_are_files: bool = False
+    """Whether it goes on when nobody reads what it prints."""
+    takes_signals: bool = False
+    """Whether it takes over the signals by itself, and keeps them to the end."""
+
+    @property
+    def takes_overrides(self) -> bool:
+        """Whether fields of a configuration can be set, as --section.field VALUE."""
+        return any(_shape(each).source == "overrides" for each in _fields(self.options))
+
+    def read(self, given: Mapping[str, Any], overrides: Sequence[str], command_line: Sequence[str]) -> Options:
+        """Return the options, with their defaults where the parser found nothing.
+
+        Raises:
+            InputError: a rule of theirs is broken.
+        """
+        values: dict[str, Any] = {}
+        for each in _fields(self.options):
+            source = _shape(each).source
+            if source == "overrides":
+                values[each.name] = tuple(overrides)
+            elif source == "command_line":
+                values[each.name] = tuple(command_line)
+            elif source != "caller" and each.name in given:
+                value = given[each.name]
+                values[each.name] = tuple(value) if isinstance(value, list) else value
+        return self.options(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """What an option has that its field's name, type and default do not say."""
+
+    source: Source = "option"
+    name: str | None = None
+    """How it is written, with its dashes; None: as its field."""
+    metavar: str | tuple[str, ...] | None = None
+    """What its value is called; None: as the option."""
+    parse: Callable[[str], Any] | None = None
+    """Reads one word, in place of the type; a `Literal` has no choices then, which its owner checks."""
+    repeated: bool = False
+    """Whether a tuple is made of one word each time that the option is given."""
+    nargs: int | None = None
+    """How many words a tuple takes; None: one or more."""
+    group: str | None = None
+    """The title that it stands under in --help."""
+    exclusive: str | None = None
+    """At most one of the options that share this may be given."""
+
+
+def option(default: Any = dataclasses.MISSING, **shape: Any) -> Any:
+    """Return the field of an option, of the given `_Shape`."""
+    return field(default=default, metadata={_SHAPE: _Shape(**shape)})
+
+
+def argument(default: Any = dataclasses.MISSING, **shape: Any) -> Any:
+    """Return the field of an argument that is known by its place."""
+    return option(default, source="argument", **shape)
+
+
+def overrides() -> Any:
+    """Return the field of what is left on the line: fields of a configuration, as --section.field VALUE."""
+    return option((), source="overrides")
+
+
+def command_line() -> Any:
+    """Return the field of the whole line, for the ranks of a run that are started with it."""
+    return option((), source="command_line")
+
+
+def not_an_option(default: Any) -> Any:
+    """Return a field that callers in Python alone may set."""
+    return option(default, source="caller")
+
+
+def path_or_none(text: str) -> Path | None:
+    """Read a path; an empty word, such as a script's unset variable, is as if the option were left out."""
+    return Path(text) if text else None
+
+
+def option_name(name: str) -> str:
+    """Return how the option of a field is written, where it has no other name."""
+    return f"--{name.replace('_', '-')}"
+
+
+def add_options(parser: argparse.ArgumentParser, owner: type) -> None:
+    """Add an argument for each field; what is not given on the line stays out of the namespace."""
+    hints = get_type_hints(owner)
+    dataclasses_of = [base for base in reversed(owner.__mro__) if dataclasses.is_dataclass(base)]
+    texts = {name: text for base in dataclasses_of for name, text in field_texts(base).items()}
+    groups: dict[str | None, Any] = {None: parser}
+    for each in _fields(owner):
+        shape = _shape(each)
+        if shape.source not in ("option", "argument"):
+            continue
+        key = shape.exclusive or shape.group
+        if key not in groups:
+            is_exclusive = shape.exclusive is not None
+            groups[key] = parser.add_mutually_exclusive_group() if is_exclusive else parser.add_argument_group(key)
+        keywords = _keywords(each, hints[each.name], shape)
+        keywords["help"] = _help(texts[each.name], each).replace("%", "%%")
+        if shape.source == "argument":
+            groups[key].add_argument(each.name, default=argparse.SUPPRESS, **keywords)
+            continue
+        name = shape.name or option_name(f"no_{each.name}" if each.default is True else each.name)
+        if keywords.get("action") not in ("store_true", "store_false") and "choices" not in keywords:
+            keywords["metavar"] = shape.metavar or name.lstrip("-").replace("-", "_").upper()
+        is_required = each.default is each.default_factory is dataclasses.MISSING
+        groups[key].add_argument(name, dest=each.name, default=argparse.SUPPRESS, required=is_required, **keywords)
+
+
+def _keywords(each: "dataclasses.Field[Any]", hint: Any, shape: _Shape) -> dict[str, Any]:
+    """What argparse needs to know about a field's type."""
+    is_optional = get_origin(hint) in (Union, UnionType)
+    kind = next(kind for kind in get_args(hint) if kind is not NoneType) if is_optional else hint
+    if kind is bool:
+        return {"action": "store_false" if each.default is True else "store_true"}
+    keywords: dict[str, Any] = {} if shape.metavar is None else {"metavar": shape.metavar}
+    has_default = each.default is not dataclasses.MISSING
+    if get_origin(kind) is tuple:
+        kind = get_args(kind)[0]
+        if shape.repeated:
+            keywords["action"] = "append"
+        else:
+            keywords["nargs"] = shape.nargs or ("*" if shape.source == "argument" and has_default else "+")
+    elif shape.source == "argument" and has_default:
+        keywords["nargs"] = "?"
+    if shape.parse is not None:
+        return {**keywords, "type": shape.parse}
+    if get_origin(kind) is Literal:
+        return {**keywords, "choices": get_args(kind)}
+    assert kind in (str, int, float, Path), f"{each.name}: nothing reads a word as {kind}; give it parse"
+    return {**keywords, "type": kind}
+
+
+def _help(text: str, each: "dataclasses.Field[Any]") -> str:
+    """The docstring, with the default where that is a value to read."""
+    text = text.removesuffix(".")
+    if each.default is True:
+        return f"Do not {text[0].lower()}{text[1:]}"
+    if each.default in (dataclasses.MISSING, None, (), "") or isinstance(each.default, bool):
+        return text
+    default = f"{each.default:g}" if isinstance(each.default, float) else each.default
+    return f"{text} (default: {default})"
+
+
+def _fields(owner: Any) -> "tuple[dataclasses.Field[Any], ...]":
+    return dataclasses.fields(owner)
+
+
+def _shape(each: "dataclasses.Field[Any]") -> _Shape:
+    shape: _Shape = each.metadata.get(_SHAPE, _Shape())
+    return shape

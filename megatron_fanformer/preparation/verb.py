@@ -1,0 +1,93 @@
+"""The verb `prepare`, and its options; imports nothing that is slow."""
+
+from argparse import ArgumentTypeError
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_fanformer.data.manifest import Format, Learn, TooLong
+from megatron_fanformer.options import Verb, argument, option
+from megatron_fanformer.processes import usable_cores
+from megatron_fanformer.terminal import show
+
+Backend = Literal["auto", "gigatoken", "tokenizers", "sentencepiece"]
+
+
+def _size(text: str) -> int:
+    """A number of bytes: digits, then K, M, G or T for powers of 1000."""
+    factors = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+    digits = text[:-1] if text[-1:].upper() in factors else text
+    if not digits.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a size; write bytes, such as 500M or 10G")
+    return int(digits) * factors.get(text[-1:].upper(), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """What to tokenize, and how."""
+
+    inputs: tuple[str, ...] = argument(metavar="INPUT")
+    """Files (.jsonl, .json, .ndjson, also .gz or .zst; .parquet), folders of them, glob patterns, @LIST files."""
+    output: str = option(metavar="PREFIX")
+    """Prefix of the token files: PREFIX.bin, PREFIX.idx, PREFIX.ledger.parquet, PREFIX.manifest.json."""
+    tokenizer: str
+    """A sentencepiece .model, a Hugging Face tokenizer.json, or a folder that holds one."""
+    workers: int = field(default_factory=usable_cores)
+    """Worker processes, at least 1; they do not change the output (default: one for each core)"""
+    text_field: str = "text"
+    """The field (the column) of a document that is its text."""
+    eod_id: int | None = None
+    """The id that ends a document (default: the tokenizer's end of text)"""
+    format: Format = option("megatron", parse=str)
+    """megatron: .bin and .idx; npy: the headerless .npy files of the reference."""
+    part_bytes: int | None = option(None, name="--part-size", metavar="SIZE", parse=_size)
+    """Publish parts PREFIX-00000, PREFIX-00001, … of about SIZE bytes of tokens, e.g. 500M, 10G (default: one)"""
+    min_length: int = option(0, metavar="N")
+    """Leave out documents with fewer characters."""
+    max_length: int | None = option(None, metavar="N")
+    """Leave out documents with more characters."""
+    sources: tuple[str, ...] | None = option(None, name="--source", metavar="NAME", repeated=True)
+    """Keep only this value of the field `source`; may be repeated."""
+    ledger: bool = True
+    """Write PREFIX.ledger.parquet, which says where each document came from."""
+    backend: Backend = option("auto", parse=str)
+    """What computes the ids: auto, gigatoken, tokenizers, sentencepiece; they are the same for each."""
+    from_npy: bool = False
+    """The inputs are headerless .npy token files, made by the same tokenizer."""
+    npy_dtype: str = "uint16"
+    """With --from-npy: the type of the tokens in them, uint16 or uint32."""
+    strict: bool = False
+    """Stop at the first line that is not a document, instead of counting it."""
+    chat: bool = False
+    """The inputs are conversations; writes PREFIX.mask.bin, too (docs/fine-tuning.md)"""
+    chat_template: str | None = option(None, metavar="FILE")
+    """With --chat: a Jinja file, or olmo, the form of the paper's data (default: the tokenizer's own)"""
+    learn: Learn | None = option(None, parse=str)
+    """With --chat: which of the assistant's turns are learned: all, last (default: all)"""
+    max_tokens: int | None = option(None, metavar="N")
+    """With --chat: the most tokens of a conversation, with npy those of each row (default: any; 2048 with npy)"""
+    too_long: TooLong | None = option(None, parse=str)
+    """With --chat: cut or drop a conversation of more tokens (default: cut)"""
+
+
+def _prepare(config: PrepareConfig) -> None:
+    from megatron_fanformer.preparation.prepare import prepare
+    from megatron_fanformer.preparation.progress import progress_line
+    from megatron_fanformer.runtime.device import quieten_libraries
+
+    quieten_libraries()
+    with progress_line("preparing") as listener:
+        report = prepare(config, listener)
+    show(report.lines())
+
+
+PREPARE = Verb(
+    name="prepare",
+    help="Turn documents or conversations into token files.",
+    options=PrepareConfig,
+    run=_prepare,
+    examples=(
+        "prepare documents/*.jsonl.gz --output tokens/web\n--tokenizer tokenizer.json",
+        "prepare @files.txt --output tokens/books\n--tokenizer tokenizer.model --part-size 10G",
+    ),
+    results_are_files=True,
+)

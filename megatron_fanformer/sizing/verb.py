@@ -1,0 +1,93 @@
+"""The verb `plan`, and its options; imports nothing that is slow."""
+
+import argparse
+import math
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+
+from megatron_fanformer.options import ANY_FIELD, Verb, option, overrides, path_or_none
+
+ALL_STAGES = "all-stages"
+MOST_TOKENS = 10**18
+FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def tokens(text: str) -> int:
+    """A number of tokens: 1T, 1.05T, 300B, 15M or all digits."""
+    factor = FACTORS.get(text[-1:].upper(), 1)
+    try:
+        number = Decimal(text[:-1] if factor > 1 else text) * factor
+    except ArithmeticError:  # no number, or beyond any exponent
+        number = Decimal(0)
+    if not number.is_finite() or not 1 <= number <= MOST_TOKENS or number != number.to_integral_value():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of tokens from 1 to 1000000T; write it as in 1T, 300B or 15M"
+        )
+    return int(number)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 10**7:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; it must be an integer from 1 to 10000000")
+    return int(text)
+
+
+def _rank(text: str) -> int | str:
+    if text != ALL_STAGES and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rank; name ranks by their numbers, or {ALL_STAGES}")
+    return text if text == ALL_STAGES else int(text)
+
+
+def _price(text: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        price = -1.0
+    if not (math.isfinite(price) and price >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a price; write a GPU hour's as in 2.5")
+    return price
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What `plan` takes."""
+
+    config: Path
+    """Configuration file (YAML)."""
+    gpus: int = option(metavar="N", parse=_count)
+    """GPUs of the whole run."""
+    gpu: str = option(metavar="NAME")
+    """Which GPU: a100, h100, h200, b200, or a file with a machine's figures."""
+    layouts: tuple[str, ...] = option((), metavar="LAYOUT", exclusive="candidates")
+    """Layouts to judge, such as tp=8,pp=4 or "cp=2,mbs=1,recompute=full", over the configuration's own."""
+    search: bool = option(False, exclusive="candidates")
+    """Find the fastest of all layouts that are legal and fit."""
+    simulate: tuple[int | str, ...] = option((), metavar="RANK", parse=_rank)
+    """Run a step of these ranks under fake tensors; all-stages: of one rank of each pipeline stage."""
+    tokens: int | None = option(None, parse=tokens)
+    """How many to train on, e.g. 1T, 300B, 15M (default: those of the configuration's steps)"""
+    price: float | None = option(None, metavar="P", parse=_price)
+    """Price of a GPU hour, in any currency."""
+    report: Path | None = option(None, metavar="FILE.json", parse=path_or_none)
+    """Write everything as JSON, and a picture beside it as PNG."""
+    overrides: tuple[str, ...] = overrides()
+
+
+def _plan(options: PlanOptions) -> None:
+    from megatron_fanformer.sizing.command import plan
+
+    plan(options)
+
+
+PLAN = Verb(
+    name="plan",
+    help="Say what a run costs on many GPUs, whether it fits, and find its fastest layout.",
+    options=PlanOptions,
+    run=_plan,
+    examples=(
+        "plan --config examples/fanformer-7b.yaml\n--gpus 256 --gpu h100 --search",
+        "plan --config run.yaml --gpus 64 --gpu a100\n--layouts tp=4 tp=2,pp=2",
+    ),
+    notes=ANY_FIELD,
+)
