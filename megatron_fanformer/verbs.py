@@ -264,8 +264,7 @@ def _generate(options: argparse.Namespace, _rest: list[str], _arguments: list[st
         raise InputError("there is no text to continue; name one with --prompt, or a file of them with --prompts")
     tell_loading(options.checkpoint)
     _ready()
-    from megatron_fanformer.generation.generate import GenerateConfig
-    from megatron_fanformer.generation.printing import print_generations
+    from megatron_fanformer.generation.generate import GenerateConfig, print_generations
 
     config = GenerateConfig(
         checkpoint=options.checkpoint,

@@ -358,7 +358,7 @@ def _tell(options: argparse.Namespace, asked: Asked, results: list[Result]) -> N
     comparison = None
     try:
         if options.picture is not None:
-            from megatron_fanformer.evaluation.picture import results_picture
+            from megatron_fanformer.evaluation.report import results_picture
 
             write_atomically(options.picture, results_picture(results))
         if asked.compared:

@@ -12,8 +12,7 @@ from typing import Any
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.code_execution import Limits
-from megatron_fanformer.generation.continuation import Continuation, new_continuation
-from megatron_fanformer.generation.decoding import continue_all
+from megatron_fanformer.generation.continuation import Continuation, continue_all, new_continuation
 from megatron_fanformer.generation.models import TrainedModel
 from megatron_fanformer.generation.sampling import SamplingConfig
 

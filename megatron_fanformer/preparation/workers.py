@@ -20,12 +20,12 @@ from typing import Any
 from megatron_fanformer.data.manifest import ChatSettings
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.preparation.chat_encoding import ChatEncoder
 from megatron_fanformer.preparation.chats import ChatRows
 from megatron_fanformer.preparation.document_files import DocumentFile, TextRows
 from megatron_fanformer.preparation.documents import DocumentRules
 from megatron_fanformer.preparation.encoding import (
     BlockEncoder,
+    ChatEncoder,
     EncodingThreads,
     FileBlockEncoder,
     TokenizersDisagree,

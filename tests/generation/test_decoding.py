@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megatron_fanformer.generation.continuation import Continuation
-from megatron_fanformer.generation.decoding import continue_all, continue_together
+from megatron_fanformer.generation.continuation import Continuation, continue_all, continue_together
 from megatron_fanformer.generation.sampling import Sampler, SamplingConfig
 from tests.generation.making import GREEDY, new_ids_of_many, with_model, write_checkpoint
 

@@ -22,7 +22,7 @@ from megatron_fanformer.configuration import build, read_overrides
 from megatron_fanformer.durable_files import take_lock
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.probes.settings import PROBES
-from megatron_fanformer.experiments.report.folder import README, write_folder
+from megatron_fanformer.experiments.report.page import README, write_folder
 from megatron_fanformer.experiments.result import RESULT, Result, read_result, this_machine
 
 if TYPE_CHECKING:

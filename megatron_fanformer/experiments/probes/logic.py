@@ -15,7 +15,7 @@ from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import ulogic
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings
-from megatron_fanformer.evaluation.picture import STANDARD_ERRORS
+from megatron_fanformer.evaluation.report import STANDARD_ERRORS
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell
 from megatron_fanformer.experiments.probes.settings import LogicSettings
 from megatron_fanformer.experiments.result import Finding, Table

@@ -1,4 +1,4 @@
-"""One page for one or many experiments, as Markdown and as HTML that needs no other file.
+"""An experiment's folder, and one page for one or many experiments, as Markdown and as HTML that needs no other file.
 
 It says of each finding what the paper says, what came out here with its interval, whether the settings were the
 paper's, and what that means in a sentence. It reads results alone.
@@ -7,18 +7,20 @@ paper's, and what that means in a sentence. It reads results alone.
 import base64
 import html
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import quote
 
 from megatron_fanformer import markdown
-from megatron_fanformer.experiments.result import Cell, Finding, Result, Table
+from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.experiments.result import Cell, Finding, Result, Table, write_result
 from megatron_fanformer.markdown import as_text
 
 Experiments = Sequence[tuple[Path, Result]]
 """Folders and what they have."""
 
+README = "README.md"
 FINDING_COLUMNS = ("finding", "paper", "ours", "95% interval", "settings", "the paper's effect")
 CAVEATS = (
     "An interval is over the seeds or the samples of this experiment, not over data sets, sizes or recipes.",
@@ -38,6 +40,25 @@ _STYLE = (
     "table{border-collapse:collapse;font-size:85%;display:block;overflow-x:auto}"
     "td,th{border:1px solid #ccc;padding:.2em .5em;text-align:left}img{max-width:100%}"
 )
+
+
+# -- the folder: its files, README.md, and last the result, so that a folder that has one is whole
+
+
+def write_folder(folder: Path, result: Result, files: Mapping[str, str | bytes]) -> None:
+    """Write a folder, which is made if missing.
+
+    Args:
+        files: contents by name; the pictures of the result among them.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        write_atomically(folder / name, content)
+    write_atomically(folder / README, as_markdown([(folder, result)], at=folder))
+    write_result(folder, result)
 
 
 # -- Markdown

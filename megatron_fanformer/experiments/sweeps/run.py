@@ -1,4 +1,4 @@
-"""Runs a sweep's cells one after the other, each as a process `megatron-fanformer train`.
+"""Runs a sweep's cells one after the other, each as a process `megatron-fanformer train`, or as a Slurm array.
 
 The state of a cell is in its run's folder alone, so that a sweep that is killed at any moment goes on where it was:
 complete cells are left out, one that had begun resumes from its checkpoint. A cell's process ends with the sweep's,
@@ -7,6 +7,7 @@ however that ends.
 
 import functools
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,8 +19,8 @@ from pathlib import Path
 import yaml
 
 from megatron_fanformer.checkpoint.run_lock import run_lock
-from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.errors import FanformerError, Interrupted
+from megatron_fanformer.durable_files import regular_file, write_atomically
+from megatron_fanformer.errors import FanformerError, InputError, Interrupted
 from megatron_fanformer.experiments.sweeps.cells import is_complete, outcome, refuse_other_runs
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
 from megatron_fanformer.processes import SAVE_SIGNAL, end_with_owner, signals_held, signals_to
@@ -28,6 +29,9 @@ TRAIN = (sys.executable, "-m", "megatron_fanformer", "train")
 POLL_SECONDS = 0.1
 LOG_TAIL_BYTES = 1 << 16  # of a cell's log, in which its error is looked for
 ERROR_MARK = "megatron-fanformer: "  # what the command's errors begin with
+SCRIPT = "array.sh"
+MOST_BYTES = 1 << 20  # of the user's script
+DIRECTIVE = "#SBATCH"
 
 
 class CellsFailed(FanformerError):
@@ -119,3 +123,48 @@ def _error_in(log: Path, code: int) -> str:
     if told:
         return told[-1]
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}; see {log}"
+
+
+# -- as a Slurm array: one task for each cell, by the user's own script for a single run
+
+
+def write_array(sweep: Sweep, script: Path) -> Path:
+    """Write the configurations of all cells that are not complete, and the array's script; returns its path.
+
+    Args:
+        script: starts a single run from the arguments of `train`, as examples/slurm.sh does; its directives are each
+            task's.
+
+    Raises:
+        InputError: it cannot be read or has no directives, or there is nothing left to run.
+    """
+    try:
+        lines = regular_file(script, most_bytes=MOST_BYTES).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--slurm {script} cannot be read ({error}); name a script such as slurm.sh") from None
+    directives = [number for number, line in enumerate(lines) if line.startswith(DIRECTIVE)]
+    if not directives:
+        raise InputError(f"--slurm {script} has no line {DIRECTIVE}; name a script such as slurm.sh")
+    refuse_other_runs(sweep)
+    cells = [cell for cell in sweep.cells if not is_complete(cell)]
+    if not cells:
+        raise InputError(f"all cells of {sweep.folder} are complete; use report")
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    for cell in cells:
+        write_configuration(cell)
+    first, last = directives[0], directives[-1]
+    array = [
+        f"# The sweep {sweep.file}: a task for each cell that was not complete.",
+        f"{DIRECTIVE} --array=0-{len(cells) - 1}",
+    ]
+    chosen = [
+        "",
+        "cells=(",
+        *(f"    {shlex.quote(str(cell.file))}" for cell in cells),
+        ")",
+        'set -- --config "${cells[SLURM_ARRAY_TASK_ID]}" "$@"',
+    ]
+    written = [*lines[:first], *array, *lines[first : last + 1], *chosen, *lines[last + 1 :]]
+    destination = sweep.folder / SCRIPT
+    write_atomically(destination, "\n".join(written) + "\n")
+    return destination
