@@ -4,19 +4,19 @@ import argparse
 import glob
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError, noting
 from megatron_fanformer.evaluation import results as result_files
 from megatron_fanformer.evaluation.comparison import Comparison, compare
-from megatron_fanformer.evaluation.config import EvaluationConfig
+from megatron_fanformer.evaluation.config import EvaluationConfig, EvaluationRequest
 from megatron_fanformer.evaluation.options import add_options
 from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import SETS, set_problems
@@ -45,29 +45,6 @@ OF_PREPARE = ("prepare", "tasks", "tokenizer", "context_length", "limit", "devic
 Local = Callable[[str], str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a command asks for, read and checked as far as that needs no model."""
-
-    checkpoints: tuple[Path, ...]
-    """To evaluate, each once, in the order of the table."""
-    compared: tuple[Path | Result, ...]
-    """Nothing, or two: what files of results hold, or checkpoints that are among `checkpoints`."""
-    evaluation: EvaluationConfig
-    """On what; `tasks` may have generation tasks, and is empty for all that the request file has."""
-    generation: Mapping[str, Any]
-    """Fields of `GenerationSettings`."""
-    ulogic: Path | None
-    """ULogic's rules."""
-    tokenizer: Path | None
-    """In place of the checkpoints' own."""
-    layout: Layout
-    runtime: RuntimeConfig
-    dtype: str
-    batch_tokens: int
-    """About how many tokens a micro batch has."""
-
-
 def evaluate(options: argparse.Namespace, arguments: Sequence[str], local: Local) -> None:
     """Evaluate checkpoints, compare two results, or write a request file.
 
@@ -89,36 +66,36 @@ def evaluate(options: argparse.Namespace, arguments: Sequence[str], local: Local
         _prepare(options)
         return
     if address is None:
-        asked = read_options(options, local)
-        if not asked.checkpoints:
-            _tell(options, asked, [])
+        request = read_options(options, local)
+        if not request.checkpoints:
+            _tell(options, request, [])
             return
-        first, *others = asked.checkpoints
+        first, *others = request.checkpoints
         tell_loading(f"{first} and {len(others)} more" if others else str(first))
-        jobs = _find_jobs(asked)
-        _start(options, asked, jobs, arguments)
+        jobs = _find_jobs(request)
+        _start(options, request, jobs, arguments)
         return
     _join(options, address, local)
 
 
-def _start(options: argparse.Namespace, asked: Asked, jobs: "Jobs", arguments: Sequence[str]) -> None:
+def _start(options: argparse.Namespace, request: EvaluationRequest, jobs: "Jobs", arguments: Sequence[str]) -> None:
     """In this process, or on local ranks."""
-    ranks = asked.layout.world_size
+    ranks = request.layout.world_size
     if ranks > 1:
-        _refuse_ranks_without_gpu(asked, ranks)
-        launch_ranks(ranks, arguments, threads=devices.threads_per_rank(ranks), found=(asked, jobs))
+        _refuse_ranks_without_gpu(request, ranks)
+        launch_ranks(ranks, arguments, threads=devices.threads_per_rank(ranks), found=(request, jobs))
         return
     from megatron_fanformer.runtime.parallel import distributed
 
-    with distributed(asked.layout.parallel, None, asked.runtime) as grid:
-        _run(options, asked, jobs, grid)
+    with distributed(request.layout.parallel, None, request.runtime) as grid:
+        _run(options, request, jobs, grid)
 
 
-def _refuse_ranks_without_gpu(asked: Asked, ranks: int) -> None:
+def _refuse_ranks_without_gpu(request: EvaluationRequest, ranks: int) -> None:
     import torch
 
-    kind = devices.resolve_device(asked.runtime.device)
-    if asked.runtime.backend(kind) == "nccl" and ranks > torch.cuda.device_count():
+    kind = devices.resolve_device(request.runtime.device)
+    if request.runtime.backend(kind) == "nccl" and ranks > torch.cuda.device_count():
         raise InputError(
             f"--layout asks for {ranks} ranks, but this machine has {torch.cuda.device_count()} GPUs; change it, or "
             "start on several nodes with torchrun"
@@ -131,53 +108,53 @@ def _join(options: argparse.Namespace, address: devices.RankAddress, local: Loca
     from megatron_fanformer.runtime.launch import report_failure
     from megatron_fanformer.runtime.parallel import process_group, rank_grid
 
-    def find() -> "tuple[Asked, Jobs]":
+    def find() -> "tuple[EvaluationRequest, Jobs]":
         if (found := read_found()) is not None:
-            return cast("tuple[Asked, Jobs]", found)
-        asked = read_options(options, local, world_size=address.world_size)
-        return asked, _find_jobs(asked)
+            return cast("tuple[EvaluationRequest, Jobs]", found)
+        request = read_options(options, local, world_size=address.world_size)
+        return request, _find_jobs(request)
 
     runtime = RuntimeConfig(device=options.device)
     with report_failure(), process_group(runtime, address) as kind:
-        asked, jobs = on_main(find)
-        with rank_grid(asked.layout.parallel, kind, runtime) as grid:
-            _run(options, asked, jobs, grid)
+        request, jobs = on_main(find)
+        with rank_grid(request.layout.parallel, kind, runtime) as grid:
+            _run(options, request, jobs, grid)
 
 
-def _find_jobs(asked: Asked) -> "Jobs":
+def _find_jobs(request: EvaluationRequest) -> "Jobs":
     from megatron_fanformer.runtime import megatron_cpu  # imports torch: after errors in the input were told
 
     megatron_cpu.install()
     from megatron_fanformer.evaluation.jobs import find_jobs
 
     try:
-        return find_jobs(asked)
+        return find_jobs(request)
     except InputError as error:
         raise InputError("\n".join(map(as_options, str(error).splitlines()))) from None
 
 
-def _run(options: argparse.Namespace, asked: Asked, jobs: "Jobs", grid: "RankGrid") -> None:
+def _run(options: argparse.Namespace, request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
     from megatron_fanformer.evaluation.jobs import evaluate_jobs
 
     results: list[Result] = []
     try:
         with phases("reading") if grid.is_main else nullcontext(lambda *_: None) as tell:
-            for result in evaluate_jobs(asked, jobs, grid, tell=tell):
+            for result in evaluate_jobs(request, jobs, grid, tell=tell):
                 if grid.is_main:
                     results.append(result)
                     _write(options, results)  # now: whatever ends the next one
     except Exception:
         if results:
-            _tell(options, replace(asked, compared=()), results)
+            _tell(options, replace(request, compared=()), results)
         raise
     if grid.is_main:
-        _tell(options, asked, results)
+        _tell(options, request, results)
 
 
 # -- what is asked
 
 
-def read_options(options: argparse.Namespace, local: Local, *, world_size: int | None = None) -> Asked:
+def read_options(options: argparse.Namespace, local: Local, *, world_size: int | None = None) -> EvaluationRequest:
     """The options, checked before torch is imported.
 
     Args:
@@ -201,7 +178,7 @@ def read_options(options: argparse.Namespace, local: Local, *, world_size: int |
         found.append("no checkpoint is named; name a run's folder, a checkpoint or an exported folder")
     if found or layout is None:
         raise InputError("\n".join(found))
-    return Asked(
+    return EvaluationRequest(
         checkpoints=checkpoints,
         compared=tuple(filter(None, compared)),
         evaluation=evaluation,
@@ -351,7 +328,7 @@ def _layout(text: str, world_size: int | None) -> Layout:
 # -- what is told
 
 
-def _tell(options: argparse.Namespace, asked: Asked, results: list[Result]) -> None:
+def _tell(options: argparse.Namespace, request: EvaluationRequest, results: list[Result]) -> None:
     """Draw and print the results, then compare two of them; files first, for nobody may be reading what is printed."""
     from megatron_fanformer.evaluation.report import comparison_lines, result_lines
 
@@ -361,9 +338,9 @@ def _tell(options: argparse.Namespace, asked: Asked, results: list[Result]) -> N
             from megatron_fanformer.evaluation.report import results_picture
 
             write_atomically(options.picture, results_picture(results))
-        if asked.compared:
+        if request.compared:
             of_path = {result.checkpoint: result for result in results}
-            a, b = (of_path[str(each)] if isinstance(each, Path) else each for each in asked.compared)
+            a, b = (of_path[str(each)] if isinstance(each, Path) else each for each in request.compared)
             comparison = compare(a, b, seed=options.seed)
             _write(options, results, comparison)
     finally:

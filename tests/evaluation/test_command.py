@@ -18,7 +18,8 @@ from megatron_fanformer.cli import main
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import command
-from megatron_fanformer.evaluation.command import Asked, read_options
+from megatron_fanformer.evaluation.command import read_options
+from megatron_fanformer.evaluation.config import EvaluationRequest
 from megatron_fanformer.evaluation.jobs import find_jobs
 from megatron_fanformer.evaluation.options import add_options
 from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, write_requests
@@ -250,7 +251,7 @@ def test_several_checkpoints_are_a_table_and_a_picture_over_steps(
     assert "holds the results of 2 checkpoints" in capsys.readouterr().err
 
 
-def read(*arguments: object, world_size: int | None = None) -> Asked:
+def read(*arguments: object, world_size: int | None = None) -> EvaluationRequest:
     parser = ArgumentParser()
     add_options(parser)
     return read_options(parser.parse_args(list(map(str, arguments))), str, world_size=world_size)

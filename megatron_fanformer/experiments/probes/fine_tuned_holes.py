@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_fanformer.data.chat_template import ChatTemplate, encode_chat, find_template, refuse_spaces_between
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError, noting
-from megatron_fanformer.experiments.probes import holes
+from megatron_fanformer.experiments.probes import hole_pairs
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell
 from megatron_fanformer.experiments.probes.settings import HolesSettings, Task
 from megatron_fanformer.experiments.result import Finding, Table
@@ -32,13 +32,13 @@ MOST_TOKENS = 2048  # of a batch, whose logits are held whole
 class Answers(NamedTuple):
     """What a checkpoint says to the pairs of a task."""
 
-    pairs: holes.Pairs
+    pairs: hole_pairs.Pairs
     probability_n: Tensor
     right_n: Tensor
 
-    def scores(self, *, in_hole: bool) -> holes.Scores:
+    def scores(self, *, in_hole: bool) -> hole_pairs.Scores:
         """Of the pairs in the hole, or of those that were trained on."""
-        return holes.scores(self.probability_n, self.right_n, self.pairs.in_hole_n == in_hole)
+        return hole_pairs.scores(self.probability_n, self.right_n, self.pairs.in_hole_n == in_hole)
 
 
 def measure_checkpoints(settings: HolesSettings, tell: Tell) -> Measured:
@@ -57,7 +57,7 @@ def measure_checkpoints(settings: HolesSettings, tell: Tell) -> Measured:
     for name, by_task in asked.items():
         with load_model(Path(name)) as model:
             for task, rows in by_task.items():
-                pairs = holes.all_pairs(task, settings.half_side)
+                pairs = hole_pairs.all_pairs(task, settings.half_side)
                 found[task, name] = answers = Answers(pairs, *answered(model, rows, settings.temperature))
                 trained, hole = answers.scores(in_hole=False), answers.scores(in_hole=True)
                 tell(f"{name}, {task}: {trained.greedy:.1%} outside the hole, {hole.greedy:.1%} in it, greedy")
@@ -90,9 +90,9 @@ def _formed(name: str, settings: HolesSettings, problems: list[str]) -> dict[Tas
 
 
 def _conversations(task: Task, settings: HolesSettings, tokenizer: Tokenizer, template: ChatTemplate) -> list[Row]:
-    pairs = holes.all_pairs(task, settings.half_side)
+    pairs = hole_pairs.all_pairs(task, settings.half_side)
     numbers = range(len(pairs.answers_n))
-    return [encode_chat(tokenizer, template.render(holes.conversation(pairs, task, number))) for number in numbers]
+    return [encode_chat(tokenizer, template.render(hole_pairs.conversation(pairs, task, number))) for number in numbers]
 
 
 # -- the answers
@@ -130,7 +130,7 @@ def _finding(name: str, task: Task, answers: Answers, settings: HolesSettings) -
     trained, hole = answers.scores(in_hole=False), answers.scores(in_hole=True)
     return Finding(
         name=f"hole of {task}, {name}",
-        paper="; ".join(holes.PAPER.values()),
+        paper="; ".join(hole_pairs.PAPER.values()),
         ours=100 * hole.probability,
         unit="% of probability",
         shows=None,
@@ -156,7 +156,7 @@ def _picture(settings: HolesSettings, task: Task, found: dict[tuple[Task, str], 
 
     def draw(panels: Any) -> None:
         for axes, name in zip(panels[0], settings.checkpoints, strict=True):
-            values = holes.map_around(task, settings.half_side, found[task, name].probability_n)
-            holes.draw_hole(axes, task, settings.half_side, values, title=name)
+            values = hole_pairs.map_around(task, settings.half_side, found[task, name].probability_n)
+            hole_pairs.draw_hole(axes, task, settings.half_side, values, title=name)
 
-    return drawn(draw, columns=len(settings.checkpoints), size=holes.PANEL)
+    return drawn(draw, columns=len(settings.checkpoints), size=hole_pairs.PANEL)

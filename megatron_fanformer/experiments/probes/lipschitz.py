@@ -22,19 +22,19 @@ Shapes: b inputs, s points or tokens, h width, n heads, c channels (h), y and x 
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_fanformer.experiments.probes.jacobians import draw_by_depth, measure_checkpoints
 from megatron_fanformer.experiments.probes.outcome import Measured, Tell, above, ratio_interval
 from megatron_fanformer.experiments.probes.settings import LipschitzSettings
 from megatron_fanformer.experiments.probes.twins import FFN_RATIO
 from megatron_fanformer.experiments.result import Cell, Finding, Table
-from megatron_fanformer.pictures import drawn, set_logarithmic
+from megatron_fanformer.pictures import drawn
 
 MODELS = ("MLP", "Transformer", "FANformer")
 PRINTED = {  # by the notebook, for its settings and seed 0
@@ -59,8 +59,6 @@ Constants = dict[tuple[str, str], list[float]]
 def measure(settings: LipschitzSettings, _folder: Path, tell: Tell) -> Measured:
     """The constants of the notebook's models, or the Jacobians of trained ones."""
     if settings.checkpoints:
-        from megatron_fanformer.experiments.probes.jacobians import measure_checkpoints
-
         return measure_checkpoints(settings, tell)
     by_seed = []
     for seed in range(settings.seeds):
@@ -264,12 +262,3 @@ def _picture(settings: LipschitzSettings, found: Constants) -> bytes:
     return drawn(
         lambda panels: draw_by_depth(panels[0, 0], settings.depths, lines, title="Lipschitz constant, random weights")
     )
-
-
-def draw_by_depth(axes: Any, depths: Sequence[int], lines: Mapping[str, Sequence[float]], *, title: str) -> None:
-    """Positive figures over the number of layers, dashed where they are of float64."""
-    for name, values in lines.items():
-        axes.plot(depths, values, marker=".", label=name, linestyle="--" if "float64" in name else "-")
-    axes.set(xlabel="layers", title=title)
-    set_logarithmic(axes.yaxis)
-    axes.legend()
