@@ -32,7 +32,7 @@ SAMPLE_INDICES = ("document_index", "sample_index", "shuffle_index", "dataset_in
 
 @dataclass(frozen=True)
 class Datasets:
-    """What to train and to validate on: map-style datasets of samples."""
+    """The training and validation sets: map-style datasets of samples."""
 
     train: Any
     valid: dict[str, Any]

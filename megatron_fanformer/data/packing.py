@@ -51,7 +51,7 @@ class Conversations:
 
 
 def training_conversations(config: DataConfig) -> Conversations:
-    """What a run is trained on; raises as `Conversations`."""
+    """Open what a run is trained on; raises as `Conversations`."""
     return Conversations(parse_chats(config.train_data), split=config.applied_split)
 
 
@@ -97,7 +97,7 @@ def first_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Packing:
-    """Which conversations each sample of an epoch holds."""
+    """The conversations of each sample of an epoch."""
 
     members: np.ndarray
     """[conversations] int64: their numbers, sample after sample."""
@@ -118,7 +118,7 @@ class Packing:
         return self.members[self.starts[sample] : self.starts[sample + 1]]
 
     def in_words(self) -> str:
-        """What was packed, and how well."""
+        """Describe what was packed, and how well."""
         longer = f"; {self.cut:,} of them longer, and cut there" if self.cut else ""
         return (
             f"{len(self.members):,} conversations of {self.tokens:,} tokens in {len(self):,} samples of"

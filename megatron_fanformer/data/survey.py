@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PairFacts:
-    """What the index of one .bin and .idx pair says, once every entry has been checked."""
+    """The facts of one .bin and .idx pair's index, once every entry has been checked."""
 
     sequences: int
     tokens: int
@@ -41,7 +41,7 @@ class PairFacts:
 
 @dataclass(frozen=True)
 class ChatFacts:
-    """What the files of chats hold."""
+    """The facts of the files of chats."""
 
     tokens: int
     identity: str

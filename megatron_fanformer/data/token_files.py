@@ -50,7 +50,7 @@ def token_dtype(vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """What an index file says; its arrays are mapped, not read."""
+    """The contents of an index file; its arrays are mapped, not read."""
 
     dtype: np.dtype[Any]
     lengths: np.ndarray
@@ -125,7 +125,7 @@ def document_of(prefix: str, sequence: int) -> int:
 
 
 class _Sums:
-    """What is computed from all lengths and pointers, block by block.
+    """The sums over all lengths and pointers, computed block by block.
 
     A checksum of the lengths, the tokens of parts (first sequence, end), and the pointers' own sums.
     """

@@ -61,7 +61,7 @@ MODEL = FANformerConfig(
 
 @dataclass(frozen=True)
 class Places:
-    """Where the demo keeps everything."""
+    """The paths of all that the demo makes."""
 
     root: Path
 
@@ -256,7 +256,7 @@ def _continued(places: Places, sampling: dict[str, Any]) -> str:
 
 
 def next_lines(places: Places) -> list[str]:
-    """What to try next: three experiments of the paper."""
+    """List what to try next: three experiments of the paper."""
     places_in_words = {"run": shlex.quote(str(places.run)), "output": shlex.quote(str(places.root / "lipschitz"))}
     lines = ["Three of the paper's experiments to try next, in short forms:"]
     for command, shows in NEXT.items():
@@ -339,7 +339,7 @@ def loss_picture(metrics: list[dict[str, Any]], *, entropy: float | None = None)
 
 
 def smoothed(values: Sequence[float], span: float) -> list[float]:
-    """Of each value and those before it the mean, with weights that fall by 1/e over `span` values.
+    """Average each value with those before it, by weights that fall by 1/e over `span` values.
 
     The weights are those of the values that there are: the first is itself, and no start is assumed.
     """

@@ -48,7 +48,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a program may use; its judge as much."""
+    """The resources that a program may use; its judge as much."""
 
     memory_bytes: int = 2**30
     """Of address space, Python's own of about 20 MB included."""
@@ -59,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a program ended."""
+    """The end that a program came to."""
 
     outcome: Outcome
     """`passed`: it and its tests reached their end without an error."""
@@ -198,7 +198,7 @@ def _wait(judge: "subprocess.Popen[bytes]", running: "subprocess.Popen[bytes]", 
 
 
 def _seconds_without_core(pid: int) -> float:
-    """How long a process could have run and had no core; 0 from a kernel that does not count it."""
+    """Return how long a process could have run and had no core; 0 from a kernel that does not count it."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -208,7 +208,7 @@ def _seconds_without_core(pid: int) -> float:
 def _result(
     told: bytes, judge: "subprocess.Popen[bytes]", running: "subprocess.Popen[bytes]", limits: Limits
 ) -> Result:
-    """By what a judge told, or by how it, or the program before it, has ended."""
+    """Return the result by the judge's report, or by how it, or the program before it, has ended."""
     kind, text = json.loads(told) if told else (judging.FAILED, "")
     if kind == judging.UNCONFINED:
         return Result(outcome="not run", message=text)

@@ -236,7 +236,7 @@ def _checkpoint(path: str, local: Local) -> Path:
 
 
 def _is_pointer(path: Path) -> bool:
-    """Whether it is a run's `checkpoints/latest`."""
+    """Return whether it is a run's `checkpoints/latest`."""
     return path.name == store.LATEST and path.parent.name == store.CHECKPOINTS and path.is_file()
 
 
@@ -252,7 +252,7 @@ def _compared(name: str, local: Local) -> Path | Result:
 
 
 def _evaluation(options: argparse.Namespace, problems: list[str]) -> EvaluationConfig:
-    """What is measured; the problems of its section, told by the options' names, and what files are missing."""
+    """Return what is measured; add the problems of its section, by the options' names, and missing files."""
     sets: dict[str, list[str]] = {}
     groups = []
     for item in options.perplexity:
@@ -351,7 +351,7 @@ def _tell(options: argparse.Namespace, request: EvaluationRequest, results: list
 
 
 def _write(options: argparse.Namespace, results: Sequence[Result], comparison: Comparison | None = None) -> None:
-    """What is asked for as a file, as far as it is there."""
+    """Write the requested file of results, as far as they are there."""
     from megatron_fanformer.evaluation.report import comparison_values
 
     if options.output is not None:

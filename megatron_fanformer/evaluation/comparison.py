@@ -24,7 +24,7 @@ BLOCK = 1 << 20  # documents that are drawn at a time
 
 
 class ScoredDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a document in a result file is compared: a metric is the sum of scores by the sum of weights."""
+    """The fields of a document that are compared: a metric is the sum of scores by the sum of weights."""
 
     doc_id: int | str
     score: float
@@ -33,7 +33,7 @@ class ScoredDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far B is from A in one metric."""
+    """The difference of B from A in one metric."""
 
     name: str
     metric: str
@@ -53,7 +53,7 @@ class Difference:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """Return whether the interval leaves out 0."""
         return self.low > 0 or self.high < 0
 
 
@@ -128,7 +128,7 @@ def _refuse_other_tokens(a: Result, b: Result, sets: list[str]) -> None:
 
 
 def is_share(metric: str) -> bool:
-    """Whether a metric is a share of documents, or F1: in [0, 1], and higher is better."""
+    """Return whether a metric is a share of documents, or F1: in [0, 1], and higher is better."""
     return metric not in LOWER_IS_BETTER
 
 

@@ -35,7 +35,7 @@ class EvaluationConfig:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is to be measured."""
+        """Return whether nothing is to be measured."""
         return self.requests is None and self.perplexity.is_empty
 
     def problems(self) -> list[str]:
@@ -76,7 +76,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """What the command `evaluate` was given, read and checked as far as that needs no model."""
+    """The options of `evaluate`, read and checked as far as that needs no model."""
 
     checkpoints: tuple[Path, ...]
     """To evaluate, each once, in the order of the table."""

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def close_streams() -> None:
-    """What is printed goes nowhere, and there is nothing to read."""
+    """Discard what is printed, and leave nothing to read."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         os.dup2(os.open(os.devnull, os.O_RDWR), stream.fileno())
 
@@ -83,7 +83,7 @@ def error_text(error: BaseException) -> str:
 
 
 def _run(source: bytes, module: types.ModuleType) -> str | None:
-    """What went wrong; None where the program reached its end."""
+    """Run the program; return what went wrong, or None where it reached its end."""
     try:
         exec(compile(source, "<program>", "exec"), module.__dict__)
     except BaseException as error:  # SystemExit too: a program that leaves has not reached its end

@@ -21,7 +21,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings(SamplingConfig):
-    """How texts are written and judged."""
+    """The settings by which texts are written and judged."""
 
     max_new_tokens: int | None = None
     """Of a text; None: the task's own number, at most half of the model's length."""
@@ -43,7 +43,7 @@ class GenerationSettings(SamplingConfig):
         return found
 
     def length_problems(self, seq_length: int) -> list[str]:
-        """What is wrong with them for a model of sequences of that length."""
+        """List the settings that do not suit a model of sequences of that length."""
         if self.max_new_tokens is None or self.max_new_tokens < seq_length:
             return []
         return [
@@ -54,7 +54,7 @@ class GenerationSettings(SamplingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What was written for one document."""
+    """The texts that were written for one document."""
 
     texts: list[Continuation]
     """As many as samples are asked for."""

@@ -65,7 +65,7 @@ def evaluate(
 
 
 def check(name: str, settings: GenerationSettings) -> None:
-    """What can be refused before a model is loaded.
+    """Refuse, before a model is loaded, what can be refused then.
 
     Raises:
         InputError: as `evaluate`.
@@ -91,7 +91,7 @@ def final_number(text: str) -> Decimal | None:
 def _judge_numbers(
     documents: Sequence[dict[str, Any]], written: Sequence[Written], _settings: GenerationSettings, _tell: Tell
 ) -> dict[str, Any]:
-    """By the last number of each text, which must be the answer's, as a number: 18.00 is 18."""
+    """Judge by the last number of each text, which must be the answer's, as a number: 18.00 is 18."""
     judged = []
     for document, one in zip(documents, written, strict=True):
         answer = final_number(document["answer"])
@@ -110,7 +110,7 @@ def _judge_numbers(
 
 
 def program(document: dict[str, Any], text: str) -> Program:
-    """What is run to judge a text: it, behind the head that the model was given, and apart from them the tests."""
+    """Return what judges a text: it, behind the head that the model was given, and apart from them the tests."""
     names = DEFINED.findall(document["head"] + document["solution"])
     return Program(
         source=f"{document['head']}{text}\n",

@@ -75,7 +75,7 @@ class Jobs:
 
 
 def find_jobs(request: EvaluationRequest) -> Jobs:
-    """What is evaluated on what; one process finds it for all ranks.
+    """Find what is evaluated on what, in one process for all ranks.
 
     Raises:
         InputError: a model cannot be laid out so, was trained with another tokenizer, or a set is not of its
@@ -109,7 +109,7 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
 
 
 class _Surveys:
-    """What models are evaluated on. Checkpoints of a run share one survey, though each has a copy of the tokenizer."""
+    """Surveys by model. Checkpoints of a run share one, though each has a copy of the tokenizer."""
 
     def __init__(self, evaluation: EvaluationConfig, request_file: RequestFile | None, batch_tokens: int) -> None:
         self._evaluation, self._requests, self._batch_tokens = evaluation, request_file, batch_tokens
@@ -134,7 +134,7 @@ class _Surveys:
 
 
 class _TextRules:
-    """What a model must be like to write the answers that are asked for. Checkpoints of a run are checked once."""
+    """The rules for a model that writes the requested answers. Checkpoints of a run are checked once."""
 
     def __init__(self, request: EvaluationRequest, texts: Documents, request_file: RequestFile | None) -> None:
         self._texts = texts

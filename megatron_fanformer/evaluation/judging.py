@@ -64,7 +64,7 @@ def _run(source: str, names: dict[str, Any]) -> None:
 
 
 def _names_before(head: str) -> dict[str, Any]:
-    """What the document's text defines before the function that the model writes: the tests use it as it is there."""
+    """Define what the document's text has before the function that the model writes, as the tests use it."""
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
         *before, _ = ast.parse(f"{head}\n    pass\n").body

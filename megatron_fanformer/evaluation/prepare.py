@@ -45,7 +45,7 @@ UNCONDITIONAL = 1_000_000  # what OLMES adds to the number of a document to ask 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedTask:
-    """What was written of a task."""
+    """The counts of a task that was written."""
 
     name: str
     documents: int
@@ -59,7 +59,7 @@ class PreparedTask:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestsReport:
-    """What was written."""
+    """The request file that was written."""
 
     path: Path
     sha256: str

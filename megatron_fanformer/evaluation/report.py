@@ -78,7 +78,7 @@ def _column(result: Result) -> dict[str, str]:
 
 
 def _mean(result: Result) -> float | None:
-    """Of the tasks' own metrics, where they are shares; None below two."""
+    """Average the tasks' own metrics, where they are shares; None below two."""
     shares = [result.headline(name).value for name, task in result.tasks.items() if is_share(task.metric)]
     return sum(shares) / len(shares) if len(shares) > 1 else None
 
@@ -185,7 +185,7 @@ def results_picture(results: Sequence[Result]) -> bytes:
 
 
 def lines_of(results: Sequence[Result]) -> dict[str, list[tuple[int, Result]]]:
-    """By what tells them apart in the legend, the checkpoints of each run and their steps, in order of these.
+    """Return, by their labels in the legend, the checkpoints of each run with their steps, in order of these.
 
     Where one has no step, all are one line, at their numbers.
     """

@@ -202,7 +202,7 @@ class _Version(msgspec.Struct):
 
 
 class _Content(_Version, kw_only=True):
-    """What the metadata hold; the arrays of each task are named after it."""
+    """The metadata; the arrays of each task are named after it."""
 
     tokenizer_sha256: str
     context_length: Annotated[int, msgspec.Meta(ge=1)]

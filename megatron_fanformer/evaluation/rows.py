@@ -71,12 +71,12 @@ def row_losses(
 
 
 def micro_batch_multiple(stages: list[Any], grid: RankGrid) -> int:
-    """What the number of micro batches must be a multiple of: the interleaved schedule takes one a stage at a time."""
+    """Return the factor of the number of micro batches: the interleaved schedule takes one a stage at a time."""
     return grid.groups.pp.size() if len(stages) > 1 else 1
 
 
 def length_multiple(stages: list[Any], grid: RankGrid) -> int:
-    """What the length of a row must be a multiple of, so that every rank has an equal part that its products take."""
+    """Return the factor of a row's length that gives every rank an equal part, of a size that its products take."""
     config = stages[0].config
     context = grid.context_parallel_size
     ranks = context * (grid.groups.tp.size() if config.sequence_parallel else 1)
@@ -173,7 +173,7 @@ def losses_of_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class RowBatch:
-    """What all replicas take at a time."""
+    """The rows that all replicas take at a time."""
 
     rows: np.ndarray
     """[replicas, micro batches, b]: the numbers of the rows; EMPTY, in the end, where there is none."""

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSurvey:
-    """What a run is evaluated on."""
+    """The tasks and sets that a run is evaluated on."""
 
     tasks: dict[str, TaskRequests] = field(default_factory=dict)
     """By name; no request is longer than the model's sequences."""

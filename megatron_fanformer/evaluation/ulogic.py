@@ -162,7 +162,7 @@ def stated_verdict(text: str) -> bool | None:
 
 
 def likelier_verdicts(model: TrainedModel, tokenizer: Tokenizer, prompts: Sequence[str]) -> list[bool | None]:
-    """Of each prompt whether True is likelier to follow it than False; None if both are as likely."""
+    """Return for each prompt whether True is likelier to follow it than False; None if both are as likely."""
     encoded = tokenizer.encode_batch(prompts)
     of_both = [
         _log_likelihoods(model, encoded, tokenizer.encode(f" {verdict}"))  # of all prompts

@@ -95,7 +95,7 @@ class Continuation:
 
     @property
     def text(self) -> str:
-        """What follows the prompt, without the end of text and without a stop string."""
+        """Return what follows the prompt, without the end of text and without a stop string."""
         assert self._new_text is not None
         return self._new_text.text
 

@@ -123,7 +123,7 @@ def _stored(table: Table) -> tuple[int, int]:
 
 
 def _types(table: Table) -> str:
-    """Of the weights alone."""
+    """Return the types of the weights alone."""
     types = {
         value.properties.dtype for name, value in tensors_of(table).items() if not name.startswith(OPTIMIZER_PREFIX)
     }

@@ -50,7 +50,7 @@ def draw_phases(path: str, picture: Path) -> None:
 
 
 class _Kind(NamedTuple):
-    """What can be done with a kind of target."""
+    """The actions on a kind of target."""
 
     describe: Callable[[Target], Report]
     bytes_to_check: Callable[[Target], int]

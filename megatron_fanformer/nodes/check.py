@@ -69,7 +69,7 @@ class CheckConfig:
 
     @property
     def rules(self) -> Rules:
-        """What is asked of a node."""
+        """Return what a node must show."""
         least = self.minimum_bandwidth
         bandwidth = None if least is None else least * 1e9
         return Rules(tolerance=self.tolerance, minimum_bandwidth=bandwidth, gpus=self.gpus)
@@ -146,7 +146,7 @@ class _Unhealthy(FanformerError):
 
 
 def _done_within(seconds: float, work: Callable[[], None]) -> bool:
-    """Whether some work of this node's ended in time; it is left alone if not."""
+    """Return whether some work of this node's ended in time; it is left alone if not."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -187,7 +187,7 @@ class _Meeting:
         self.store.set(f"{what}-{self.number}", json.dumps(value))
 
     def hear(self, what: str, numbers: Collection[int], seconds: float) -> dict[int, Any]:
-        """What the nodes told, by number, as far as they did in time."""
+        """Return the nodes' values, by number, of those that came in time."""
         keys = {number: f"{what}-{number}" for number in numbers}
         end = time.monotonic() + seconds
         while keys and not self.store.check(list(keys.values())) and time.monotonic() < end:
@@ -232,7 +232,7 @@ class _Judge:
         return verdicts
 
     def _read_shared_files(self, found: dict[int, Facts]) -> None:
-        """Whether what each node wrote into the shared folder can be read here; it is removed then."""
+        """Return whether each node's file in the shared folder can be read here, and remove it."""
         for facts in found.values():
             if facts.shared_file is None:
                 continue

@@ -34,7 +34,7 @@ SHARED_MEMORY = Path("/dev/shm")  # data loaders and NCCL pass messages there
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What one GPU shows."""
+    """The facts of one GPU."""
 
     name: str
     flops_per_second: float
@@ -45,7 +45,7 @@ class Gpu:
 
 @dataclass(kw_only=True)
 class Facts:
-    """What a node shows; it is filled in as it is found out, so that what hangs leaves the rest."""
+    """The facts of a node, filled in as they are found out, so that what hangs leaves the rest."""
 
     node: str = field(default_factory=devices.node_name)
     problems: list[str] = field(default_factory=list)
@@ -233,7 +233,7 @@ def _ask_gpu(number: int, what: str, meanwhile: Callable[[], None] = _wait) -> f
 
 
 def _ask_nvidia(what: str, *options: str, meanwhile: Callable[[], None] = _wait) -> str | None:
-    """What nvidia-smi says of the first GPU; None if it does not, or is not there.
+    """Return what nvidia-smi says of the first GPU; None if it does not, or is not there.
 
     Args:
         meanwhile: is called again and again until it has ended.

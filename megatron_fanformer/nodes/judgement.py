@@ -17,7 +17,7 @@ one that did not come to its end."""
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What is asked of a node."""
+    """The requirements of a node."""
 
     tolerance: float = 0.85
     """Share of the median over all nodes."""
@@ -28,7 +28,7 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is found of a node."""
+    """The findings about a node."""
 
     node: str
     problems: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Verdict:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the node may join."""
+        """Return whether the node may join."""
         return not self.problems
 
     def line(self) -> str:
@@ -91,7 +91,7 @@ def judge(found: dict[int, Facts], links: dict[int, Links], rules: Rules) -> dic
 
 
 class _Usual:
-    """What most nodes show, or the median of them; the first node's, where as many show another."""
+    """The facts of most nodes, or their median; the first node's, where as many show another."""
 
     def __init__(self, found: Iterable[Facts]) -> None:
         nodes = list(found)
@@ -127,7 +127,7 @@ def _version(facts: Facts, name: str) -> str:
 
 
 def _tells(facts: Facts, name: str) -> bool:
-    """Whether a node's version counts: a GPU works without nvidia-smi, which tells the driver's."""
+    """Return whether a node's version counts: a GPU works without nvidia-smi, which reports the driver's."""
     return name in facts.versions or name != DRIVER
 
 
@@ -171,7 +171,7 @@ def _rates(facts: Facts, usual: _Usual, rules: Rules) -> list[str]:
 
 
 def _best(links: Links) -> list[float]:
-    """By GPU, the better of a node's links: of a slow one, the other end may be the cause."""
+    """Return, by GPU, the better of a node's links: of a slow one, the other end may be the cause."""
     return [max(rates) for rates in zip(*links.values(), strict=False)]
 
 

@@ -36,7 +36,7 @@ class TokenizersDisagree(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Learned:
-    """What is learned of a block's conversations."""
+    """The tokens of a block's conversations that are learned."""
 
     mask: np.ndarray
     """[tokens] uint8: 1 where the token is learned."""

@@ -61,7 +61,7 @@ class PreparationJob:
 
     @property
     def assignment(self) -> Assignment:
-        """What the work folder is compared with."""
+        """Return what the work folder is compared with."""
         return Assignment(
             inputs=[str(file.absolute()) for file in self.files],
             settings=self.settings,

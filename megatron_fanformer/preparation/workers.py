@@ -44,7 +44,7 @@ ATTEMPTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSetup:
-    """What every worker is given."""
+    """The settings that every worker is given."""
 
     encoder: EncoderChoice
     rules: DocumentRules
@@ -69,7 +69,7 @@ class Task:
 
 @dataclass(frozen=True)
 class WorkDone:
-    """What a worker has done since its last report."""
+    """The work that a worker has done since its last report."""
 
     input_bytes: int
     documents: int

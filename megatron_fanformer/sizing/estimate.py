@@ -40,17 +40,17 @@ class Estimate:
 
     @property
     def needed_bytes(self) -> int:
-        """Of a GPU's memory, on the heaviest stage."""
+        """Return the bytes of a GPU's memory that the heaviest stage needs."""
         return self.heaviest.total_bytes + self.reserve_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether a program can have that much of the GPU."""
+        """Return whether a program can have that much of the GPU."""
         return self.needed_bytes <= self.machine.usable_bytes
 
     @property
     def shortage(self) -> str:
-        """What a layout that does not fit lacks."""
+        """Describe what a layout that does not fit lacks."""
         return (
             f"a GPU of pipeline stage {self.heaviest.stage} needs {self.needed_bytes / GIB:.1f} GiB, "
             f"{self.reserve_bytes / GIB:.1f} of them reserved, but {self.machine.name} has "
@@ -142,7 +142,7 @@ class Cost:
 
 
 def cost(estimate: Estimate, tokens: int, price_per_gpu_hour: float | None) -> Cost:
-    """What it costs to train on that many tokens."""
+    """Return what it costs to train on that many tokens."""
     hours = tokens / estimate.time.tokens_per_second / SECONDS_PER_HOUR
     gpu_hours = hours * estimate.job.world_size
     price = None if price_per_gpu_hour is None else gpu_hours * price_per_gpu_hour

@@ -40,7 +40,7 @@ class Plan:
 
 
 def assumptions(plan: Plan) -> list[str]:
-    """What the figures depend on, one sentence each."""
+    """List what the figures depend on, one sentence each."""
     request, shown = plan.request, plan.shown
     machine, config = request.machine, request.config
     fp8 = f", products in FP8 ({config.precision.fp8_recipe})" if config.precision.fp8 else ""
@@ -261,7 +261,7 @@ def _memory(shown: Estimate) -> dict[str, Any]:
 
 
 def _communication(shown: Estimate) -> Iterator[dict[str, Any]]:
-    """What one rank of each stage communicates in a step, as the local layers do."""
+    """Return what one rank of each stage communicates in a step, as the local layers do."""
     for stage in range(len(shown.stages)):
         for line in communication(shown.job.traffic(stage)):
             yield {"stage": stage, **dataclasses.asdict(line)}

@@ -39,7 +39,7 @@ TWINS = ("-transformer", "", "-same-params")
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of one model."""
+    """The cost of one model."""
 
     parameters: int
     counted_parameters: int
@@ -74,7 +74,7 @@ def measure(settings: CostSettings, _folder: Path, tell: Tell) -> Measured:
 
 
 def cost(preset: FANformerConfig, settings: CostSettings) -> Cost:
-    """By formula and counted, without vocabulary padding, which the model for transformers does not have."""
+    """Compute by formula, and count; without vocabulary padding, which the model for transformers does not have."""
     config = replace(preset, make_vocab_size_divisible_by=1)
     length = settings.sequence_length
     with FakeTensorMode(), torch.no_grad():

@@ -30,14 +30,14 @@ MOST_TOKENS = 2048  # of a batch, whose logits are held whole
 
 
 class Answers(NamedTuple):
-    """What a checkpoint says to the pairs of a task."""
+    """A checkpoint's answers to the pairs of a task."""
 
     pairs: hole_pairs.Pairs
     probability_n: Tensor
     right_n: Tensor
 
     def scores(self, *, in_hole: bool) -> hole_pairs.Scores:
-        """Of the pairs in the hole, or of those that were trained on."""
+        """Return the scores of the pairs in the hole, or of those that were trained on."""
         return hole_pairs.scores(self.probability_n, self.right_n, self.pairs.in_hole_n == in_hole)
 
 
@@ -100,7 +100,7 @@ def _conversations(task: Task, settings: HolesSettings, tokenizer: Tokenizer, te
 
 @torch.no_grad()
 def answered(model: TrainedModel, rows: list[Row], temperature: float) -> tuple[Tensor, Tensor]:
-    """Of each row the probability of its answer at a temperature, and whether it is the greedy one, [n] each."""
+    """Return each row's probability of its answer at a temperature, and whether it is the greedy one, [n] each."""
     probability_n, right_n = torch.zeros(len(rows), dtype=torch.float64), torch.zeros(len(rows), dtype=torch.bool)
     for numbers in _of_one_length(rows):
         ids_bs = torch.tensor(np.stack([rows[number][0] for number in numbers]))

@@ -156,7 +156,7 @@ def train(
     curve: list[tuple[int, float, float]] = []
 
     def logits(tokens_ns: Tensor) -> Tensor:
-        """Of the answer, [n, v]."""
+        """Return those of the answer, [n, v]."""
         found: Tensor = model(input_ids=tokens_ns, use_cache=False, logits_to_keep=1).logits[:, 0]
         return found
 
@@ -199,7 +199,7 @@ def _batches(pairs: Pairs, settings: HolesSettings, seed: int) -> Iterator[Tenso
 
 @torch.no_grad()
 def score(logits: Callable[[Tensor], Tensor], pairs: Pairs, temperature: float) -> tuple[Tensor, Tensor]:
-    """Of every pair the probability of the right answer at a temperature, and whether it is the likeliest.
+    """Return each pair's probability of the right answer at a temperature, and whether it is the likeliest.
 
     Args:
         logits: gives those of the answer, [n, v], to tokens [n, s].
@@ -221,7 +221,7 @@ Runs = dict[tuple[Task, float, str], list[Run]]
 
 
 def _trained(runs: Runs) -> Iterator[Finding]:
-    """Whether the models learned what they were shown: without that the hole says nothing."""
+    """Check whether the models learned what they were shown: without that the hole says nothing."""
     for architecture in ARCHITECTURES:
         shares = {
             key: min(run.trained.greedy for run in found) for key, found in runs.items() if key[2] == architecture

@@ -134,7 +134,7 @@ def _now(on: Tensor) -> float:
 
 
 def weight_bytes(config: FANformerConfig, element_bytes: int) -> int:
-    """By formula."""
+    """Compute the bytes of the weights by formula."""
     return config.num_parameters * element_bytes
 
 

@@ -125,7 +125,7 @@ def jacobian_norms(model: FANformerForCausalLM, ids_bs: Tensor, iterations: int)
 
 
 def largest_singular_value(function: Map, at_bsh: Tensor, iterations: int) -> float:
-    """Of the function's Jacobian at each sequence, by power iteration on JᵀJ; the largest over the sequences.
+    """Compute that of the function's Jacobian at each sequence, by power iteration on JᵀJ; return the largest.
 
     Sequences must not see each other: theirs are the diagonal blocks of the Jacobian.
     """

@@ -193,7 +193,7 @@ def _constant(model: nn.Module, first_bcyx: Tensor, second_bcyx: Tensor) -> floa
 
 
 def _is_notebook(settings: LipschitzSettings) -> bool:
-    """Whether the settings are the notebook's but for depths, of which it needs the first ones in its order."""
+    """Return whether the settings are the notebook's but for depths, which must be its first ones in its order."""
     same = ("hidden_size", "num_heads", "samples", "grid", "epsilon", "attention")
     depths = settings.depths == tuple(PRINTED)[: len(settings.depths)]
     return depths and all(getattr(settings, name) == getattr(NOTEBOOK, name) for name in same)

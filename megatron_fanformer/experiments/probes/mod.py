@@ -71,7 +71,7 @@ def measure(settings: ModSettings, _folder: Path, tell: Tell) -> Measured:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """How one model is trained."""
+    """The training of one model."""
 
     half_range: float
     steps: int
@@ -173,7 +173,7 @@ def _models(settings: ModSettings, seed: int) -> Iterator[tuple[str, nn.Module, 
 
 
 def target(t: Tensor) -> Tensor:
-    """What is to be fitted, in [0, 5)."""
+    """Return what is to be fitted, in [0, 5)."""
     return t.remainder(PERIOD)
 
 
@@ -232,7 +232,7 @@ def _table(errors: Errors) -> Table:
 
 @torch.no_grad()
 def _picture(fits: Mapping[str, tuple[float, Callable[[Tensor], Tensor]]]) -> bytes:
-    """Of seed 0, around the upper end of the range."""
+    """Draw seed 0's fits around the upper end of the range."""
 
     def draw(panels: Any) -> None:
         for (name, (half_range, model)), axes in zip(fits.items(), panels[:, 0], strict=True):

@@ -138,7 +138,7 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
 
 
 def _fields(run: Path) -> dict[str, Any]:
-    """What decides what a run learns, its seed included, by dotted names."""
+    """Return the fields that decide what a run learns, its seed included, by dotted names."""
     if not (run / store.CONFIG).is_file():
         raise InputError(f"{run} is no run's folder: it has no {store.CONFIG}; name runs")
     return {

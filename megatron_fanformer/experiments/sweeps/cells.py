@@ -48,7 +48,7 @@ class Outcome:
 
 
 def is_complete(cell: Cell) -> bool:
-    """Whether the checkpoint of a cell's last step is there: its metrics, which come before it, are then whole."""
+    """Return whether the checkpoint of a cell's last step is there: its metrics, written before it, are then whole."""
     saved = store.complete_checkpoints(cell.run)
     return bool(saved) and (store.step_of(saved[-1]) or 0) >= cell.config.training.steps
 
@@ -112,7 +112,7 @@ def _loss(metrics: list[dict[str, Any]], metric: str, average_steps: int) -> flo
 
 
 def _difference(cell: Cell) -> str | None:
-    """How the run in a cell's folder differs from the cell, if there is one and it does."""
+    """Describe how the run in a cell's folder differs from the cell, if there is one and it does."""
     file = cell.run / store.CONFIG
     if not file.is_file():
         return None
@@ -154,7 +154,7 @@ def groups_of(found: Sequence[Outcome]) -> list[Group]:
 
 
 def size_of(sweep: Sweep, cell: Cell) -> float:
-    """Where a cell stands on the axis that the losses are drawn over."""
+    """Return a cell's place on the axis that the losses are drawn over."""
     match sweep.config.report.over:
         case "parameters":
             return float(parameters_of(cell))

@@ -73,7 +73,7 @@ def write_report(sweep: Sweep) -> Result:
 
 
 def _differences(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Difference]:
-    """By point of the compared axis, of those that have a seed in common with the baseline."""
+    """Return the differences by point of the compared axis, of those that share a seed with the baseline."""
     compare, baseline = sweep.config.report.compare, sweep.config.report.baseline
 
     def losses_of(point: str) -> dict[tuple[object, ...], float]:
@@ -133,7 +133,7 @@ def _findings(sweep: Sweep, differences: dict[str, Difference]) -> Iterator[Find
 
 
 def _fits(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Fit]:
-    """By point of the compared axis; none of those with too few sizes."""
+    """Fit the losses of each point of the compared axis, but of those with too few sizes."""
     points: dict[str, list[tuple[object, float, float]]] = {}
     for group in groups:
         key = tuple(value for axis, value in group.points.items() if axis != sweep.config.report.compare)
