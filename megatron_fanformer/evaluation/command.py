@@ -68,7 +68,7 @@ def evaluate(options: argparse.Namespace, arguments: Sequence[str], local: Local
     if address is None:
         request = read_options(options, local)
         if not request.checkpoints:
-            _tell(options, request, [])
+            _print_results(options, request, [])
             return
         first, *others = request.checkpoints
         tell_loading(f"{first} and {len(others)} more" if others else str(first))
@@ -122,7 +122,7 @@ def _join(options: argparse.Namespace, address: devices.RankAddress, local: Loca
 
 
 def _find_jobs(request: EvaluationRequest) -> "Jobs":
-    from megatron_fanformer.runtime import megatron_cpu  # imports torch: after errors in the input were told
+    from megatron_fanformer.runtime import megatron_cpu  # imports torch: after errors in the input were reported
 
     megatron_cpu.install()
     from megatron_fanformer.evaluation.jobs import find_jobs
@@ -138,17 +138,17 @@ def _run(options: argparse.Namespace, request: EvaluationRequest, jobs: "Jobs", 
 
     results: list[Result] = []
     try:
-        with phases("reading") if grid.is_main else nullcontext(lambda *_: None) as tell:
-            for result in evaluate_jobs(request, jobs, grid, tell=tell):
+        with phases("reading") if grid.is_main else nullcontext(lambda *_: None) as log:
+            for result in evaluate_jobs(request, jobs, grid, log=log):
                 if grid.is_main:
                     results.append(result)
                     _write(options, results)  # now: whatever ends the next one
     except Exception:
         if results:
-            _tell(options, replace(request, compared=()), results)
+            _print_results(options, replace(request, compared=()), results)
         raise
     if grid.is_main:
-        _tell(options, request, results)
+        _print_results(options, request, results)
 
 
 # -- what is asked
@@ -162,7 +162,7 @@ def read_options(options: argparse.Namespace, local: Local, *, world_size: int |
 
     Raises:
         InputError: every problem, one line each.
-        CorruptError: a folder's configuration, the only way to tell what it is, cannot be read.
+        CorruptError: a folder's configuration, the only way to see what it is, cannot be read.
     """
     found = [*file_problems(output=options.output, picture=options.picture), *_without_effect(options)]
     compared = tuple(noting(found, partial(_compared, name, local)) for name in options.compare)
@@ -325,10 +325,10 @@ def _layout(text: str, world_size: int | None) -> Layout:
     return replace(layout, parallel=replace(stated, data_parallel_size=replicas))
 
 
-# -- what is told
+# -- the output
 
 
-def _tell(options: argparse.Namespace, request: EvaluationRequest, results: list[Result]) -> None:
+def _print_results(options: argparse.Namespace, request: EvaluationRequest, results: list[Result]) -> None:
     """Draw and print the results, then compare two of them; files first, for nobody may be reading what is printed."""
     from megatron_fanformer.evaluation.report import comparison_lines, result_lines
 
@@ -360,10 +360,10 @@ def _write(options: argparse.Namespace, results: Sequence[Result], comparison: C
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    """Write a request file; on one line each, what it has come to so far is told where errors go."""
+    """Write a request file; its tasks are printed to standard error as they are done."""
     from megatron_fanformer.evaluation.prepare import CONTEXT_LENGTH, PreparedTask, prepare_requests
 
-    def told(task: PreparedTask) -> None:
+    def print_task(task: PreparedTask) -> None:
         print(f"{task.name}: {task.documents:,} documents, {task.requests:,} requests", file=sys.stderr)
 
     if options.checkpoints or options.compare:
@@ -378,6 +378,6 @@ def _prepare(options: argparse.Namespace) -> None:
         tokenizer=options.tokenizer,
         context_length=options.context_length or CONTEXT_LENGTH,
         limit=options.limit,
-        told=told,
+        on_task=print_task,
     )
     show(report.lines(width()))

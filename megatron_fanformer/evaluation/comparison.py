@@ -167,7 +167,7 @@ def _difference(name: str, metric: str, a: float, b: float, drawn: np.ndarray, d
 def resampled_sums(features_nf: np.ndarray, draws: int, generator: np.random.Generator) -> np.ndarray:
     """[draws, f]: the sums of features over n documents that are drawn from the n with replacement, in each draw.
 
-    Documents with the same features are not told apart: how often each kind of them is drawn is multinomial, so that
+    Documents with the same features are not distinguished: how often each kind of them is drawn is multinomial, so that
     the draws of a task of yes and no cost the same for any number of documents.
     """
     kinds, counts = np.unique(features_nf, axis=0, return_counts=True)

@@ -17,7 +17,7 @@ from megatron_fanformer.evaluation.readable_files import refuse_files, refuse_in
 from megatron_fanformer.evaluation.system_calls import refuse_system_calls
 from megatron_fanformer.processes import end_with_owner
 
-MOST_TOLD = 300  # characters of an error
+MOST_REPORTED = 300  # characters of an error
 MOST_OPEN_FILES = 64
 
 
@@ -78,7 +78,7 @@ def confine(memory_bytes: int, cpu_seconds: int, home: str) -> None:
 
 def error_text(error: BaseException) -> str:
     """An error's name and text, on one line that can be written as UTF-8."""
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:MOST_TOLD]
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:MOST_REPORTED]
     return text.encode(errors="replace").decode()
 
 
@@ -100,13 +100,13 @@ class _Answers:
         self._numbers: dict[int, int] = {}
 
     def give(self) -> None:
-        """Answer until nobody asks any more; raises Gone then."""
+        """Answer until there are no more queries; raises Gone then."""
         while True:
             what, plain = self._channel.receive()
             try:
                 answer = self._answer(what, [decoded(argument, self._objects.__getitem__) for argument in plain])
             except BaseException as error:
-                answer = ["raised", [type(error).__name__, str(error)[:MOST_TOLD]]]
+                answer = ["raised", [type(error).__name__, str(error)[:MOST_REPORTED]]]
             self._channel.send(answer)
 
     def _answer(self, what: str, arguments: list[Any]) -> list[Any]:

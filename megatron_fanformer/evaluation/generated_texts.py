@@ -16,7 +16,7 @@ from megatron_fanformer.generation.continuation import Continuation, continue_al
 from megatron_fanformer.generation.models import TrainedModel
 from megatron_fanformer.generation.sampling import SamplingConfig
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def write_texts(
     documents: Sequence[dict[str, Any]],
     settings: GenerationSettings,
     *,
-    tell: Tell = lambda line: None,
+    log: Log = lambda line: None,
 ) -> list[Written]:
     """Continue each document's prompt; a prompt that leaves too little room loses its beginning.
 
@@ -95,7 +95,7 @@ def write_texts(
         written.append(Written(texts=texts, prompt_cut=max(len(ids) - len(kept), 0)))
     every = [text for one in written for text in one.texts]
     continue_all(
-        model, every, batch_size=settings.batch_size, tell=lambda ended: tell(f"{ended:,} of {len(every):,} texts")
+        model, every, batch_size=settings.batch_size, on_batch=lambda ended: log(f"{ended:,} of {len(every):,} texts")
     )
     return written
 

@@ -190,27 +190,27 @@ def _tasks(
 # -- on the ranks
 
 
-def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, tell: Tell) -> Iterator[Result]:
+def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log: Tell) -> Iterator[Result]:
     """The result of each job, as soon as it is there, on every rank; each step is a collective call.
 
     Args:
-        tell: is told what runs now.
+        log: called with what runs now.
 
     Raises:
         CorruptError: a checkpoint's weights or token files are damaged.
         DivergenceError: a model's numbers are not finite.
     """
-    for job, stages in _built(request, jobs.jobs, grid, tell):
+    for job, stages in _built(request, jobs.jobs, grid, log):
         path = job.source.path
         if job.survey.sets:
-            tell(f"{path}: perplexity")
+            log(f"{path}: perplexity")
         losses = perplexity_of_sets(stages, job.survey.sets, grid, batch_tokens=request.batch_tokens)
         perplexity = {name: _set_result(name, found) for name, found in losses.items()}  # raises on every rank
         if job.survey.tasks:
-            tell(f"{path}: tasks")
+            log(f"{path}: tasks")
         scores = scores_of_tasks(stages, job.survey.tasks, grid, batch_tokens=request.batch_tokens, every_metric=True)
         tasks = {name: choice_result(task, *scores[name]) for name, task in job.survey.tasks.items()}
-        tasks |= _generated_results(stages, job, jobs.texts, GenerationSettings(**request.generation), grid, tell)
+        tasks |= _generated_results(stages, job, jobs.texts, GenerationSettings(**request.generation), grid, log)
         yield Result(
             checkpoint=str(path),
             step=store.step_of(path),
@@ -237,14 +237,14 @@ def _settings(request: EvaluationRequest, source: ModelSource, grid: RankGrid) -
 
 
 def _built(
-    request: EvaluationRequest, jobs: Sequence[EvaluationJob], grid: RankGrid, tell: Tell
+    request: EvaluationRequest, jobs: Sequence[EvaluationJob], grid: RankGrid, log: Tell
 ) -> Iterator[tuple[EvaluationJob, list[Any]]]:
     """Each job with the stages that hold its weights; models of one shape are built once."""
     seed_everything(0)  # megatron-core builds layers on a GPU from random states that must exist
     shape: tuple[Any, ...] = ()
     stages: list[Any] = []
     for job in jobs:
-        tell(f"{job.source.path}: weights")
+        log(f"{job.source.path}: weights")
         heartbeat.tell("loading weights", in_step=False)
         model, dtype = job.source.config, _dtype(request, job.source, grid)
         if shape != (model, dtype):
@@ -291,7 +291,7 @@ def choice_result(task: TaskRequests, found: np.ndarray, unconditional: np.ndarr
 
 
 def _generated_results(
-    stages: list[Any], job: EvaluationJob, texts: Documents, settings: GenerationSettings, grid: RankGrid, tell: Tell
+    stages: list[Any], job: EvaluationJob, texts: Documents, settings: GenerationSettings, grid: RankGrid, log: Tell
 ) -> dict[str, TaskResult]:
     if not texts:
         return {}
@@ -301,8 +301,8 @@ def _generated_results(
     results = {}
     for name, documents in texts.items():
         phase = f"{job.source.path}: {name}"
-        tell(phase)
-        found = generation_tasks.evaluate(model, tokenizer, name, documents, settings, tell=partial(tell, phase))
+        log(phase)
+        found = generation_tasks.evaluate(model, tokenizer, name, documents, settings, log=partial(log, phase))
         found["cut"] = found.pop("prompts_cut", 0)
         results[name] = msgspec.convert(found, TaskResult)
     return results

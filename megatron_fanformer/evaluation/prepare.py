@@ -40,7 +40,7 @@ LISTED = (
 """The packages of `constraints/eval.txt`."""
 INSTALL = f"`make install` in this project's sources, or `pip install --no-deps {LISTED}` anywhere, installs it"
 CONTEXT_LENGTH = 2048  # the paper's
-UNCONDITIONAL = 1_000_000  # what OLMES adds to the number of a document to ask for its choices behind a neutral context
+UNCONDITIONAL = 1_000_000  # what OLMES adds to the number of a document to request its choices behind a neutral context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def prepare_requests(
     tokenizer: Path,
     context_length: int = CONTEXT_LENGTH,
     limit: int | None = None,
-    told: Callable[[PreparedTask], None] | None = None,
+    on_task: Callable[[PreparedTask], None] | None = None,
 ) -> RequestsReport:
     """Write the request file of the named tasks; the same call gives the same bytes.
 
@@ -104,7 +104,7 @@ def prepare_requests(
         tokenizer: as for `load_tokenizer`; a model with another one is refused later.
         context_length: tokens that a model takes at most. Longer requests lose the beginning of their context.
         limit: the first so many documents of each task; None: all.
-        told: hears of each task as it is finished.
+        on_task: called with each task as it is finished.
 
     Raises:
         InputError: a task is unknown, a continuation longer than the context, the library not installed, the tokenizer
@@ -131,8 +131,8 @@ def prepare_requests(
         else:
             documents = texts[task.name] = task_documents.documents(task.name, data_folder())[:limit]
             prepared.append(PreparedTask(name=task.name, documents=len(documents), requests=0, tokens=0, cut=0))
-        if told:
-            told(prepared[-1])
+        if on_task:
+            on_task(prepared[-1])
     output.parent.mkdir(parents=True, exist_ok=True)
     sha256 = write_requests(
         output,

@@ -154,7 +154,7 @@ TASKS: Mapping[str, Task] = {
 def _meant(name: str) -> str:
     """Return the remedy for an unknown name."""
     if name == ULOGIC:
-        return "`evaluate` is asked for it by --ulogic FILE"
+        return "request it from `evaluate` by --ulogic FILE"
     nearest = difflib.get_close_matches(name, [*GROUPS, *TASKS], n=1)
     return f"did you mean {nearest[0]}?" if nearest else f"the groups are {', '.join(GROUPS)}"
 

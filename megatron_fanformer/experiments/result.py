@@ -44,7 +44,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     same_settings: bool = False
     """Whether it was measured as the paper did: model, data and length."""
     shows: bool | None
-    """Whether the paper's effect shows, by a rule that was fixed beforehand; None: it cannot be told."""
+    """Whether the paper's effect shows, by a rule that was fixed beforehand; None: inconclusive."""
     sentence: str
     """In plain words, the rule and its outcome."""
 

@@ -154,26 +154,26 @@ def continue_all(
     continuations: Sequence[Continuation],
     *,
     batch_size: int,
-    tell: Callable[[int], None] = lambda ended: None,
+    on_batch: Callable[[int], None] = lambda ended: None,
 ) -> None:
     """Continue any number of prompts to their ends, in batches of prompts of about one length, the longest first.
 
     Args:
-        tell: called after each batch, with the number of continuations that have ended.
+        on_batch: called after each batch, with the number of continuations that have ended.
     """
     by_length = sorted(continuations, key=lambda continuation: -continuation.length)
     for first in range(0, len(by_length), batch_size):
         continue_together(model, by_length[first : first + batch_size])
-        tell(min(first + batch_size, len(by_length)))
+        on_batch(min(first + batch_size, len(by_length)))
 
 
 def continue_together(
-    model: TrainedModel, continuations: Sequence[Continuation], tell: Callable[[], None] = lambda: None
+    model: TrainedModel, continuations: Sequence[Continuation], on_step: Callable[[], None] = lambda: None
 ) -> None:
     """Continue prompts as one batch to their ends; rows that have ended leave it.
 
     Args:
-        tell: called after each step, when some have a new token.
+        on_step: called after each step, when some have a new token.
 
     Raises:
         DivergenceError: the model's logits are not finite.
@@ -187,7 +187,7 @@ def continue_together(
         for row, logits_v in zip(rows, logits_bv.cpu(), strict=True):
             if row.length == length:
                 row.take(logits_v)
-        tell()
+        on_step()
         left = [number for number, row in enumerate(rows) if row.ended_by is None]
         if not left:
             return

@@ -81,7 +81,7 @@ def generate(
     source, tokenizer = _find(config)
     encoded = [tokenizer.encode(prompt) or [tokenizer.eod_id] for prompt in config.prompts]  # documents follow one
     _check_lengths(encoded, config.max_new_tokens, source.config.seq_length)
-    asked = [(number, sample) for number in range(len(encoded)) for sample in range(config.num_samples)]
+    samples = [(number, sample) for number in range(len(encoded)) for sample in range(config.num_samples)]
     rows = [
         new_continuation(
             tokenizer,
@@ -91,7 +91,7 @@ def generate(
             max_new_tokens=config.max_new_tokens,
             stop=config.stop,
         )
-        for number, sample in asked
+        for number, sample in samples
     ]
     with load_model(source.path) as model:
         for first in range(0, len(rows), config.batch_size):
@@ -106,7 +106,7 @@ def generate(
             ids=row.ids,
             prompt_ids=row.prompt_ids,
         )
-        for (number, sample), row in zip(asked, rows, strict=True)
+        for (number, sample), row in zip(samples, rows, strict=True)
         if row.ended_by
     ]
 
@@ -140,7 +140,7 @@ def _check_lengths(prompts: Sequence[Sequence[int]], new_tokens: int, seq_length
 def print_generations(config: GenerateConfig, write: Callable[[str], object], *, as_json: bool = False) -> None:
     """Continue prompts and write each with its continuation, in order, as far as each is known.
 
-    Several are told apart by a line before each; a single one has none, so that the output is the text itself.
+    Several are separated by a line before each; a single one has none, so that the output is the text itself.
 
     Args:
         as_json: write an object a line when a continuation has ended: prompt, sample, text, ended_by, ids.

@@ -140,8 +140,8 @@ def _of_files(prefix: str) -> tuple[str, dict[str, Any], Rows]:
 def _of_chats(prefix: str, largest: str) -> tuple[str, dict[str, Any], Rows]:
     """A prefix of conversations; what is learned is counted where no manifest says it."""
     chats, stated = open_chats(prefix), token_files_record(prefix)
-    told = None if stated is None else stated.learned_tokens
-    learned = count_learned(chats.mask_path) if told is None else told
+    stated_tokens = None if stated is None else stated.learned_tokens
+    learned = count_learned(chats.mask_path) if stated_tokens is None else stated_tokens
     stored = chats.mask_path.stat().st_size  # with padding
     tokens = int(chats.lengths.sum())
     facts = {

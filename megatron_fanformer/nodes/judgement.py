@@ -98,7 +98,7 @@ class _Usual:
         self.count = len(nodes)
         names = dict.fromkeys(name for facts in nodes for name in facts.versions)
         self.versions = {
-            name: _most([_version(facts, name) for facts in nodes if _tells(facts, name)]) for name in names
+            name: _most([_version(facts, name) for facts in nodes if _version_counts(facts, name)]) for name in names
         }
         self.gpus: int = _most([len(facts.gpus) for facts in nodes])
         self.cores: int = _most([facts.cores for facts in nodes])
@@ -118,7 +118,7 @@ def _versions(facts: Facts, usual: _Usual) -> list[str]:
     return [
         f"{name} is {_version(facts, name)}, and on most nodes {version}; install the same everywhere"
         for name, version in usual.versions.items()
-        if facts.versions and _tells(facts, name) and _version(facts, name) != version
+        if facts.versions and _version_counts(facts, name) and _version(facts, name) != version
     ]
 
 
@@ -126,7 +126,7 @@ def _version(facts: Facts, name: str) -> str:
     return facts.versions.get(name, "missing")
 
 
-def _tells(facts: Facts, name: str) -> bool:
+def _version_counts(facts: Facts, name: str) -> bool:
     """Return whether a node's version counts: a GPU works without nvidia-smi, which reports the driver's."""
     return name in facts.versions or name != DRIVER
 
@@ -143,7 +143,7 @@ def _equipment(facts: Facts, usual: _Usual, rules: Rules) -> list[str]:
         if gpu.name != usual.gpu_name
     ]
     if facts.cores != usual.cores:
-        found.append(f"it gives this process {facts.cores} cores, and most nodes {usual.cores}; ask for the same")
+        found.append(f"it gives this process {facts.cores} cores, and most nodes {usual.cores}; request the same")
     return found
 
 

@@ -341,7 +341,7 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
         (
             [RUN, "--requests", REQUESTS, "--tasks", "ulogic"],
             2,
-            "unknown task ulogic; `evaluate` is asked for it by --",
+            "unknown task ulogic; request it from `evaluate` by --",
         ),
         ([RUN, "--requests", REQUESTS, "--batches", "2"], 2, "--batches has no effect without --perplexity"),
         ([RUN, "--prepare", "out"], 2, "--prepare writes a request file and reads no model"),

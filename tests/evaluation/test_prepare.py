@@ -125,7 +125,7 @@ def test_a_file_says_what_it_was_made_of_and_is_the_same_again(task_library, sma
         "limit": 4,
     }
     heard = []
-    report = prepare_requests(tmp_path / "new" / "a", **options, told=heard.append)
+    report = prepare_requests(tmp_path / "new" / "a", **options, on_task=heard.append)
     again = prepare_requests(tmp_path / "b", **options)
     assert (tmp_path / "new" / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert dataclasses.replace(again, seconds=0.0, path=report.path) == dataclasses.replace(report, seconds=0.0)

@@ -53,7 +53,7 @@ def test_each_batch_is_told_of_and_longer_prompts_come_first():
             return FixedModel(*[[1] * max_length] * batch_size)
 
     lengths, told = [], []
-    continue_all(Recorder(), [greedy([1] * n, 1) for n in (2, 5, 3)], batch_size=2, tell=told.append)
+    continue_all(Recorder(), [greedy([1] * n, 1) for n in (2, 5, 3)], batch_size=2, on_batch=told.append)
     assert lengths == [6, 3]
     assert told == [2, 3]
 

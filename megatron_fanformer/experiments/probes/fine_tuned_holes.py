@@ -1,6 +1,6 @@
 """Leave-Square-Out of checkpoints that were fine-tuned on `holes.write_data`'s conversations, as the paper's were.
 
-Each is asked all pairs, by the chat template that lies with it, in the token ids that `prepare --chat` makes of them.
+Each answers all pairs, by the chat template that lies with it, in the token ids that `prepare --chat` makes of them.
 An answer is several tokens, the end of text the last. It is the greedy one if each of its tokens is the likeliest
 behind those before it; its probability at a temperature is the product of theirs, which the share of it among samples
 approaches. (The same digits in other tokens are another answer.)
@@ -20,7 +20,7 @@ from megatron_fanformer.data.chat_template import ChatTemplate, encode_chat, fin
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError, noting
 from megatron_fanformer.experiments.probes import hole_pairs
-from megatron_fanformer.experiments.probes.outcome import Measured, Tell
+from megatron_fanformer.experiments.probes.outcome import Log, Measured
 from megatron_fanformer.experiments.probes.settings import HolesSettings, Task
 from megatron_fanformer.experiments.result import Finding, Table
 from megatron_fanformer.generation.models import TrainedModel, find_model_and_tokenizer, load_model
@@ -41,26 +41,26 @@ class Answers(NamedTuple):
         return hole_pairs.scores(self.probability_n, self.right_n, self.pairs.in_hole_n == in_hole)
 
 
-def measure_checkpoints(settings: HolesSettings, tell: Tell) -> Measured:
-    """Ask every checkpoint the pairs of every task.
+def measure_checkpoints(settings: HolesSettings, log: Log) -> Measured:
+    """Have every checkpoint answer the pairs of every task.
 
     Raises:
-        InputError: one cannot be opened, or has no tokenizer or chat template; all that is wrong, before any is asked.
+        InputError: one cannot be opened, or has no tokenizer or chat template; all problems, before any answers.
         CorruptError: one is damaged.
         DivergenceError: logits are not finite.
     """
     problems: list[str] = []
-    asked = {name: _formed(name, settings, problems) for name in settings.checkpoints}
+    conversations = {name: _formed(name, settings, problems) for name in settings.checkpoints}
     if problems:
         raise InputError("\n".join(problems))
     found: dict[tuple[Task, str], Answers] = {}
-    for name, by_task in asked.items():
+    for name, by_task in conversations.items():
         with load_model(Path(name)) as model:
             for task, rows in by_task.items():
                 pairs = hole_pairs.all_pairs(task, settings.half_side)
                 found[task, name] = answers = Answers(pairs, *answered(model, rows, settings.temperature))
                 trained, hole = answers.scores(in_hole=False), answers.scores(in_hole=True)
-                tell(f"{name}, {task}: {trained.greedy:.1%} outside the hole, {hole.greedy:.1%} in it, greedy")
+                log(f"{name}, {task}: {trained.greedy:.1%} outside the hole, {hole.greedy:.1%} in it, greedy")
     return Measured(
         findings=[_finding(name, task, answers, settings) for (task, name), answers in found.items()],
         tables=[_table(found)],

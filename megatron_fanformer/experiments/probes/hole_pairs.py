@@ -66,9 +66,9 @@ def all_pairs(task: Task, half_side: int) -> Pairs:
 
 
 def conversation(pairs: Pairs, task: Task, number: int) -> list[dict[str, str]]:
-    """The question about a pair, and its answer."""
-    asked = {"role": "user", "content": question(task, *divmod(number, NUMBERS))}
-    return [asked, {"role": "assistant", "content": str(pairs.answers_n[number].item())}]
+    """Return the question about a pair, and its answer, as messages."""
+    user = {"role": "user", "content": question(task, *divmod(number, NUMBERS))}
+    return [user, {"role": "assistant", "content": str(pairs.answers_n[number].item())}]
 
 
 def scores(probability_n: Tensor, right_n: Tensor, where_n: Tensor) -> Scores:

@@ -4,7 +4,7 @@ All pairs (a, b) of 0 to 112 with an answer to each; a square of them is never t
 learned the rule answers there as elsewhere; one that goes by the cases around it does not. Tasks and holes are the
 paper's, after "Case-Based or Rule-Based: How Do Transformers Do the Math?" (Hu et al., 2024). The paper fine-tunes
 models of a billion parameters, trained on text; here small ones are trained from scratch, on pairs alone. `write_data`
-writes the paper's conversations, to fine-tune a checkpoint on, which `fine_tuned_holes` asks.
+writes the paper's conversations, to fine-tune a checkpoint on, whose answers `fine_tuned_holes` scores.
 
 A sequence is `a + b =` or `( a , b ) =`, each number a token, and the answer is one more; the loss is on it alone. Of
 each trained model: the share of pairs whose likeliest answer is right (greedy), and the mean probability of the right
@@ -43,7 +43,7 @@ from megatron_fanformer.experiments.probes.hole_pairs import (
     map_around,
     scores,
 )
-from megatron_fanformer.experiments.probes.outcome import Measured, Tell, above
+from megatron_fanformer.experiments.probes.outcome import Log, Measured, above
 from megatron_fanformer.experiments.probes.settings import HolesSettings, Task
 from megatron_fanformer.experiments.probes.twins import FFN_RATIO, SAME_PARAMETERS, TRANSFORMER, fresh_model, twins
 from megatron_fanformer.experiments.result import Finding, Table
@@ -75,8 +75,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-def measure(settings: HolesSettings, folder: Path, tell: Tell) -> Measured:
-    """Train every model with every seed and weight decay, but for those that the folder has; or ask checkpoints.
+def measure(settings: HolesSettings, folder: Path, log: Log) -> Measured:
+    """Train every model with every seed and weight decay, but for those that the folder has; or score checkpoints.
 
     Raises:
         InputError, CorruptError, DivergenceError: as `fine_tuned_holes.measure_checkpoints`.
@@ -85,13 +85,13 @@ def measure(settings: HolesSettings, folder: Path, tell: Tell) -> Measured:
     if settings.checkpoints:
         from megatron_fanformer.experiments.probes.fine_tuned_holes import measure_checkpoints
 
-        return measure_checkpoints(settings, tell)
+        return measure_checkpoints(settings, log)
     runs: dict[tuple[Task, float, str], list[Run]] = {}
     axes = (settings.tasks, settings.weight_decays, range(settings.seeds), ARCHITECTURES)
     for number, (task, weight_decay, seed, architecture) in enumerate(itertools.product(*axes), start=1):
         run = _finished_or_new(settings, folder / "runs", task, weight_decay, seed, architecture)
         runs.setdefault((task, weight_decay, architecture), []).append(run)
-        tell(
+        log(
             f"run {number}: {task}, weight decay {weight_decay:g}, seed {seed}, {architecture}: trained "
             f"{run.trained.greedy:.1%}, hole {run.hole.greedy:.1%} greedy, {run.hole.probability:.1%} at temperature "
             f"{settings.temperature:g} ({run.seconds:.0f} s)"
@@ -307,7 +307,7 @@ def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
 def write_data(settings: HolesSettings, folder: Path) -> list[str]:
     """Each task's conversations, outside and inside the hole, as JSON lines of messages; returns a line a file."""
     folder.mkdir(parents=True, exist_ok=True)
-    told = []
+    lines = []
     for task in settings.tasks:
         pairs = all_pairs(task, settings.half_side)
         for name, where in (("train", ~pairs.in_hole_n), ("hole", pairs.in_hole_n)):
@@ -315,5 +315,5 @@ def write_data(settings: HolesSettings, folder: Path) -> list[str]:
             numbers = torch.nonzero(where)[:, 0].tolist()
             chats = ({"messages": conversation(pairs, task, number)} for number in numbers)
             write_atomically(file, "".join(json.dumps(chat) + "\n" for chat in chats))
-            told.append(f"{file}: {len(numbers):,} conversations")
-    return told
+            lines.append(f"{file}: {len(numbers):,} conversations")
+    return lines

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.probes.outcome import Measured, Tell
+from megatron_fanformer.experiments.probes.outcome import Log, Measured
 from megatron_fanformer.experiments.probes.settings import LipschitzSettings
 from megatron_fanformer.experiments.result import Cell, Finding, Table
 from megatron_fanformer.formats.checkpoints import Checkpoint, open_checkpoint
@@ -40,7 +40,7 @@ class Norms:
     from_embeddings: list[float]
 
 
-def measure_checkpoints(settings: LipschitzSettings, tell: Tell) -> Measured:
+def measure_checkpoints(settings: LipschitzSettings, log: Log) -> Measured:
     """The norms of every named checkpoint.
 
     Raises:
@@ -52,7 +52,7 @@ def measure_checkpoints(settings: LipschitzSettings, tell: Tell) -> Measured:
         checkpoint = open_checkpoint(Path(name))
         ids_bs = _input(settings, checkpoint)
         found[name] = jacobian_norms(load_model(checkpoint), ids_bs, settings.iterations)
-        tell(f"{name}: {len(found[name].of_layers)} layers")
+        log(f"{name}: {len(found[name].of_layers)} layers")
     read = "random token ids" if settings.text is None else f"the text {settings.text}"
     return Measured(
         findings=[_finding(name, norms, read) for name, norms in found.items()],

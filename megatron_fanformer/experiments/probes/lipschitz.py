@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_fanformer.experiments.probes.jacobians import draw_by_depth, measure_checkpoints
-from megatron_fanformer.experiments.probes.outcome import Measured, Tell, above, ratio_interval
+from megatron_fanformer.experiments.probes.outcome import Log, Measured, above, ratio_interval
 from megatron_fanformer.experiments.probes.settings import LipschitzSettings
 from megatron_fanformer.experiments.probes.twins import FFN_RATIO
 from megatron_fanformer.experiments.result import Cell, Finding, Table
@@ -56,13 +56,13 @@ Constants = dict[tuple[str, str], list[float]]
 """By model and number format: a figure for each depth."""
 
 
-def measure(settings: LipschitzSettings, _folder: Path, tell: Tell) -> Measured:
+def measure(settings: LipschitzSettings, _folder: Path, log: Log) -> Measured:
     """The constants of the notebook's models, or the Jacobians of trained ones."""
     if settings.checkpoints:
-        return measure_checkpoints(settings, tell)
+        return measure_checkpoints(settings, log)
     by_seed = []
     for seed in range(settings.seeds):
-        by_seed.append(constants(settings, seed, tell))
+        by_seed.append(constants(settings, seed, log))
     return Measured(
         findings=[*_beside_notebook(settings, by_seed[0]), *_beside_paper(settings, by_seed)],
         tables=[_table(settings, by_seed[0])],
@@ -159,7 +159,7 @@ def _models(settings: LipschitzSettings, depth: int) -> Iterator[tuple[str, nn.M
 
 
 @torch.no_grad()
-def constants(settings: LipschitzSettings, seed: int, tell: Tell) -> Constants:
+def constants(settings: LipschitzSettings, seed: int, log: Log) -> Constants:
     """The constants of the models of one seed, in both number formats."""
     found: Constants = {(model, dtype): [] for model in MODELS for dtype in DTYPES}
     with torch.random.fork_rng(devices=[]):
@@ -173,7 +173,7 @@ def constants(settings: LipschitzSettings, seed: int, tell: Tell) -> Constants:
                     inputs = x_bcyx.to(dtype), x_bcyx.to(dtype) + difference.to(dtype)
                     found[name, dtype_name].append(_constant(model.to(dtype), *inputs))
                 figures = " and ".join(f"{found[name, dtype][-1]:.4f} in {dtype}" for dtype in DTYPES)
-                tell(f"seed {seed}, {depth} layers: {name} {figures}")
+                log(f"seed {seed}, {depth} layers: {name} {figures}")
     return found
 
 

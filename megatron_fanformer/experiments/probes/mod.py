@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_fanformer.experiments.probes.outcome import Measured, Tell, below, ratio_interval
+from megatron_fanformer.experiments.probes.outcome import Log, Measured, below, ratio_interval
 from megatron_fanformer.experiments.probes.settings import ModSettings
 from megatron_fanformer.experiments.probes.twins import (
     FFN_RATIO,
@@ -52,7 +52,7 @@ Errors = dict[str, dict[str, list[float]]]
 """By model: the errors `inside` and `outside`, one for each seed."""
 
 
-def measure(settings: ModSettings, _folder: Path, tell: Tell) -> Measured:
+def measure(settings: ModSettings, _folder: Path, log: Log) -> Measured:
     """Train every model with every seed."""
     errors: Errors = {}
     fits: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {}
@@ -65,7 +65,7 @@ def measure(settings: ModSettings, _folder: Path, tell: Tell) -> Measured:
             kept["inside"].append(inside)
             kept["outside"].append(outside)
             fits.setdefault(name, (training.half_range, model))
-            tell(f"seed {seed}: {name}: {inside:.3f} inside, {outside:.3f} outside")
+            log(f"seed {seed}: {name}: {inside:.3f} inside, {outside:.3f} outside")
     return Measured(findings=list(_findings(errors)), tables=[_table(errors)], pictures={"fit.png": _picture(fits)})
 
 

@@ -177,7 +177,7 @@ def _findings(found: Dynamics) -> Iterator[Finding]:
         value, interval = found.part(late=late)
         shows = None if interval is None else (interval[0] > 0 if sign > 0 else interval[1] < 0)
         if interval is None:
-            outcome = "one seed has no interval, so that it cannot be told"
+            outcome = "one seed gives no interval, so that this is inconclusive"
         else:
             outcome = f"the 95% interval over {len(found.seeds)} seeds is {interval[0]:+.4f} to {interval[1]:+.4f}"
         yield Finding(

@@ -110,7 +110,7 @@ def _html(experiments: Experiments) -> Iterator[str]:
         yield f"<h2>{html.escape(result.experiment)}</h2><ul>"
         yield from (f"<li>{html.escape(finding.sentence)}</li>" for finding in result.findings)
         yield "</ul>"
-        yield from (f"<p>{html.escape(told)}</p>" for told in (_settings(result), _provenance(folder, result)))
+        yield from (f"<p>{html.escape(line)}</p>" for line in (_settings(result), _provenance(folder, result)))
         for picture in result.pictures:
             content = base64.b64encode((folder / picture).read_bytes()).decode()
             yield f'<p><img alt="{html.escape(picture)}" src="data:image/png;base64,{content}"></p>'
@@ -141,7 +141,7 @@ def summary_of(experiments: Experiments) -> Table:
             "–" if finding.ours is None else f"{shown(finding.ours)} {finding.unit}",
             _interval(finding),
             "the paper's" if finding.same_settings else "our own",
-            {True: "shows", False: "does not show", None: "cannot be told"}[finding.shows],
+            {True: "shows", False: "does not show", None: "inconclusive"}[finding.shows],
         ]
         for _, result in experiments
         for finding in result.findings
@@ -172,12 +172,12 @@ def _interval(finding: Finding) -> str:
 
 def _settings(result: Result) -> str:
     """Those that are values or lists of them; a sweep's whole configuration is in its result alone."""
-    told = {
+    values = {
         name: ", ".join(str(shown(each)) for each in value) or "none" if isinstance(value, list) else shown(value)
         for name, value in result.settings.items()
         if not isinstance(value, dict)
     }
-    return f"Settings: {'; '.join(f'{name} {text}' for name, text in told.items())}."
+    return f"Settings: {'; '.join(f'{name} {text}' for name, text in values.items())}."
 
 
 def _provenance(folder: Path, result: Result) -> str:

@@ -321,8 +321,8 @@ def _report_problems(sweep: Sweep) -> Iterator[str]:
             try:
                 value = cell.field(report.over)
             except AttributeError:
-                told = advice(report.over)
-                yield f"report.over is {report.over}, neither parameters, tokens nor a field; {told or 'name one'}"
+                hint = advice(report.over)
+                yield f"report.over is {report.over}, neither parameters, tokens nor a field; {hint or 'name one'}"
                 return
             if isinstance(value, bool) or not isinstance(value, int | float):
                 yield f"report.over is {report.over}, which is {value!r} in {cell.name}; name a field that is a number"

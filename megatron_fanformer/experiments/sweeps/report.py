@@ -108,7 +108,7 @@ def _findings(sweep: Sweep, differences: dict[str, Difference]) -> Iterator[Find
         shows = None if interval is None else (interval[1] < 0 if expects_lower else interval[0] > 0)
         direction = "lower" if mean < 0 else "higher"
         if interval is None:
-            outcome = "one seed has no interval, so that it cannot be told"
+            outcome = "one seed gives no interval, so that this is inconclusive"
         elif interval[0] <= 0 <= interval[1]:
             outcome = "the interval has 0 in it: no difference is shown"
         else:
@@ -179,7 +179,7 @@ def _saving_sentence(sweep: Sweep, point: str, found: Saving) -> str:
         f"needs {found.share:.1%} of them" if math.isfinite(found.share) else "does not come to that loss by its curve"
     )
     if found.interval is None:
-        outcome = "there are too few runs for an interval, so that it cannot be told"
+        outcome = "there are too few runs for an interval, so that this is inconclusive"
     elif found.interval.high is not None and found.interval.high < 1:
         outcome = "the interval lies below 100%: a saving is shown"
     elif found.interval.low is not None and found.interval.low > 1:

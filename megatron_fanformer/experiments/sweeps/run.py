@@ -35,18 +35,18 @@ DIRECTIVE = "#SBATCH"
 
 
 class CellsFailed(FanformerError):
-    """Cells of a sweep ended with an error, each told by its own line; the exit code is the first one's."""
+    """Cells of a sweep ended with an error, each reported on its own line; the exit code is the first one's."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
 
 
-def run_sweep(sweep: Sweep, tell: Callable[[str], None], *, command: Sequence[str] = TRAIN) -> None:
+def run_sweep(sweep: Sweep, log: Callable[[str], None], *, command: Sequence[str] = TRAIN) -> None:
     """Run the cells that are not complete; those that fail are passed over, and named at the end.
 
     Args:
-        tell: is called with a line about each cell.
+        log: called with a line about each cell.
         command: what trains a cell, before `--config FILE`.
 
     Raises:
@@ -57,22 +57,22 @@ def run_sweep(sweep: Sweep, tell: Callable[[str], None], *, command: Sequence[st
     with run_lock(sweep.folder):
         refuse_other_runs(sweep)
         failed: list[tuple[Cell, int]] = []
-        heard: deque[signal.Signals] = deque()
-        with signals_to(heard.append):
+        received: deque[signal.Signals] = deque()
+        with signals_to(received.append):
             for number, cell in enumerate(sweep.cells, 1):
                 if is_complete(cell):
                     continue
-                tell(f"[{number}/{len(sweep.cells)}] {cell.name}")
+                log(f"[{number}/{len(sweep.cells)}] {cell.name}")
                 started = time.monotonic()
-                code = _run_cell(cell, command, heard)
-                if code == Interrupted.exit_code or heard:
+                code = _run_cell(cell, command, received)
+                if code == Interrupted.exit_code or received:
                     raise Interrupted(
                         f"stopped in {cell.name}, which goes on where it was; run the same command to continue"
                     )
                 if code:
                     failed.append((cell, code))
                 found = outcome(cell, sweep.metric, average_steps=sweep.config.report.average_steps)
-                tell(f"    {found} ({time.monotonic() - started:.0f} s)")
+                log(f"    {found} ({time.monotonic() - started:.0f} s)")
     if failed:
         names = ", ".join(cell.name for cell, _ in failed)
         raise CellsFailed(f"{len(failed)} of {len(sweep.cells)} cells failed: {names}; see their .log", failed[0][1])
@@ -83,7 +83,7 @@ def write_configuration(cell: Cell) -> None:
     write_atomically(cell.file, yaml.safe_dump(cell.config.as_dict(), sort_keys=False))
 
 
-def _run_cell(cell: Cell, command: Sequence[str], heard: "deque[signal.Signals]") -> int:
+def _run_cell(cell: Cell, command: Sequence[str], received: "deque[signal.Signals]") -> int:
     """Train one cell to its end, or until a signal comes; its exit code, 1 where it was killed."""
     write_configuration(cell)
     cell.failure.unlink(missing_ok=True)
@@ -99,17 +99,17 @@ def _run_cell(cell: Cell, command: Sequence[str], heard: "deque[signal.Signals]"
     passed_on = 0
     try:
         while process.poll() is None:
-            for number in list(heard)[passed_on:]:
+            for number in list(received)[passed_on:]:
                 process.send_signal(number if number == SAVE_SIGNAL else signal.SIGTERM)
                 passed_on += 1
             time.sleep(POLL_SECONDS)
     finally:
         process.kill()
         process.wait()
-    while SAVE_SIGNAL in heard:
-        heard.remove(SAVE_SIGNAL)
+    while SAVE_SIGNAL in received:
+        received.remove(SAVE_SIGNAL)
     code = 1 if process.returncode < 0 else process.returncode
-    if code not in (0, Interrupted.exit_code) and not heard:
+    if code not in (0, Interrupted.exit_code) and not received:
         write_atomically(cell.failure, f"{_error_in(cell.log, process.returncode)}\n")
     return code
 
@@ -119,9 +119,9 @@ def _error_in(log: Path, code: int) -> str:
     with log.open("rb") as stream:
         stream.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
         lines = stream.read().decode(errors="replace").splitlines()
-    told = [line.removeprefix(ERROR_MARK) for line in lines if line.startswith(ERROR_MARK)]
-    if told:
-        return told[-1]
+    errors = [line.removeprefix(ERROR_MARK) for line in lines if line.startswith(ERROR_MARK)]
+    if errors:
+        return errors[-1]
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}; see {log}"
 
 
