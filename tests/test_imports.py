@@ -9,6 +9,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,37 @@ def imports_follow_the_table(root: Path) -> list[str]:
     return found
 
 
+def files_import_in_no_circle(root: Path) -> list[str]:
+    """One line a circle; imports in functions and those for types alone count, too."""
+    read = {
+        path: [
+            found
+            for _, module in imported_modules(root, path, tree)
+            if (found := _file_of(root, _inside_package(module))) is not None
+        ]
+        for path, tree in sources(root)
+    }
+    found = []
+    while True:
+        try:
+            TopologicalSorter(read).prepare()
+        except CycleError as error:
+            imported, importer, *_ = circle = error.args[1]
+            read[importer].remove(imported)  # to find the others
+            found.append(f"{min(circle)}: {' is imported by '.join(map(str, circle))}")
+        else:
+            return found
+
+
+def _file_of(root: Path, module: str | None) -> Path | None:
+    """Return the file of `model.config`, relative to `root`; None for what is not of the package."""
+    if module is None:
+        return None
+    path = Path(*module.split(".")) if module else Path()
+    candidates = (path / "__init__.py", path.with_suffix(".py") if module else path)
+    return next((file for file in candidates if (root / file).is_file()), None)
+
+
 def hf_stands_alone(root: Path) -> list[str]:
     """Its files are copied into exports, where nothing but torch and transformers is there for sure."""
     available = {*sys.stdlib_module_names, "torch", "transformers"}
@@ -299,6 +331,13 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (imports_follow_the_table, "training/a.py", "from megatron_fanformer.formats import names"),
     (imports_follow_the_table, "demo/a.py", "from megatron_fanformer import cli"),
     (imports_follow_the_table, "hf/a.py", "from megatron_fanformer.errors import InputError"),
+    (files_import_in_no_circle, "hf/configuration_fanformer.py", "from . import modeling_fanformer"),
+    (
+        files_import_in_no_circle,
+        "hf/configuration_fanformer.py",
+        "def f():\n    from megatron_fanformer.hf.modeling_fanformer import model",
+    ),
+    (files_import_in_no_circle, "data/a.py", "from megatron_fanformer.data.a import a"),
     (hf_stands_alone, "hf/a.py", "import safetensors"),
     (hf_stands_alone, "hf/a.py", "from megatron_fanformer.hf.configuration_fanformer import FANformerConfig"),
     (environment_is_read_in_device, "training/a.py", "import os\nrank = os.environ['RANK']"),

@@ -83,7 +83,7 @@ def _tasks(options: argparse.Namespace, model: FANformerConfig) -> list[TaskRequ
 
 def _measured(options: argparse.Namespace, model: FANformerConfig, tasks: Sequence[TaskRequests]) -> dict[str, Any]:
     with distributed(ParallelConfig(), None, RuntimeConfig(device=options.device)) as grid:
-        from megatron_fanformer.evaluation.forward import evaluating, row_losses
+        from megatron_fanformer.evaluation.rows import evaluating, row_losses
         from megatron_fanformer.evaluation.scoring import log_probabilities
         from megatron_fanformer.model.build import build_stages
         from megatron_fanformer.runtime.seeding import seed_everything

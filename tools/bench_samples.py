@@ -95,13 +95,13 @@ def measure(asked: Reading) -> Iterator[ReadingResult]:
 @contextmanager
 def _unchecked() -> Iterator[None]:
     """The readers as they are, without a look at what they have read."""
-    from megatron_fanformer.data import live_files, pair_reader
+    from megatron_fanformer.data import live_files, token_files
 
     def read(self: live_files.SummedFile, count: int, offset: int) -> bytes:
         return self._file.read(count, self._first + offset)
 
     with (
-        mock.patch.object(pair_reader, "refuse_ids_read", lambda *_, **__: None),
+        mock.patch.object(token_files, "refuse_ids_read", lambda *_, **__: None),
         mock.patch.object(live_files.SummedFile, "read", read),
     ):
         yield

@@ -20,8 +20,7 @@ from megatron_fanformer import markdown
 from megatron_fanformer.planning.machines import load_machine
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.sizing.candidates import NAMED, layout_name
-from megatron_fanformer.sizing.cost import cost
-from megatron_fanformer.sizing.estimate import GIB, Estimate, for_machine
+from megatron_fanformer.sizing.estimate import GIB, Estimate, cost, for_machine
 from megatron_fanformer.sizing.search import search
 from megatron_fanformer.training.config import RunConfig, load_config
 

@@ -91,7 +91,7 @@ def sample_numbers(
     data_parallel_rank: int,
     data_parallel_size: int,
 ) -> Iterator[list[int]]:
-    """Which samples of a dataset of `samples` make `micro_batches`' micro batches: one list for each, without end."""
+    """Yield the numbers of the samples, of `samples`, in each of `micro_batches`' micro batches, without end."""
     stride = data_parallel_size * micro_batch_size
     for first in count(consumed_samples + data_parallel_rank * micro_batch_size, stride):
         yield [sample % samples for sample in range(first, first + micro_batch_size)]

@@ -30,13 +30,13 @@ LARGEST_BLEND_BYTES = 1 << 26  # weights named by mistake are larger; a blend of
 
 @dataclass(frozen=True)
 class Source:
-    """What samples are drawn from: the prefix of a .bin and .idx pair, or the paths of .npy files in their order."""
+    """A source of samples: the prefix of a .bin and .idx pair, or the paths of .npy files in their order."""
 
     paths: tuple[str, ...]
 
     @property
     def is_npy(self) -> bool:
-        """Whether it is .npy files."""
+        """Return whether it is .npy files."""
         return self.paths[0].endswith(SUFFIX)
 
     @property
@@ -164,7 +164,7 @@ def _npy_as_one(sources: Iterable[Source]) -> list[Source]:
 
 
 def blend_problems(name: str, items: Sequence[str]) -> list[str]:
-    """What is wrong with a blend; `name` is the setting that holds it. No file is opened except a blend file."""
+    """List what is wrong with a blend; `name` is the setting that holds it. No file is opened except a blend file."""
     try:
         blend = parse_blend(items)
     except InputError as error:
@@ -178,7 +178,7 @@ def blend_problems(name: str, items: Sequence[str]) -> list[str]:
 
 
 def chat_problems(name: str, items: Sequence[str]) -> list[str]:
-    """What is wrong with a list of chats; `name` is the setting that holds it. None of them is opened."""
+    """List what is wrong with a list of chats; `name` is the setting that holds it. None of them is opened."""
     try:
         blend = parse_chats(items)
     except InputError as error:
@@ -202,7 +202,7 @@ def _remedy(source: Source) -> str:
 
 
 def split_problems(split: str) -> list[str]:
-    """What is wrong with a split such as "99,1,0" (training, validation, test)."""
+    """List what is wrong with a split such as "99,1,0" (training, validation, test)."""
     parts = [float(part) for part in split.split(",")] if SPLIT_PATTERN.fullmatch(split) else []
     if not parts or parts[0] <= 0 or parts[1] <= 0:
         return [f"data.split: {split!r} cuts off no validation part; write it as '99,1,0', training first"]

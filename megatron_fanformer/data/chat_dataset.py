@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_fanformer.data.batches import DOCUMENT_IDS
-from megatron_fanformer.data.conversations import Conversations
 from megatron_fanformer.data.id_bounds import refuse_ids_read
 from megatron_fanformer.data.npy_dataset import epoch_order
-from megatron_fanformer.data.packing import pack
+from megatron_fanformer.data.packing import Conversations, pack
 
 
 class ChatDataset:

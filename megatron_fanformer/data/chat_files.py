@@ -58,7 +58,7 @@ class ChatFiles:
         return ids.astype(np.int64), mask.astype(bool)
 
     def first_token(self, number: int) -> int:
-        """Where a conversation begins in its files, in tokens."""
+        """Return where a conversation begins in its files, in tokens."""
         return int(self._starts[number])
 
     def check_ids(self, vocab_size: int, *, cache: Path | None = None) -> None:
@@ -70,7 +70,7 @@ class ChatFiles:
 
 @dataclass(frozen=True)
 class _Spans:
-    """Where conversations are: [n] int64 each, in tokens."""
+    """The places of conversations: [n] int64 each, in tokens."""
 
     starts: np.ndarray
     lengths: np.ndarray
@@ -117,7 +117,7 @@ def count_learned(mask: Path) -> int:
 
 
 def is_row_folder(path: str | Path) -> bool:
-    """Whether a path is a folder in the form of OLMo's script."""
+    """Return whether a path is a folder in the form of OLMo's script."""
     return all(Path(f"{path}{name}").is_file() for name in (IDS_NPY, MASK_NPY))
 
 

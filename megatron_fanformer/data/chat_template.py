@@ -69,7 +69,7 @@ class RenderedChat(NamedTuple):
 
 
 class TemplateRefusal(InputError):
-    """A template cannot render a conversation, or not so that what is learned can be told."""
+    """A template cannot render a conversation, or not so that what is learned is known."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -156,7 +156,7 @@ def _turn(messages: Sequence[Message], turn: int, text: str, before: str, after:
     if not (text.startswith(after) and after.startswith(before)):
         raise TemplateRefusal(
             f"the chat template renders the messages before message {turn} (from 0) otherwise once others follow,"
-            " so that what is learned cannot be told; mark it in the template by {% generation %} blocks",
+            " so that what is learned is unknown; mark it in the template by {% generation %} blocks",
             BEGINS_OTHERWISE,
         )
     span, content = after[len(before) :], messages[turn]["content"].strip()

@@ -104,7 +104,7 @@ class DataConfig:
 
     @property
     def is_chats(self) -> bool:
-        """Whether samples are packed conversations."""
+        """Return whether samples are packed conversations."""
         return self.format == "sft"
 
     @property
@@ -114,7 +114,7 @@ class DataConfig:
 
     @property
     def marks_documents(self) -> bool:
-        """Whether anything is asked for that needs the ends of documents to be found. Of chats they are known."""
+        """Return whether a setting needs the ends of documents to be found. Those of chats are known."""
         return not self.is_chats and (self.reset_attention_mask or self.eod_mask_loss)
 
     def sources(self) -> Iterator[Source]:

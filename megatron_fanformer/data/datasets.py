@@ -17,13 +17,13 @@ import numpy as np
 from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
 from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
-from megatron_fanformer.data.conversations import training_conversations, validation_conversations
-from megatron_fanformer.data.document_masks import DocumentSamples
 from megatron_fanformer.data.index_cache import indices_in, stored
 from megatron_fanformer.data.npy_dataset import NpyDataset
-from megatron_fanformer.data.pair_reader import PairReader
+from megatron_fanformer.data.origins import DocumentSamples
+from megatron_fanformer.data.packing import training_conversations, validation_conversations
 from megatron_fanformer.data.sample_counts import TRAIN, VALIDATION, SampleCounts, Sizes, refuse_npy
 from megatron_fanformer.data.survey import DataSurvey, survey_data
+from megatron_fanformer.data.token_files import PairReader
 from megatron_fanformer.runtime.agreement import on_main
 
 # Of a GPTDataset, and of a BlendedDataset.
@@ -32,7 +32,7 @@ SAMPLE_INDICES = ("document_index", "sample_index", "shuffle_index", "dataset_in
 
 @dataclass(frozen=True)
 class Datasets:
-    """What to train and to validate on: map-style datasets of samples."""
+    """The training and validation sets: map-style datasets of samples."""
 
     train: Any
     valid: dict[str, Any]

@@ -272,7 +272,7 @@ def _set_differences(old: SetIdentity, new: SetIdentity) -> Iterator[str]:
 
 
 def _first_of(found: list[str]) -> list[str]:
-    """Of many differences of a kind the first, and their number."""
+    """Name the first of many differences of a kind, and their number."""
     return [found[0] + (f" and {len(found) - 1} more differ" if found[1:] else "")] if found else []
 
 

@@ -99,7 +99,7 @@ def _made_ready(cache: Path, folder: Path, locks: list[int]) -> bool:
 
 
 def _recorded(folder: Path) -> Contents | None:
-    """What the folder held when it was complete; None if it never was."""
+    """Return what the folder held when it was complete; None if it never was."""
     try:
         contents: Contents = json.loads((folder / COMPLETE).read_bytes())
     except (OSError, ValueError):

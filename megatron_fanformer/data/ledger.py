@@ -133,7 +133,7 @@ class Ledger:
         from pyarrow import parquet
 
         self.path = path
-        with _damage_told(path):
+        with _damage_reported(path):
             self._file: Any = parquet.ParquetFile(regular_file(path), page_checksum_verification=True)
             missing = [name for name in COLUMNS if name not in self._file.schema_arrow.names]
             if missing:
@@ -167,7 +167,7 @@ class Ledger:
 
     def spans(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """`first_token` and `length` of all rows, block by block; of refused conversations the length is 0."""
-        with _damage_told(self.path):
+        with _damage_reported(self.path):
             for block in self._file.iter_batches(columns=["first_token", "length"]):
                 yield tuple(block.column(name).to_numpy(zero_copy_only=False) for name in ("first_token", "length"))
 
@@ -179,7 +179,7 @@ class Ledger:
         return int(statistics.min)
 
     def _read_group(self, group: int) -> tuple[np.ndarray, np.ndarray, Any]:
-        with _damage_told(self.path):
+        with _damage_reported(self.path):
             table = self._file.read_row_group(group, columns=self._columns)
             first = table["first_token"].to_numpy()
             return first, first + table["length"].to_numpy(), table
@@ -192,7 +192,7 @@ class Ledger:
 
 
 @contextmanager
-def _damage_told(path: Path) -> Iterator[None]:
+def _damage_reported(path: Path) -> Iterator[None]:
     import pyarrow
 
     try:

@@ -45,7 +45,7 @@ class TokenizerRecord(_Part, frozen=True, kw_only=True):
 
 
 class ChatSettings(_Part, frozen=True, kw_only=True):
-    """What else determines the bytes of chats."""
+    """The settings that determine the bytes of chats alone."""
 
     template: str
     """The template itself, in Jinja."""
@@ -61,7 +61,7 @@ class ChatSettings(_Part, frozen=True, kw_only=True):
 
 
 class Settings(_Part, frozen=True, kw_only=True):
-    """What, besides inputs and tokenizer, determines the token files' bytes."""
+    """The settings that, besides inputs and tokenizer, determine the token files' bytes."""
 
     text_field: str
     """The field of a document that is its text; empty where conversations were read."""
@@ -95,7 +95,7 @@ class RefusedLine(_Part, frozen=True, kw_only=True):
 
 
 class Encoding(_Part, frozen=True, kw_only=True):
-    """What computed the ids. They are the same for every backend."""
+    """The software that computed the ids. They are the same for every backend."""
 
     backend: str
     """gigatoken, tokenizers or sentencepiece."""
@@ -173,7 +173,7 @@ def read_any_manifest(prefix: str) -> Manifest | PartManifest | None:
 
 
 def token_files_record(prefix: str) -> TokenFiles | None:
-    """What a manifest says of the files of exactly this prefix; None where there is no manifest of them.
+    """Return a manifest's entry for the files of exactly this prefix; None where there is no manifest of them.
 
     Raises CorruptError for an unreadable manifest.
     """

@@ -23,7 +23,7 @@ Sizes = dict[int, int | None]
 
 @dataclass(frozen=True)
 class PairsPlan:
-    """What is requested from megatron-core's builder."""
+    """The request to megatron-core's builder."""
 
     weights: list[float] | None
     requested: list[int | None]
@@ -32,7 +32,7 @@ class PairsPlan:
 
 @dataclass(frozen=True)
 class MixedPlan:
-    """What each source of a blend of pairs and .npy files contributes."""
+    """The samples of each source of a blend of pairs and .npy files."""
 
     weights: list[float]
     total: int
@@ -71,7 +71,7 @@ class SampleCounts:
             whole_samples(self._survey.files(blend.sources[0]), self._seq_length)
 
     def repeats_pairs(self, config: DataConfig, *, train_samples: int, valid_samples: int | None) -> bool:
-        """Whether training may read a pair more than once: its order then depends on the number of samples.
+        """Return whether training may read a pair more than once: its order then depends on the number of samples.
 
         megatron-core shuffles all epochs of a pair together. (Those of .npy files are shuffled one by one.) In doubt,
         within a hundredth of an epoch, it is true.
@@ -95,7 +95,7 @@ class SampleCounts:
         )
 
     def _tokens_to_train_on(self, blend: Blend, is_split: bool) -> list[int | None]:
-        """Of each source; None for .npy files."""
+        """Return each source's tokens to train on; None for .npy files."""
         if is_split:
             return list(self._tokens_of(blend, TRAIN, is_split))
         return [None if source.is_npy else self._survey.pair(source).tokens for source in blend.sources]

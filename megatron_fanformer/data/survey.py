@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PairFacts:
-    """What the index of one .bin and .idx pair says, once every entry has been checked."""
+    """The facts of one .bin and .idx pair's index, once every entry has been checked."""
 
     sequences: int
     tokens: int
@@ -41,7 +41,7 @@ class PairFacts:
 
 @dataclass(frozen=True)
 class ChatFacts:
-    """What the files of chats hold."""
+    """The facts of the files of chats."""
 
     tokens: int
     identity: str
@@ -115,27 +115,27 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
         survey.pairs[prefix] = PairFacts(len(index.lengths), index.tokens, index.identity, part_tokens, sums)
         if vocab_size is not None:
             check_index_ids(prefix, index, vocab_size, cache=cache)
-    _tell(survey, time.monotonic() - started)
+    _log_survey(survey, time.monotonic() - started)
     return survey
 
 
 def _end_of_text_id(config: DataConfig) -> int:
     """The id that ends the documents of all token files of a run: by their manifests, else by the tokenizer."""
-    told: dict[int, str] = {}
+    ends: dict[int, str] = {}
     for prefix in config.prefixes():
         if manifest := read_any_manifest(prefix):
-            told.setdefault(manifest.tokenizer.eod_id, str(manifest_path(prefix)))
+            ends.setdefault(manifest.tokenizer.eod_id, str(manifest_path(prefix)))
         elif config.tokenizer:
-            told.setdefault(load_tokenizer(config.tokenizer).eod_id, config.tokenizer)
+            ends.setdefault(load_tokenizer(config.tokenizer).eod_id, config.tokenizer)
         else:
             raise InputError(
                 f"{prefix} has no manifest that says which id ends a document, as data.reset_attention_mask and "
                 "data.eod_mask_loss need; set data.tokenizer to the one that made it"
             )
-        if len(told) > 1:
-            ends = " and ".join(f"{eod_id} ({source})" for eod_id, source in told.items())
-            raise InputError(f"documents end with ids {ends}, which must be one; prepare them with one tokenizer")
-    (eod_id,) = told
+        if len(ends) > 1:
+            named = " and ".join(f"{eod_id} ({source})" for eod_id, source in ends.items())
+            raise InputError(f"documents end with ids {named}, which must be one; prepare them with one tokenizer")
+    (eod_id,) = ends
     return eod_id
 
 
@@ -162,7 +162,7 @@ def _chat_facts(prefix: str, vocab_size: int | None, cache: Path) -> ChatFacts:
     return ChatFacts(tokens, identity, (str(chats.ids_path), str(chats.mask_path)))
 
 
-def _tell(survey: DataSurvey, seconds: float) -> None:
+def _log_survey(survey: DataSurvey, seconds: float) -> None:
     tokens = sum(pair.tokens for pair in survey.pairs.values()) + sum(file.tokens for file in survey.npy_files.values())
     tokens += sum(chats.tokens for chats in survey.chats.values())
     logger.debug(

@@ -5,6 +5,7 @@ The index is a header of 34 bytes (magic, version, dtype code, sequence count, d
 begin, and their number at the end. `prepare` makes every document one sequence; Megatron-LM's own tools may not.
 """
 
+import functools
 import struct
 import zlib
 from collections.abc import Sequence
@@ -14,14 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.data.id_bounds import refuse_ids_outside
-from megatron_fanformer.data.live_files import block_sums
+from megatron_fanformer.data.id_bounds import refuse_ids_outside, refuse_ids_read
+from megatron_fanformer.data.live_files import LiveFile, SummedFile, block_sums
 from megatron_fanformer.data.manifest import token_files_record
 from megatron_fanformer.errors import CorruptError, InputError
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 INDEX_VERSION = 1
+POINTERS = struct.Struct("<qq")  # of a sequence and the one after it
 # The two that megatron-core's DType.optimal_dtype picks for token ids, by their code in the header.
 DTYPES: dict[int, np.dtype[Any]] = {4: np.dtype(np.int32), 8: np.dtype(np.uint16)}
 # From this vocabulary size on megatron-core's DType.optimal_dtype picks int32.
@@ -48,7 +50,7 @@ def token_dtype(vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """What an index file says; its arrays are mapped, not read."""
+    """The contents of an index file; its arrays are mapped, not read."""
 
     dtype: np.dtype[Any]
     lengths: np.ndarray
@@ -123,7 +125,7 @@ def document_of(prefix: str, sequence: int) -> int:
 
 
 class _Sums:
-    """What is computed from all lengths and pointers, block by block.
+    """The sums over all lengths and pointers, computed block by block.
 
     A checksum of the lengths, the tokens of parts (first sequence, end), and the pointers' own sums.
     """
@@ -256,3 +258,58 @@ def check_index_ids(prefix: str, index: TokenIndex, vocab_size: int, *, cache: P
     is_of_this = said is not None and said.bytes == index.tokens * index.dtype.itemsize
     largest = record.max_token_id if record is not None and is_of_this else None
     refuse_ids_outside(vocab_size, prefix, bin_path(prefix), index.dtype, largest=largest, cache=cache)
+
+
+# -- reading while a run goes on
+
+
+class PairReader:
+    """A pair whose index was checked; takes the place of megatron-core's IndexedDataset in its GPTDataset.
+
+    Args:
+        prefix: of the pair.
+        dtype: of the tokens.
+        sequences: the number of sequences.
+        pointer_sums: of the index's pointers, as `TokenIndex` has them.
+        vocab_size: ids are below it.
+
+    Raises:
+        CorruptError: a file cannot be read.
+    """
+
+    def __init__(
+        self, prefix: str, dtype: np.dtype[Any], sequences: int, pointer_sums: np.ndarray, vocab_size: int
+    ) -> None:
+        self._prefix, self._vocab_size = prefix, vocab_size
+        self._size, self._dtype = dtype.itemsize, dtype
+        self._tokens = LiveFile(bin_path(prefix))
+        first_pointer = INDEX_HEADER.size + 4 * sequences  # after the lengths
+        self._pointers = SummedFile(idx_path(prefix), pointer_sums, first=first_pointer, size=8 * sequences)
+        self._last, self._end = sequences - 1, self._tokens.size
+
+    def place(self, sequence: int) -> tuple[int, int]:
+        """The number of a sequence's first token in the .bin file, and its length in tokens.
+
+        Raises:
+            CorruptError: the index has become shorter, was overwritten, or cannot be read.
+        """
+        offset = 8 * int(sequence)
+        if sequence < self._last:
+            begin, end = POINTERS.unpack(self._pointers.read(16, offset))
+        else:
+            begin, end = int.from_bytes(self._pointers.read(8, offset), "little"), self._end
+        return begin // self._size, (end - begin) // self._size
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """[length] tokens of sequence `idx` from its token `offset` on; None: all that follow.
+
+        Raises:
+            CorruptError: a file has become shorter, was overwritten, or cannot be read; an id outside the vocabulary.
+        """
+        first, whole = self.place(idx)
+        count = whole - offset if length is None else int(length)
+        content = self._tokens.read(count * self._size, (first + offset) * self._size)
+        ids = np.frombuffer(content, self._dtype)
+        document = functools.partial(document_of, self._prefix, int(idx))
+        refuse_ids_read(ids, self._vocab_size, self._tokens.path, first + offset, document=document)
+        return ids

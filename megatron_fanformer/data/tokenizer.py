@@ -38,7 +38,7 @@ class TokenizerTooSlow(InputError):
 
 
 class Tokenizer(Protocol):
-    """What the project needs from a tokenizer."""
+    """The interface that the project needs from a tokenizer."""
 
     @property
     def path(self) -> Path:
@@ -277,7 +277,7 @@ class HuggingFaceTokenizer:
             outcome.put(error)
 
     def _encoded(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """By the library's batches of one, on this thread: only for a batch does it let other threads run."""
+        """Encode by the library's batches of one, on this thread: only for a batch does it release the GIL."""
         for text in texts:
             (encoded,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
             yield encoded.ids

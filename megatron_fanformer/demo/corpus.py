@@ -27,7 +27,7 @@ COMPRESSION_LEVEL = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """What `pack_standard_library` wrote."""
+    """The files that `pack_standard_library` wrote."""
 
     train: tuple[Path, ...]
     """The shards to train on."""

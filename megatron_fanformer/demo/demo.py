@@ -9,7 +9,7 @@ import math
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +25,13 @@ from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
 from megatron_fanformer.data.tokenizer import TOKENIZER_MODEL, load_tokenizer, train_sentencepiece
 from megatron_fanformer.demo.corpus import Corpus, pack_standard_library
-from megatron_fanformer.demo.loss_curve import loss_picture
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.generation.config import GenerateConfig
 from megatron_fanformer.generation.generate import generate
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.pictures import drawn
 from megatron_fanformer.preparation.document_files import read_documents
 from megatron_fanformer.preparation.prepare import prepare
 from megatron_fanformer.preparation.verb import PrepareConfig
@@ -44,6 +44,8 @@ VOCAB_SIZE = 8192
 STEPS = 330
 MARK = ".fanformer-demo"  # a folder that contains it is the demo's own, and may be replaced
 VALIDATION = "held-out"
+VALIDATION_PREFIX = f"{VALIDATION_LOSS}/"
+SMOOTHED_SHARE = 20  # the thick line averages over the last one of so many parts of the steps, about
 LOGITS_TOLERANCE = 1e-4  # the trainer's own against transformers', absolute; both in float32
 PROMPT = "def read_lines(path):\n"
 NEW_TOKENS = 64
@@ -61,7 +63,7 @@ MODEL = FANformerConfig(
 
 @dataclass(frozen=True)
 class Places:
-    """Where the demo keeps everything."""
+    """The paths of all that the demo makes."""
 
     root: Path
 
@@ -256,7 +258,7 @@ def _continued(places: Places, sampling: dict[str, Any]) -> str:
 
 
 def next_lines(places: Places) -> list[str]:
-    """What to try next: three experiments of the paper."""
+    """List what to try next: three experiments of the paper."""
     places_in_words = {"run": shlex.quote(str(places.run)), "output": shlex.quote(str(places.root / "lipschitz"))}
     lines = ["Three of the paper's experiments to try next, in short forms:"]
     for command, shows in NEXT.items():
@@ -306,3 +308,47 @@ def _summary(
     }.items():
         table.add_row(name, value)
     return table
+
+
+# -- the picture
+
+
+def loss_picture(metrics: list[dict[str, Any]], *, entropy: float | None = None) -> bytes:
+    """A PNG of the training and validation losses over the steps; the training loss as it is and smoothed.
+
+    Args:
+        metrics: the objects of metrics.jsonl.
+        entropy: of the tokens, in nats; drawn as the line that a model without context cannot pass.
+    """
+
+    def draw(panels: Any) -> None:
+        axes = panels[0, 0]
+        steps, losses = zip(*[(entry["step"], entry["loss"]) for entry in metrics if "loss" in entry], strict=True)
+        axes.plot(steps, losses, linewidth=0.6, alpha=0.4, color="C0", label="training, each step")
+        smooth = smoothed(losses, max(1.0, len(losses) / SMOOTHED_SHARE))
+        axes.plot(steps, smooth, linewidth=2, color="C0", label="training, smoothed")
+        names = sorted({name for entry in metrics for name in entry if name.startswith(VALIDATION_PREFIX)})
+        for number, name in enumerate(names, start=1):
+            points = [(entry["step"], entry[name]) for entry in metrics if name in entry]
+            label = f"validation: {name.removeprefix(VALIDATION_PREFIX)}"
+            axes.plot(*zip(*points, strict=True), "o-", color=f"C{number}", label=label)
+        if entropy is not None:
+            axes.axhline(entropy, linestyle="--", color="gray", label="unigram entropy of the tokens")
+        axes.set(xlabel="step", ylabel="loss, nats per token", title="FANformer")
+        axes.legend()
+
+    return drawn(draw)
+
+
+def smoothed(values: Sequence[float], span: float) -> list[float]:
+    """Average each value with those before it, by weights that fall by 1/e over `span` values.
+
+    The weights are those of the values that there are: the first is itself, and no start is assumed.
+    """
+    kept = math.exp(-1 / span)
+    total = weight = 0.0
+    means = []
+    for value in values:
+        total, weight = kept * total + value, kept * weight + 1
+        means.append(total / weight)
+    return means

@@ -2,7 +2,7 @@
 
 Such a process has no network and starts no processes; it may read Python's own files and change none, and its home and
 working folder are empty; memory, CPU time and wall time are limited. It ends with this one. What it prints is thrown
-away. The tests are run by a judge, in a second process with no more rights, which asks the first for values; the
+away. The tests are run by a judge, in a second process with no more rights, which queries the first for values; the
 verdict is the judge's.
 
 The program runs under the user's own account on the user's own kernel: a gap in that would be one in the wall.
@@ -48,7 +48,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a program may use; its judge as much."""
+    """The resources that a program may use; its judge as much."""
 
     memory_bytes: int = 2**30
     """Of address space, Python's own of about 20 MB included."""
@@ -59,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a program ended."""
+    """The end that a program came to."""
 
     outcome: Outcome
     """`passed`: it and its tests reached their end without an error."""
@@ -89,13 +89,13 @@ def run_programs(
     *,
     limits: Limits = Limits(),
     workers: int | None = None,
-    tell: Callable[[int], None] = lambda ended: None,
+    on_result: Callable[[int], None] = lambda ended: None,
 ) -> list[Result]:
     """Run Python programs, several at a time, each confined and judged; their results in order.
 
     Args:
         workers: how many at a time; None: as many as there are cores.
-        tell: called after each, in order, with the number that have ended.
+        on_result: called after each, in order, with the number that have ended.
 
     Raises:
         InputError: they cannot be confined on this machine.
@@ -108,7 +108,7 @@ def run_programs(
         try:
             for number, future in enumerate(started, start=1):
                 results.append(future.result())
-                tell(number)
+                on_result(number)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -129,13 +129,13 @@ def _run(program: Program, limits: Limits) -> Result:
     """Start a program and its judge, wait for the verdict, and kill both. They can have no children."""
     given = json.dumps({"head": program.head, "tests": program.tests, "own_names": program.own_names}).encode()
     with tempfile.TemporaryDirectory(prefix="program-") as home:
-        (asked, asks), (answered, answers), (told, tells) = (os.pipe() for _ in range(3))
-        with os.fdopen(told, "rb") as report:
+        (query_in, query_out), (answer_in, answer_out), (report_in, report_out) = (os.pipe() for _ in range(3))
+        with os.fdopen(report_in, "rb") as report:
             try:
-                running = _started(confinement.__name__, (asked, answers), home, limits)
-                judge = _started(judging.__name__, (answered, asks, tells), home, limits)
+                running = _started(confinement.__name__, (query_in, answer_out), home, limits)
+                judge = _started(judging.__name__, (answer_in, query_out, report_out), home, limits)
             finally:
-                for end in (asked, asks, answered, answers, tells):
+                for end in (query_in, query_out, answer_in, answer_out, report_out):
                     os.close(end)
             with running, judge:
                 try:
@@ -198,7 +198,7 @@ def _wait(judge: "subprocess.Popen[bytes]", running: "subprocess.Popen[bytes]", 
 
 
 def _seconds_without_core(pid: int) -> float:
-    """How long a process could have run and had no core; 0 from a kernel that does not count it."""
+    """Return how long a process could have run and had no core; 0 from a kernel that does not count it."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -206,15 +206,15 @@ def _seconds_without_core(pid: int) -> float:
 
 
 def _result(
-    told: bytes, judge: "subprocess.Popen[bytes]", running: "subprocess.Popen[bytes]", limits: Limits
+    report: bytes, judge: "subprocess.Popen[bytes]", running: "subprocess.Popen[bytes]", limits: Limits
 ) -> Result:
-    """By what a judge told, or by how it, or the program before it, has ended."""
-    kind, text = json.loads(told) if told else (judging.FAILED, "")
+    """Return the result by the judge's report, or by how it, or the program before it, has ended."""
+    kind, text = json.loads(report) if report else (judging.FAILED, "")
     if kind == judging.UNCONFINED:
         return Result(outcome="not run", message=text)
     if kind == judging.PASSED:
         return Result(outcome="passed")
-    ended = running if kind == judging.GONE else None if told else judge
+    ended = running if kind == judging.GONE else None if report else judge
     if ended is None:
         return Result(outcome="failed", message=text)
     code = ended.wait()

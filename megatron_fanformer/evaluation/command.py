@@ -3,19 +3,19 @@
 import glob
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError, noting
 from megatron_fanformer.evaluation import results as result_files
 from megatron_fanformer.evaluation.comparison import Comparison, compare
-from megatron_fanformer.evaluation.config import EvaluationConfig
+from megatron_fanformer.evaluation.config import EvaluationConfig, EvaluationRequest
 from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import SETS, set_problems
 from megatron_fanformer.evaluation.results import Result
@@ -45,29 +45,6 @@ OF_PREPARE = ("prepare", "tasks", "tokenizer", "context_length", "limit", "devic
 Local = Callable[[str], str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a command asks for, read and checked as far as that needs no model."""
-
-    checkpoints: tuple[Path, ...]
-    """To evaluate, each once, in the order of the table."""
-    compared: tuple[Path | Result, ...]
-    """Nothing, or two: what files of results hold, or checkpoints that are among `checkpoints`."""
-    evaluation: EvaluationConfig
-    """On what; `tasks` may have generation tasks, and is empty for all that the request file has."""
-    generation: Mapping[str, Any]
-    """Fields of `GenerationSettings`."""
-    ulogic: Path | None
-    """ULogic's rules."""
-    tokenizer: Path | None
-    """In place of the checkpoints' own."""
-    layout: Layout
-    runtime: RuntimeConfig
-    dtype: str
-    batch_tokens: int
-    """About how many tokens a micro batch has."""
-
-
 def evaluate(options: EvaluateOptions, local: Local) -> None:
     """Evaluate checkpoints, compare two results, or write a request file.
 
@@ -88,30 +65,30 @@ def evaluate(options: EvaluateOptions, local: Local) -> None:
         _prepare(options, options.prepare)
         return
     if address is None:
-        asked = read_options(options, local)
-        if not asked.checkpoints:
-            _tell(options, asked, [])
+        request = read_options(options, local)
+        if not request.checkpoints:
+            _print_results(options, request, [])
             return
-        first, *others = asked.checkpoints
+        first, *others = request.checkpoints
         tell_loading(f"{first} and {len(others)} more" if others else str(first))
-        jobs = _find_jobs(asked)
-        _start(options, asked, jobs)
+        jobs = _find_jobs(request)
+        _start(options, request, jobs)
         return
     _join(options, address, local)
 
 
-def _start(options: EvaluateOptions, asked: Asked, jobs: "Jobs") -> None:
+def _start(options: EvaluateOptions, request: EvaluationRequest, jobs: "Jobs") -> None:
     """In this process, or on local ranks."""
-    ranks = asked.layout.world_size
+    ranks = request.layout.world_size
     if ranks > 1:
         remedy = "change it, or start on several nodes with torchrun"
-        refuse_ranks_without_gpu(ranks, asked.runtime, origin="--layout", remedy=remedy)
-        launch_ranks(ranks, options.command_line, threads=devices.threads_per_rank(ranks), found=(asked, jobs))
+        refuse_ranks_without_gpu(ranks, request.runtime, origin="--layout", remedy=remedy)
+        launch_ranks(ranks, options.command_line, threads=devices.threads_per_rank(ranks), found=(request, jobs))
         return
     from megatron_fanformer.runtime.parallel import distributed
 
-    with distributed(asked.layout.parallel, None, asked.runtime) as grid:
-        _run(options, asked, jobs, grid)
+    with distributed(request.layout.parallel, None, request.runtime) as grid:
+        _run(options, request, jobs, grid)
 
 
 def _join(options: EvaluateOptions, address: devices.RankAddress, local: Local) -> None:
@@ -120,53 +97,53 @@ def _join(options: EvaluateOptions, address: devices.RankAddress, local: Local) 
     from megatron_fanformer.runtime.launch import report_failure
     from megatron_fanformer.runtime.parallel import process_group, rank_grid
 
-    def find() -> "tuple[Asked, Jobs]":
+    def find() -> "tuple[EvaluationRequest, Jobs]":
         if (found := read_found()) is not None:
-            return cast("tuple[Asked, Jobs]", found)
-        asked = read_options(options, local, world_size=address.world_size)
-        return asked, _find_jobs(asked)
+            return cast("tuple[EvaluationRequest, Jobs]", found)
+        request = read_options(options, local, world_size=address.world_size)
+        return request, _find_jobs(request)
 
     runtime = RuntimeConfig(device=options.device)
     with report_failure(), process_group(runtime, address) as kind:
-        asked, jobs = on_main(find)
-        with rank_grid(asked.layout.parallel, kind, runtime) as grid:
-            _run(options, asked, jobs, grid)
+        request, jobs = on_main(find)
+        with rank_grid(request.layout.parallel, kind, runtime) as grid:
+            _run(options, request, jobs, grid)
 
 
-def _find_jobs(asked: Asked) -> "Jobs":
-    from megatron_fanformer.runtime import megatron_cpu  # imports torch: after errors in the input were told
+def _find_jobs(request: EvaluationRequest) -> "Jobs":
+    from megatron_fanformer.runtime import megatron_cpu  # imports torch: after errors in the input were reported
 
     megatron_cpu.install()
     from megatron_fanformer.evaluation.jobs import find_jobs
 
     try:
-        return find_jobs(asked)
+        return find_jobs(request)
     except InputError as error:
         raise InputError("\n".join(map(as_options, str(error).splitlines()))) from None
 
 
-def _run(options: EvaluateOptions, asked: Asked, jobs: "Jobs", grid: "RankGrid") -> None:
+def _run(options: EvaluateOptions, request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
     from megatron_fanformer.evaluation.jobs import evaluate_jobs
 
     results: list[Result] = []
     try:
-        with phases("reading") if grid.is_main else nullcontext(lambda *_: None) as tell:
-            for result in evaluate_jobs(asked, jobs, grid, tell=tell):
+        with phases("reading") if grid.is_main else nullcontext(lambda *_: None) as log:
+            for result in evaluate_jobs(request, jobs, grid, log=log):
                 if grid.is_main:
                     results.append(result)
                     _write(options, results)  # now: whatever ends the next one
     except Exception:
         if results:
-            _tell(options, replace(asked, compared=()), results)
+            _print_results(options, replace(request, compared=()), results)
         raise
     if grid.is_main:
-        _tell(options, asked, results)
+        _print_results(options, request, results)
 
 
 # -- what is asked
 
 
-def read_options(options: EvaluateOptions, local: Local, *, world_size: int | None = None) -> Asked:
+def read_options(options: EvaluateOptions, local: Local, *, world_size: int | None = None) -> EvaluationRequest:
     """The options, checked before torch is imported.
 
     Args:
@@ -174,7 +151,7 @@ def read_options(options: EvaluateOptions, local: Local, *, world_size: int | No
 
     Raises:
         InputError: every problem, one line each.
-        CorruptError: a folder's configuration, the only way to tell what it is, cannot be read.
+        CorruptError: a folder's configuration, the only way to see what it is, cannot be read.
     """
     found = [*file_problems(output=options.output, picture=options.picture), *_without_effect(options)]
     compared = tuple(noting(found, partial(_compared, name, local)) for name in options.compare)
@@ -190,7 +167,7 @@ def read_options(options: EvaluateOptions, local: Local, *, world_size: int | No
         found.append("no checkpoint is named; name a run's folder, a checkpoint or an exported folder")
     if found or layout is None:
         raise InputError("\n".join(found))
-    return Asked(
+    return EvaluationRequest(
         checkpoints=checkpoints,
         compared=tuple(filter(None, compared)),
         evaluation=evaluation,
@@ -246,7 +223,7 @@ def _checkpoint(path: str, local: Local) -> Path:
 
 
 def _is_pointer(path: Path) -> bool:
-    """Whether it is a run's `checkpoints/latest`."""
+    """Return whether it is a run's `checkpoints/latest`."""
     return path.name == store.LATEST and path.parent.name == store.CHECKPOINTS and path.is_file()
 
 
@@ -262,7 +239,7 @@ def _compared(name: str, local: Local) -> Path | Result:
 
 
 def _evaluation(options: EvaluateOptions, problems: list[str]) -> EvaluationConfig:
-    """What is measured; the problems of its section, told by the options' names, and what files are missing."""
+    """Return what is measured; add the problems of its section, by the options' names, and missing files."""
     sets: dict[str, list[str]] = {}
     groups = []
     for item in options.perplexity:
@@ -335,22 +312,22 @@ def _layout(text: str, world_size: int | None) -> Layout:
     return replace(layout, parallel=replace(stated, data_parallel_size=replicas))
 
 
-# -- what is told
+# -- the output
 
 
-def _tell(options: EvaluateOptions, asked: Asked, results: list[Result]) -> None:
+def _print_results(options: EvaluateOptions, request: EvaluationRequest, results: list[Result]) -> None:
     """Draw and print the results, then compare two of them; files first, for nobody may be reading what is printed."""
     from megatron_fanformer.evaluation.report import comparison_lines, result_lines
 
     comparison = None
     try:
         if options.picture is not None:
-            from megatron_fanformer.evaluation.picture import results_picture
+            from megatron_fanformer.evaluation.report import results_picture
 
             write_atomically(options.picture, results_picture(results))
-        if asked.compared:
+        if request.compared:
             of_path = {result.checkpoint: result for result in results}
-            a, b = (of_path[str(each)] if isinstance(each, Path) else each for each in asked.compared)
+            a, b = (of_path[str(each)] if isinstance(each, Path) else each for each in request.compared)
             comparison = compare(a, b, seed=options.seed)
             _write(options, results, comparison)
     finally:
@@ -361,7 +338,7 @@ def _tell(options: EvaluateOptions, asked: Asked, results: list[Result]) -> None
 
 
 def _write(options: EvaluateOptions, results: Sequence[Result], comparison: Comparison | None = None) -> None:
-    """What is asked for as a file, as far as it is there."""
+    """Write the requested file of results, as far as they are there."""
     from megatron_fanformer.evaluation.report import comparison_values
 
     if options.output is not None:
@@ -370,10 +347,10 @@ def _write(options: EvaluateOptions, results: Sequence[Result], comparison: Comp
 
 
 def _prepare(options: EvaluateOptions, file: Path) -> None:
-    """Write a request file; on one line each, what it has come to so far is told where errors go."""
+    """Write a request file; its tasks are printed to standard error as they are done."""
     from megatron_fanformer.evaluation.prepare import CONTEXT_LENGTH, PreparedTask, prepare_requests
 
-    def told(task: PreparedTask) -> None:
+    def print_task(task: PreparedTask) -> None:
         print(f"{task.name}: {task.documents:,} documents, {task.requests:,} requests", file=sys.stderr)
 
     if options.checkpoints or options.compare:
@@ -388,6 +365,6 @@ def _prepare(options: EvaluateOptions, file: Path) -> None:
         tokenizer=options.tokenizer,
         context_length=options.context_length or CONTEXT_LENGTH,
         limit=options.limit,
-        told=told,
+        on_task=print_task,
     )
     show(report.lines(width()))

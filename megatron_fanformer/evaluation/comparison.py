@@ -24,7 +24,7 @@ BLOCK = 1 << 20  # documents that are drawn at a time
 
 
 class ScoredDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a document in a result file is compared: a metric is the sum of scores by the sum of weights."""
+    """The fields of a document that are compared: a metric is the sum of scores by the sum of weights."""
 
     doc_id: int | str
     score: float
@@ -33,7 +33,7 @@ class ScoredDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far B is from A in one metric."""
+    """The difference of B from A in one metric."""
 
     name: str
     metric: str
@@ -53,7 +53,7 @@ class Difference:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """Return whether the interval leaves out 0."""
         return self.low > 0 or self.high < 0
 
 
@@ -128,7 +128,7 @@ def _refuse_other_tokens(a: Result, b: Result, sets: list[str]) -> None:
 
 
 def is_share(metric: str) -> bool:
-    """Whether a metric is a share of documents, or F1: in [0, 1], and higher is better."""
+    """Return whether a metric is a share of documents, or F1: in [0, 1], and higher is better."""
     return metric not in LOWER_IS_BETTER
 
 
@@ -167,7 +167,7 @@ def _difference(name: str, metric: str, a: float, b: float, drawn: np.ndarray, d
 def resampled_sums(features_nf: np.ndarray, draws: int, generator: np.random.Generator) -> np.ndarray:
     """[draws, f]: the sums of features over n documents that are drawn from the n with replacement, in each draw.
 
-    Documents with the same features are not told apart: how often each kind of them is drawn is multinomial, so that
+    Documents with the same features are not distinguished: how often each kind of them is drawn is multinomial, so that
     the draws of a task of yes and no cost the same for any number of documents.
     """
     kinds, counts = np.unique(features_nf, axis=0, return_counts=True)

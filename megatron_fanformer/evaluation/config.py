@@ -1,10 +1,16 @@
-"""The section `evaluation` of a run's configuration: what is measured besides the validation loss, and when."""
+"""The section `evaluation` of a run's configuration, and the command `evaluate`'s request, of which it is a part."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
+from megatron_fanformer.evaluation.results import Result
 from megatron_fanformer.evaluation.tasks import resolve
+from megatron_fanformer.model.layouts import Layout
+from megatron_fanformer.runtime.config import RuntimeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +35,7 @@ class EvaluationConfig:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is to be measured."""
+        """Return whether nothing is to be measured."""
         return self.requests is None and self.perplexity.is_empty
 
     def problems(self) -> list[str]:
@@ -66,3 +72,26 @@ class EvaluationConfig:
             for task in tasks
             if task.is_generated
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRequest:
+    """The options of `evaluate`, read and checked as far as that needs no model."""
+
+    checkpoints: tuple[Path, ...]
+    """To evaluate, each once, in the order of the table."""
+    compared: tuple[Path | Result, ...]
+    """Nothing, or two: what files of results hold, or checkpoints that are among `checkpoints`."""
+    evaluation: EvaluationConfig
+    """On what; `tasks` may have generation tasks, and is empty for all that the request file has."""
+    generation: Mapping[str, Any]
+    """Fields of `GenerationSettings`."""
+    ulogic: Path | None
+    """ULogic's rules."""
+    tokenizer: Path | None
+    """In place of the checkpoints' own."""
+    layout: Layout
+    runtime: RuntimeConfig
+    dtype: str
+    batch_tokens: int
+    """About how many tokens a micro batch has."""

@@ -17,7 +17,7 @@ from megatron_fanformer.evaluation.readable_files import refuse_files, refuse_in
 from megatron_fanformer.evaluation.system_calls import refuse_system_calls
 from megatron_fanformer.processes import end_with_owner
 
-MOST_TOLD = 300  # characters of an error
+MOST_REPORTED = 300  # characters of an error
 MOST_OPEN_FILES = 64
 
 
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def close_streams() -> None:
-    """What is printed goes nowhere, and there is nothing to read."""
+    """Discard what is printed, and leave nothing to read."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         os.dup2(os.open(os.devnull, os.O_RDWR), stream.fileno())
 
@@ -78,12 +78,12 @@ def confine(memory_bytes: int, cpu_seconds: int, home: str) -> None:
 
 def error_text(error: BaseException) -> str:
     """An error's name and text, on one line that can be written as UTF-8."""
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:MOST_TOLD]
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:MOST_REPORTED]
     return text.encode(errors="replace").decode()
 
 
 def _run(source: bytes, module: types.ModuleType) -> str | None:
-    """What went wrong; None where the program reached its end."""
+    """Run the program; return what went wrong, or None where it reached its end."""
     try:
         exec(compile(source, "<program>", "exec"), module.__dict__)
     except BaseException as error:  # SystemExit too: a program that leaves has not reached its end
@@ -100,13 +100,13 @@ class _Answers:
         self._numbers: dict[int, int] = {}
 
     def give(self) -> None:
-        """Answer until nobody asks any more; raises Gone then."""
+        """Answer until there are no more queries; raises Gone then."""
         while True:
             what, plain = self._channel.receive()
             try:
                 answer = self._answer(what, [decoded(argument, self._objects.__getitem__) for argument in plain])
             except BaseException as error:
-                answer = ["raised", [type(error).__name__, str(error)[:MOST_TOLD]]]
+                answer = ["raised", [type(error).__name__, str(error)[:MOST_REPORTED]]]
             self._channel.send(answer)
 
     def _answer(self, what: str, arguments: list[Any]) -> list[Any]:

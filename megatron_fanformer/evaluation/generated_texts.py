@@ -13,16 +13,15 @@ from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.code_execution import Limits
 from megatron_fanformer.generation.config import SamplingConfig
-from megatron_fanformer.generation.continuation import Continuation, new_continuation
-from megatron_fanformer.generation.decoding import continue_all
+from megatron_fanformer.generation.continuation import Continuation, continue_all, new_continuation
 from megatron_fanformer.generation.models import TrainedModel
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings(SamplingConfig):
-    """How texts are written and judged."""
+    """The settings by which texts are written and judged."""
 
     max_new_tokens: int | None = None
     """Of a text; None: the task's own number, at most half of the model's length."""
@@ -44,7 +43,7 @@ class GenerationSettings(SamplingConfig):
         return found
 
     def length_problems(self, seq_length: int) -> list[str]:
-        """What is wrong with them for a model of sequences of that length."""
+        """List the settings that do not suit a model of sequences of that length."""
         if self.max_new_tokens is None or self.max_new_tokens < seq_length:
             return []
         return [
@@ -55,7 +54,7 @@ class GenerationSettings(SamplingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What was written for one document."""
+    """The texts that were written for one document."""
 
     texts: list[Continuation]
     """As many as samples are asked for."""
@@ -73,7 +72,7 @@ def write_texts(
     documents: Sequence[dict[str, Any]],
     settings: GenerationSettings,
     *,
-    tell: Tell = lambda line: None,
+    log: Log = lambda line: None,
 ) -> list[Written]:
     """Continue each document's prompt; a prompt that leaves too little room loses its beginning.
 
@@ -96,7 +95,7 @@ def write_texts(
         written.append(Written(texts=texts, prompt_cut=max(len(ids) - len(kept), 0)))
     every = [text for one in written for text in one.texts]
     continue_all(
-        model, every, batch_size=settings.batch_size, tell=lambda ended: tell(f"{ended:,} of {len(every):,} texts")
+        model, every, batch_size=settings.batch_size, on_batch=lambda ended: log(f"{ended:,} of {len(every):,} texts")
     )
     return written
 

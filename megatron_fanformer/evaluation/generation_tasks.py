@@ -15,7 +15,7 @@ from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.evaluation import ulogic
 from megatron_fanformer.evaluation.code_execution import Program, check_confinement, run_programs
-from megatron_fanformer.evaluation.generated_texts import GenerationSettings, Tell, Written, mean_of, write_texts
+from megatron_fanformer.evaluation.generated_texts import GenerationSettings, Log, Written, mean_of, write_texts
 from megatron_fanformer.evaluation.tasks import ULOGIC
 from megatron_fanformer.generation.models import TrainedModel
 
@@ -36,13 +36,13 @@ def evaluate(
     documents: Sequence[dict[str, Any]],
     settings: GenerationSettings,
     *,
-    tell: Tell = lambda line: None,
+    log: Log = lambda line: None,
 ) -> dict[str, Any]:
     """Have a model write the answers to a task's documents, and judge them.
 
     Args:
         documents: as `task_documents` gives them, or `ulogic.documents`; at least one.
-        tell: is told how far it has come.
+        log: called with how far it has come.
 
     Returns:
         JSON's values: `metric` (the task's own), `metrics` (of each its value, standard error and number of documents),
@@ -55,17 +55,17 @@ def evaluate(
     """
     check(name, settings)
     if name == ULOGIC:
-        return ulogic.evaluate(model, tokenizer, documents, settings, tell=tell)
-    written = write_texts(model, tokenizer, documents, settings, tell=tell)
+        return ulogic.evaluate(model, tokenizer, documents, settings, log=log)
+    written = write_texts(model, tokenizer, documents, settings, log=log)
     judge = _judge_code if name in CODE else _judge_numbers
     return {
-        **judge(documents, written, settings, tell),
+        **judge(documents, written, settings, log),
         "prompts_cut": sum(one.prompt_cut > 0 for one in written),
     }
 
 
 def check(name: str, settings: GenerationSettings) -> None:
-    """What can be refused before a model is loaded.
+    """Refuse, before a model is loaded, what can be refused then.
 
     Raises:
         InputError: as `evaluate`.
@@ -89,9 +89,9 @@ def final_number(text: str) -> Decimal | None:
 
 
 def _judge_numbers(
-    documents: Sequence[dict[str, Any]], written: Sequence[Written], _settings: GenerationSettings, _tell: Tell
+    documents: Sequence[dict[str, Any]], written: Sequence[Written], _settings: GenerationSettings, _log: Log
 ) -> dict[str, Any]:
-    """By the last number of each text, which must be the answer's, as a number: 18.00 is 18."""
+    """Judge by the last number of each text, which must be the answer's, as a number: 18.00 is 18."""
     judged = []
     for document, one in zip(documents, written, strict=True):
         answer = final_number(document["answer"])
@@ -110,7 +110,7 @@ def _judge_numbers(
 
 
 def program(document: dict[str, Any], text: str) -> Program:
-    """What is run to judge a text: it, behind the head that the model was given, and apart from them the tests."""
+    """Return what judges a text: it, behind the head that the model was given, and apart from them the tests."""
     names = DEFINED.findall(document["head"] + document["solution"])
     return Program(
         source=f"{document['head']}{text}\n",
@@ -126,13 +126,13 @@ def pass_at(k: int, samples: int, passed: int) -> float:
 
 
 def _judge_code(
-    documents: Sequence[dict[str, Any]], written: Sequence[Written], settings: GenerationSettings, tell: Tell
+    documents: Sequence[dict[str, Any]], written: Sequence[Written], settings: GenerationSettings, log: Log
 ) -> dict[str, Any]:
     programs = [
         program(document, text.text) for document, one in zip(documents, written, strict=True) for text in one.texts
     ]
     results = run_programs(
-        programs, limits=settings.limits, tell=lambda ended: tell(f"{ended:,} of {len(programs):,} programs run")
+        programs, limits=settings.limits, on_result=lambda ended: log(f"{ended:,} of {len(programs):,} programs run")
     )
     left = next((result for result in results if result.outcome == "not run"), None)
     if left is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import DivergenceError, InputError, noting
 from megatron_fanformer.evaluation import generation_tasks, ulogic
-from megatron_fanformer.evaluation.config import EvaluationConfig
+from megatron_fanformer.evaluation.config import EvaluationConfig, EvaluationRequest
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings
 from megatron_fanformer.evaluation.metrics import document_sums, task_metrics
 from megatron_fanformer.evaluation.perplexity import SetLoss, group_perplexities, perplexity_of_sets
@@ -35,9 +35,6 @@ from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
 from megatron_fanformer.terminal import Tell
-
-if TYPE_CHECKING:
-    from megatron_fanformer.evaluation.command import Asked
 
 Documents = dict[str, list[dict[str, Any]]]
 
@@ -77,8 +74,8 @@ class Jobs:
 # -- before weights are read
 
 
-def find_jobs(asked: "Asked") -> Jobs:
-    """What is evaluated on what; one process finds it for all ranks.
+def find_jobs(request: EvaluationRequest) -> Jobs:
+    """Find what is evaluated on what, in one process for all ranks.
 
     Raises:
         InputError: a model cannot be laid out so, was trained with another tokenizer, or a set is not of its
@@ -86,19 +83,19 @@ def find_jobs(asked: "Asked") -> Jobs:
             problem, one line each.
         CorruptError: a checkpoint's configuration, the request file or token files are damaged.
     """
-    path = asked.evaluation.requests
-    requests = None if path is None else read_requests(Path(path))
+    path = request.evaluation.requests
+    request_file = None if path is None else read_requests(Path(path))
     found: list[str] = []
-    choices, texts = _tasks(asked, requests, found)
-    evaluation = replace(asked.evaluation, tasks=choices, requests=path if choices else None)
-    surveys = _Surveys(evaluation, requests, asked.batch_tokens)
+    choices, texts = _tasks(request, request_file, found)
+    evaluation = replace(request.evaluation, tasks=choices, requests=path if choices else None)
+    surveys = _Surveys(evaluation, request_file, request.batch_tokens)
     # where choice tasks are asked for, too, their survey checks the file against the tokenizer
-    text_rules = _TextRules(asked, texts, None if choices else requests)
+    text_rules = _TextRules(request, texts, None if choices else request_file)
     jobs = []
-    for checkpoint in asked.checkpoints:
+    for checkpoint in request.checkpoints:
         source = find_model(checkpoint)
-        tokenizer = asked.tokenizer or source.tokenizer
-        found += layout_problems(source.config, asked.layout.parallel)
+        tokenizer = request.tokenizer or source.tokenizer
+        found += layout_problems(source.config, request.layout.parallel)
         if (choices or texts) and tokenizer is None:
             found.append(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
             continue
@@ -108,14 +105,14 @@ def find_jobs(asked: "Asked") -> Jobs:
             jobs.append(EvaluationJob(source=source, tokenizer=tokenizer, tokenizer_sha256=digest, survey=survey))
     if found:
         raise InputError("\n".join(dict.fromkeys(found)))  # checkpoints of a run have the same problems
-    return Jobs(jobs=jobs, texts=texts, requests=None if requests is None else requests.sha256)
+    return Jobs(jobs=jobs, texts=texts, requests=None if request_file is None else request_file.sha256)
 
 
 class _Surveys:
-    """What models are evaluated on. Checkpoints of a run share one survey, though each has a copy of the tokenizer."""
+    """Surveys by model. Checkpoints of a run share one, though each has a copy of the tokenizer."""
 
-    def __init__(self, evaluation: EvaluationConfig, requests: RequestFile | None, batch_tokens: int) -> None:
-        self._evaluation, self._requests, self._batch_tokens = evaluation, requests, batch_tokens
+    def __init__(self, evaluation: EvaluationConfig, request_file: RequestFile | None, batch_tokens: int) -> None:
+        self._evaluation, self._requests, self._batch_tokens = evaluation, request_file, batch_tokens
         self._known: dict[Any, EvaluationSurvey] = {}
 
     def of(self, source: ModelSource, tokenizer: Path | None, digest: str | None) -> EvaluationSurvey:
@@ -137,13 +134,13 @@ class _Surveys:
 
 
 class _TextRules:
-    """What a model must be like to write the answers that are asked for. Checkpoints of a run are checked once."""
+    """The rules for a model that writes the requested answers. Checkpoints of a run are checked once."""
 
-    def __init__(self, asked: "Asked", texts: Documents, requests: RequestFile | None) -> None:
+    def __init__(self, request: EvaluationRequest, texts: Documents, request_file: RequestFile | None) -> None:
         self._texts = texts
         self._of_file = set(texts) - {generation_tasks.ULOGIC}  # ULogic's answers have a length of their own
-        self._requests = requests if self._of_file else None
-        self._settings = GenerationSettings(**asked.generation)
+        self._requests = request_file if self._of_file else None
+        self._settings = GenerationSettings(**request.generation)
         self._known: dict[Any, list[str]] = {}
 
     def broken_by(self, source: ModelSource, tokenizer: Path | None, digest: str | None) -> list[str]:
@@ -163,58 +160,63 @@ class _TextRules:
         return self._known[key]
 
 
-def _tasks(asked: "Asked", requests: RequestFile | None, problems: list[str]) -> tuple[list[str], Documents]:
+def _tasks(
+    request: EvaluationRequest, request_file: RequestFile | None, problems: list[str]
+) -> tuple[list[str], Documents]:
     """The names of the choice tasks, and the documents of the generation tasks that are asked for."""
     texts: Documents = {}
     choices: list[str] = []
-    limit = asked.evaluation.limit
-    if requests is not None:
-        names = asked.evaluation.tasks or [*requests.tasks, *requests.texts]
-        texts = {name: requests.texts[name][:limit] for name in names if name in requests.texts}
+    limit = request.evaluation.limit
+    if request_file is not None:
+        names = request.evaluation.tasks or [*request_file.tasks, *request_file.texts]
+        texts = {name: request_file.texts[name][:limit] for name in names if name in request_file.texts}
         choices = [name for name in names if name not in texts]
-        noting(problems, partial(requests.selected, choices))
-    if asked.ulogic is not None and (rules := noting(problems, partial(ulogic.documents, asked.ulogic))) is not None:
+        noting(problems, partial(request_file.selected, choices))
+    if (
+        request.ulogic is not None
+        and (rules := noting(problems, partial(ulogic.documents, request.ulogic))) is not None
+    ):
         texts[ULOGIC] = rules[:limit]
-    if texts and asked.layout.world_size > 1:
+    if texts and request.layout.world_size > 1:
         problems.append(
             f"{', '.join(texts)}: a model writes its answers in one process; leave them out, or run in one (without "
             "--layout and torchrun)"
         )
     for name in texts:
-        noting(problems, partial(generation_tasks.check, name, GenerationSettings(**asked.generation)))
-    return [name for name in choices if requests is not None and name in requests.tasks], texts
+        noting(problems, partial(generation_tasks.check, name, GenerationSettings(**request.generation)))
+    return [name for name in choices if request_file is not None and name in request_file.tasks], texts
 
 
 # -- on the ranks
 
 
-def evaluate_jobs(asked: "Asked", jobs: Jobs, grid: RankGrid, *, tell: Tell) -> Iterator[Result]:
+def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log: Tell) -> Iterator[Result]:
     """The result of each job, as soon as it is there, on every rank; each step is a collective call.
 
     Args:
-        tell: is told what runs now.
+        log: called with what runs now.
 
     Raises:
         CorruptError: a checkpoint's weights or token files are damaged.
         DivergenceError: a model's numbers are not finite.
     """
-    for job, stages in _built(asked, jobs.jobs, grid, tell):
+    for job, stages in _built(request, jobs.jobs, grid, log):
         path = job.source.path
         if job.survey.sets:
-            tell(f"{path}: perplexity")
-        losses = perplexity_of_sets(stages, job.survey.sets, grid, batch_tokens=asked.batch_tokens)
+            log(f"{path}: perplexity")
+        losses = perplexity_of_sets(stages, job.survey.sets, grid, batch_tokens=request.batch_tokens)
         perplexity = {name: _set_result(name, found) for name, found in losses.items()}  # raises on every rank
         if job.survey.tasks:
-            tell(f"{path}: tasks")
-        scores = scores_of_tasks(stages, job.survey.tasks, grid, batch_tokens=asked.batch_tokens, every_metric=True)
+            log(f"{path}: tasks")
+        scores = scores_of_tasks(stages, job.survey.tasks, grid, batch_tokens=request.batch_tokens, every_metric=True)
         tasks = {name: choice_result(task, *scores[name]) for name, task in job.survey.tasks.items()}
-        tasks |= _generated_results(stages, job, jobs.texts, GenerationSettings(**asked.generation), grid, tell)
+        tasks |= _generated_results(stages, job, jobs.texts, GenerationSettings(**request.generation), grid, log)
         yield Result(
             checkpoint=str(path),
             step=store.step_of(path),
             versions=_versions(),
             tokenizer=job.tokenizer_sha256,
-            settings=_settings(asked, job.source, grid),
+            settings=_settings(request, job.source, grid),
             requests=jobs.requests,
             tasks=tasks,
             perplexity=perplexity,
@@ -222,41 +224,41 @@ def evaluate_jobs(asked: "Asked", jobs: Jobs, grid: RankGrid, *, tell: Tell) -> 
         )
 
 
-def _settings(asked: "Asked", source: ModelSource, grid: RankGrid) -> Settings:
-    sets = asked.evaluation.perplexity
+def _settings(request: EvaluationRequest, source: ModelSource, grid: RankGrid) -> Settings:
+    sets = request.evaluation.perplexity
     return Settings(
         chunking=sets.chunking,
         chunk_tokens=sets.chunk_tokens or source.config.seq_length,
         batches=sets.batches,
-        batch_tokens=asked.batch_tokens,
-        dtype=str(_dtype(asked, source, grid)).removeprefix("torch."),
-        sampling=dict(asked.generation),
+        batch_tokens=request.batch_tokens,
+        dtype=str(_dtype(request, source, grid)).removeprefix("torch."),
+        sampling=dict(request.generation),
     )
 
 
 def _built(
-    asked: "Asked", jobs: Sequence[EvaluationJob], grid: RankGrid, tell: Tell
+    request: EvaluationRequest, jobs: Sequence[EvaluationJob], grid: RankGrid, log: Tell
 ) -> Iterator[tuple[EvaluationJob, list[Any]]]:
     """Each job with the stages that hold its weights; models of one shape are built once."""
     seed_everything(0)  # megatron-core builds layers on a GPU from random states that must exist
     shape: tuple[Any, ...] = ()
     stages: list[Any] = []
     for job in jobs:
-        tell(f"{job.source.path}: weights")
+        log(f"{job.source.path}: weights")
         heartbeat.tell("loading weights", in_step=False)
-        model, dtype = job.source.config, _dtype(asked, job.source, grid)
+        model, dtype = job.source.config, _dtype(request, job.source, grid)
         if shape != (model, dtype):
             stages.clear()  # before the next ones are made
             shape = (model, dtype)
-            parallel, kernels = asked.layout.parallel, asked.layout.kernels
+            parallel, kernels = request.layout.parallel, request.layout.kernels
             stages = build_stages(model, parallel, grid, dtype=dtype, seed=None, kernels=kernels)
         job.source.fill(stages, grid)
         yield job, stages
 
 
-def _dtype(asked: "Asked", source: ModelSource, grid: RankGrid) -> torch.dtype:
-    if asked.dtype != "auto":
-        return DTYPES[asked.dtype]
+def _dtype(request: EvaluationRequest, source: ModelSource, grid: RankGrid) -> torch.dtype:
+    if request.dtype != "auto":
+        return DTYPES[request.dtype]
     return source.dtype if grid.device == "cuda" else torch.float32
 
 
@@ -289,7 +291,7 @@ def choice_result(task: TaskRequests, found: np.ndarray, unconditional: np.ndarr
 
 
 def _generated_results(
-    stages: list[Any], job: EvaluationJob, texts: Documents, settings: GenerationSettings, grid: RankGrid, tell: Tell
+    stages: list[Any], job: EvaluationJob, texts: Documents, settings: GenerationSettings, grid: RankGrid, log: Tell
 ) -> dict[str, TaskResult]:
     if not texts:
         return {}
@@ -299,8 +301,8 @@ def _generated_results(
     results = {}
     for name, documents in texts.items():
         phase = f"{job.source.path}: {name}"
-        tell(phase)
-        found = generation_tasks.evaluate(model, tokenizer, name, documents, settings, tell=partial(tell, phase))
+        log(phase)
+        found = generation_tasks.evaluate(model, tokenizer, name, documents, settings, log=partial(log, phase))
         found["cut"] = found.pop("prompts_cut", 0)
         results[name] = msgspec.convert(found, TaskResult)
     return results

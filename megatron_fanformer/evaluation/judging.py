@@ -1,4 +1,4 @@
-"""The judge of a program: a confined process of its own, which runs the tests and asks the program's for its values.
+"""The judge of a program: a confined process of its own, which runs the tests and queries the program's for its values.
 
 The program's process never sees the tests, and has nothing by which it could report a verdict. Names that the tests
 use and that neither Python nor the document's own text has are the program's: its functions are called there, with
@@ -15,18 +15,18 @@ import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from megatron_fanformer.evaluation.confinement import MOST_TOLD, close_streams, confine, error_text
+from megatron_fanformer.evaluation.confinement import MOST_REPORTED, close_streams, confine, error_text
 from megatron_fanformer.evaluation.exchange import Channel, Gone, decoded, encoded
 from megatron_fanformer.processes import end_with_owner
 
 PASSED, FAILED, UNCONFINED, GONE = "passed", "failed", "unconfined", "gone"
-"""What is told: the verdict; that rights could not be taken, and nothing was run; that the program has ended itself."""
+"""The reports: the verdict; that rights could not be taken, and nothing was run; that the program has ended itself."""
 
 
 def main() -> None:
     """Judge by the tests in the standard input: the fields of a `Program` but its source, as JSON.
 
-    Arguments: the owner's process id, the pipes from and to the program's process, the file to tell the verdict,
+    Arguments: the owner's process id, the pipes from and to the program's process, the file to write the verdict to,
     bytes of memory, seconds of CPU time, the folder that may be read.
     """
     owner, reader, writer, report, memory_bytes, cpu_seconds = map(int, sys.argv[1:7])
@@ -40,7 +40,7 @@ def main() -> None:
     else:
         kind, text = _verdict(Channel(reader, writer), given)
     with os.fdopen(report, "wb") as stream:
-        stream.write(json.dumps([kind, text[:MOST_TOLD]]).encode())
+        stream.write(json.dumps([kind, text[:MOST_REPORTED]]).encode())
     os._exit(0)
 
 
@@ -64,7 +64,7 @@ def _run(source: str, names: dict[str, Any]) -> None:
 
 
 def _names_before(head: str) -> dict[str, Any]:
-    """What the document's text defines before the function that the model writes: the tests use it as it is there."""
+    """Define what the document's text has before the function that the model writes, as the tests use it."""
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
         *before, _ = ast.parse(f"{head}\n    pass\n").body
@@ -84,7 +84,7 @@ class _Names(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name) and name not in self._of_program:
             raise KeyError(name)
-        return self._program.ask("name", name)
+        return self._program.query("name", name)
 
 
 class _Program:
@@ -93,8 +93,8 @@ class _Program:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    def ask(self, what: str, *arguments: Any) -> Any:
-        """The value that the program's process answers.
+    def query(self, what: str, *arguments: Any) -> Any:
+        """Return the value that the program's process answers with.
 
         Raises:
             Gone: it has ended.
@@ -157,37 +157,37 @@ class Remote:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call it there."""
-        return self._asked("call", list(arguments), named)
+        return self._query("call", list(arguments), named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._asked("attribute", name)
+        return self._query("attribute", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._asked("set", name, value)
+        self._query("set", name, value)
 
     def __iter__(self) -> Iterator[Any]:
-        items = self._asked("iterate")
-        while (found := items._asked("next")) is not None:
+        items = self._query("iterate")
+        while (found := items._query("next")) is not None:
             yield found[0]
 
     def __next__(self) -> Any:
-        if (found := self._asked("next")) is None:
+        if (found := self._query("next")) is None:
             raise StopIteration
         return found[0]
 
     def __len__(self) -> int:
-        return int(self._asked("len"))
+        return int(self._query("len"))
 
     def __bool__(self) -> bool:
-        return self._asked("bool") is True
+        return self._query("bool") is True
 
     def __getitem__(self, key: Any) -> Any:
-        return self._asked("item", key)
+        return self._query("item", key)
 
     def __str__(self) -> str:
-        return str(self._asked("str"))
+        return str(self._query("str"))
 
     __repr__ = __str__
 
@@ -197,8 +197,8 @@ class Remote:
     def __hash__(self) -> int:
         return _number_of(self)
 
-    def _asked(self, what: str, *arguments: Any) -> Any:
-        return object.__getattribute__(self, "_program").ask(what, self, *arguments)
+    def _query(self, what: str, *arguments: Any) -> Any:
+        return object.__getattribute__(self, "_program").query(what, self, *arguments)
 
 
 def _number_of(remote: Remote) -> int:

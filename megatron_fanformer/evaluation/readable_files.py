@@ -42,7 +42,7 @@ class _PathBeneath(ctypes.Structure):
 
 
 def landlock_version() -> int:
-    """Of the kernel's Landlock; 0 where it has none, or a container hides it."""
+    """Return the version of the kernel's Landlock; 0 where it has none, or a container hides it."""
     return max(0, _libc.syscall(CREATE, None, ctypes.c_size_t(0), ABI_REQUEST))
 
 

@@ -190,10 +190,10 @@ def write_requests(
     arrays = {name: array for task in tasks.values() for name, array in _arrays(task).items()}
     for name, documents in texts.items():
         arrays[f"{name}/texts"] = np.frombuffer(json.dumps(documents, ensure_ascii=False).encode(), np.uint8)
-    told = msgspec.json.encode(content).decode()
-    digest = _digest(told, arrays)
+    text = msgspec.json.encode(content).decode()
+    digest = _digest(text, arrays)
     # Under one name: safetensors writes several in any order.
-    write_atomically(path, safetensors.numpy.save(arrays, {FORMAT: f"{digest} {told}"}))
+    write_atomically(path, safetensors.numpy.save(arrays, {FORMAT: f"{digest} {text}"}))
     return digest
 
 
@@ -202,7 +202,7 @@ class _Version(msgspec.Struct):
 
 
 class _Content(_Version, kw_only=True):
-    """What the metadata hold; the arrays of each task are named after it."""
+    """The metadata; the arrays of each task are named after it."""
 
     tokenizer_sha256: str
     context_length: Annotated[int, msgspec.Meta(ge=1)]
@@ -249,15 +249,15 @@ def read_requests(path: Path) -> RequestFile:
         raise CorruptError(f"{path} is not a whole request file ({error}); {AGAIN}, or copy it again") from None
     if FORMAT not in metadata:
         raise InputError(f"{path} is not a request file; {AGAIN}")
-    sha256, _, told = metadata[FORMAT].partition(" ")
-    if _digest(told, arrays) != sha256:
+    sha256, _, text = metadata[FORMAT].partition(" ")
+    if _digest(text, arrays) != sha256:
         raise CorruptError(
             f"{path} is damaged: its content has another SHA-256 than it states; {AGAIN}, or copy it again"
         )
     try:
-        version = msgspec.json.decode(told, type=_Version).version
+        version = msgspec.json.decode(text, type=_Version).version
         if version == VERSION:
-            return _request_file(path, sha256, msgspec.json.decode(told, type=_Content), arrays)
+            return _request_file(path, sha256, msgspec.json.decode(text, type=_Content), arrays)
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CorruptError(f"{path} is not as `evaluate --prepare` writes it ({error}); {AGAIN}") from None
     raise InputError(f"{path} is a request file of version {version}, this program's is {VERSION}; {AGAIN}")

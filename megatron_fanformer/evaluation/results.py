@@ -64,7 +64,7 @@ class SetResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How it was measured, as far as its numbers depend on that."""
+    """The settings of a measurement that its numbers depend on."""
 
     chunking: str
     chunk_tokens: int

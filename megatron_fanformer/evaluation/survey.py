@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSurvey:
-    """What a run is evaluated on."""
+    """The tasks and sets that a run is evaluated on."""
 
     tasks: dict[str, TaskRequests] = field(default_factory=dict)
     """By name; no request is longer than the model's sequences."""
@@ -71,7 +71,7 @@ def survey_evaluation(
     if found:
         raise InputError("\n".join(found))
     if tokenizer is not None and sets:
-        _tell_other_tokenizers(sets, sha256_of(tokenizer_file(Path(tokenizer))))
+        _warn_of_other_tokenizers(sets, sha256_of(tokenizer_file(Path(tokenizer))))
     return EvaluationSurvey(tasks=tasks, sets=tuple(sets))
 
 
@@ -83,7 +83,7 @@ def _tokenizer(path: str, eod_id: int | None) -> Tokenizer:
         raise InputError(f"evaluation.perplexity: {error}") from None
 
 
-def _tell_other_tokenizers(sets: Sequence[PerplexitySet], sha256: str) -> None:
+def _warn_of_other_tokenizers(sets: Sequence[PerplexitySet], sha256: str) -> None:
     """Warn of sets whose manifests name another file: an export's tokenizer may be the same one, written anew."""
     for each in sets:
         manifests = (read_any_manifest(file.prefix) for file in each.files)
@@ -116,7 +116,7 @@ def _tasks(
         name: cut_to_context(task, seq_length) for name, task in requests.selected(names, limit=config.limit).items()
     }
     for name, task in tasks.items():
-        largest = max(int(asked.ids.max()) for asked in (task, task.unconditional) if asked is not None)
+        largest = max(int(each.ids.max()) for each in (task, task.unconditional) if each is not None)
         if largest >= vocab_size:
             raise InputError(
                 f"task {name} has token id {largest}, beyond model.vocab_size {vocab_size}; raise the latter"

@@ -1,7 +1,7 @@
 """A process refuses itself system calls, for good: the network, other processes, every change to a file.
 
 By a filter that the kernel holds against each call of this process (seccomp(2)); it needs no privilege and cannot be
-taken back. Calls are told apart by number, and some by an argument: a file may be opened for reading, a thread started,
+taken back. Calls are known by number, some by an argument: a file may be opened for reading, a thread started,
 a signal raised in this process. Numbers are those of Linux's tables for x86-64 and ARM64, the only machines served.
 """
 

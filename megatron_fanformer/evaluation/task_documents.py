@@ -23,7 +23,7 @@ HUMANEVAL_STOP = ["\nclass", "\ndef", "\n#", "\nif", "\nprint"]
 
 
 class _Document(TypedDict):
-    """What a request file keeps of a document, whatever its task; msgspec holds what it reads against it."""
+    """The fields of a document in a request file, whatever its task, which msgspec checks as it reads."""
 
     doc_id: int | str
     prompt: str

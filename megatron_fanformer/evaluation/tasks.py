@@ -121,7 +121,7 @@ class Task:
 
     @property
     def is_generated(self) -> bool:
-        """Whether a model's text is judged, not log-probabilities."""
+        """Return whether a model's text is judged, not log-probabilities."""
         return self.metric in GENERATED
 
     @property
@@ -152,9 +152,9 @@ TASKS: Mapping[str, Task] = {
 
 
 def _meant(name: str) -> str:
-    """What is said to a name that there is not."""
+    """Return the remedy for an unknown name."""
     if name == ULOGIC:
-        return "`evaluate` is asked for it by --ulogic FILE"
+        return "request it from `evaluate` by --ulogic FILE"
     nearest = difflib.get_close_matches(name, [*GROUPS, *TASKS], n=1)
     return f"did you mean {nearest[0]}?" if nearest else f"the groups are {', '.join(GROUPS)}"
 

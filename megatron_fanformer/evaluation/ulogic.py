@@ -2,8 +2,8 @@
 
 The rules are those of "Can LLMs Reason with Rules?" (Wang et al., ACL 2024), in the user's own `probing_subset.json`:
 its repository states no licence, so that no part of it is here. As there, a rule counts if it is judged True and the
-rule with the negated conclusion False. The question that is asked is our own, so that figures compare between models
-asked by it, and not with those of the paper.
+rule with the negated conclusion False. The wording of the question is our own, so that figures compare between models
+scored by it, and not with those of the paper.
 
 The file is a JSON list with an object for each rule:
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluation.generated_texts import GenerationSettings, Tell, mean_of, write_texts
+from megatron_fanformer.evaluation.generated_texts import GenerationSettings, Log, mean_of, write_texts
 from megatron_fanformer.generation.models import TrainedModel
 
 QUESTION = """\
@@ -96,7 +96,7 @@ def evaluate(
     documents: Sequence[dict[str, Any]],
     settings: GenerationSettings,
     *,
-    tell: Tell = lambda line: None,
+    log: Log = lambda line: None,
 ) -> dict[str, Any]:
     """Judge rules and negations by the likelihood of True and False, and by the text that the model writes, greedy.
 
@@ -109,11 +109,11 @@ def evaluate(
     """
     rules = [document[which] for document in documents for which in ("rule", "negation")]
     prompts = [QUESTION.format(rule=rule) for rule in rules]
-    tell(f"likelihood of {len(prompts):,} rules and negations")
+    log(f"likelihood of {len(prompts):,} rules and negations")
     found = {"likelihood": likelier_verdicts(model, tokenizer, prompts)}
-    asked = [{"prompt": prompt, "stop": ["\n"], "max_new_tokens": MOST_NEW_TOKENS} for prompt in prompts]
+    questions = [{"prompt": prompt, "stop": ["\n"], "max_new_tokens": MOST_NEW_TOKENS} for prompt in prompts]
     written = write_texts(
-        model, tokenizer, asked, replace(settings, temperature=0.0, num_samples=1, max_new_tokens=None), tell=tell
+        model, tokenizer, questions, replace(settings, temperature=0.0, num_samples=1, max_new_tokens=None), log=log
     )
     texts = [one.texts[0].text for one in written]
     found["generation"] = [stated_verdict(text) for text in texts]
@@ -162,7 +162,7 @@ def stated_verdict(text: str) -> bool | None:
 
 
 def likelier_verdicts(model: TrainedModel, tokenizer: Tokenizer, prompts: Sequence[str]) -> list[bool | None]:
-    """Of each prompt whether True is likelier to follow it than False; None if both are as likely."""
+    """Return for each prompt whether True is likelier to follow it than False; None if both are as likely."""
     encoded = tokenizer.encode_batch(prompts)
     of_both = [
         _log_likelihoods(model, encoded, tokenizer.encode(f" {verdict}"))  # of all prompts
@@ -181,8 +181,8 @@ def _log_likelihoods(model: TrainedModel, prompts: Sequence[list[int]], ending: 
         most = max(1, MOST_TOKENS // length)
         batch = [number for number in numbers[:most] if len(rows[number]) == length]
         numbers = numbers[len(batch) :]
-        told = _of_endings(model.logits(torch.tensor([rows[number] for number in batch])), ending)
-        for number, value in zip(batch, told, strict=True):
+        sums = _of_endings(model.logits(torch.tensor([rows[number] for number in batch])), ending)
+        for number, value in zip(batch, sums, strict=True):
             found[number] = value
     return found
 

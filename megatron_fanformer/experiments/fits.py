@@ -52,7 +52,7 @@ class Curve(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Of 95%; None: not bounded on that side."""
+    """A 95% interval; None: not bounded on that side."""
 
     low: float | None
     high: float | None
@@ -70,13 +70,13 @@ class Fit:
 
     @property
     def intervals(self) -> list[Interval] | None:
-        """Of E, A and α; None where there are too few points."""
+        """Return the intervals of E, A and α; None where there are too few points."""
         return [_interval(column) for column in self.draws.T] if len(self.draws) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """What a curve needs for the loss that the baseline has at its largest x."""
+    """A curve's x for the loss that the baseline has at its largest x."""
 
     at: float
     """That x."""
@@ -122,7 +122,7 @@ def fit_together(
 
 
 def saving(baseline: Fit, other: Fit, largest: float) -> Saving:
-    """What `other` needs of x for the loss that `baseline` has at its largest x.
+    """Compute the x at which `other` has the loss that `baseline` has at its largest x.
 
     Args:
         baseline, other: of one `fit_together`.
@@ -148,7 +148,7 @@ def _best_curves(x: np.ndarray, losses: np.ndarray) -> np.ndarray:
 
 
 class _LinearFits(NamedTuple):
-    """Of every row at every exponent, [k, exponents]."""
+    """The linear fits of every row at every exponent, [k, exponents]."""
 
     e: np.ndarray
     a: np.ndarray

@@ -44,7 +44,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     same_settings: bool = False
     """Whether it was measured as the paper did: model, data and length."""
     shows: bool | None
-    """Whether the paper's effect shows, by a rule that was fixed beforehand; None: it cannot be told."""
+    """Whether the paper's effect shows, by a rule that was fixed beforehand; None: inconclusive."""
     sentence: str
     """In plain words, the rule and its outcome."""
 
@@ -75,7 +75,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def this_machine() -> dict[str, Any]:
-    """What a measurement depends on here: cores, processor, GPU, versions."""
+    """Return what a measurement depends on here: cores, processor, GPU, versions."""
     import torch
 
     from megatron_fanformer.checkpoint.versions import versions
@@ -125,7 +125,7 @@ def read_result(path: Path) -> Result:
 
 
 def _problems(folder: Path, result: Result) -> Sequence[str]:
-    """What is not as a result must be, one line each."""
+    """List what is not as a result must be, one line each."""
     found = []
     if result.version != VERSION:
         found.append(f"its version is {result.version}, and this program reads {VERSION}")

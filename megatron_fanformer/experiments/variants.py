@@ -41,7 +41,7 @@ class Variant:
 
     @property
     def is_periodic(self) -> bool:
-        """Whether it has cos and sin."""
+        """Return whether it has cos and sin."""
         return self.fan.place.has_fan and self.fan.p_ratio > 0
 
 
@@ -104,7 +104,7 @@ def _variant(size: FANformerConfig, variant: Variant, equal: Equal, multiple: in
 
 
 def variant_fields(model: FANformerConfig) -> dict[str, Any]:
-    """What a configuration's section `model` says of a variant, beside the size: dotted names and values."""
+    """Return a variant's fields of the section `model`, beside the size: dotted names and values."""
     fan = {f"fan.{name}": value for name, value in dataclasses.asdict(model.fan).items()}
     return {"ffn_hidden_size": model.ffn_hidden_size, **fan}
 

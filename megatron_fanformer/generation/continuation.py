@@ -1,13 +1,24 @@
-"""A prompt and what follows it: its tokens as they are chosen, its text as far as it is known, and why it ended."""
+"""A prompt and what follows it: its tokens as they are chosen, its text as far as it is known, and why it ended.
 
-from collections.abc import Sequence
+Several are continued together, by megatron-core's key/value cache, to the text that each has alone. The cache gives all
+rows of a batch the same position, and megatron-core's causal mask has no room for padding. So a batch begins with as
+many tokens as its shortest prompt has, and then goes on token by token: a row whose prompt is longer is given its own
+next token until it has been read, and only then chooses one. Nothing is padded, every position is the row's own, and a
+batch of prompts of about one length loses next to nothing.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.generation.config import SamplingConfig
+from megatron_fanformer.generation.models import TrainedModel
 from megatron_fanformer.generation.sampling import Sampler
+from megatron_fanformer.runtime.device import return_freed_memory
 
 EndedBy = Literal["end_of_text", "stop", "length"]
 CONTEXT_TOKENS = 8
@@ -85,7 +96,7 @@ class Continuation:
 
     @property
     def text(self) -> str:
-        """What follows the prompt, without the end of text and without a stop string."""
+        """Return what follows the prompt, without the end of text and without a stop string."""
         assert self._new_text is not None
         return self._new_text.text
 
@@ -134,3 +145,54 @@ def new_continuation(
         end_of_text_id=tokenizer.eod_id,
         new_text=NewText(tokenizer, prompt_ids, stop),
     )
+
+
+# -- several together
+
+
+def continue_all(
+    model: TrainedModel,
+    continuations: Sequence[Continuation],
+    *,
+    batch_size: int,
+    on_batch: Callable[[int], None] = lambda ended: None,
+) -> None:
+    """Continue any number of prompts to their ends, in batches of prompts of about one length, the longest first.
+
+    Args:
+        on_batch: called after each batch, with the number of continuations that have ended.
+    """
+    by_length = sorted(continuations, key=lambda continuation: -continuation.length)
+    for first in range(0, len(by_length), batch_size):
+        continue_together(model, by_length[first : first + batch_size])
+        on_batch(min(first + batch_size, len(by_length)))
+
+
+def continue_together(
+    model: TrainedModel, continuations: Sequence[Continuation], on_step: Callable[[], None] = lambda: None
+) -> None:
+    """Continue prompts as one batch to their ends; rows that have ended leave it.
+
+    Args:
+        on_step: called after each step, when some have a new token.
+
+    Raises:
+        DivergenceError: the model's logits are not finite.
+    """
+    return_freed_memory()  # which an earlier batch of other lengths has left
+    rows = list(continuations)
+    given = min(row.length for row in rows)
+    decoder = model.decoder(len(rows), max(row.length + row.max_new_tokens for row in rows))
+    logits_bv = decoder.next_logits(torch.tensor([row.prompt_ids[:given] for row in rows]))
+    for length in itertools.count(given):  # tokens of each row in the cache
+        for row, logits_v in zip(rows, logits_bv.cpu(), strict=True):
+            if row.length == length:
+                row.take(logits_v)
+        on_step()
+        left = [number for number, row in enumerate(rows) if row.ended_by is None]
+        if not left:
+            return
+        if len(left) < len(rows):
+            decoder.keep(left)
+            rows = [rows[number] for number in left]
+        logits_bv = decoder.next_logits(torch.tensor([[row.token_at(length)] for row in rows]))

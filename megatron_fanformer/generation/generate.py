@@ -1,14 +1,14 @@
 """`generate`: continues prompts with a trained model."""
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.generation.config import GenerateConfig
-from megatron_fanformer.generation.continuation import Continuation, EndedBy, new_continuation
-from megatron_fanformer.generation.decoding import continue_together
+from megatron_fanformer.generation.continuation import Continuation, EndedBy, continue_together, new_continuation
 from megatron_fanformer.generation.models import ModelSource, find_model_and_tokenizer, load_model
 
 
@@ -49,7 +49,7 @@ def generate(
     source, tokenizer = _find(config)
     encoded = [tokenizer.encode(prompt) or [tokenizer.eod_id] for prompt in config.prompts]  # documents follow one
     _check_lengths(encoded, config.max_new_tokens, source.config.seq_length)
-    asked = [(number, sample) for number in range(len(encoded)) for sample in range(config.num_samples)]
+    samples = [(number, sample) for number in range(len(encoded)) for sample in range(config.num_samples)]
     rows = [
         new_continuation(
             tokenizer,
@@ -59,7 +59,7 @@ def generate(
             max_new_tokens=config.max_new_tokens,
             stop=config.stop,
         )
-        for number, sample in asked
+        for number, sample in samples
     ]
     with load_model(source.path) as model:
         for first in range(0, len(rows), config.batch_size):
@@ -74,7 +74,7 @@ def generate(
             ids=row.ids,
             prompt_ids=row.prompt_ids,
         )
-        for (number, sample), row in zip(asked, rows, strict=True)
+        for (number, sample), row in zip(samples, rows, strict=True)
         if row.ended_by
     ]
 
@@ -100,3 +100,65 @@ def _check_lengths(prompts: Sequence[Sequence[int]], new_tokens: int, seq_length
         f"{name}'s {longest} tokens and max_new_tokens {new_tokens} make {longest + new_tokens}, over the {seq_length} "
         f"that the model was trained on; {remedy}"
     )
+
+
+# -- printed
+
+
+def print_generations(config: GenerateConfig, write: Callable[[str], object]) -> None:
+    """Continue prompts and write each with its continuation, in order, as far as each is known.
+
+    Several are separated by a line before each; a single one has none, so that the output is the text itself. With
+    `config.json` it is an object a line, when a continuation has ended: prompt, sample, text, ended_by, ids.
+
+    Raises:
+        As `generate`.
+    """
+    generate(config, _InOrder(config, write))
+
+
+class _InOrder:
+    """Writes the continuations in order: the first that has not ended as it grows, those after it when it has."""
+
+    def __init__(self, config: GenerateConfig, write: Callable[[str], object]) -> None:
+        self._config, self._write = config, write
+        self._shown = self._json_line if config.json else self._text
+        self._number = self._written = 0  # of the continuation that is being written, and how much of it is
+
+    def __call__(self, first: int, batch: Sequence[Continuation]) -> None:
+        while self._number < first + len(batch):
+            continuation = batch[self._number - first]
+            shown = self._shown(continuation)
+            self._write(shown[self._written :])
+            self._written = len(shown)
+            if not continuation.ended_by:
+                return
+            self._write("\n")
+            self._number, self._written = self._number + 1, 0
+
+    def _of(self) -> tuple[str, int]:
+        number, sample = divmod(self._number, self._config.num_samples)
+        return self._config.prompts[number], sample
+
+    def _text(self, continuation: Continuation) -> str:
+        prompt, sample = self._of()
+        heading = ""
+        if len(self._config.prompts) * self._config.num_samples > 1:
+            number = self._number // self._config.num_samples + 1
+            of_samples = f", sample {sample + 1}" if self._config.num_samples > 1 else ""
+            heading = ("\n" if self._number else "") + f"--- prompt {number}{of_samples}\n"
+        return heading + prompt + continuation.settled_text
+
+    def _json_line(self, continuation: Continuation) -> str:
+        prompt, sample = self._of()
+        if not continuation.ended_by:
+            return ""
+        return json.dumps(
+            {
+                "prompt": prompt,
+                "sample": sample,
+                "text": continuation.text,
+                "ended_by": continuation.ended_by,
+                "ids": continuation.ids,
+            }
+        )

@@ -22,8 +22,8 @@ def talk(config: ChatConfig) -> None:
     are passed over.
 
     Raises:
-        As `open_chat` and `Chat.answer`; from a terminal, a message that cannot be answered is told, and may be put
-        in another way.
+        As `open_chat` and `Chat.answer`; from a terminal, why a message cannot be answered is printed, and it
+        may be rephrased.
         KeyboardInterrupt: Ctrl-C twice without a line in between, or once for a pipe.
     """
     with open_chat(config) as chat:
@@ -49,7 +49,7 @@ def _with_pipe(chat: Chat) -> None:
 def _with_terminal(chat: Chat) -> None:
     with suppress(ImportError):
         import readline  # noqa: F401  (input() edits lines by it)
-    _tell(HINT)
+    _print_notice(HINT)
     with _interrupts() as interrupts:
         while True:
             try:
@@ -62,13 +62,13 @@ def _with_terminal(chat: Chat) -> None:
                 if interrupts.count > 1:
                     raise
                 print()
-                _tell(HINT)
+                _print_notice(HINT)
             except InputError as error:
-                _tell(str(error))
+                _print_notice(str(error))
 
 
 def _answered(chat: Chat, text: str, is_stopped: Callable[[], bool] = lambda: False) -> bool:
-    """Do what a line asks for; False where that is to end."""
+    """Carry out a line; return False where the conversation is to end."""
     command = text.strip()
     if command == QUIT:
         return False
@@ -83,7 +83,9 @@ def _write_answer(chat: Chat, text: str, is_stopped: Callable[[], bool]) -> None
     forgotten = chat.forgotten
     for piece in chat.answer(text):
         if chat.forgotten and not forgotten:
-            _tell("the conversation is longer than the model's context; from here on its oldest turns are left out")
+            _print_notice(
+                "the conversation is longer than the model's context; from here on its oldest turns are left out"
+            )
             forgotten = chat.forgotten
         sys.stdout.write(piece)
         if piece:
@@ -93,7 +95,7 @@ def _write_answer(chat: Chat, text: str, is_stopped: Callable[[], bool]) -> None
     print(flush=True)
 
 
-def _tell(line: str) -> None:
+def _print_notice(line: str) -> None:
     terminal.tell(f"megatron-fanformer: {line}")
 
 
@@ -124,7 +126,7 @@ class _Interrupts:
             raise InputError("the message is not valid UTF-8; write it in that") from None
         return line
 
-    def hear(self, _number: int, _frame: FrameType | None) -> None:
+    def handle(self, _number: int, _frame: FrameType | None) -> None:
         """Python's handler of the signal."""
         self.count += 1
         if self._awaits_line or self.count > 1:
@@ -134,7 +136,7 @@ class _Interrupts:
 @contextmanager
 def _interrupts() -> Iterator[_Interrupts]:
     interrupts = _Interrupts()
-    before = signal.signal(signal.SIGINT, interrupts.hear)
+    before = signal.signal(signal.SIGINT, interrupts.handle)
     try:
         yield interrupts
     finally:

@@ -21,7 +21,7 @@ def _generate(config: GenerateConfig) -> None:
         raise InputError("there is no text to continue; name one with --prompt, or a file of them with --prompts")
     tell_loading(config.checkpoint)
     device.prepare_megatron()
-    from megatron_fanformer.generation.printing import print_generations
+    from megatron_fanformer.generation.generate import print_generations
 
     print_generations(config, functools.partial(print, end="", flush=sys.stdout.isatty()))
 

@@ -1,4 +1,7 @@
-"""Describes a run and its checkpoints; no weights are read. It needs only torch, and no process group."""
+"""Describes and verifies a run's checkpoints and Megatron-LM's, with torch alone and no process group.
+
+No weights are read to describe. What a checkpoint of Megatron-LM holds, in full, its conversion says.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -6,14 +9,18 @@ from typing import Any
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import OPTIMIZER_PREFIX
-from megatron_fanformer.checkpoint.manifest import check_small_files
+from megatron_fanformer.checkpoint.manifest import check_small_files, read_manifest
 from megatron_fanformer.checkpoint.plain_values import SavedProgress, check_plain_values, saved_progress
-from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
+from megatron_fanformer.checkpoint.stored_files import bytes_stored, check_parts, check_stored
+from megatron_fanformer.checkpoint.tensor_table import METADATA, Table, read_table, stored_parts, tensors_of
 from megatron_fanformer.data.config import TRAINING
 from megatron_fanformer.data.identity import SHOWN_DIGITS, DataIdentity, SetIdentity, identity_from_plain
+from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.formats.name_table import expected_shapes
+from megatron_fanformer.formats.recognition import Target, iteration_of
 from megatron_fanformer.formats.training_record import layout
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows, text_facts, text_row
-from megatron_fanformer.inspection.report import Report, plural, size, some
+from megatron_fanformer.inspection.report import Advance, Report, plural, size, some
 from megatron_fanformer.training.metrics import last_metrics
 
 Rows = list[tuple[str, str]]
@@ -116,8 +123,79 @@ def _stored(table: Table) -> tuple[int, int]:
 
 
 def _types(table: Table) -> str:
-    """Of the weights alone."""
+    """Return the types of the weights alone."""
     types = {
         value.properties.dtype for name, value in tensors_of(table).items() if not name.startswith(OPTIMIZER_PREFIX)
     }
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
+
+
+# -- whether it is whole
+
+
+def check_checkpoint(checkpoint: Path, advance: Advance) -> str:
+    """Check every file against the manifest, and that every tensor is complete; returns what was checked.
+
+    Raises:
+        CorruptError: something is missing or damaged; names the file, and what.
+    """
+    check_stored(checkpoint, advance=advance)
+    table = read_table(checkpoint)
+    _check_shapes(checkpoint, table)
+    manifest = read_manifest(checkpoint)
+    what = (
+        plural(len(manifest.files), "file") if manifest else plural(sum(1 for _ in stored_parts(table)), "stored part")
+    )
+    return f"CRC-32 of {what}, {size(bytes_stored(checkpoint))}; every tensor is complete"
+
+
+def _check_shapes(checkpoint: Path, table: Table) -> None:
+    """Check that the model's weights are all listed, and that the stored parts of each tensor are all of it."""
+    tensors, config = tensors_of(table), store.saved_model(checkpoint)
+    for name, shape in expected_shapes(config, "megatron").items():
+        found = tuple(tensors[name].size) if name in tensors else None
+        if found != shape:
+            raise CorruptError(
+                f"{checkpoint / METADATA} has {name} of shape {found or 'none'}, where the model in {store.CONFIG} has "
+                f"{shape}; use another checkpoint"
+            )
+    for name, tensor in tensors.items():
+        if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
+            raise CorruptError(f"{checkpoint / METADATA} does not hold all of {name}; use another checkpoint")
+
+
+# -- Megatron-LM's
+
+
+def describe_megatron_lm(target: Target) -> Report:
+    """The checkpoint that is meant, and how many tensors it has.
+
+    Raises:
+        InputError: it is in a format that is not read.
+        CorruptError: its table cannot be read.
+    """
+    folder = iteration_of(target)
+    tensors, total = len(tensors_of(read_table(folder))), bytes_to_check(target)
+    facts = {"kind": target.kind, "path": str(folder), "tensors": tensors, "bytes": total}
+    rows = [
+        ("stored", f"{plural(tensors, 'tensor')}, those of the optimizer included; torch_dist, {size(total)}"),
+        ("to use it", f"megatron-fanformer convert {folder} DESTINATION --to megatron"),
+    ]
+    return Report(f"{folder}: checkpoint of Megatron-LM", facts, rows)
+
+
+def bytes_to_check(target: Target) -> int:
+    """Bytes that `check_megatron_lm` will read."""
+    return sum(part.length for part in stored_parts(read_table(iteration_of(target))))
+
+
+def check_megatron_lm(target: Target, advance: Advance) -> str:
+    """Check every stored tensor and object by its own CRC-32; returns what was checked.
+
+    Raises:
+        CorruptError: one is missing or damaged; names its file.
+    """
+    folder = iteration_of(target)
+    parts = list(stored_parts(read_table(folder)))
+    check_parts(folder, parts, advance)
+    return f"CRC-32 of {plural(len(parts), 'stored part')}"

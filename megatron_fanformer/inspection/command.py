@@ -50,7 +50,7 @@ def draw_phases(path: str, picture: Path) -> None:
 
 
 class _Kind(NamedTuple):
-    """What can be done with a kind of target."""
+    """The actions on a kind of target."""
 
     describe: Callable[[Target], Report]
     bytes_to_check: Callable[[Target], int]
@@ -75,8 +75,7 @@ def _data() -> _Kind:
 
 def _checkpoint() -> _Kind:
     from megatron_fanformer.checkpoint.stored_files import bytes_stored
-    from megatron_fanformer.inspection.checkpoint import describe_checkpoint, describe_run
-    from megatron_fanformer.inspection.checkpoint_check import check_checkpoint
+    from megatron_fanformer.inspection.checkpoint import check_checkpoint, describe_checkpoint, describe_run
 
     return _Kind(
         lambda target: describe_run(target.path) if target.kind == "run" else describe_checkpoint(target.path),
@@ -86,7 +85,7 @@ def _checkpoint() -> _Kind:
 
 
 def _megatron_lm() -> _Kind:
-    from megatron_fanformer.inspection.megatron_lm import bytes_to_check, check_megatron_lm, describe_megatron_lm
+    from megatron_fanformer.inspection.checkpoint import bytes_to_check, check_megatron_lm, describe_megatron_lm
 
     return _Kind(describe_megatron_lm, bytes_to_check, check_megatron_lm)
 

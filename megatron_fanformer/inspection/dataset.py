@@ -40,7 +40,7 @@ Rows = list[tuple[str, str]]
 
 
 def describe_data(target: Target) -> Report:
-    """What token files hold: one prefix, or all that a blend or a folder names.
+    """Describe token files: one prefix, or all that a blend or a folder names.
 
     Raises:
         InputError: files that are missing.
@@ -75,7 +75,7 @@ def _in_one_line(facts: dict[str, Any]) -> str:
 
 
 def _weighted_sources(file: Path) -> list[dict[str, Any]]:
-    """What a blend file names, each with its weight where it has one."""
+    """Return what a blend file names, each with its weight where it has one."""
     blend = parse_blend([f"@{file}"])
     if blend.weights is None:
         return [{"source": path} for source in blend.sources for path in source.paths]
@@ -84,7 +84,7 @@ def _weighted_sources(file: Path) -> list[dict[str, Any]]:
 
 
 def describe_prefix(prefix: str) -> Report:
-    """What the token files of one prefix hold."""
+    """Describe the token files of one prefix."""
     manifest = read_any_manifest(prefix)
     is_whole = isinstance(manifest, Manifest) and token_files_record(prefix) is None
     form, facts, rows = _of_parts(manifest) if is_whole else _of_files(prefix)
@@ -140,8 +140,8 @@ def _of_files(prefix: str) -> tuple[str, dict[str, Any], Rows]:
 def _of_chats(prefix: str, largest: str) -> tuple[str, dict[str, Any], Rows]:
     """A prefix of conversations; what is learned is counted where no manifest says it."""
     chats, stated = open_chats(prefix), token_files_record(prefix)
-    told = None if stated is None else stated.learned_tokens
-    learned = count_learned(chats.mask_path) if told is None else told
+    stated_tokens = None if stated is None else stated.learned_tokens
+    learned = count_learned(chats.mask_path) if stated_tokens is None else stated_tokens
     stored = chats.mask_path.stat().st_size  # with padding
     tokens = int(chats.lengths.sum())
     facts = {

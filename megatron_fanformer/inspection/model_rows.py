@@ -24,7 +24,7 @@ def model_rows(config: FANformerConfig) -> list[tuple[str, str]]:
 
 
 def model_facts(config: FANformerConfig) -> dict[str, Any]:
-    """What `model_rows` says that a configuration does not state, for programs."""
+    """Return what `model_rows` says beyond the configuration, for programs."""
     return {"parameters": config.num_parameters, "padded_vocab_size": config.padded_vocab_size}
 
 
@@ -43,7 +43,7 @@ def text_facts(folder: Path) -> dict[str, Any]:
 
 
 def text_row(facts: dict[str, Any]) -> tuple[str, str]:
-    """What `text_facts` says, for people."""
+    """Return what `text_facts` says, for people."""
     template = ", with a chat template" if facts["chat_template"] else ""
     return "tokenizer", f"{facts['tokenizer'] or 'none'}{template}"
 

@@ -1,7 +1,7 @@
 """The command `check-node`: this node alone, or all nodes that a launcher started it on, each compared with the others.
 
 One process of each node takes part, and any other leaves at once. They meet at a store as the ranks of a run do. Node 0
-judges: it hears what each node found of itself, has those that answered measure their links, and tells every one the
+judges: it collects what each node found of itself, has those that answered measure their links, and publishes the
 verdicts. Nobody waits longer than its limit for another one, nor for a piece of its own hardware: what hangs is named.
 """
 
@@ -28,14 +28,14 @@ JUDGE = 0
 POLL_SECONDS = 0.1
 LINKS_SECONDS = 300.0  # for all links of a node together: three rounds
 WORKER = "check"  # the name of threads that may hang
-HEARD_SECONDS = 10.0  # for the others to hear the verdicts
+ACKNOWLEDGED_SECONDS = 10.0  # for the others to read the verdicts
 
 
 def check_nodes(config: CheckConfig) -> None:
     """Check this node, or those that meet here, and print the verdicts (node 0 does).
 
     Raises:
-        FanformerError: a node is unhealthy, or the nodes could not be heard.
+        FanformerError: a node is unhealthy, or the nodes do not answer.
     """
     raised: FanformerError | OSError | None = None
     try:
@@ -94,7 +94,7 @@ def _check_nodes(config: CheckConfig) -> None:
 
 
 class _Unhealthy(FanformerError):
-    """A node is; without a message where the verdicts, or another node, tell all of it."""
+    """A node is; without a message where the verdicts, or another node, report all of it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -102,7 +102,7 @@ class _Unhealthy(FanformerError):
 
 
 def _done_within(seconds: float, work: Callable[[], None]) -> bool:
-    """Whether some work of this node's ended in time; it is left alone if not."""
+    """Return whether some work of this node's ended in time; it is left alone if not."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -120,7 +120,7 @@ def _done_within(seconds: float, work: Callable[[], None]) -> bool:
 
 
 class _Meeting:
-    """The store of the nodes; each says a thing once, and hears the others' until a limit."""
+    """The store of the nodes; each publishes a value once, and collects the others' until a limit."""
 
     def __init__(self, address: devices.RankAddress | None, number: int, count: int, seconds: float) -> None:
         from torch.distributed import HashStore, TCPStore
@@ -138,12 +138,12 @@ class _Meeting:
                 wait_for_workers=False,
             )
 
-    def tell(self, what: str, value: Any) -> None:
-        """Tell the others something."""
+    def publish(self, what: str, value: Any) -> None:
+        """Publish a value for the others."""
         self.store.set(f"{what}-{self.number}", json.dumps(value))
 
-    def hear(self, what: str, numbers: Collection[int], seconds: float) -> dict[int, Any]:
-        """What the nodes told, by number, as far as they did in time."""
+    def collect(self, what: str, numbers: Collection[int], seconds: float) -> dict[int, Any]:
+        """Return the nodes' values, by number, of those that came in time."""
         keys = {number: f"{what}-{number}" for number in numbers}
         end = time.monotonic() + seconds
         while keys and not self.store.check(list(keys.values())) and time.monotonic() < end:
@@ -158,37 +158,39 @@ class _Judge:
         self._config, self._meeting = config, meeting
 
     def verdicts(self, own: Facts, links: Links) -> list[Verdict]:
-        """The verdicts on all nodes, in their order; the others are told."""
+        """Return the verdicts on all nodes, in their order, and publish them for the others."""
         meeting = self._meeting
         others = [number for number in range(meeting.count) if number != JUDGE]
-        heard = meeting.hear("facts", others, meeting.seconds)
-        found = {JUDGE: own, **{number: facts_from_plain(values) for number, values in heard.items()}}
+        answers = meeting.collect("facts", others, meeting.seconds)
+        found = {JUDGE: own, **{number: facts_from_plain(values) for number, values in answers.items()}}
         self._read_shared_files(found)
         taking_part = [number for number, facts in found.items() if facts.doing == "done"]
         gpus = min((len(found[number].gpus) for number in taking_part), default=0)
-        meeting.tell("links", (taking_part, gpus))
+        meeting.publish("links", (taking_part, gpus))
         if JUDGE in taking_part:
             _measure(own, links, meeting, taking_part, gpus)
-        heard = meeting.hear("rates", [number for number in taking_part if number != JUDGE], LINKS_SECONDS)
+        answers = meeting.collect("rates", [number for number in taking_part if number != JUDGE], LINKS_SECONDS)
         for number in taking_part:
-            if number not in {JUDGE, *heard}:
+            if number not in {JUDGE, *answers}:
                 found[number].problems.append(
                     f"it did not answer within {LINKS_SECONDS:g} s after its links were to be measured; leave it out, "
                     "and see whether it is up"
                 )
-        rates = {number: {int(other): values for other, values in told.items()} for number, told in heard.items()}
+        rates = {
+            number: {int(other): values for other, values in own_rates.items()} for number, own_rates in answers.items()
+        }
         judged = judge(found, {JUDGE: links, **rates}, _rules(self._config))
         missing = f"it did not answer within {meeting.seconds:g} s; leave it out, and see whether it is up"
         verdicts = [
             judged.get(number) or Verdict(node=f"node {number} of {meeting.count}", problems=[missing])
             for number in range(meeting.count)
         ]
-        meeting.tell("verdicts", [verdict.is_healthy for verdict in verdicts])
-        meeting.hear("heard", heard, HEARD_SECONDS)  # the store may end with this process
+        meeting.publish("verdicts", [verdict.is_healthy for verdict in verdicts])
+        meeting.collect("acknowledged", answers, ACKNOWLEDGED_SECONDS)  # the store may end with this process
         return verdicts
 
     def _read_shared_files(self, found: dict[int, Facts]) -> None:
-        """Whether what each node wrote into the shared folder can be read here; it is removed then."""
+        """Return whether each node's file in the shared folder can be read here, and remove it."""
         for facts in found.values():
             if facts.shared_file is None:
                 continue
@@ -212,21 +214,21 @@ def _rules(config: CheckConfig) -> Rules:
 
 
 def _judged(meeting: _Meeting, facts: Facts, links: Links) -> list[Verdict]:
-    """Any other node at its work: tells, measures, and hears whether all are healthy."""
-    meeting.tell("facts", facts.as_plain())
-    heard = meeting.hear("links", [JUDGE], 3 * meeting.seconds)
-    if JUDGE in heard:
-        taking_part, gpus = heard[JUDGE]
+    """Do what any other node does: publish its facts, measure, and read whether all are healthy."""
+    meeting.publish("facts", facts.as_plain())
+    answers = meeting.collect("links", [JUDGE], 3 * meeting.seconds)
+    if JUDGE in answers:
+        taking_part, gpus = answers[JUDGE]
         if meeting.number in taking_part:
             _measure(facts, links, meeting, taking_part, gpus)
-            meeting.tell("rates", links)
-        heard = meeting.hear("verdicts", [JUDGE], 2 * LINKS_SECONDS)
-    if JUDGE not in heard:
+            meeting.publish("rates", links)
+        answers = meeting.collect("verdicts", [JUDGE], 2 * LINKS_SECONDS)
+    if JUDGE not in answers:
         raise FanformerError(f"{facts.node}: the first node has not judged in time; see whether it is up")
-    meeting.tell("heard", True)
+    meeting.publish("acknowledged", True)
     return [
-        Verdict(node=str(number), problems=[] if is_healthy else ["told by the first node"])
-        for number, is_healthy in enumerate(heard[JUDGE])
+        Verdict(node=str(number), problems=[] if is_healthy else ["reported by the first node"])
+        for number, is_healthy in enumerate(answers[JUDGE])
     ]
 
 

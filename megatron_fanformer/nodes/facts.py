@@ -27,31 +27,31 @@ CPU_SECONDS = 0.5  # of products on a CPU; the fastest counts
 GPU_REPETITIONS = 100
 NVIDIA_SMI_SECONDS = 30.0
 POLL_SECONDS = 0.05
-STARTING = "importing torch"  # without which it cannot tell the others anything
-DRIVER = "the driver"  # among the versions; nvidia-smi alone tells it
+STARTING = "importing torch"  # without which it cannot report to the others
+DRIVER = "the driver"  # among the versions; nvidia-smi alone reports it
 SHARED_MEMORY = Path("/dev/shm")  # data loaders and NCCL pass messages there
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What one GPU shows."""
+    """The facts of one GPU."""
 
     name: str
     flops_per_second: float
     """Of bf16 products."""
     clock_mhz: float | None = None
-    """Of its multiprocessors, under that load; None where nvidia-smi does not tell."""
+    """Of its multiprocessors, under that load; None where nvidia-smi does not report it."""
 
 
 @dataclass(kw_only=True)
 class Facts:
-    """What a node shows; it is filled in as it is found out, so that what hangs leaves the rest."""
+    """The facts of a node, filled in as they are found out, so that what hangs leaves the rest."""
 
     node: str = field(default_factory=devices.node_name)
     problems: list[str] = field(default_factory=list)
     """What is wrong with it, whatever the others show."""
     doing: str = STARTING
-    """What it is being asked just now."""
+    """What is being measured just now."""
     versions: dict[str, str] = field(default_factory=dict)
     cores: int = field(default_factory=usable_cores)
     gpus: list[Gpu] = field(default_factory=list)
@@ -72,7 +72,7 @@ def facts_from_plain(values: dict[str, Any]) -> Facts:
 
 
 def find_facts(facts: Facts, folder: Path | None) -> None:
-    """Find out everything about this node; what fails is a problem of it, and the rest is still asked.
+    """Find out everything about this node; what fails is a problem of it, and the rest is still measured.
 
     Args:
         folder: of the shared file system; None: it is not looked at.
@@ -129,7 +129,7 @@ def _find_versions(facts: Facts) -> None:
     if torch.cuda.is_available():
         facts.versions["CUDA"] = str(torch.version.cuda)
         facts.versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        if (driver := _ask_nvidia("driver_version")) is not None:
+        if (driver := _query_nvidia_smi("driver_version")) is not None:
             facts.versions[DRIVER] = driver
 
 
@@ -174,7 +174,7 @@ def _find_gpus(facts: Facts) -> None:
 
     for number in range(torch.cuda.device_count()):
         facts.doing = f"GPU {number}"
-        busy = _ask_gpu(number, "utilization.gpu")  # before it is given any work
+        busy = _query_gpu(number, "utilization.gpu")  # before it is given any work
         free, total = torch.cuda.mem_get_info(number)
         if free < LEAST_FREE_SHARE * total:
             facts.problems.append(
@@ -208,7 +208,7 @@ def _work_of(number: int, facts: Facts) -> Gpu:
                 torch.mm(factor, factor, out=product)
             torch.cuda.synchronize()
 
-        clock = _ask_gpu(number, "clocks.sm", keep_busy)
+        clock = _query_gpu(number, "clocks.sm", keep_busy)
         torch.cuda.synchronize()
         if not torch.equal(product, torch.mm(factor, factor)):
             facts.problems.append(f"GPU {number} computes the same product otherwise a second time; replace it")
@@ -221,31 +221,31 @@ def _wait() -> None:
     time.sleep(POLL_SECONDS)
 
 
-def _ask_gpu(number: int, what: str, meanwhile: Callable[[], None] = _wait) -> float | None:
-    """A number that nvidia-smi knows of a GPU; None if it does not."""
+def _query_gpu(number: int, what: str, meanwhile: Callable[[], None] = _wait) -> float | None:
+    """Return a number that nvidia-smi reports of a GPU; None if it does not."""
     import torch
 
-    said = _ask_nvidia(what, f"--id=GPU-{torch.cuda.get_device_properties(number).uuid}", meanwhile=meanwhile)
+    said = _query_nvidia_smi(what, f"--id=GPU-{torch.cuda.get_device_properties(number).uuid}", meanwhile=meanwhile)
     try:
         return None if said is None else float(said)
     except ValueError:
         return None
 
 
-def _ask_nvidia(what: str, *options: str, meanwhile: Callable[[], None] = _wait) -> str | None:
-    """What nvidia-smi says of the first GPU; None if it does not, or is not there.
+def _query_nvidia_smi(what: str, *options: str, meanwhile: Callable[[], None] = _wait) -> str | None:
+    """Return what nvidia-smi says of the first GPU; None if it does not, or is not there.
 
     Args:
         meanwhile: is called again and again until it has ended.
     """
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", *options]
     try:
-        asked = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
         return None
     end = time.monotonic() + NVIDIA_SMI_SECONDS
-    while asked.poll() is None and time.monotonic() < end:
+    while process.poll() is None and time.monotonic() < end:
         meanwhile()
-    asked.kill()
-    said = asked.communicate()[0].splitlines()
-    return said[0] if asked.returncode == 0 and said else None
+    process.kill()
+    said = process.communicate()[0].splitlines()
+    return said[0] if process.returncode == 0 and said else None

@@ -17,7 +17,7 @@ one that did not come to its end."""
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What is asked of a node."""
+    """The requirements of a node."""
 
     tolerance: float = 0.85
     """Share of the median over all nodes."""
@@ -28,7 +28,7 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is found of a node."""
+    """The findings about a node."""
 
     node: str
     problems: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Verdict:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the node may join."""
+        """Return whether the node may join."""
         return not self.problems
 
     def line(self) -> str:
@@ -91,14 +91,14 @@ def judge(found: dict[int, Facts], links: dict[int, Links], rules: Rules) -> dic
 
 
 class _Usual:
-    """What most nodes show, or the median of them; the first node's, where as many show another."""
+    """The facts of most nodes, or their median; the first node's, where as many show another."""
 
     def __init__(self, found: Iterable[Facts]) -> None:
         nodes = list(found)
         self.count = len(nodes)
         names = dict.fromkeys(name for facts in nodes for name in facts.versions)
         self.versions = {
-            name: _most([_version(facts, name) for facts in nodes if _tells(facts, name)]) for name in names
+            name: _most([_version(facts, name) for facts in nodes if _version_counts(facts, name)]) for name in names
         }
         self.gpus: int = _most([len(facts.gpus) for facts in nodes])
         self.cores: int = _most([facts.cores for facts in nodes])
@@ -118,7 +118,7 @@ def _versions(facts: Facts, usual: _Usual) -> list[str]:
     return [
         f"{name} is {_version(facts, name)}, and on most nodes {version}; install the same everywhere"
         for name, version in usual.versions.items()
-        if facts.versions and _tells(facts, name) and _version(facts, name) != version
+        if facts.versions and _version_counts(facts, name) and _version(facts, name) != version
     ]
 
 
@@ -126,8 +126,8 @@ def _version(facts: Facts, name: str) -> str:
     return facts.versions.get(name, "missing")
 
 
-def _tells(facts: Facts, name: str) -> bool:
-    """Whether a node's version counts: a GPU works without nvidia-smi, which tells the driver's."""
+def _version_counts(facts: Facts, name: str) -> bool:
+    """Return whether a node's version counts: a GPU works without nvidia-smi, which reports the driver's."""
     return name in facts.versions or name != DRIVER
 
 
@@ -143,7 +143,7 @@ def _equipment(facts: Facts, usual: _Usual, rules: Rules) -> list[str]:
         if gpu.name != usual.gpu_name
     ]
     if facts.cores != usual.cores:
-        found.append(f"it gives this process {facts.cores} cores, and most nodes {usual.cores}; ask for the same")
+        found.append(f"it gives this process {facts.cores} cores, and most nodes {usual.cores}; request the same")
     return found
 
 
@@ -171,7 +171,7 @@ def _rates(facts: Facts, usual: _Usual, rules: Rules) -> list[str]:
 
 
 def _best(links: Links) -> list[float]:
-    """By GPU, the better of a node's links: of a slow one, the other end may be the cause."""
+    """Return, by GPU, the better of a node's links: of a slow one, the other end may be the cause."""
     return [max(rates) for rates in zip(*links.values(), strict=False)]
 
 

@@ -130,7 +130,7 @@ class Assembler:
                 self._publish(self.next_input, document)
 
     def _fitting(self, rows: Any, writer: TokenWriter) -> tuple[int, bool]:
-        """How many of the documents go into the current part, and whether they fill it."""
+        """Return how many of the documents go into the current part, and whether they fill it."""
         if self._settings.part_bytes is None:
             return rows.num_rows, False
         ends = np.cumsum(rows.column("length").to_numpy(), dtype=np.int64) * self._itemsize

@@ -47,7 +47,7 @@ FIELDS = ("messages", "conversations", "prompt", "completion")
 
 
 class Chat(NamedTuple):
-    """What is kept of a conversation."""
+    """The fields of a conversation that are kept."""
 
     messages: list[Message]
     id: str | None
@@ -55,7 +55,7 @@ class Chat(NamedTuple):
 
 
 class _Line(msgspec.Struct):
-    """What is read of a line; nothing else of it is built."""
+    """The fields that are read of a line; nothing else of it is built."""
 
     messages: Any = None
     conversations: Any = None
@@ -134,7 +134,7 @@ def _message(stated: Any) -> Message | Refusal:
 
 
 class ChatRows:
-    """How conversations stand in a Parquet file; see `document_files.Rows`."""
+    """The conversations of a Parquet file; see `document_files.Rows`."""
 
     def columns(self, path: Path, schema: Any) -> list[str]:
         """The columns to read. Raises InputError if none holds messages."""

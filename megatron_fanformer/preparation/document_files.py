@@ -47,7 +47,7 @@ PAGE_HEADER_BYTES = 32  # the fields that are read take 18 at most
 
 @dataclass
 class Parsed:
-    """What became of the lines of one block."""
+    """The documents and refusals of the lines of one block."""
 
     lines: int
     documents: list[Any] = field(default_factory=list)
@@ -67,10 +67,10 @@ class Parsed:
 
 
 class LineParser(Protocol):
-    """What becomes of a line: DocumentParser, or ChatParser."""
+    """Parses a line: DocumentParser, or ChatParser."""
 
     def parse(self, line: bytes) -> Any:
-        """What is on the line, or a Refusal."""
+        """Return what is on the line, or a Refusal."""
 
 
 class Block(Protocol):
@@ -146,7 +146,7 @@ def _not_text(value: Any) -> Refusal:
 
 
 class Rows(Protocol):
-    """What is read of a Parquet file: TextRows, or ChatRows."""
+    """The rows of a Parquet file: TextRows, or ChatRows."""
 
     def columns(self, path: Path, schema: Any) -> list[str]:
         """The names of the columns. Raises InputError if those that are needed are not there."""
@@ -337,7 +337,7 @@ def _largest_dictionary(path: Path, raw: io.FileIO, metadata: Any, names: Sequen
 
 
 def _is_of(column: Any, names: Sequence[str]) -> bool:
-    """Whether a column of values belongs to one of these columns of the schema, which may be nested."""
+    """Return whether a column of values belongs to one of these columns of the schema, which may be nested."""
     return any(column.path_in_schema == name or column.path_in_schema.startswith(f"{name}.") for name in names)
 
 

@@ -43,7 +43,7 @@ class Refusal:
 
 
 class Document(NamedTuple):
-    """What is kept of a document."""
+    """The fields of a document that are kept."""
 
     text: str
     id: str | None
@@ -52,7 +52,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentRules:
-    """Which field holds a document's text, and which documents are kept."""
+    """The field that holds a document's text, and the rules by which documents are kept."""
 
     text_field: str = "text"
     min_length: int = 0
@@ -64,7 +64,7 @@ class DocumentRules:
 
     @property
     def choose(self) -> bool:
-        """Whether any valid document can be left out."""
+        """Return whether any valid document can be left out."""
         return bool(self.min_length or self.max_length is not None or self.sources is not None)
 
 
@@ -151,7 +151,7 @@ def decoded_again(line: bytes) -> Any:
 
 
 def has_surrogate(text: str) -> bool:
-    """Whether a text contains an unpaired surrogate, which UTF-8 cannot write."""
+    """Return whether a text contains an unpaired surrogate, which UTF-8 cannot encode."""
     return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
 
 

@@ -54,7 +54,7 @@ class IdEncoder(Protocol):
 
 
 class ExactEncoder:
-    """By the library that defines the tokenizer.
+    """Encodes by the library that defines the tokenizer.
 
     It takes up to 170 bytes per byte of text, so a long text goes through it in pieces, cut before single spaces
     between words, unless cuts at all such places change the ids of a hard text, or of this one's beginning.
@@ -124,7 +124,7 @@ class Gigatoken:
 
 @dataclass(frozen=True)
 class Trust:
-    """What gigatoken is trusted with."""
+    """The texts that gigatoken is trusted with."""
 
     characters: np.ndarray
     """[0x110000] bool."""
@@ -170,7 +170,7 @@ class RoutedEncoder:
 
 @dataclass(frozen=True)
 class EncoderChoice:
-    """How ids are computed; what a process needs to make its own encoder."""
+    """The choice of encoder; all that a process needs to make its own."""
 
     tokenizer: str
     eod_id: int
@@ -223,7 +223,7 @@ def choose_encoder(tokenizer: Tokenizer, backend: Backend, input_bytes: int) -> 
 
 @lru_cache(maxsize=8)
 def trust_or_reason(path: Path, eod_id: int, _modified_ns: int) -> Trust | str:
-    """What gigatoken is trusted with, or why it must not be used; takes seconds."""
+    """Return what gigatoken is trusted with, or why it must not be used; takes seconds."""
     if find_spec(GIGATOKEN) is None:
         return "gigatoken is not installed; pip install 'megatron_fanformer[fast]'"
     exact = load_tokenizer(path, eod_id=eod_id)

@@ -61,7 +61,7 @@ class PreparationJob:
 
     @property
     def assignment(self) -> Assignment:
-        """What the work folder is compared with."""
+        """Return what the work folder is compared with."""
         return Assignment(
             inputs=[str(file.absolute()) for file in self.files],
             settings=self.settings,
@@ -136,7 +136,7 @@ class _Run:
         self._assemble()
         with WorkerPool(self._worker_setup(), self._job.workers) as pool:
             for event in pool.work(tasks):
-                self._hear(event)
+                self._handle(event)
         if self._failures:
             raise self._all_failures()
         return self._publish()
@@ -164,7 +164,7 @@ class _Run:
             raise Refused(f"{record.refused_examples[0]}; fix the line, or prepare without strict to leave it out")
         self._records[number] = record
 
-    def _hear(self, event: WorkDone | Done | Failed) -> None:
+    def _handle(self, event: WorkDone | Done | Failed) -> None:
         match event:
             case Done(task, record):
                 self._take(task.number, record)
@@ -177,14 +177,14 @@ class _Run:
                 self._failures.append(error)
             case WorkDone():
                 self._sums.update(input_bytes=event.input_bytes, documents=event.documents, text_bytes=event.text_bytes)
-                self._tell()
+                self._report_progress()
 
     def _assemble(self) -> None:
         """Append the shards that are next in order."""
         while (record := self._records.get(self._assembler.next_input)) is not None:
             self._assembler.append(record)
 
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         if self._listener is not None:
             sums = self._sums
             self._listener(

@@ -52,7 +52,7 @@ PADDING_NAMES = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareReport:
-    """What `prepare` did, or found already done."""
+    """The result of `prepare`, or what it found already done."""
 
     prefix: str
     already_there: bool
@@ -60,7 +60,7 @@ class PrepareReport:
     manifest: Manifest
 
     def lines(self) -> list[str]:
-        """What was done, in words."""
+        """Describe what was done."""
         manifest = self.manifest
         lines = []
         if self.already_there:
@@ -162,7 +162,7 @@ def _check_chat(config: PrepareConfig) -> None:
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> TokenizerRecord:
-    """What a manifest says of a tokenizer, whose file is hashed."""
+    """Return a tokenizer's entry in a manifest; its file is hashed."""
     return TokenizerRecord(
         path=str(tokenizer.path),
         sha256=sha256_of(tokenizer.path),
@@ -257,7 +257,7 @@ def _inputs_difference(files: list[Path], records: list[InputRecord]) -> str | N
 
 
 def _same_input(file: Path, record: InputRecord) -> bool:
-    """Whether a file has the recorded content, wherever it is now."""
+    """Return whether a file has the recorded content, wherever it is now."""
     if os.path.abspath(file) == record.path:
         return is_unchanged(record)
     return file.stat().st_size == record.bytes and sha256_of(file) == record.sha256

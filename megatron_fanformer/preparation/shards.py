@@ -31,7 +31,7 @@ READ_BYTES = 1 << 22
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a shard holds: lines == documents + the sum of refused."""
+    """The contents of a shard: lines == documents + the sum of refused."""
 
     input: InputRecord
     lines: int
@@ -67,7 +67,7 @@ class ShardFiles:
             return None
 
     def is_whole(self, record: ShardRecord) -> bool:
-        """Whether tokens, documents and mask are those that the record was written for; reads them."""
+        """Read tokens, documents and mask; return whether they are those that the record was written for."""
         sums = {"tokens": record.tokens_crc32, "documents": record.documents_crc32, "mask": record.mask_crc32}
         try:
             return all(_crc32(self.path(name)) == stated for name, stated in sums.items() if stated is not None)
@@ -91,7 +91,7 @@ class ShardFiles:
 
 
 def is_unchanged(record: InputRecord) -> bool:
-    """Whether an input still has the recorded content; read only if its modification time has changed."""
+    """Return whether an input still has the recorded content; it is read only if its modification time has changed."""
     with suppress(OSError):
         status = os.stat(record.path)
         if status.st_size == record.bytes:

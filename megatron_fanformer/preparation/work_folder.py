@@ -21,7 +21,7 @@ LOCK = "lock"
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """What is being prepared; a folder with another one belongs to another preparation."""
+    """The inputs and settings of a preparation; a folder with others belongs to another one."""
 
     inputs: list[str]
     settings: Settings
@@ -29,7 +29,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     encoding: Encoding
 
     def difference(self, other: "Assignment") -> str | None:
-        """How `other` differs, in words. What computes the ids does not matter."""
+        """Describe how `other` differs; what computes the ids does not matter."""
         return (
             settings_difference(self.settings, other.settings)
             or tokenizer_difference(self.tokenizer, other.tokenizer)
@@ -55,7 +55,7 @@ def _first_difference(ours: Settings | ChatSettings, theirs: Settings | ChatSett
 
 
 def tokenizer_difference(ours: TokenizerRecord, theirs: TokenizerRecord) -> str | None:
-    """How two tokenizers differ, in words; None if they are the same, wherever they are stored."""
+    """Describe how two tokenizers differ; None if they are the same, wherever they are stored."""
     if ours.sha256 != theirs.sha256:
         return f"another tokenizer ({theirs.path})"
     return None if ours.eod_id == theirs.eod_id else f"eod_id {theirs.eod_id} and not {ours.eod_id}"
@@ -74,7 +74,7 @@ class WorkFolder:
         return ShardFiles(self.path, number)
 
     def read_assignment(self) -> Assignment | None:
-        """What is being prepared here; None in a new folder."""
+        """Read what is being prepared here; None in a new folder."""
         try:
             return msgspec.json.decode(self._assignment_file.read_bytes(), type=Assignment)
         except FileNotFoundError:
@@ -104,7 +104,7 @@ class WorkFolder:
 
     @property
     def holds_shards(self) -> bool:
-        """Whether any input is done."""
+        """Return whether any input is done."""
         return any(self.path.glob("[0-9]*.json"))
 
 

@@ -20,12 +20,12 @@ from typing import Any
 from megatron_fanformer.data.manifest import ChatSettings
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.preparation.chat_encoding import ChatEncoder
 from megatron_fanformer.preparation.chats import ChatRows
 from megatron_fanformer.preparation.document_files import DocumentFile, TextRows
 from megatron_fanformer.preparation.documents import DocumentRules
 from megatron_fanformer.preparation.encoding import (
     BlockEncoder,
+    ChatEncoder,
     EncodingThreads,
     FileBlockEncoder,
     TokenizersDisagree,
@@ -44,7 +44,7 @@ ATTEMPTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSetup:
-    """What every worker is given."""
+    """The settings that every worker is given."""
 
     encoder: EncoderChoice
     rules: DocumentRules
@@ -69,7 +69,7 @@ class Task:
 
 @dataclass(frozen=True)
 class WorkDone:
-    """What a worker has done since its last report."""
+    """The work that a worker has done since its last report."""
 
     input_bytes: int
     documents: int
@@ -122,7 +122,7 @@ class _FileEncoder:
     def __init__(self, setup: WorkerSetup, threads: int, connection: Connection) -> None:
         self._setup = setup
         self._connection = connection
-        self._told = time.monotonic()
+        self._reported = time.monotonic()
         self._threads: EncodingThreads | None = None
         if setup.npy_dtype is None:
             make: Callable[[], FileBlockEncoder] = partial(BlockEncoder, setup.encoder, setup.rules, setup.dtype)
@@ -141,14 +141,14 @@ class _FileEncoder:
         setup = self._setup
         rows = TextRows(setup.rules.text_field) if setup.chat is None else ChatRows()
         file = DocumentFile(task.path, rows)
-        told = Counter[str]()
+        unsent = Counter[str]()
         for block in self._threads.encode(file.blocks()):
             writer.add(block)
             if setup.strict and writer.first_refused is not None:
                 raise Refused(f"{writer.first_refused}; fix the line, or prepare without strict to leave it out")
-            told.update(documents=len(block.lengths), text_bytes=block.text_bytes)
-            self._tell(told, file.bytes_read)
-        self._tell(told, file.bytes_read, now=True)
+            unsent.update(documents=len(block.lengths), text_bytes=block.text_bytes)
+            self._report(unsent, file.bytes_read)
+        self._report(unsent, file.bytes_read, now=True)
         return writer.finish(file.bytes_read, file.sha256)
 
     def _encode_npy(self, task: Task, writer: ShardWriter) -> ShardRecord:
@@ -161,14 +161,14 @@ class _FileEncoder:
         self._connection.send(WorkDone(size, 0, 0))
         return writer.finish(size, sha256_of(task.path))
 
-    def _tell(self, told: "Counter[str]", bytes_read: int, *, now: bool = False) -> None:
-        """Report what has been done, now and then; `told` keeps what has not been sent, and the bytes that have."""
-        if now or time.monotonic() - self._told > PROGRESS_SECONDS:
-            before = told["bytes"]
-            self._connection.send(WorkDone(bytes_read - before, told["documents"], told["text_bytes"]))
-            told.clear()
-            told["bytes"] = bytes_read
-            self._told = time.monotonic()
+    def _report(self, unsent: "Counter[str]", bytes_read: int, *, now: bool = False) -> None:
+        """Report what has been done, now and then; `unsent` keeps the counts not sent yet, and the bytes that are."""
+        if now or time.monotonic() - self._reported > PROGRESS_SECONDS:
+            before = unsent["bytes"]
+            self._connection.send(WorkDone(bytes_read - before, unsent["documents"], unsent["text_bytes"]))
+            unsent.clear()
+            unsent["bytes"] = bytes_read
+            self._reported = time.monotonic()
 
 
 class Refused(InputError):

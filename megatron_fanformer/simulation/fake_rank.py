@@ -31,7 +31,7 @@ one: the first update makes the optimizer's moments, and megatron-core 0.19 has 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRank:
-    """What one rank of a world does in a training step, as counted."""
+    """The counts of one rank's training step."""
 
     rank: int
     stage: int

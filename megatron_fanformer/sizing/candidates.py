@@ -156,7 +156,7 @@ def _fan_forms(model: FANformerConfig, tensor: int) -> list[Mapping[str, Any]]:
 
 
 def recomputations(config: RunConfig, fan_form: FANForm) -> list[Mapping[str, Any]]:
-    """What backward recomputes, from nothing to everything: nothing, what costs no matrix product, the MLP too, layers.
+    """List recomputation settings, from none to all: nothing, what costs no matrix product, the MLP too, layers.
 
     Norms only where they are apart: the Engine fuses all but the input norm of the `sequence` form. A configuration's
     own modules, where it recomputes selectively, take the place of the two in the middle.

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import DivergenceError, InputError
 from megatron_fanformer.processes import usable_cores
-from megatron_fanformer.sizing.cost import cost
-from megatron_fanformer.sizing.picture import plan_picture
-from megatron_fanformer.sizing.report import Plan, as_values, plan_lines
+from megatron_fanformer.sizing.estimate import cost
+from megatron_fanformer.sizing.report import Plan, as_values, plan_lines, plan_picture
 from megatron_fanformer.sizing.request import PlanRequest, read_request
 from megatron_fanformer.sizing.search import Findings, judge, search
 from megatron_fanformer.sizing.simulated import SimulatedStage, simulate_layout

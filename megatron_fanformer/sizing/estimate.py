@@ -15,6 +15,7 @@ from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.machine_rules import layer_problems
 
 GIB = 2**30
+SECONDS_PER_HOUR, HOURS_PER_DAY = 3600, 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,17 +40,17 @@ class Estimate:
 
     @property
     def needed_bytes(self) -> int:
-        """Of a GPU's memory, on the heaviest stage."""
+        """Return the bytes of a GPU's memory that the heaviest stage needs."""
         return self.heaviest.total_bytes + self.reserve_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether a program can have that much of the GPU."""
+        """Return whether a program can have that much of the GPU."""
         return self.needed_bytes <= self.machine.usable_bytes
 
     @property
     def shortage(self) -> str:
-        """What a layout that does not fit lacks."""
+        """Describe what a layout that does not fit lacks."""
         return (
             f"a GPU of pipeline stage {self.heaviest.stage} needs {self.needed_bytes / GIB:.1f} GiB, "
             f"{self.reserve_bytes / GIB:.1f} of them reserved, but {self.machine.name} has "
@@ -127,3 +128,22 @@ def estimate(name: str, config: RunConfig, job: Job, machine: Machine, time: Ste
         reserve_bytes=reserve_bytes(job, max(stage.total_bytes for stage in stages)),
         time=time or step_time(job, machine),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """A run over a number of tokens, without evaluations, saves and restarts; as uncertain as a step's time."""
+
+    tokens: int
+    days: float
+    gpu_hours: float
+    price: float | None
+    """In the currency of the price of a GPU hour; None without one."""
+
+
+def cost(estimate: Estimate, tokens: int, price_per_gpu_hour: float | None) -> Cost:
+    """Return what it costs to train on that many tokens."""
+    hours = tokens / estimate.time.tokens_per_second / SECONDS_PER_HOUR
+    gpu_hours = hours * estimate.job.world_size
+    price = None if price_per_gpu_hour is None else gpu_hours * price_per_gpu_hour
+    return Cost(tokens=tokens, days=hours / HOURS_PER_DAY, gpu_hours=gpu_hours, price=price)

@@ -34,7 +34,7 @@ class RejectedClass:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What was found among layouts."""
+    """The layouts that a search has judged."""
 
     candidates: tuple[Estimate, ...]
     """Those that fit first, the fastest first; of a search the ten fastest that fit, or the one that lacks least."""

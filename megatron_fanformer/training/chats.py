@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA
-from megatron_fanformer.data.conversations import training_conversations, validation_conversations
-from megatron_fanformer.data.packing import pack
+from megatron_fanformer.data.packing import pack, training_conversations, validation_conversations
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.training.config import RunConfig

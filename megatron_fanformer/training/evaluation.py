@@ -17,12 +17,11 @@ import torch.distributed as dist
 from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
 from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.errors import DivergenceError
-from megatron_fanformer.evaluation.forward import evaluating, row_losses
 from megatron_fanformer.evaluation.metrics import Metric, task_metrics
 from megatron_fanformer.evaluation.perplexity import SetLoss, perplexity_metrics, perplexity_of_sets
 from megatron_fanformer.evaluation.perplexity_sets import PerplexitySet
 from megatron_fanformer.evaluation.requests import TaskRequests
-from megatron_fanformer.evaluation.rows import Stopped
+from megatron_fanformer.evaluation.rows import Stopped, evaluating, row_losses
 from megatron_fanformer.evaluation.scoring import scores_of_tasks
 from megatron_fanformer.evaluation.survey import EvaluationSurvey
 from megatron_fanformer.runtime.parallel import RankGrid

@@ -10,10 +10,9 @@ import pytest
 from megatron_fanformer.data.blends import parse_chats
 from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.conversations import Conversations
 from megatron_fanformer.data.datasets import build_datasets
 from megatron_fanformer.data.identity import identify_data, resumed_identity
-from megatron_fanformer.data.packing import first_fit, pack
+from megatron_fanformer.data.packing import Conversations, first_fit, pack
 from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.errors import InputError
 from tests.chat_pairs import Chat, random_chats, write_chats

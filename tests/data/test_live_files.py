@@ -12,9 +12,9 @@ import torch
 from megatron_fanformer.data.blends import parse_chats
 from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.conversations import Conversations
 from megatron_fanformer.data.datasets import Datasets, build_datasets
 from megatron_fanformer.data.live_files import BLOCK_BYTES, SummedFile, block_sums, block_sums_of_file
+from megatron_fanformer.data.packing import Conversations
 from megatron_fanformer.data.token_files import INDEX_HEADER
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fanformer import cli
-from megatron_fanformer.demo.demo import Places, next_lines
-from megatron_fanformer.demo.loss_curve import loss_picture, smoothed
+from megatron_fanformer.demo.demo import Places, loss_picture, next_lines, smoothed
 from megatron_fanformer.experiments.probes.command import read_settings
 
 

@@ -9,7 +9,7 @@ STOP = {"gsm8k": ["Question:", "\n\n"], "mbpp": ["\nassert", "\n```"]}
 
 
 def write_library(folder: Path) -> Path:
-    """The folder that `library.data_folder` would name."""
+    """The folder that `prepare.data_folder` would name."""
     kwargs = {"generation_kwargs": {"max_gen_toks": 512}}
     questions = [("What is 2 + 3?", "5"), ("How much is twice 1,100?", "2,200")]
     _write(

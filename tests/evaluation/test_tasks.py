@@ -42,7 +42,7 @@ def test_unknown_names_are_told_together_with_what_may_be_meant():
         "unknown task hellaswagg; did you mean hellaswag?",
         "unknown task papers; did you mean paper?",
         "unknown task xyzzy; the groups are paper, olmo-core-8, mmlu, easy, generation",
-        "unknown task ulogic; `evaluate` is asked for it by --ulogic FILE",
+        "unknown task ulogic; request it from `evaluate` by --ulogic FILE",
     ]
 
 

@@ -74,7 +74,7 @@ def test_a_page_has_every_finding_its_picture_and_what_must_not_be_left_out(
     assert FINDING.sentence in capsys.readouterr().out
     text, text_md = page.read_text(), page.with_suffix(".md").read_text()
     assert "&lt;b&gt;less" in text and "<b>less" not in text and 'src="data:image/png;base64,' in text
-    row = r"| error, FAN \| MLP | \<b\>less\</b\> | 0.45 ratio | 0.31 to ∞ | our own | cannot be told |"
+    row = r"| error, FAN \| MLP | \<b\>less\</b\> | 0.45 ratio | 0.31 to ∞ | our own | inconclusive |"
     assert row in text_md and "](runs/probes/mod/fit.png)" in text_md
     assert all(told in page for page in (text, text_md) for told in ("0.89 points", "Settings: seeds 3."))
     assert cli.main(["report", str(tmp_path / "nothing")]) == 2

@@ -24,8 +24,7 @@ from megatron_fanformer.experiments.result import read_result
 from megatron_fanformer.experiments.sweeps.cells import outcomes
 from megatron_fanformer.experiments.sweeps.file import Sweep, read_sweep
 from megatron_fanformer.experiments.sweeps.report import CSV, PICTURE, write_report
-from megatron_fanformer.experiments.sweeps.run import TRAIN, CellsFailed, run_sweep
-from megatron_fanformer.experiments.sweeps.slurm import write_array
+from megatron_fanformer.experiments.sweeps.run import TRAIN, CellsFailed, run_sweep, write_array
 from tests.experiments.making import STAND_IN, changed, write_sweep
 from tests.experiments.stand_in import BASE_THAT_FAILS, train
 from tests.patience import PATIENCE_SECONDS

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import FanformerError
-from megatron_fanformer.inspection.checkpoint_check import check_checkpoint
+from megatron_fanformer.inspection.checkpoint import check_checkpoint
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.metrics import read_metrics

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.training_state import load_weights, model_state
-from megatron_fanformer.evaluation.forward import row_losses
+from megatron_fanformer.evaluation.rows import row_losses
 from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.hf import FANformerForCausalLM

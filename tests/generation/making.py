@@ -13,8 +13,7 @@ import torch
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
 from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.generation.config import SamplingConfig
-from megatron_fanformer.generation.continuation import Continuation
-from megatron_fanformer.generation.decoding import continue_all
+from megatron_fanformer.generation.continuation import Continuation, continue_all
 from megatron_fanformer.generation.models import TrainedModel, build_model, find_model
 from megatron_fanformer.generation.sampling import Sampler
 from megatron_fanformer.model.config import FANConfig, FANformerConfig

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megatron_fanformer.generation.config import SamplingConfig
-from megatron_fanformer.generation.continuation import Continuation
-from megatron_fanformer.generation.decoding import continue_all, continue_together
+from megatron_fanformer.generation.continuation import Continuation, continue_all, continue_together
 from megatron_fanformer.generation.sampling import Sampler
 from tests.generation.making import GREEDY, new_ids_of_many, with_model, write_checkpoint
 
@@ -55,7 +54,7 @@ def test_each_batch_is_told_of_and_longer_prompts_come_first():
             return FixedModel(*[[1] * max_length] * batch_size)
 
     lengths, told = [], []
-    continue_all(Recorder(), [greedy([1] * n, 1) for n in (2, 5, 3)], batch_size=2, tell=told.append)
+    continue_all(Recorder(), [greedy([1] * n, 1) for n in (2, 5, 3)], batch_size=2, on_batch=told.append)
     assert lengths == [6, 3]
     assert told == [2, 3]
 

@@ -7,8 +7,7 @@ import pytest
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.generation.config import GenerateConfig
-from megatron_fanformer.generation.generate import generate
-from megatron_fanformer.generation.printing import print_generations
+from megatron_fanformer.generation.generate import generate, print_generations
 from megatron_fanformer.generation.prompts import read_prompts
 
 

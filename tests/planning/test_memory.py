@@ -21,9 +21,9 @@ from megatron_fanformer.planning.memory import BLOCK_OF_TEE, SAMPLE_BYTES, RankM
 from megatron_fanformer.runtime.layout import ParallelConfig
 from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
-from megatron_fanformer.simulation.comparison import PEAK_TOLERANCE
 from megatron_fanformer.simulation.fake_rank import run_rank
 from megatron_fanformer.simulation.rank import first_rank_of_each_stage, problems
+from megatron_fanformer.sizing.simulated import PEAK_TOLERANCE
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.optimizer import OptimizerConfig, build_optimizer
 from megatron_fanformer.training.optimizers import OPTIMIZERS

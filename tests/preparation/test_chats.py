@@ -18,10 +18,10 @@ from megatron_fanformer.data.manifest import ChatSettings
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation import chats, documents
-from megatron_fanformer.preparation.chat_encoding import ChatEncoder
 from megatron_fanformer.preparation.chats import Chat, ChatParser, ChatRows
 from megatron_fanformer.preparation.document_files import DocumentFile, LineBlock
 from megatron_fanformer.preparation.documents import Refusal
+from megatron_fanformer.preparation.encoding import ChatEncoder
 from megatron_fanformer.preparation.id_encoders import choose_encoder
 from tests.data.chat_making import Messages, made_up_chats
 from tests.preparation.making import prepare_files

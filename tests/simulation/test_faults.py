@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_fanformer.planning import communication, gradient_buffers
-from megatron_fanformer.simulation.comparison import communication_differences, peak_differences
 from megatron_fanformer.simulation.fake_rank import SimulatedRank, run_rank
+from megatron_fanformer.sizing.simulated import communication_differences, peak_differences
 from megatron_fanformer.training import step
 from tests.simulation.runs import run_config
 

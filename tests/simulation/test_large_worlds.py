@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_fanformer.simulation.comparison import communication_differences
 from megatron_fanformer.simulation.fake_rank import run_rank
 from megatron_fanformer.simulation.rank import check, first_rank_of_each_stage
+from megatron_fanformer.sizing.simulated import communication_differences
 from megatron_fanformer.training.config import RunConfig
 from tests.simulation.drawn import describe, draw
 from tests.simulation.runs import run_config

@@ -7,7 +7,6 @@ import pytest
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.model.config import PrecisionConfig
-from megatron_fanformer.simulation.comparison import communication_differences
 from megatron_fanformer.simulation.fake_rank import run_rank
 from megatron_fanformer.simulation.rank import (
     check,
@@ -15,6 +14,7 @@ from megatron_fanformer.simulation.rank import (
     simulate_ranks,
     with_few_micro_batches,
 )
+from megatron_fanformer.sizing.simulated import communication_differences
 from tests.simulation.runs import run_config
 
 PP = dict(pipeline_model_parallel_size=2)

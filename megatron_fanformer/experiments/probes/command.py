@@ -1,4 +1,4 @@
-"""What `megatron-fanformer experiment` does: reads what is asked, has the probe measure, and writes its folder.
+"""What `megatron-fanformer experiment` does: reads the request, has the probe measure, and writes its folder.
 
     FOLDER/*.png, README.md     what was found, to look at
     FOLDER/result.json          the same as data, written last: a folder that has it is whole
@@ -22,7 +22,7 @@ from megatron_fanformer.configuration import build, read_overrides
 from megatron_fanformer.durable_files import take_lock
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.probes.settings import PROBES
-from megatron_fanformer.experiments.report.folder import README, write_folder
+from megatron_fanformer.experiments.report.page import README, write_folder
 from megatron_fanformer.experiments.result import RESULT, Result, read_result, this_machine
 from megatron_fanformer.options import Verb, argument, option, option_name, overrides
 from megatron_fanformer.processes import ended_by_stop_signals
@@ -30,7 +30,7 @@ from megatron_fanformer.runtime import device
 from megatron_fanformer.terminal import show
 
 if TYPE_CHECKING:
-    from megatron_fanformer.experiments.probes.outcome import Measured, Tell  # which imports NumPy, as no --help should
+    from megatron_fanformer.experiments.probes.outcome import Log, Measured  # which imports NumPy, as no --help should
 
 FOLDER = "runs/experiments"
 # The options that stand for a field of the settings, by their name there.
@@ -58,19 +58,19 @@ class ExperimentOptions:
     overrides: tuple[str, ...] = overrides()
 
 
-def experiment(options: ExperimentOptions, ready: Callable[[], None], tell: "Tell" = print) -> None:
+def experiment(options: ExperimentOptions, ready: Callable[[], None], log: "Log" = print) -> None:
     """List the probes, or have one measure, write its folder and print its findings.
 
     A folder that holds this probe's result by the same settings is shown, and nothing is measured.
 
     Args:
-        ready: prepares the process for torch and megatron-core, once nothing is wrong with what is asked.
+        ready: prepares the process for torch and megatron-core, once nothing is wrong with the request.
 
     Raises:
         InputError: there is no such probe or setting, or the folder holds something else.
     """
     if options.name is None:
-        _list_probes(options, tell)
+        _list_probes(options, log)
         return
     settings = read_settings(options)
     if options.write_data is not None and options.name != "holes":
@@ -78,35 +78,35 @@ def experiment(options: ExperimentOptions, ready: Callable[[], None], tell: "Tel
     ready()
     module = importlib.import_module(f"megatron_fanformer.experiments.probes.{options.name}")
     if options.write_data is not None:
-        tell("\n".join(module.write_data(settings, options.write_data)))
+        log("\n".join(module.write_data(settings, options.write_data)))
         return
 
     folder = options.output or Path(FOLDER, options.name)
     with _alone_in(folder):
-        asked = json.loads(json.dumps(settings.counting()))
+        stated = json.loads(json.dumps(settings.counting()))
         if (folder / RESULT).exists():
-            result = _result_of(folder, options.name, asked)
+            result = _result_of(folder, options.name, stated)
         else:
             started = time.perf_counter()
-            measured = module.measure(settings, folder, tell)
+            measured = module.measure(settings, folder, log)
             seconds = time.perf_counter() - started
-            result = _write(folder, options.name, asked, measured, seconds)
-    tell("\n".join([*(finding.sentence for finding in result.findings), f"{folder / README} has all of it"]))
+            result = _write(folder, options.name, stated, measured, seconds)
+    log("\n".join([*(finding.sentence for finding in result.findings), f"{folder / README} has all of it"]))
 
 
-def _list_probes(options: ExperimentOptions, tell: "Tell") -> None:
+def _list_probes(options: ExperimentOptions, log: "Log") -> None:
     given = [*options.overrides, *(option_name(name) for name in OPTIONS if getattr(options, name) is not None)]
     if given:
         raise InputError(f"{given[0]} comes without an experiment before it; name one of {', '.join(PROBES)}")
     width = max(map(len, PROBES))
     for name, probe in PROBES.items():
-        tell(f"{name:{width}}  {probe.minutes:>4} min  {probe.about}")
+        log(f"{name:{width}}  {probe.minutes:>4} min  {probe.about}")
 
 
-def _result_of(folder: Path, name: str, asked: dict[str, Any]) -> Result:
+def _result_of(folder: Path, name: str, stated: dict[str, Any]) -> Result:
     """The result that a folder holds. Raises InputError if it is of another probe, or by other settings."""
     result = read_result(folder)
-    if (result.experiment, result.settings) != (name, asked):
+    if (result.experiment, result.settings) != (name, stated):
         raise InputError(
             f"{folder} holds the result of {result.experiment} by other settings; name another --output, or "
             f"remove its {RESULT} to measure again (finished runs are kept)"
@@ -114,10 +114,10 @@ def _result_of(folder: Path, name: str, asked: dict[str, Any]) -> Result:
     return result
 
 
-def _write(folder: Path, name: str, asked: dict[str, Any], measured: "Measured", seconds: float) -> Result:
+def _write(folder: Path, name: str, stated: dict[str, Any], measured: "Measured", seconds: float) -> Result:
     result = Result(
         experiment=name,
-        settings=asked,
+        settings=stated,
         machine=this_machine(),
         seconds=seconds if measured.seconds is None else measured.seconds,
         findings=measured.findings,

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.initialization import no_init_weights
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.probes.outcome import Measured, Tell
+from megatron_fanformer.experiments.probes.outcome import Log, Measured
 from megatron_fanformer.experiments.probes.settings import CostSettings
 from megatron_fanformer.experiments.result import Finding, Table
 from megatron_fanformer.formats.huggingface import to_huggingface_config
@@ -39,7 +39,7 @@ TWINS = ("-transformer", "", "-same-params")
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of one model."""
+    """The cost of one model."""
 
     parameters: int
     counted_parameters: int
@@ -52,7 +52,7 @@ class Cost:
     """The peak of a forward pass without gradients, weights included."""
 
 
-def measure(settings: CostSettings, _folder: Path, tell: Tell) -> Measured:
+def measure(settings: CostSettings, _folder: Path, log: Log) -> Measured:
     """The costs of every named size and its twins.
 
     Raises:
@@ -65,7 +65,7 @@ def measure(settings: CostSettings, _folder: Path, tell: Tell) -> Measured:
     for name in settings.presets:
         for twin in TWINS:
             costs[name + twin] = cost(PRESETS[name + twin], settings)
-        tell(f"{name}: {costs[name].parameters:,} parameters")
+        log(f"{name}: {costs[name].parameters:,} parameters")
     return Measured(
         findings=list(_findings(settings, costs)),
         tables=[_table(costs)],
@@ -74,7 +74,7 @@ def measure(settings: CostSettings, _folder: Path, tell: Tell) -> Measured:
 
 
 def cost(preset: FANformerConfig, settings: CostSettings) -> Cost:
-    """By formula and counted, without vocabulary padding, which the model for transformers does not have."""
+    """Compute by formula, and count; without vocabulary padding, which the model for transformers does not have."""
     config = replace(preset, make_vocab_size_divisible_by=1)
     length = settings.sequence_length
     with FakeTensorMode(), torch.no_grad():

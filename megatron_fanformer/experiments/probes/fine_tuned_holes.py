@@ -1,6 +1,6 @@
 """Leave-Square-Out of checkpoints that were fine-tuned on `holes.write_data`'s conversations, as the paper's were.
 
-Each is asked all pairs, by the chat template that lies with it, in the token ids that `prepare --chat` makes of them.
+Each answers all pairs, by the chat template that lies with it, in the token ids that `prepare --chat` makes of them.
 An answer is several tokens, the end of text the last. It is the greedy one if each of its tokens is the likeliest
 behind those before it; its probability at a temperature is the product of theirs, which the share of it among samples
 approaches. (The same digits in other tokens are another answer.)
@@ -19,8 +19,8 @@ from torch import Tensor
 from megatron_fanformer.data.chat_template import ChatTemplate, encode_chat, find_template, refuse_spaces_between
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError, noting
-from megatron_fanformer.experiments.probes import holes
-from megatron_fanformer.experiments.probes.outcome import Measured, Tell
+from megatron_fanformer.experiments.probes import hole_pairs
+from megatron_fanformer.experiments.probes.outcome import Log, Measured
 from megatron_fanformer.experiments.probes.settings import HolesSettings, Task
 from megatron_fanformer.experiments.result import Finding, Table
 from megatron_fanformer.generation.models import TrainedModel, find_model_and_tokenizer, load_model
@@ -30,37 +30,37 @@ MOST_TOKENS = 2048  # of a batch, whose logits are held whole
 
 
 class Answers(NamedTuple):
-    """What a checkpoint says to the pairs of a task."""
+    """A checkpoint's answers to the pairs of a task."""
 
-    pairs: holes.Pairs
+    pairs: hole_pairs.Pairs
     probability_n: Tensor
     right_n: Tensor
 
-    def scores(self, *, in_hole: bool) -> holes.Scores:
-        """Of the pairs in the hole, or of those that were trained on."""
-        return holes.scores(self.probability_n, self.right_n, self.pairs.in_hole_n == in_hole)
+    def scores(self, *, in_hole: bool) -> hole_pairs.Scores:
+        """Return the scores of the pairs in the hole, or of those that were trained on."""
+        return hole_pairs.scores(self.probability_n, self.right_n, self.pairs.in_hole_n == in_hole)
 
 
-def measure_checkpoints(settings: HolesSettings, tell: Tell) -> Measured:
-    """Ask every checkpoint the pairs of every task.
+def measure_checkpoints(settings: HolesSettings, log: Log) -> Measured:
+    """Have every checkpoint answer the pairs of every task.
 
     Raises:
-        InputError: one cannot be opened, or has no tokenizer or chat template; all that is wrong, before any is asked.
+        InputError: one cannot be opened, or has no tokenizer or chat template; all problems, before any answers.
         CorruptError: one is damaged.
         DivergenceError: logits are not finite.
     """
     problems: list[str] = []
-    asked = {name: _formed(name, settings, problems) for name in settings.checkpoints}
+    conversations = {name: _formed(name, settings, problems) for name in settings.checkpoints}
     if problems:
         raise InputError("\n".join(problems))
     found: dict[tuple[Task, str], Answers] = {}
-    for name, by_task in asked.items():
+    for name, by_task in conversations.items():
         with load_model(Path(name)) as model:
             for task, rows in by_task.items():
-                pairs = holes.all_pairs(task, settings.half_side)
+                pairs = hole_pairs.all_pairs(task, settings.half_side)
                 found[task, name] = answers = Answers(pairs, *answered(model, rows, settings.temperature))
                 trained, hole = answers.scores(in_hole=False), answers.scores(in_hole=True)
-                tell(f"{name}, {task}: {trained.greedy:.1%} outside the hole, {hole.greedy:.1%} in it, greedy")
+                log(f"{name}, {task}: {trained.greedy:.1%} outside the hole, {hole.greedy:.1%} in it, greedy")
     return Measured(
         findings=[_finding(name, task, answers, settings) for (task, name), answers in found.items()],
         tables=[_table(found)],
@@ -90,9 +90,9 @@ def _formed(name: str, settings: HolesSettings, problems: list[str]) -> dict[Tas
 
 
 def _conversations(task: Task, settings: HolesSettings, tokenizer: Tokenizer, template: ChatTemplate) -> list[Row]:
-    pairs = holes.all_pairs(task, settings.half_side)
+    pairs = hole_pairs.all_pairs(task, settings.half_side)
     numbers = range(len(pairs.answers_n))
-    return [encode_chat(tokenizer, template.render(holes.conversation(pairs, task, number))) for number in numbers]
+    return [encode_chat(tokenizer, template.render(hole_pairs.conversation(pairs, task, number))) for number in numbers]
 
 
 # -- the answers
@@ -100,7 +100,7 @@ def _conversations(task: Task, settings: HolesSettings, tokenizer: Tokenizer, te
 
 @torch.no_grad()
 def answered(model: TrainedModel, rows: list[Row], temperature: float) -> tuple[Tensor, Tensor]:
-    """Of each row the probability of its answer at a temperature, and whether it is the greedy one, [n] each."""
+    """Return each row's probability of its answer at a temperature, and whether it is the greedy one, [n] each."""
     probability_n, right_n = torch.zeros(len(rows), dtype=torch.float64), torch.zeros(len(rows), dtype=torch.bool)
     for numbers in _of_one_length(rows):
         ids_bs = torch.tensor(np.stack([rows[number][0] for number in numbers]))
@@ -130,7 +130,7 @@ def _finding(name: str, task: Task, answers: Answers, settings: HolesSettings) -
     trained, hole = answers.scores(in_hole=False), answers.scores(in_hole=True)
     return Finding(
         name=f"hole of {task}, {name}",
-        paper="; ".join(holes.PAPER.values()),
+        paper="; ".join(hole_pairs.PAPER.values()),
         ours=100 * hole.probability,
         unit="% of probability",
         shows=None,
@@ -156,7 +156,7 @@ def _picture(settings: HolesSettings, task: Task, found: dict[tuple[Task, str], 
 
     def draw(panels: Any) -> None:
         for axes, name in zip(panels[0], settings.checkpoints, strict=True):
-            values = holes.map_around(task, settings.half_side, found[task, name].probability_n)
-            holes.draw_hole(axes, task, settings.half_side, values, title=name)
+            values = hole_pairs.map_around(task, settings.half_side, found[task, name].probability_n)
+            hole_pairs.draw_hole(axes, task, settings.half_side, values, title=name)
 
-    return drawn(draw, columns=len(settings.checkpoints), size=holes.PANEL)
+    return drawn(draw, columns=len(settings.checkpoints), size=hole_pairs.PANEL)

@@ -4,7 +4,7 @@ All pairs (a, b) of 0 to 112 with an answer to each; a square of them is never t
 learned the rule answers there as elsewhere; one that goes by the cases around it does not. Tasks and holes are the
 paper's, after "Case-Based or Rule-Based: How Do Transformers Do the Math?" (Hu et al., 2024). The paper fine-tunes
 models of a billion parameters, trained on text; here small ones are trained from scratch, on pairs alone. `write_data`
-writes the paper's conversations, to fine-tune a checkpoint on, which `fine_tuned_holes` asks.
+writes the paper's conversations, to fine-tune a checkpoint on, whose answers `fine_tuned_holes` scores.
 
 A sequence is `a + b =` or `( a , b ) =`, each number a token, and the answer is one more; the loss is on it alone. Of
 each trained model: the share of pairs whose likeliest answer is right (greedy), and the mean probability of the right
@@ -19,9 +19,9 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -31,45 +31,32 @@ from torch import Tensor
 from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.experiments.intervals import mean_of
-from megatron_fanformer.experiments.probes.outcome import Measured, Tell, above
+from megatron_fanformer.experiments.probes.hole_pairs import (
+    PANEL,
+    PAPER,
+    VOCABULARY,
+    Pairs,
+    Scores,
+    all_pairs,
+    conversation,
+    draw_hole,
+    map_around,
+    scores,
+)
+from megatron_fanformer.experiments.probes.outcome import Log, Measured, above
 from megatron_fanformer.experiments.probes.settings import HolesSettings, Task
 from megatron_fanformer.experiments.probes.twins import FFN_RATIO, SAME_PARAMETERS, TRANSFORMER, fresh_model, twins
 from megatron_fanformer.experiments.result import Finding, Table
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.pictures import draw_heat_map, drawn
+from megatron_fanformer.pictures import drawn
 
-NUMBERS = 113  # of each operand, from 0
-LARGEST_ANSWER = 3 * (NUMBERS - 1) + 3
-SYMBOLS = ("+", "=", "(", ",", ")")
-VOCABULARY = LARGEST_ANSWER + 1 + len(SYMBOLS)
 SCORED_PAIRS = 2048  # in a forward pass without gradients
 WARM_UP = 0.01
-MARGIN = 10  # of the picture, around the hole
 MOST_BYTES = 1 << 20  # of a finished run
 LEAST_TRAINED = 0.99
-PAPER = {
-    TRANSFORMER: "OLMo-1B, fine-tuned: about 0 in the hole",
-    SAME_PARAMETERS: "FANformer-1B, fine-tuned: no obvious hole",
-}
 ARCHITECTURES = (TRANSFORMER, SAME_PARAMETERS)
 AXES = ("seeds", "tasks", "weight_decays", "checkpoints")
 """Settings that a run is one point of, or has nothing to do with."""
-PANEL = (3.6, 3.2)
-
-
-class Pairs(NamedTuple):
-    """A task's pairs: as tokens, and which of them are in the hole."""
-
-    tokens_ns: Tensor
-    answers_n: Tensor
-    in_hole_n: Tensor
-
-
-class Scores(NamedTuple):
-    """Of a set of pairs, in shares of 1."""
-
-    greedy: float
-    probability: float
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,8 +75,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-def measure(settings: HolesSettings, folder: Path, tell: Tell) -> Measured:
-    """Train every model with every seed and weight decay, but for those that the folder has; or ask checkpoints.
+def measure(settings: HolesSettings, folder: Path, log: Log) -> Measured:
+    """Train every model with every seed and weight decay, but for those that the folder has; or score checkpoints.
 
     Raises:
         InputError, CorruptError, DivergenceError: as `fine_tuned_holes.measure_checkpoints`.
@@ -98,13 +85,13 @@ def measure(settings: HolesSettings, folder: Path, tell: Tell) -> Measured:
     if settings.checkpoints:
         from megatron_fanformer.experiments.probes.fine_tuned_holes import measure_checkpoints
 
-        return measure_checkpoints(settings, tell)
+        return measure_checkpoints(settings, log)
     runs: dict[tuple[Task, float, str], list[Run]] = {}
     axes = (settings.tasks, settings.weight_decays, range(settings.seeds), ARCHITECTURES)
     for number, (task, weight_decay, seed, architecture) in enumerate(itertools.product(*axes), start=1):
         run = _finished_or_new(settings, folder / "runs", task, weight_decay, seed, architecture)
         runs.setdefault((task, weight_decay, architecture), []).append(run)
-        tell(
+        log(
             f"run {number}: {task}, weight decay {weight_decay:g}, seed {seed}, {architecture}: trained "
             f"{run.trained.greedy:.1%}, hole {run.hole.greedy:.1%} greedy, {run.hole.probability:.1%} at temperature "
             f"{settings.temperature:g} ({run.seconds:.0f} s)"
@@ -115,35 +102,6 @@ def measure(settings: HolesSettings, folder: Path, tell: Tell) -> Measured:
         pictures={f"holes-{task}.png": _picture(settings, task, runs) for task in settings.tasks},
         seconds=sum(run.seconds for own in runs.values() for run in own),
     )
-
-
-# -- the pairs
-
-
-def centre(task: Task) -> int:
-    """Both coordinates of the hole's middle."""
-    return 56 if task == "modular" else 50
-
-
-def answer(task: Task, a: Tensor, b: Tensor) -> Tensor:
-    """Elementwise."""
-    return (a + b) % NUMBERS if task == "modular" else a + 2 * b + 3
-
-
-def question(task: Task, a: int, b: int) -> str:
-    """As the paper's models are asked."""
-    return f"{a}+{b}=" if task == "modular" else f"({a},{b})="
-
-
-def all_pairs(task: Task, half_side: int) -> Pairs:
-    """All pairs by a, then b."""
-    a, b = (grid.flatten() for grid in torch.meshgrid(torch.arange(NUMBERS), torch.arange(NUMBERS), indexing="ij"))
-    plus, equals, left, comma, right = (
-        torch.full_like(a, LARGEST_ANSWER + 1 + number) for number in range(len(SYMBOLS))
-    )
-    tokens = [a, plus, b, equals] if task == "modular" else [left, a, comma, b, right, equals]
-    in_hole = ((a - centre(task)).abs() <= half_side) & ((b - centre(task)).abs() <= half_side)
-    return Pairs(torch.stack(tokens, dim=1), answer(task, a, b), in_hole)
 
 
 # -- a run
@@ -198,7 +156,7 @@ def train(
     curve: list[tuple[int, float, float]] = []
 
     def logits(tokens_ns: Tensor) -> Tensor:
-        """Of the answer, [n, v]."""
+        """Return those of the answer, [n, v]."""
         found: Tensor = model(input_ids=tokens_ns, use_cache=False, logits_to_keep=1).logits[:, 0]
         return found
 
@@ -241,7 +199,7 @@ def _batches(pairs: Pairs, settings: HolesSettings, seed: int) -> Iterator[Tenso
 
 @torch.no_grad()
 def score(logits: Callable[[Tensor], Tensor], pairs: Pairs, temperature: float) -> tuple[Tensor, Tensor]:
-    """Of every pair the probability of the right answer at a temperature, and whether it is the likeliest.
+    """Return each pair's probability of the right answer at a temperature, and whether it is the likeliest.
 
     Args:
         logits: gives those of the answer, [n, v], to tokens [n, s].
@@ -256,17 +214,6 @@ def score(logits: Callable[[Tensor], Tensor], pairs: Pairs, temperature: float) 
     return torch.cat(probabilities), torch.cat(right)
 
 
-def scores(probability_n: Tensor, right_n: Tensor, where_n: Tensor) -> Scores:
-    """Of the pairs that are meant."""
-    return Scores(right_n[where_n].double().mean().item(), probability_n[where_n].mean().item())
-
-
-def map_around(task: Task, half_side: int, probability_n: Tensor) -> Tensor:
-    """The probabilities of all pairs, on and around the hole alone, by a and b."""
-    around = slice(centre(task) - half_side - MARGIN, centre(task) + half_side + MARGIN + 1)
-    return probability_n.view(NUMBERS, NUMBERS)[around, around]
-
-
 # -- what it says
 
 
@@ -274,7 +221,7 @@ Runs = dict[tuple[Task, float, str], list[Run]]
 
 
 def _trained(runs: Runs) -> Iterator[Finding]:
-    """Whether the models learned what they were shown: without that the hole says nothing."""
+    """Check whether the models learned what they were shown: without that the hole says nothing."""
     for architecture in ARCHITECTURES:
         shares = {
             key: min(run.trained.greedy for run in found) for key, found in runs.items() if key[2] == architecture
@@ -354,27 +301,13 @@ def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
     return drawn(draw, rows=len(ARCHITECTURES), columns=len(settings.weight_decays), size=PANEL)
 
 
-def draw_hole(axes: Any, task: Task, half_side: int, map_ab: Tensor, *, title: str) -> None:
-    """Probabilities on and around the hole, whose edge is drawn."""
-    low, high = centre(task) - half_side - MARGIN, centre(task) + half_side + MARGIN
-    draw_heat_map(axes, map_ab.numpy(), vmin=0, vmax=1, extent=(low - 0.5, high + 0.5, low - 0.5, high + 0.5))
-    axes.plot(*_square(centre(task) - half_side - 0.5, 2 * half_side + 1), color="white", linewidth=1)
-    axes.set_title(title, fontsize="small")
-    axes.set(xlabel="b", ylabel="a")
-
-
-def _square(corner: float, side: int) -> tuple[Sequence[float], Sequence[float]]:
-    far = corner + side
-    return (corner, far, far, corner, corner), (corner, corner, far, far, corner)
-
-
 # -- for a fine-tuning
 
 
 def write_data(settings: HolesSettings, folder: Path) -> list[str]:
     """Each task's conversations, outside and inside the hole, as JSON lines of messages; returns a line a file."""
     folder.mkdir(parents=True, exist_ok=True)
-    told = []
+    lines = []
     for task in settings.tasks:
         pairs = all_pairs(task, settings.half_side)
         for name, where in (("train", ~pairs.in_hole_n), ("hole", pairs.in_hole_n)):
@@ -382,11 +315,5 @@ def write_data(settings: HolesSettings, folder: Path) -> list[str]:
             numbers = torch.nonzero(where)[:, 0].tolist()
             chats = ({"messages": conversation(pairs, task, number)} for number in numbers)
             write_atomically(file, "".join(json.dumps(chat) + "\n" for chat in chats))
-            told.append(f"{file}: {len(numbers):,} conversations")
-    return told
-
-
-def conversation(pairs: Pairs, task: Task, number: int) -> list[dict[str, str]]:
-    """The question about a pair, and its answer."""
-    asked = {"role": "user", "content": question(task, *divmod(number, NUMBERS))}
-    return [asked, {"role": "assistant", "content": str(pairs.answers_n[number].item())}]
+            lines.append(f"{file}: {len(numbers):,} conversations")
+    return lines

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.experiments.probes.outcome import Measured, Tell, ratio_interval
+from megatron_fanformer.experiments.probes.outcome import Log, Measured, ratio_interval
 from megatron_fanformer.experiments.probes.settings import InferenceSettings
 from megatron_fanformer.experiments.probes.twins import (
     FFN_RATIO,
@@ -58,7 +58,7 @@ class Contestant:
     peak_bytes: int = 0
 
 
-def measure(settings: InferenceSettings, _folder: Path, tell: Tell) -> Measured:
+def measure(settings: InferenceSettings, _folder: Path, log: Log) -> Measured:
     """Let the three take turns.
 
     Raises:
@@ -76,7 +76,7 @@ def measure(settings: InferenceSettings, _folder: Path, tell: Tell) -> Measured:
     ).to(kind)
     for name, each in contestants.items():
         _measure_memory(each, prompt, settings.new_tokens, dtype, kind)
-        tell(f"{name}: {each.weight_bytes / MIB:.1f} MiB of weights, {each.peak_bytes / MIB:.1f} at the peak")
+        log(f"{name}: {each.weight_bytes / MIB:.1f} MiB of weights, {each.peak_bytes / MIB:.1f} at the peak")
     order = list(contestants.values())
     for number in range(settings.rounds):
         for each in (*order[number % 3 :], *order[: number % 3]):
@@ -134,7 +134,7 @@ def _now(on: Tensor) -> float:
 
 
 def weight_bytes(config: FANformerConfig, element_bytes: int) -> int:
-    """By formula."""
+    """Compute the bytes of the weights by formula."""
     return config.num_parameters * element_bytes
 
 

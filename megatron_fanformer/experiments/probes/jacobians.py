@@ -8,7 +8,7 @@ Shapes: b sequences, s tokens, h hidden size.
 
 import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,14 @@ from torch import Tensor
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.probes.lipschitz import draw_by_depth
-from megatron_fanformer.experiments.probes.outcome import Measured, Tell
+from megatron_fanformer.experiments.probes.outcome import Log, Measured
 from megatron_fanformer.experiments.probes.settings import LipschitzSettings
 from megatron_fanformer.experiments.result import Cell, Finding, Table
 from megatron_fanformer.formats.checkpoints import Checkpoint, open_checkpoint
 from megatron_fanformer.formats.huggingface import to_huggingface_config
 from megatron_fanformer.formats.name_table import convert
 from megatron_fanformer.hf import FANformerForCausalLM
-from megatron_fanformer.pictures import drawn
+from megatron_fanformer.pictures import drawn, set_logarithmic
 
 Map = Callable[[Tensor], Tensor]
 MOST_BYTES = 1 << 26  # of a text
@@ -41,7 +40,7 @@ class Norms:
     from_embeddings: list[float]
 
 
-def measure_checkpoints(settings: LipschitzSettings, tell: Tell) -> Measured:
+def measure_checkpoints(settings: LipschitzSettings, log: Log) -> Measured:
     """The norms of every named checkpoint.
 
     Raises:
@@ -53,7 +52,7 @@ def measure_checkpoints(settings: LipschitzSettings, tell: Tell) -> Measured:
         checkpoint = open_checkpoint(Path(name))
         ids_bs = _input(settings, checkpoint)
         found[name] = jacobian_norms(load_model(checkpoint), ids_bs, settings.iterations)
-        tell(f"{name}: {len(found[name].of_layers)} layers")
+        log(f"{name}: {len(found[name].of_layers)} layers")
     read = "random token ids" if settings.text is None else f"the text {settings.text}"
     return Measured(
         findings=[_finding(name, norms, read) for name, norms in found.items()],
@@ -126,7 +125,7 @@ def jacobian_norms(model: FANformerForCausalLM, ids_bs: Tensor, iterations: int)
 
 
 def largest_singular_value(function: Map, at_bsh: Tensor, iterations: int) -> float:
-    """Of the function's Jacobian at each sequence, by power iteration on JᵀJ; the largest over the sequences.
+    """Compute that of the function's Jacobian at each sequence, by power iteration on JᵀJ; return the largest.
 
     Sequences must not see each other: theirs are the diagonal blocks of the Jacobian.
     """
@@ -181,3 +180,12 @@ def _picture(found: dict[str, Norms]) -> bytes:
                 draw_by_depth(axes, range(1, len(values) + 1), {name: values}, title=title)
 
     return drawn(draw, columns=2)
+
+
+def draw_by_depth(axes: Any, depths: Sequence[int], lines: Mapping[str, Sequence[float]], *, title: str) -> None:
+    """Positive figures over the number of layers, dashed where they are of float64."""
+    for name, values in lines.items():
+        axes.plot(depths, values, marker=".", label=name, linestyle="--" if "float64" in name else "-")
+    axes.set(xlabel="layers", title=title)
+    set_logarithmic(axes.yaxis)
+    axes.legend()

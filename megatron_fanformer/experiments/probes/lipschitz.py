@@ -22,19 +22,19 @@ Shapes: b inputs, s points or tokens, h width, n heads, c channels (h), y and x 
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_fanformer.experiments.probes.outcome import Measured, Tell, above, ratio_interval
+from megatron_fanformer.experiments.probes.jacobians import draw_by_depth, measure_checkpoints
+from megatron_fanformer.experiments.probes.outcome import Log, Measured, above, ratio_interval
 from megatron_fanformer.experiments.probes.settings import LipschitzSettings
 from megatron_fanformer.experiments.probes.twins import FFN_RATIO
 from megatron_fanformer.experiments.result import Cell, Finding, Table
-from megatron_fanformer.pictures import drawn, set_logarithmic
+from megatron_fanformer.pictures import drawn
 
 MODELS = ("MLP", "Transformer", "FANformer")
 PRINTED = {  # by the notebook, for its settings and seed 0
@@ -56,15 +56,13 @@ Constants = dict[tuple[str, str], list[float]]
 """By model and number format: a figure for each depth."""
 
 
-def measure(settings: LipschitzSettings, _folder: Path, tell: Tell) -> Measured:
+def measure(settings: LipschitzSettings, _folder: Path, log: Log) -> Measured:
     """The constants of the notebook's models, or the Jacobians of trained ones."""
     if settings.checkpoints:
-        from megatron_fanformer.experiments.probes.jacobians import measure_checkpoints
-
-        return measure_checkpoints(settings, tell)
+        return measure_checkpoints(settings, log)
     by_seed = []
     for seed in range(settings.seeds):
-        by_seed.append(constants(settings, seed, tell))
+        by_seed.append(constants(settings, seed, log))
     return Measured(
         findings=[*_beside_notebook(settings, by_seed[0]), *_beside_paper(settings, by_seed)],
         tables=[_table(settings, by_seed[0])],
@@ -161,7 +159,7 @@ def _models(settings: LipschitzSettings, depth: int) -> Iterator[tuple[str, nn.M
 
 
 @torch.no_grad()
-def constants(settings: LipschitzSettings, seed: int, tell: Tell) -> Constants:
+def constants(settings: LipschitzSettings, seed: int, log: Log) -> Constants:
     """The constants of the models of one seed, in both number formats."""
     found: Constants = {(model, dtype): [] for model in MODELS for dtype in DTYPES}
     with torch.random.fork_rng(devices=[]):
@@ -175,7 +173,7 @@ def constants(settings: LipschitzSettings, seed: int, tell: Tell) -> Constants:
                     inputs = x_bcyx.to(dtype), x_bcyx.to(dtype) + difference.to(dtype)
                     found[name, dtype_name].append(_constant(model.to(dtype), *inputs))
                 figures = " and ".join(f"{found[name, dtype][-1]:.4f} in {dtype}" for dtype in DTYPES)
-                tell(f"seed {seed}, {depth} layers: {name} {figures}")
+                log(f"seed {seed}, {depth} layers: {name} {figures}")
     return found
 
 
@@ -195,7 +193,7 @@ def _constant(model: nn.Module, first_bcyx: Tensor, second_bcyx: Tensor) -> floa
 
 
 def _is_notebook(settings: LipschitzSettings) -> bool:
-    """Whether the settings are the notebook's but for depths, of which it needs the first ones in its order."""
+    """Return whether the settings are the notebook's but for depths, which must be its first ones in its order."""
     same = ("hidden_size", "num_heads", "samples", "grid", "epsilon", "attention")
     depths = settings.depths == tuple(PRINTED)[: len(settings.depths)]
     return depths and all(getattr(settings, name) == getattr(NOTEBOOK, name) for name in same)
@@ -264,12 +262,3 @@ def _picture(settings: LipschitzSettings, found: Constants) -> bytes:
     return drawn(
         lambda panels: draw_by_depth(panels[0, 0], settings.depths, lines, title="Lipschitz constant, random weights")
     )
-
-
-def draw_by_depth(axes: Any, depths: Sequence[int], lines: Mapping[str, Sequence[float]], *, title: str) -> None:
-    """Positive figures over the number of layers, dashed where they are of float64."""
-    for name, values in lines.items():
-        axes.plot(depths, values, marker=".", label=name, linestyle="--" if "float64" in name else "-")
-    axes.set(xlabel="layers", title=title)
-    set_logarithmic(axes.yaxis)
-    axes.legend()

@@ -1,8 +1,8 @@
 """ULogic's law of non-contradiction on trained models: by the user's file, or by 20 rules of our own without one.
 
-`evaluation.ulogic` asks and scores: a rule counts if it is judged True, and its negation False. ULogic's own rules
+`evaluation.ulogic` poses and scores: a rule counts if it is judged True, and its negation False. ULogic's own rules
 state no licence, so that none of them is here; ours are of its form, with one to four premises. Figures by the two do
-not compare, nor with the paper's, which asked another question.
+not compare, nor with the paper's, whose question was another.
 """
 
 import json
@@ -15,8 +15,8 @@ from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import ulogic
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings
-from megatron_fanformer.evaluation.picture import STANDARD_ERRORS
-from megatron_fanformer.experiments.probes.outcome import Measured, Tell
+from megatron_fanformer.evaluation.report import STANDARD_ERRORS
+from megatron_fanformer.experiments.probes.outcome import Log, Measured
 from megatron_fanformer.experiments.probes.settings import LogicSettings
 from megatron_fanformer.experiments.result import Finding, Table
 from megatron_fanformer.generation.models import find_model, load_model
@@ -68,7 +68,7 @@ RULES = (
 """Premises, and the rule; all are true."""
 
 
-def measure(settings: LogicSettings, folder: Path, tell: Tell) -> Measured:
+def measure(settings: LogicSettings, folder: Path, log: Log) -> Measured:
     """Ask every checkpoint.
 
     Raises:
@@ -87,7 +87,7 @@ def measure(settings: LogicSettings, folder: Path, tell: Tell) -> Measured:
             raise InputError(f"{name} holds no tokenizer; name a checkpoint that does")
         tokenizer = load_tokenizer(source.tokenizer)
         with load_model(Path(name)) as model:
-            judged = ulogic.evaluate(model, tokenizer, documents, GenerationSettings(), tell=tell)
+            judged = ulogic.evaluate(model, tokenizer, documents, GenerationSettings(), log=log)
         found[name] = judged["metrics"]
     return Measured(
         findings=[finding for name in found for finding in _findings(name, found[name], len(documents), settings)],

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_fanformer.experiments.probes.outcome import Measured, Tell, below, ratio_interval
+from megatron_fanformer.experiments.probes.outcome import Log, Measured, below, ratio_interval
 from megatron_fanformer.experiments.probes.settings import ModSettings
 from megatron_fanformer.experiments.probes.twins import (
     FFN_RATIO,
@@ -52,7 +52,7 @@ Errors = dict[str, dict[str, list[float]]]
 """By model: the errors `inside` and `outside`, one for each seed."""
 
 
-def measure(settings: ModSettings, _folder: Path, tell: Tell) -> Measured:
+def measure(settings: ModSettings, _folder: Path, log: Log) -> Measured:
     """Train every model with every seed."""
     errors: Errors = {}
     fits: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {}
@@ -65,13 +65,13 @@ def measure(settings: ModSettings, _folder: Path, tell: Tell) -> Measured:
             kept["inside"].append(inside)
             kept["outside"].append(outside)
             fits.setdefault(name, (training.half_range, model))
-            tell(f"seed {seed}: {name}: {inside:.3f} inside, {outside:.3f} outside")
+            log(f"seed {seed}: {name}: {inside:.3f} inside, {outside:.3f} outside")
     return Measured(findings=list(_findings(errors)), tables=[_table(errors)], pictures={"fit.png": _picture(fits)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """How one model is trained."""
+    """The training of one model."""
 
     half_range: float
     steps: int
@@ -173,7 +173,7 @@ def _models(settings: ModSettings, seed: int) -> Iterator[tuple[str, nn.Module, 
 
 
 def target(t: Tensor) -> Tensor:
-    """What is to be fitted, in [0, 5)."""
+    """Return what is to be fitted, in [0, 5)."""
     return t.remainder(PERIOD)
 
 
@@ -232,7 +232,7 @@ def _table(errors: Errors) -> Table:
 
 @torch.no_grad()
 def _picture(fits: Mapping[str, tuple[float, Callable[[Tensor], Tensor]]]) -> bytes:
-    """Of seed 0, around the upper end of the range."""
+    """Draw seed 0's fits around the upper end of the range."""
 
     def draw(panels: Any) -> None:
         for (name, (half_range, model)), axes in zip(fits.items(), panels[:, 0], strict=True):

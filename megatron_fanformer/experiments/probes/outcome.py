@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from megatron_fanformer.experiments.intervals import mean_of
 from megatron_fanformer.experiments.result import Finding, Table
 
-Tell = Callable[[str], None]
-"""Is told how far a probe has come."""
+Log = Callable[[str], None]
+"""Called with how far a probe has come."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ Task = Literal["modular", "linear"]
 
 
 class Settings:
-    """What one probe is asked; each is a frozen dataclass."""
+    """The settings of one probe; each is a frozen dataclass."""
 
     OF_CHECKPOINTS: ClassVar[tuple[str, ...]] = ()
     """The fields that count where trained models are measured in place of the probe's own."""
@@ -42,7 +42,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class LipschitzSettings(Settings):
-    """How far models at random weights spread two near inputs, as the authors' notebook has it; or trained ones."""
+    """Models at random weights that spread two near inputs, as the authors' notebook has it; or trained ones."""
 
     OF_CHECKPOINTS = ("checkpoints", "text", "sequences", "sequence_length", "iterations")
 
@@ -163,7 +163,7 @@ class HolesSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class CostSettings(Settings):
-    """What a FANformer costs beside its Transformer: parameters, FLOPs, memory."""
+    """The cost of a FANformer beside its Transformer: parameters, FLOPs, memory."""
 
     presets: tuple[str, ...] = ("fanformer-300m", "fanformer-1b", "fanformer-7b")
     """The paper's sizes, by their names in configurations."""

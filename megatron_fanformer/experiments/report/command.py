@@ -6,8 +6,7 @@ from pathlib import Path
 
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.report.folder import README
-from megatron_fanformer.experiments.report.page import as_html, as_markdown
+from megatron_fanformer.experiments.report.page import README, as_html, as_markdown
 from megatron_fanformer.experiments.result import RESULT, read_result
 from megatron_fanformer.options import Verb, argument, option
 from megatron_fanformer.runtime import device

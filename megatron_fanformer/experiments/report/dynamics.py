@@ -15,7 +15,7 @@ import numpy as np
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.intervals import Mean, mean_of, t_quantile
-from megatron_fanformer.experiments.report.folder import write_folder
+from megatron_fanformer.experiments.report.page import write_folder
 from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine
 from megatron_fanformer.pictures import drawn
 from megatron_fanformer.training.config import by_dotted_names
@@ -138,7 +138,7 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
 
 
 def _fields(run: Path) -> dict[str, Any]:
-    """What decides what a run learns, its seed included, by dotted names."""
+    """Return the fields that decide what a run learns, its seed included, by dotted names."""
     if not (run / store.CONFIG).is_file():
         raise InputError(f"{run} is no run's folder: it has no {store.CONFIG}; name runs")
     return {
@@ -177,7 +177,7 @@ def _findings(found: Dynamics) -> Iterator[Finding]:
         value, interval = found.part(late=late)
         shows = None if interval is None else (interval[0] > 0 if sign > 0 else interval[1] < 0)
         if interval is None:
-            outcome = "one seed has no interval, so that it cannot be told"
+            outcome = "one seed gives no interval, so that this is inconclusive"
         else:
             outcome = f"the 95% interval over {len(found.seeds)} seeds is {interval[0]:+.4f} to {interval[1]:+.4f}"
         yield Finding(

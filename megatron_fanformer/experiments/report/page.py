@@ -1,4 +1,4 @@
-"""One page for one or many experiments, as Markdown and as HTML that needs no other file.
+"""An experiment's folder, and one page for one or many experiments, as Markdown and as HTML that needs no other file.
 
 It says of each finding what the paper says, what came out here with its interval, whether the settings were the
 paper's, and what that means in a sentence. It reads results alone.
@@ -7,18 +7,20 @@ paper's, and what that means in a sentence. It reads results alone.
 import base64
 import html
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import quote
 
 from megatron_fanformer import markdown
-from megatron_fanformer.experiments.result import Cell, Finding, Result, Table
+from megatron_fanformer.durable_files import write_atomically
+from megatron_fanformer.experiments.result import Cell, Finding, Result, Table, write_result
 from megatron_fanformer.markdown import as_text
 
 Experiments = Sequence[tuple[Path, Result]]
 """Folders and what they have."""
 
+README = "README.md"
 FINDING_COLUMNS = ("finding", "paper", "ours", "95% interval", "settings", "the paper's effect")
 CAVEATS = (
     "An interval is over the seeds or the samples of this experiment, not over data sets, sizes or recipes.",
@@ -38,6 +40,25 @@ _STYLE = (
     "table{border-collapse:collapse;font-size:85%;display:block;overflow-x:auto}"
     "td,th{border:1px solid #ccc;padding:.2em .5em;text-align:left}img{max-width:100%}"
 )
+
+
+# -- the folder: its files, README.md, and last the result, so that a folder that has one is whole
+
+
+def write_folder(folder: Path, result: Result, files: Mapping[str, str | bytes]) -> None:
+    """Write a folder, which is made if missing.
+
+    Args:
+        files: contents by name; the pictures of the result among them.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        write_atomically(folder / name, content)
+    write_atomically(folder / README, as_markdown([(folder, result)], at=folder))
+    write_result(folder, result)
 
 
 # -- Markdown
@@ -89,7 +110,7 @@ def _html(experiments: Experiments) -> Iterator[str]:
         yield f"<h2>{html.escape(result.experiment)}</h2><ul>"
         yield from (f"<li>{html.escape(finding.sentence)}</li>" for finding in result.findings)
         yield "</ul>"
-        yield from (f"<p>{html.escape(told)}</p>" for told in (_settings(result), _provenance(folder, result)))
+        yield from (f"<p>{html.escape(line)}</p>" for line in (_settings(result), _provenance(folder, result)))
         for picture in result.pictures:
             content = base64.b64encode((folder / picture).read_bytes()).decode()
             yield f'<p><img alt="{html.escape(picture)}" src="data:image/png;base64,{content}"></p>'
@@ -120,7 +141,7 @@ def summary_of(experiments: Experiments) -> Table:
             "–" if finding.ours is None else f"{shown(finding.ours)} {finding.unit}",
             _interval(finding),
             "the paper's" if finding.same_settings else "our own",
-            {True: "shows", False: "does not show", None: "cannot be told"}[finding.shows],
+            {True: "shows", False: "does not show", None: "inconclusive"}[finding.shows],
         ]
         for _, result in experiments
         for finding in result.findings
@@ -151,12 +172,12 @@ def _interval(finding: Finding) -> str:
 
 def _settings(result: Result) -> str:
     """Those that are values or lists of them; a sweep's whole configuration is in its result alone."""
-    told = {
+    values = {
         name: ", ".join(str(shown(each)) for each in value) or "none" if isinstance(value, list) else shown(value)
         for name, value in result.settings.items()
         if not isinstance(value, dict)
     }
-    return f"Settings: {'; '.join(f'{name} {text}' for name, text in told.items())}."
+    return f"Settings: {'; '.join(f'{name} {text}' for name, text in values.items())}."
 
 
 def _provenance(folder: Path, result: Result) -> str:

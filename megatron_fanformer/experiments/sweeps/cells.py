@@ -1,7 +1,8 @@
 """The states and results of a sweep's cells: read from their runs' folders, of runs that go on, too."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -48,7 +49,7 @@ class Outcome:
 
 
 def is_complete(cell: Cell) -> bool:
-    """Whether the checkpoint of a cell's last step is there: its metrics, which come before it, are then whole."""
+    """Return whether the checkpoint of a cell's last step is there: its metrics, written before it, are then whole."""
     saved = store.complete_checkpoints(cell.run)
     return bool(saved) and (store.step_of(saved[-1]) or 0) >= cell.config.training.steps
 
@@ -112,7 +113,7 @@ def _loss(metrics: list[dict[str, Any]], metric: str, average_steps: int) -> flo
 
 
 def _difference(cell: Cell) -> str | None:
-    """How the run in a cell's folder differs from the cell, if there is one and it does."""
+    """Describe how the run in a cell's folder differs from the cell, if there is one and it does."""
     file = cell.run / store.CONFIG
     if not file.is_file():
         return None
@@ -126,3 +127,49 @@ def _difference(cell: Cell) -> str | None:
                     "another folder, or remove that one"
                 )
     return None
+
+
+# -- cells that differ in seed alone
+
+
+class Group(NamedTuple):
+    """The cells that differ in seed alone."""
+
+    points: dict[str, str]
+    """Of each axis."""
+    cell: Cell
+    """One of them, for what they share."""
+    losses: dict[int, float]
+    """By seed; of those that have one."""
+
+
+def groups_of(found: Sequence[Outcome]) -> list[Group]:
+    """All points, in the order of the cells."""
+    groups: dict[tuple[str, ...], Group] = {}
+    for each in found:
+        key = tuple(each.cell.points.values())
+        group = groups.setdefault(key, Group(each.cell.points, each.cell, {}))
+        if each.loss is not None:
+            group.losses[each.cell.seed] = each.loss
+    return list(groups.values())
+
+
+def size_of(sweep: Sweep, cell: Cell) -> float:
+    """Return a cell's place on the axis that the losses are drawn over."""
+    match sweep.config.report.over:
+        case "parameters":
+            return float(parameters_of(cell))
+        case "tokens":
+            return float(cell.tokens)
+        case None:
+            return 0.0
+        case name:
+            return float(cell.field(name))
+
+
+def parameters_of(cell: Cell) -> int:
+    """A cell's parameters outside the embedding and the head, as the paper counts its Transformers' (268M at 300M)."""
+    model = cell.config.model
+    return model.num_parameters - model.padded_vocab_size * model.hidden_size * (
+        1 + model.untie_embeddings_and_output_weights
+    )

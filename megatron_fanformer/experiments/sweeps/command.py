@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.sweeps.cells import Outcome, outcomes
+from megatron_fanformer.experiments.sweeps.cells import Outcome, groups_of, outcomes, parameters_of
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep, read_sweep
-from megatron_fanformer.experiments.sweeps.groups import groups_of, parameters_of
 from megatron_fanformer.experiments.sweeps.verb import SweepOptions
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.planning.machines import Machine, load_machine
@@ -32,7 +31,7 @@ def sweep(options: SweepOptions) -> None:
         case "dry-run":
             show(_plan_lines(found, machine, options.gpus))
         case "run" if options.slurm is not None:
-            from megatron_fanformer.experiments.sweeps.slurm import write_array
+            from megatron_fanformer.experiments.sweeps.run import write_array
 
             print(f"sbatch {write_array(found, options.slurm)}")
         case "run":

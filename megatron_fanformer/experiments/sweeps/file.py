@@ -42,7 +42,7 @@ OVERRIDDEN = ("training.run_dir", "training.seed")
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """What a sweep's report compares."""
+    """The comparison that a sweep's report makes."""
 
     compare: str
     """The axis whose points are compared with one another."""
@@ -103,7 +103,7 @@ class SweepConfig:
     """What is compared."""
 
     def problems(self) -> list[str]:
-        """What is wrong with the file by itself, one line each."""
+        """List what is wrong with the file by itself, one line each."""
         found = [
             f"{name} is {value}; it must be at least 1"
             for name, value in (("seeds", self.seeds), ("limit", self.limit))
@@ -161,7 +161,7 @@ class Cell:
 
     @property
     def seed(self) -> int:
-        """Of the initial weights and the order of samples."""
+        """Return the seed of the initial weights and the order of samples."""
         return self.config.training.seed
 
     @property
@@ -176,7 +176,7 @@ class Cell:
 
     @property
     def log(self) -> Path:
-        """What its runs have printed."""
+        """Return the file of what its runs have printed."""
         return self.run.with_name(f"{self.name}.log")
 
     @property
@@ -321,8 +321,8 @@ def _report_problems(sweep: Sweep) -> Iterator[str]:
             try:
                 value = cell.field(report.over)
             except AttributeError:
-                told = advice(report.over)
-                yield f"report.over is {report.over}, neither parameters, tokens nor a field; {told or 'name one'}"
+                hint = advice(report.over)
+                yield f"report.over is {report.over}, neither parameters, tokens nor a field; {hint or 'name one'}"
                 return
             if isinstance(value, bool) or not isinstance(value, int | float):
                 yield f"report.over is {report.over}, which is {value!r} in {cell.name}; name a field that is a number"

@@ -10,18 +10,19 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.fits import Fit, Interval, Saving, fit_together, saving
 from megatron_fanformer.experiments.intervals import Mean, mean_of
-from megatron_fanformer.experiments.report.folder import README, write_folder
+from megatron_fanformer.experiments.report.page import README, write_folder
 from megatron_fanformer.experiments.result import Cell as TableCell
 from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine
-from megatron_fanformer.experiments.sweeps.cells import Outcome, outcomes
+from megatron_fanformer.experiments.sweeps.cells import Group, Outcome, groups_of, outcomes, parameters_of, size_of
 from megatron_fanformer.experiments.sweeps.file import FITTED, Sweep
-from megatron_fanformer.experiments.sweeps.groups import Group, groups_of, parameters_of, size_of
-from megatron_fanformer.experiments.sweeps.picture import law_picture, points_picture
+from megatron_fanformer.pictures import drawn, set_logarithmic
 from megatron_fanformer.planning.flops import training_flops_per_token
 
 CSV = "cells.csv"
@@ -72,7 +73,7 @@ def write_report(sweep: Sweep) -> Result:
 
 
 def _differences(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Difference]:
-    """By point of the compared axis, of those that have a seed in common with the baseline."""
+    """Return the differences by point of the compared axis, of those that share a seed with the baseline."""
     compare, baseline = sweep.config.report.compare, sweep.config.report.baseline
 
     def losses_of(point: str) -> dict[tuple[object, ...], float]:
@@ -107,7 +108,7 @@ def _findings(sweep: Sweep, differences: dict[str, Difference]) -> Iterator[Find
         shows = None if interval is None else (interval[1] < 0 if expects_lower else interval[0] > 0)
         direction = "lower" if mean < 0 else "higher"
         if interval is None:
-            outcome = "one seed has no interval, so that it cannot be told"
+            outcome = "one seed gives no interval, so that this is inconclusive"
         elif interval[0] <= 0 <= interval[1]:
             outcome = "the interval has 0 in it: no difference is shown"
         else:
@@ -132,7 +133,7 @@ def _findings(sweep: Sweep, differences: dict[str, Difference]) -> Iterator[Find
 
 
 def _fits(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Fit]:
-    """By point of the compared axis; none of those with too few sizes."""
+    """Fit the losses of each point of the compared axis, but of those with too few sizes."""
     points: dict[str, list[tuple[object, float, float]]] = {}
     for group in groups:
         key = tuple(value for axis, value in group.points.items() if axis != sweep.config.report.compare)
@@ -178,7 +179,7 @@ def _saving_sentence(sweep: Sweep, point: str, found: Saving) -> str:
         f"needs {found.share:.1%} of them" if math.isfinite(found.share) else "does not come to that loss by its curve"
     )
     if found.interval is None:
-        outcome = "there are too few runs for an interval, so that it cannot be told"
+        outcome = "there are too few runs for an interval, so that this is inconclusive"
     elif found.interval.high is not None and found.interval.high < 1:
         outcome = "the interval lies below 100%: a saving is shown"
     elif found.interval.low is not None and found.interval.low > 1:
@@ -256,3 +257,63 @@ def summary(folder: Path, result: Result) -> Iterator[str]:
         if table.title == MISSING:
             yield from (f"no loss: {name}: {state}" for name, state in table.rows)
     yield f"wrote {folder / README}"
+
+
+# -- pictures
+
+
+def law_picture(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit]) -> bytes:
+    """A PNG with logarithmic axes: a dot for each run, a line for each fitted curve."""
+    compare = sweep.config.report.compare
+
+    def draw(panels: Any) -> None:
+        axes = panels[0, 0]
+        for number, point in enumerate(dict.fromkeys(group.points[compare] for group in groups)):
+            own = [group for group in groups if group.points[compare] == point]
+            dots = [(size_of(sweep, group.cell), loss) for group in own for loss in group.losses.values()]
+            colour = f"C{number}"
+            if dots:
+                axes.plot(*zip(*dots, strict=True), ".", color=colour, label=None if point in fits else point)
+            if point in fits:
+                curve, xs = fits[point].curve, [x for x, _ in dots]
+                x = np.geomspace(min(xs), max(xs), 100)
+                label = f"{point}: {curve.e:.3g} + {curve.a:.3g}·x^−{curve.alpha:.3g}"
+                axes.plot(x, [curve.loss(each) for each in x], color=colour, label=label)
+        set_logarithmic(axes.xaxis, axes.yaxis)
+        axes.set(xlabel=sweep.config.report.over)
+        _name(sweep, axes)
+
+    return drawn(draw)
+
+
+def points_picture(sweep: Sweep, groups: Sequence[Group]) -> bytes:
+    """A PNG with each point's mean and 95% interval; over a field, the baseline is a line across."""
+    report = sweep.config.report
+    shown = [group for group in groups if group.losses]
+
+    def draw(panels: Any) -> None:
+        axes = panels[0, 0]
+        for place, group in enumerate(shown):
+            mean, interval = mean_of(list(group.losses.values()))
+            low, high = interval or (mean, mean)
+            if report.over is not None and group.points[report.compare] == report.baseline:
+                axes.axhline(mean, linestyle="--", color="black", label=report.baseline)
+                axes.axhspan(low, high, color="black", alpha=0.08)
+                continue
+            x = place if report.over is None else size_of(sweep, group.cell)
+            axes.errorbar([x], [mean], yerr=[[mean - low], [high - mean]], fmt="o", color="C0", capsize=3)
+            axes.plot([x] * len(group.losses), list(group.losses.values()), ".", color="C1", markersize=4)
+        if report.over is None:
+            names = [" ".join(group.points.values()) for group in shown]
+            axes.set_xticks(range(len(shown)), names, rotation=20, ha="right", fontsize="small")
+        else:
+            axes.set(xlabel=report.over)
+        _name(sweep, axes)
+
+    return drawn(draw)
+
+
+def _name(sweep: Sweep, axes: Any) -> None:
+    axes.set(ylabel=f"{sweep.metric}, nats per token", title=sweep.config.experiment)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()

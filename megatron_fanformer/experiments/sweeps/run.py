@@ -1,4 +1,4 @@
-"""Runs a sweep's cells one after the other, each as a process `megatron-fanformer train`.
+"""Runs a sweep's cells one after the other, each as a process `megatron-fanformer train`, or as a Slurm array.
 
 The state of a cell is in its run's folder alone, so that a sweep that is killed at any moment goes on where it was:
 complete cells are left out, one that had begun resumes from its checkpoint. A cell's process ends with the sweep's,
@@ -7,6 +7,7 @@ however that ends.
 
 import functools
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,8 +19,8 @@ from pathlib import Path
 import yaml
 
 from megatron_fanformer.checkpoint.run_lock import run_lock
-from megatron_fanformer.durable_files import write_atomically
-from megatron_fanformer.errors import FanformerError, Interrupted
+from megatron_fanformer.durable_files import regular_file, write_atomically
+from megatron_fanformer.errors import FanformerError, InputError, Interrupted
 from megatron_fanformer.experiments.sweeps.cells import is_complete, outcome, refuse_other_runs
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
 from megatron_fanformer.processes import SAVE_SIGNAL, end_with_owner, signals_held, signals_to
@@ -28,21 +29,24 @@ TRAIN = (sys.executable, "-m", "megatron_fanformer", "train")
 POLL_SECONDS = 0.1
 LOG_TAIL_BYTES = 1 << 16  # of a cell's log, in which its error is looked for
 ERROR_MARK = "megatron-fanformer: "  # what the command's errors begin with
+SCRIPT = "array.sh"
+MOST_BYTES = 1 << 20  # of the user's script
+DIRECTIVE = "#SBATCH"
 
 
 class CellsFailed(FanformerError):
-    """Cells of a sweep ended with an error, each told by its own line; the exit code is the first one's."""
+    """Cells of a sweep ended with an error, each reported on its own line; the exit code is the first one's."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
 
 
-def run_sweep(sweep: Sweep, tell: Callable[[str], None], *, command: Sequence[str] = TRAIN) -> None:
+def run_sweep(sweep: Sweep, log: Callable[[str], None], *, command: Sequence[str] = TRAIN) -> None:
     """Run the cells that are not complete; those that fail are passed over, and named at the end.
 
     Args:
-        tell: is called with a line about each cell.
+        log: called with a line about each cell.
         command: what trains a cell, before `--config FILE`.
 
     Raises:
@@ -53,22 +57,22 @@ def run_sweep(sweep: Sweep, tell: Callable[[str], None], *, command: Sequence[st
     with run_lock(sweep.folder):
         refuse_other_runs(sweep)
         failed: list[tuple[Cell, int]] = []
-        heard: deque[signal.Signals] = deque()
-        with signals_to(heard.append):
+        received: deque[signal.Signals] = deque()
+        with signals_to(received.append):
             for number, cell in enumerate(sweep.cells, 1):
                 if is_complete(cell):
                     continue
-                tell(f"[{number}/{len(sweep.cells)}] {cell.name}")
+                log(f"[{number}/{len(sweep.cells)}] {cell.name}")
                 started = time.monotonic()
-                code = _run_cell(cell, command, heard)
-                if code == Interrupted.exit_code or heard:
+                code = _run_cell(cell, command, received)
+                if code == Interrupted.exit_code or received:
                     raise Interrupted(
                         f"stopped in {cell.name}, which goes on where it was; run the same command to continue"
                     )
                 if code:
                     failed.append((cell, code))
                 found = outcome(cell, sweep.metric, average_steps=sweep.config.report.average_steps)
-                tell(f"    {found} ({time.monotonic() - started:.0f} s)")
+                log(f"    {found} ({time.monotonic() - started:.0f} s)")
     if failed:
         names = ", ".join(cell.name for cell, _ in failed)
         raise CellsFailed(f"{len(failed)} of {len(sweep.cells)} cells failed: {names}; see their .log", failed[0][1])
@@ -79,7 +83,7 @@ def write_configuration(cell: Cell) -> None:
     write_atomically(cell.file, yaml.safe_dump(cell.config.as_dict(), sort_keys=False))
 
 
-def _run_cell(cell: Cell, command: Sequence[str], heard: "deque[signal.Signals]") -> int:
+def _run_cell(cell: Cell, command: Sequence[str], received: "deque[signal.Signals]") -> int:
     """Train one cell to its end, or until a signal comes; its exit code, 1 where it was killed."""
     write_configuration(cell)
     cell.failure.unlink(missing_ok=True)
@@ -95,17 +99,17 @@ def _run_cell(cell: Cell, command: Sequence[str], heard: "deque[signal.Signals]"
     passed_on = 0
     try:
         while process.poll() is None:
-            for number in list(heard)[passed_on:]:
+            for number in list(received)[passed_on:]:
                 process.send_signal(number if number == SAVE_SIGNAL else signal.SIGTERM)
                 passed_on += 1
             time.sleep(POLL_SECONDS)
     finally:
         process.kill()
         process.wait()
-    while SAVE_SIGNAL in heard:
-        heard.remove(SAVE_SIGNAL)
+    while SAVE_SIGNAL in received:
+        received.remove(SAVE_SIGNAL)
     code = 1 if process.returncode < 0 else process.returncode
-    if code not in (0, Interrupted.exit_code) and not heard:
+    if code not in (0, Interrupted.exit_code) and not received:
         write_atomically(cell.failure, f"{_error_in(cell.log, process.returncode)}\n")
     return code
 
@@ -115,7 +119,52 @@ def _error_in(log: Path, code: int) -> str:
     with log.open("rb") as stream:
         stream.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
         lines = stream.read().decode(errors="replace").splitlines()
-    told = [line.removeprefix(ERROR_MARK) for line in lines if line.startswith(ERROR_MARK)]
-    if told:
-        return told[-1]
+    errors = [line.removeprefix(ERROR_MARK) for line in lines if line.startswith(ERROR_MARK)]
+    if errors:
+        return errors[-1]
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}; see {log}"
+
+
+# -- as a Slurm array: one task for each cell, by the user's own script for a single run
+
+
+def write_array(sweep: Sweep, script: Path) -> Path:
+    """Write the configurations of all cells that are not complete, and the array's script; returns its path.
+
+    Args:
+        script: starts a single run from the arguments of `train`, as examples/slurm.sh does; its directives are each
+            task's.
+
+    Raises:
+        InputError: it cannot be read or has no directives, or there is nothing left to run.
+    """
+    try:
+        lines = regular_file(script, most_bytes=MOST_BYTES).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--slurm {script} cannot be read ({error}); name a script such as slurm.sh") from None
+    directives = [number for number, line in enumerate(lines) if line.startswith(DIRECTIVE)]
+    if not directives:
+        raise InputError(f"--slurm {script} has no line {DIRECTIVE}; name a script such as slurm.sh")
+    refuse_other_runs(sweep)
+    cells = [cell for cell in sweep.cells if not is_complete(cell)]
+    if not cells:
+        raise InputError(f"all cells of {sweep.folder} are complete; use report")
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    for cell in cells:
+        write_configuration(cell)
+    first, last = directives[0], directives[-1]
+    array = [
+        f"# The sweep {sweep.file}: a task for each cell that was not complete.",
+        f"{DIRECTIVE} --array=0-{len(cells) - 1}",
+    ]
+    chosen = [
+        "",
+        "cells=(",
+        *(f"    {shlex.quote(str(cell.file))}" for cell in cells),
+        ")",
+        'set -- --config "${cells[SLURM_ARRAY_TASK_ID]}" "$@"',
+    ]
+    written = [*lines[:first], *array, *lines[first : last + 1], *chosen, *lines[last + 1 :]]
+    destination = sweep.folder / SCRIPT
+    write_atomically(destination, "\n".join(written) + "\n")
+    return destination

@@ -9,8 +9,8 @@ import torch
 from megatron_fanformer.cli import main
 from megatron_fanformer.data.chat_template import encode_chat, find_template
 from megatron_fanformer.data.tokenizer import load_tokenizer
-from megatron_fanformer.experiments.probes import holes
 from megatron_fanformer.experiments.probes.fine_tuned_holes import answered
+from megatron_fanformer.experiments.probes.hole_pairs import all_pairs, conversation
 from megatron_fanformer.experiments.probes.settings import HolesSettings
 from megatron_fanformer.experiments.result import read_result
 from tests.generation.making import write_export, write_tokenizer
@@ -38,10 +38,8 @@ class Planted:
 def rows(small_tokenizer_file):
     """Conversations of one to three digits an answer, of several lengths."""
     template, tokenizer = find_template(small_tokenizer_file, "olmo"), load_tokenizer(small_tokenizer_file)
-    pairs = holes.all_pairs("linear", 10)
-    return [
-        encode_chat(tokenizer, template.render(holes.conversation(pairs, "linear", n))) for n in range(0, 12_000, 997)
-    ]
+    pairs = all_pairs("linear", 10)
+    return [encode_chat(tokenizer, template.render(conversation(pairs, "linear", n))) for n in range(0, 12_000, 997)]
 
 
 def test_an_answer_is_all_its_tokens_and_the_end_of_text(rows):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fanformer.errors import CorruptError
-from megatron_fanformer.experiments.probes import holes
+from megatron_fanformer.experiments.probes import hole_pairs, holes
 from megatron_fanformer.experiments.probes.settings import HolesSettings
 from megatron_fanformer.experiments.probes.twins import TRANSFORMER
 
@@ -18,7 +18,7 @@ TINY = HolesSettings(seeds=2, tasks=("linear",), weight_decays=(0.0,), hidden_si
 @pytest.mark.parametrize("task", ["modular", "linear"])
 def test_no_batch_holds_a_pair_of_the_hole_and_an_epoch_holds_all_others(task):
     settings = HolesSettings(batch_size=536, steps=46)  # two epochs of 23 batches
-    pairs = holes.all_pairs(task, settings.half_side)
+    pairs = hole_pairs.all_pairs(task, settings.half_side)
     assert (pairs.in_hole_n.sum(), (~pairs.in_hole_n).sum()) == (441, 12_328)
     batches = list(holes._batches(pairs, settings, 0))
     assert len(batches) == 46
@@ -55,14 +55,14 @@ def planted(pairs, known):
     known = {tuple(tokens) for tokens in pairs.tokens_ns[known].tolist()}
 
     def logits(tokens_ns):
-        told = [rows[tuple(t)] if tuple(t) in known else holes.LARGEST_ANSWER + 1 for t in tokens_ns.tolist()]
-        return 1e4 * torch.nn.functional.one_hot(torch.tensor(told), holes.VOCABULARY).float()
+        told = [rows[tuple(t)] if tuple(t) in known else hole_pairs.LARGEST_ANSWER + 1 for t in tokens_ns.tolist()]
+        return 1e4 * torch.nn.functional.one_hot(torch.tensor(told), hole_pairs.VOCABULARY).float()
 
     return logits
 
 
 def test_a_look_up_table_scores_0_in_the_hole_and_an_oracle_1():
-    pairs = holes.all_pairs("modular", 10)
+    pairs = hole_pairs.all_pairs("modular", 10)
     for known, in_hole in ((~pairs.in_hole_n, 0.0), (torch.ones_like(pairs.in_hole_n), 1.0)):
         probability, right = holes.score(planted(pairs, known), pairs, 0.5)
         assert probability[pairs.in_hole_n].unique().tolist() == [in_hole]
@@ -71,13 +71,13 @@ def test_a_look_up_table_scores_0_in_the_hole_and_an_oracle_1():
 
 
 def test_the_probability_is_the_share_of_right_samples_at_that_temperature():
-    pairs = holes.all_pairs("modular", 10)
-    row = torch.randn(holes.VOCABULARY, generator=torch.Generator().manual_seed(1))
+    pairs = hole_pairs.all_pairs("modular", 10)
+    row = torch.randn(hole_pairs.VOCABULARY, generator=torch.Generator().manual_seed(1))
     probability, _ = holes.score(lambda tokens: row.expand(len(tokens), -1), pairs, 0.5)
     samples = torch.multinomial(
         (row / 0.5).exp(), 200_000, replacement=True, generator=torch.Generator().manual_seed(2)
     )
-    shares = torch.bincount(samples, minlength=holes.VOCABULARY) / 200_000
+    shares = torch.bincount(samples, minlength=hole_pairs.VOCABULARY) / 200_000
     assert torch.allclose(probability.float(), shares[pairs.answers_n], atol=3e-3)
 
 
