@@ -30,8 +30,7 @@ from megatron_fanformer.runtime.device import has_bf16_matrix_units
 from megatron_fanformer.runtime.layout import MOVED_FIELDS, ParallelConfig
 from megatron_fanformer.training.fp8_rules import fp8_problems
 from megatron_fanformer.training.loggers.registry import LoggingConfig
-from megatron_fanformer.training.optimizer_config import OptimizerConfig
-from megatron_fanformer.training.optimizers import OPTIMIZERS
+from megatron_fanformer.training.optimizers import OPTIMIZERS, OptimizerConfig
 from megatron_fanformer.training.presets import with_preset
 from megatron_fanformer.training.recovery import RecoveryConfig
 from megatron_fanformer.training.schedule import ScheduleConfig

@@ -10,8 +10,7 @@ import torch
 
 from megatron_fanformer.ops.norms import norm
 from megatron_fanformer.planning.gradient_buffers import EMBEDDING
-from megatron_fanformer.training.optimizer_config import OptimizerConfig
-from megatron_fanformer.training.optimizers import OPTIMIZERS, UpdateRule
+from megatron_fanformer.training.optimizers import OPTIMIZERS, OptimizerConfig, UpdateRule
 
 if TYPE_CHECKING:  # megatron-core takes seconds to import, and a configuration is checked before
     from megatron.core.distributed import DistributedDataParallel

@@ -1,8 +1,9 @@
-"""The optimizers that a run can name, each an object that knows all that follows from it; without torch.
+"""The section `optimizer` of a configuration, and the optimizers that it can name; without torch.
 
 A new one is a file with a subclass of `UpdateRule`, and an entry of `OPTIMIZERS`.
 """
 
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +14,48 @@ from megatron_fanformer.planning.gradient_buffers import EMBEDDING, OptimizerSta
 if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before
     import torch
 
-    from megatron_fanformer.training.optimizer_config import OptimizerConfig
-
 STATE_ELEMENT_BYTES = 4
 """States are float32, as the main weights are."""
 
 Group = Mapping[str, Any]
 """A parameter group, or what `UpdateRule.group_of` says of one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The defaults are the paper's recipe for 1B."""
+
+    name: str = "adamw"
+    """What updates the weights: `adamw`. A run keeps its own."""
+    lr: float = 4e-4
+    """Peak learning rate."""
+    weight_decay: float = 0.1
+    """Decoupled decay of linear weights."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.95
+    """Decay of the second moment."""
+    adam_eps: float = 1e-5
+    """Added to the root of the second moment."""
+    clip_grad: float = 1.0
+    """The global gradient norm is clipped to this; 0 does not clip."""
+
+    def problems(self) -> list[str]:
+        """Rules of single fields that this configuration breaks, one line each."""
+        found = [] if self.name in OPTIMIZERS else [f"optimizer.name is {self.name!a}, {_known_names(self.name)}"]
+        found += [
+            f"optimizer.{name} is {getattr(self, name)}; it must not be negative"
+            for name in ("lr", "weight_decay", "clip_grad")
+            if getattr(self, name) < 0
+        ]
+        found += [
+            f"optimizer.{name} is {getattr(self, name)}; it must lie in [0, 1)"
+            for name in ("adam_beta1", "adam_beta2")
+            if not 0 <= getattr(self, name) < 1
+        ]
+        if self.adam_eps <= 0:
+            found.append(f"optimizer.adam_eps is {self.adam_eps}; it must be above 0")
+        return found
 
 
 class UpdateRule(OptimizerStates, ABC):
@@ -34,7 +70,7 @@ class UpdateRule(OptimizerStates, ABC):
     """What a resumed run takes over from a checkpoint's parameter groups; all else is of its configuration."""
 
     @abstractmethod
-    def megatron_settings(self, config: "OptimizerConfig") -> dict[str, Any]:
+    def megatron_settings(self, config: OptimizerConfig) -> dict[str, Any]:
         """Return fields of megatron-core's OptimizerConfig, beside those of all optimizers (rate, decay, clipping).
 
         The torch optimizer is made with `lr` and `weight_decay`, and with `betas` and `eps` from `adam_beta1`,
@@ -79,7 +115,7 @@ class AdamW(UpdateRule):
     Norms, biases and embeddings are not decayed (a tied head is the embedding).
     """
 
-    def megatron_settings(self, config: "OptimizerConfig") -> dict[str, Any]:
+    def megatron_settings(self, config: OptimizerConfig) -> dict[str, Any]:
         """Return Adam's own fields."""
         return {
             "optimizer": "adam",
@@ -120,3 +156,9 @@ class AdamW(UpdateRule):
 
 OPTIMIZERS: dict[str, UpdateRule] = {"adamw": AdamW()}
 """By `optimizer.name`."""
+
+
+def _known_names(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1)
+    remedy = f"did you mean {near[0]}?" if near else f"name {', '.join(OPTIMIZERS)}"
+    return f"which is no optimizer here; {remedy}"

@@ -93,7 +93,12 @@ class Trainer:
         self._start_or_resume()
         self._load_data()
         self._logs = Loggers(
-            self.config, console or Console(markup=False), writes=grid.is_main, folder=self._start.folder
+            self.config.logging,
+            console or Console(markup=False),
+            run=Path(self.config.training.run_dir),
+            steps=self.config.training.steps,
+            writes=grid.is_main,
+            folder=self._start.folder,
         )
         self._open_logs()
         if self.step:

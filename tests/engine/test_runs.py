@@ -13,7 +13,7 @@ from megatron_fanformer.checkpoint.saving import CheckpointSaver
 from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.model.kernels import KernelsConfig
 from megatron_fanformer.training.metrics import read_metrics
-from megatron_fanformer.training.optimizer_config import OptimizerConfig
+from megatron_fanformer.training.optimizers import OptimizerConfig
 from tests.checkpoint.states import Pieces, layers_for, small_model, training
 from tests.generation.making import all_logits, cached_logits, with_model, write_checkpoint, write_tokenizer
 from tests.small_runs import write_tokens

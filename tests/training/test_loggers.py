@@ -80,7 +80,9 @@ def test_a_file_that_is_removed_during_a_run_is_written_anew(tmp_path: Path) -> 
 
 def loggers(run: Path, folder: tuple[int, int] | None = None, **fields: Any) -> Loggers:
     values = small_run("tokens", run, logging={"tensorboard": False, **fields})
-    return Loggers(config_from_dict(values), Console(file=io.StringIO()), writes=True, folder=folder)
+    config = config_from_dict(values)
+    run, steps = Path(config.training.run_dir), config.training.steps
+    return Loggers(config.logging, Console(file=io.StringIO()), run=run, steps=steps, writes=True, folder=folder)
 
 
 def test_a_folder_renamed_since_the_start_is_not_made_anew(tmp_path: Path) -> None:

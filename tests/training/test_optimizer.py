@@ -11,8 +11,7 @@ from megatron_fanformer.checkpoint.optimizer_state import set_groups
 from megatron_fanformer.configuration import field_texts
 from megatron_fanformer.planning.gradient_buffers import EMBEDDING
 from megatron_fanformer.training.config import config_from_dict
-from megatron_fanformer.training.optimizer_config import OptimizerConfig
-from megatron_fanformer.training.optimizers import OPTIMIZERS, UpdateRule
+from megatron_fanformer.training.optimizers import OPTIMIZERS, OptimizerConfig, UpdateRule
 from megatron_fanformer.training.preflight import _resume_problems
 from tests.small_runs import small_run, write_config
 

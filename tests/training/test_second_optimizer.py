@@ -15,8 +15,7 @@ from megatron_fanformer.planning.job import Job
 from megatron_fanformer.planning.memory import rank_memory
 from megatron_fanformer.training.config import config_from_dict
 from megatron_fanformer.training.optimizer import single_optimizers
-from megatron_fanformer.training.optimizer_config import OptimizerConfig
-from megatron_fanformer.training.optimizers import OPTIMIZERS
+from megatron_fanformer.training.optimizers import OPTIMIZERS, OptimizerConfig
 from tests.checkpoint import states
 from tests.checkpoint.states import MICRO_BATCH, Shown, parallel_config, small_model, training, world_size
 from tests.small_runs import small_run, write_tokens

@@ -25,8 +25,6 @@ from megatron_fanformer.training.loggers.weights_and_biases import WeightsAndBia
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_fanformer.training.config import RunConfig
-
 LOGGERS: dict[str, type[Logger]] = {
     METRICS: JSONLines,
     "progress": ProgressLine,
@@ -85,14 +83,23 @@ class Loggers:
     a warning: a network that is gone is no reason to stop training.
 
     Args:
+        run: the run's folder.
+        steps: of the whole run.
         folder: which folder the run's was when it was found what the run starts from, by `file_of`; None: none.
     """
 
     def __init__(
-        self, config: "RunConfig", console: "Console", *, writes: bool, folder: tuple[int, int] | None = None
+        self,
+        config: LoggingConfig,
+        console: "Console",
+        *,
+        run: Path,
+        steps: int,
+        writes: bool,
+        folder: tuple[int, int] | None = None,
     ) -> None:
         self._config, self._console, self._writes, self._folder = config, console, writes, folder
-        self._run = Path(config.training.run_dir)
+        self._run, self._steps = run, steps
         self._open: dict[str, Logger] = {}
 
     def open(self, values: dict[str, Any], *, step: int, tokens: int) -> None:
@@ -115,16 +122,16 @@ class Loggers:
             run=self._run,
             step=step,
             tokens=tokens,
-            steps=self._config.training.steps,
+            steps=self._steps,
             values=values,
-            logging=self._config.logging,
+            logging=self._config,
             console=self._console,
         )
         try:
             self._run.mkdir(parents=True, exist_ok=True)
             write_atomically(self._run / CONFIG, yaml.safe_dump(values, sort_keys=False))
             for name, kind in LOGGERS.items():
-                if kind.is_on(self._config.logging):
+                if kind.is_on(self._config):
                     self._open_one(name, kind, start)
         except OSError as error:
             reason = f"cannot be written ({error.strerror}); free space, or name another"
