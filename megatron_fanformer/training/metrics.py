@@ -47,11 +47,6 @@ class Metric:
     by_tokens: bool = False
     """Whether TensorBoard shows it by tokens, too."""
 
-    @functools.cached_property
-    def pattern(self) -> str:
-        """A regular expression of its names."""
-        return re.escape(self.name).replace("NAME", ".+")
-
 
 STRAGGLERS = "every `logging.straggler_interval` steps, in a run of several ranks (docs/clusters.md#slow-ranks)"
 METRIC_TABLE = (
@@ -208,7 +203,7 @@ METRIC_TABLE = (
 @functools.cache
 def metric_of(name: str) -> Metric | None:
     """Return what the table has of a metric; None for one of another version."""
-    return next((metric for metric in METRIC_TABLE if re.fullmatch(metric.pattern, name)), None)
+    return next((each for each in METRIC_TABLE if re.fullmatch(each.name.replace("NAME", ".+"), name)), None)
 
 
 def dashboard_name(name: str) -> str:
