@@ -6,7 +6,6 @@ The dashboards' groups and charts, the progress line and the tables in docs/metr
 import functools
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -31,176 +30,123 @@ PHASES = Chart("health", "|phase| of the layer where it is largest")
 UNITS = Chart("health", "share of periodic units, of the worst layer")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Metric:
+class Metric(NamedTuple):
     """One metric, or all whose names differ in what stands for `NAME`."""
 
     name: str
     group: Group
     """Of a dashboard, which shows together what has the same first part."""
+    unit: str
     text: str
     """What it is, for docs/metrics.md; pages by their path from the root, as in docstrings of fields."""
-    unit: str = ""
     chart: Chart | None = None
     console: str | None = None
     """How the progress line shows it."""
     by_tokens: bool = False
     """Whether TensorBoard shows it by tokens, too."""
 
-    @functools.cached_property
-    def pattern(self) -> str:
-        """A regular expression of its names."""
-        return re.escape(self.name).replace("NAME", ".+")
-
 
 STRAGGLERS = "every `logging.straggler_interval` steps, in a run of several ranks (docs/clusters.md#slow-ranks)"
 METRIC_TABLE = (
-    Metric(name="step", group="train", text="steps from 1"),
-    Metric(name="tokens", group="train", text="of all samples so far"),
+    Metric("step", "train", "", "steps from 1"),
+    Metric("tokens", "train", "", "of all samples so far"),
     Metric(
-        name="loss",
-        group="train",
-        unit="nats per token",
-        text="mean cross entropy",
-        chart=LOSSES,
-        console="loss {:.4f}",
-        by_tokens=True,
+        "loss", "train", "nats per token", "mean cross entropy", chart=LOSSES, console="loss {:.4f}", by_tokens=True
     ),
-    Metric(name="grad_norm", group="train", text="norm of the gradient before clipping", chart=NORMS),
+    Metric("grad_norm", "train", "", "norm of the gradient before clipping", chart=NORMS),
+    Metric("params_norm", "train", "", "every `logging.norm_interval` steps: norm of all weights", chart=NORMS),
+    Metric("update_norm", "train", "", "with it: norm of what the step has added to the weights", chart=NORMS),
+    Metric("learning_rate", "train", "", "of the step"),
+    Metric("skipped", "train", "", "the reason, in place of the loss, where a step was not taken (docs/recovery.md)"),
+    Metric("step_seconds", "speed", "s", "of computing and updating; evaluation and saving are not in it"),
     Metric(
-        name="params_norm",
-        group="train",
-        text="every `logging.norm_interval` steps: norm of all weights",
-        chart=NORMS,
-    ),
-    Metric(
-        name="update_norm",
-        group="train",
-        text="with it: norm of what the step has added to the weights",
-        chart=NORMS,
-    ),
-    Metric(name="learning_rate", group="train", text="of the step"),
-    Metric(
-        name="skipped",
-        group="train",
-        text="the reason, in place of the loss, where a step was not taken (docs/recovery.md)",
-    ),
-    Metric(
-        name="step_seconds",
-        group="speed",
-        unit="s",
-        text="of computing and updating; evaluation and saving are not in it",
-    ),
-    Metric(
-        name="tokens_per_second",
-        group="speed",
-        unit="tokens/s",
-        text="of the same time; tokens are those with a loss, in fine-tuning the learned ones",
+        "tokens_per_second",
+        "speed",
+        "tokens/s",
+        "of the same time; tokens are those with a loss, in fine-tuning the learned ones",
         console="{:,.0f} tokens/s",
     ),
     Metric(
-        name="model_flops_per_second",
-        group="speed",
-        unit="FLOP/s",
-        text="by the formula in `planning/flops.py`, over all ranks; within documents without attention's scores "
+        "model_flops_per_second",
+        "speed",
+        "FLOP/s",
+        "by the formula in `planning/flops.py`, over all ranks; within documents without attention's scores "
         "(docs/fine-tuning.md#attention-within-documents)",
     ),
     Metric(
-        name="model_flops_utilization",
-        group="speed",
-        unit="share",
-        text="that over what the chips could do by their data sheet, in the format of the products (that of FP8 in an "
+        "model_flops_utilization",
+        "speed",
+        "share",
+        "that over what the chips could do by their data sheet, in the format of the products (that of FP8 in an "
         "FP8 run); left out where `planning/machines.yaml` does not know the chip",
     ),
     Metric(
-        name="peak_memory_bytes",
-        group="speed",
-        unit="bytes",
-        text="every `logging.norm_interval` steps: the most that any rank has held since its start; of a GPU what "
-        "torch had allocated, of a CPU the whole process",
+        "peak_memory_bytes",
+        "speed",
+        "bytes",
+        "every `logging.norm_interval` steps: the most that any rank has held since its start; of a GPU what torch"
+        " had allocated, of a CPU the whole process",
     ),
-    Metric(name="work_seconds/median", group="speed", unit="s", text=f"a rank's own work, {STRAGGLERS}"),
-    Metric(name="work_seconds/slowest", group="speed", unit="s", text="the same of the slowest rank"),
-    Metric(name="wait_seconds/median", group="speed", unit="s", text="a rank's waiting for others, likewise"),
-    Metric(name="wait_seconds/slowest", group="speed", unit="s", text="the same of the slowest rank"),
-    Metric(name="slowest_rank", group="speed", text="its number"),
+    Metric("work_seconds/median", "speed", "s", f"a rank's own work, {STRAGGLERS}"),
+    Metric("work_seconds/slowest", "speed", "s", "the same of the slowest rank"),
+    Metric("wait_seconds/median", "speed", "s", "a rank's waiting for others, likewise"),
+    Metric("wait_seconds/slowest", "speed", "s", "the same of the slowest rank"),
+    Metric("slowest_rank", "speed", "", "its number"),
     Metric(
-        name="validation_loss/NAME",
-        group="evaluation",
-        unit="nats per token",
-        text="of a validation set, where the step evaluated (docs/evaluation.md#in-the-loop)",
+        "validation_loss/NAME",
+        "evaluation",
+        "nats per token",
+        "of a validation set, where the step evaluated (docs/evaluation.md#in-the-loop)",
         chart=LOSSES,
         by_tokens=True,
     ),
     Metric(
-        name="eval/NAME/CrossEntropyLoss",
-        group="evaluation",
-        unit="nats per token",
-        text="of a perplexity set, by OLMo's name, likewise",
+        "eval/NAME/CrossEntropyLoss",
+        "evaluation",
+        "nats per token",
+        "of a perplexity set, by OLMo's name, likewise",
         chart=LOSSES,
         by_tokens=True,
     ),
     Metric(
-        name="eval/NAME/Perplexity",
-        group="evaluation",
-        text="of a perplexity set, or the mean of a group of them",
+        "eval/NAME/Perplexity", "evaluation", "", "of a perplexity set, or the mean of a group of them", by_tokens=True
+    ),
+    Metric("eval/NAME/BitsPerByte", "evaluation", "bits per byte", "of a perplexity set", by_tokens=True),
+    Metric("eval/downstream/NAME", "evaluation", "", "a task's own metric, by OLMo's name", by_tokens=True),
+    Metric(
+        "eval/downstream_bpb/NAME",
+        "evaluation",
+        "bits per byte",
+        "of a task's right answers, by OLMo's name",
         by_tokens=True,
     ),
+    Metric("evaluation_seconds", "evaluation", "s", "of the evaluation after this step"),
+    Metric("evaluation_share", "evaluation", "share", "of this start's time that evaluations have taken so far"),
     Metric(
-        name="eval/NAME/BitsPerByte",
-        group="evaluation",
-        unit="bits per byte",
-        text="of a perplexity set",
-        by_tokens=True,
+        "recovery/NAME", "recovery", "", "totals, once a run has recovered from something (docs/recovery.md#the-record)"
     ),
-    Metric(name="eval/downstream/NAME", group="evaluation", text="a task's own metric, by OLMo's name", by_tokens=True),
+    Metric("health/phase_p50", "health", "rad", "median of |p| over units and tokens", chart=PHASES),
+    Metric("health/phase_p90", "health", "rad", "its 90th percentile", chart=PHASES),
+    Metric("health/phase_p99", "health", "rad", "its 99th percentile", chart=PHASES),
+    Metric("health/phase_max", "health", "rad", "the largest |p|", chart=PHASES),
     Metric(
-        name="eval/downstream_bpb/NAME",
-        group="evaluation",
-        unit="bits per byte",
-        text="of a task's right answers, by OLMo's name",
-        by_tokens=True,
-    ),
-    Metric(name="evaluation_seconds", group="evaluation", unit="s", text="of the evaluation after this step"),
-    Metric(
-        name="evaluation_share",
-        group="evaluation",
-        unit="share",
-        text="of this start's time that evaluations have taken so far",
-    ),
-    Metric(
-        name="recovery/NAME",
-        group="recovery",
-        text="totals, once a run has recovered from something (docs/recovery.md#the-record)",
-    ),
-    Metric(
-        name="health/phase_p50",
-        group="health",
-        unit="rad",
-        text="median of |p| over units and tokens",
-        chart=PHASES,
-    ),
-    Metric(name="health/phase_p90", group="health", unit="rad", text="its 90th percentile", chart=PHASES),
-    Metric(name="health/phase_p99", group="health", unit="rad", text="its 99th percentile", chart=PHASES),
-    Metric(name="health/phase_max", group="health", unit="rad", text="the largest |p|", chart=PHASES),
-    Metric(
-        name="health/dead_units",
-        group="health",
-        unit="share",
-        text="units that are dead: the distance of (cos p, sin p) from its mean over the tokens is below 2⁻⁸ (root "
-        "mean square), which is the spacing of bf16's numbers just below 1",
+        "health/dead_units",
+        "health",
+        "share",
+        "units that are dead: the distance of (cos p, sin p) from its mean over the tokens is below 2⁻⁸ (root mean"
+        " square), which is the spacing of bf16's numbers just below 1",
         chart=UNITS,
     ),
     Metric(
-        name="health/coarse_units",
-        group="health",
-        unit="share",
-        text="units with a |p| of 16 or more. From there on bf16's numbers are 1/8 apart, so that rounding p moves "
-        "it by 0.036 rad (root mean square), about what FP8 does to a phase of any size (docs/fp8-phase.md)",
+        "health/coarse_units",
+        "health",
+        "share",
+        "units with a |p| of 16 or more. From there on bf16's numbers are 1/8 apart, so that rounding p moves it "
+        "by 0.036 rad (root mean square), about what FP8 does to a phase of any size (docs/fp8-phase.md)",
         chart=UNITS,
     ),
-    Metric(name="health/periodic_weight_norm", group="health", text="norm of W_p"),
-    Metric(name="health/linear_weight_norm", group="health", text="norm of W_g"),
+    Metric("health/periodic_weight_norm", "health", "", "norm of W_p"),
+    Metric("health/linear_weight_norm", "health", "", "norm of W_g"),
 )
 """Every metric that a run may log."""
 
@@ -208,7 +154,7 @@ METRIC_TABLE = (
 @functools.cache
 def metric_of(name: str) -> Metric | None:
     """Return what the table has of a metric; None for one of another version."""
-    return next((metric for metric in METRIC_TABLE if re.fullmatch(metric.pattern, name)), None)
+    return next((each for each in METRIC_TABLE if re.fullmatch(each.name.replace("NAME", ".+"), name)), None)
 
 
 def dashboard_name(name: str) -> str:
