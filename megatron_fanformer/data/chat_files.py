@@ -147,7 +147,7 @@ def _open_rows(prefix: str) -> ChatFiles:
 
 
 def _row_lengths(mask: Path, row: int) -> Iterator[np.ndarray]:
-    """For each row the number of tokens up to the last learned one, block by block."""
+    """Yield each row's number of tokens up to the last learned one, block by block."""
     with mask.open("rb") as stream:
         while len(block := np.fromfile(stream, np.uint8, max(1, READ_BYTES // row) * row)):
             learned = block.reshape(-1, row) != 0

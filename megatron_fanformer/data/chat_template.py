@@ -132,7 +132,7 @@ class ChatTemplate:
         return RenderedChat(marked, [_turn(messages, turn, marked, before, after) for turn, before, after in found])
 
     def with_variables(self) -> str:
-        """Its source with the special tokens set in it: the same text, whichever tokens another program gives it."""
+        """Return its source with the special tokens set: the same text, whichever tokens another program gives it."""
         # the line end that follows is no text: blocks are trimmed
         return (
             "".join(f"{{% set {name} = {json.dumps(text)} %}}\n" for name, text in self.variables.items()) + self.source
@@ -312,7 +312,7 @@ def own_template(folder: Path) -> str | None:
 
 
 def _tokenizer_config(file: Path) -> dict[str, Any]:
-    """Its content; empty where there is none."""
+    """Read its content; empty where there is none."""
     if not file.is_file():
         return {}
     try:

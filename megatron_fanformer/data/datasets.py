@@ -197,7 +197,7 @@ class _DatasetBuilder:
     # -- .bin and .idx pairs
 
     def _of_pairs(self, blend: Blend, sizes: Sizes, split: str | None) -> list[Any]:
-        """Without a split, the one part of `sizes` is made of all documents."""
+        """Build the parts; without a split, the one of `sizes` is made of all documents."""
         from megatron.core import __version__
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.gpt_dataset import GPTDataset

@@ -98,7 +98,7 @@ class DataIdentity(_Part, frozen=True, kw_only=True):
     """What was allowed to change so far, the earliest first."""
 
     def as_plain(self) -> dict[str, Any]:
-        """As a checkpoint holds it."""
+        """Return it as a checkpoint holds it."""
         values: dict[str, Any] = msgspec.to_builtins(self)
         return values
 

@@ -120,8 +120,11 @@ class SampleCounts:
 
         Raises InputError for a part without documents, or without a whole sample.
         """
-        parts = range(len(PART_NAMES)) if is_split else sizes
-        tokens = {part: self._tokens_of(blend, part, is_split) for part in parts if self._has(blend, part, is_split)}
+        parts = list(sizes)
+        if is_split:
+            of_first = self._survey.pair(blend.sources[0]).part_tokens
+            parts = [part for part in range(len(PART_NAMES)) if part in of_first]
+        tokens = {part: self._tokens_of(blend, part, is_split) for part in parts}
         weights = self._weights(blend, [(tokens[part], size) for part, size in sizes.items()])
         requested: list[int | None] = [0] * len(PART_NAMES)
         for part, size in sizes.items():
@@ -129,9 +132,6 @@ class SampleCounts:
             # With weights, megatron-core requires a number.
             requested[part] = epoch if weights is not None else size
         return PairsPlan(weights, requested)
-
-    def _has(self, blend: Blend, part: int, is_split: bool) -> bool:
-        return not is_split or part in self._survey.pair(blend.sources[0]).part_tokens
 
     def _tokens_of(self, blend: Blend, part: int, is_split: bool) -> list[int]:
         """The tokens of each prefix in a part of a split, or in all of it."""

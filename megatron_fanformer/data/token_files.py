@@ -82,7 +82,7 @@ class _Array:
         return self.first_byte + self.count * np.dtype(self.dtype).itemsize
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """At most [count] entries from `first` on."""
+        """Read at most [count] entries from `first` on."""
         size = np.dtype(self.dtype).itemsize
         count = max(0, min(count, self.count - first))
         return np.fromfile(self.path, self.dtype, count, offset=self.first_byte + first * size)

@@ -79,7 +79,7 @@ def evaluate(options: argparse.Namespace, arguments: Sequence[str], local: Local
 
 
 def _start(options: argparse.Namespace, request: EvaluationRequest, jobs: "Jobs", arguments: Sequence[str]) -> None:
-    """In this process, or on local ranks."""
+    """Evaluate in this process, or on local ranks."""
     ranks = request.layout.world_size
     if ranks > 1:
         _refuse_ranks_without_gpu(request, ranks)
@@ -103,7 +103,7 @@ def _refuse_ranks_without_gpu(request: EvaluationRequest, ranks: int) -> None:
 
 
 def _join(options: argparse.Namespace, address: devices.RankAddress, local: Local) -> None:
-    """As one of the ranks that a launcher started."""
+    """Evaluate as one of the ranks that a launcher started."""
     from megatron_fanformer.runtime.agreement import on_main
     from megatron_fanformer.runtime.launch import report_failure
     from megatron_fanformer.runtime.parallel import process_group, rank_grid

@@ -51,16 +51,13 @@ def _verdict(channel: Channel, given: dict[str, Any]) -> tuple[str, str]:
             return UNCONFINED, str(first)
         if (wrong := channel.receive()) is not None:
             return FAILED, str(wrong)
-        _run(given["tests"], _Names(_Program(channel), _names_before(given["head"]), given["own_names"]))
+        names = _Names(_Program(channel), _names_before(given["head"]), given["own_names"])
+        exec(compile(given["tests"], "<tests>", "exec"), names)
     except Gone:
         return GONE, ""
     except BaseException as error:
         return FAILED, error_text(error)
     return PASSED, ""
-
-
-def _run(source: str, names: dict[str, Any]) -> None:
-    exec(compile(source, "<tests>", "exec"), names)
 
 
 def _names_before(head: str) -> dict[str, Any]:
@@ -202,7 +199,7 @@ class Remote:
 
 
 def _number_of(remote: Remote) -> int:
-    """Its number in the program's process, past what `Remote` makes of attributes."""
+    """Return its number in the program's process, past what `Remote` makes of attributes."""
     return int(object.__getattribute__(remote, "_number"))
 
 

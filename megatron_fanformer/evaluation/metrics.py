@@ -60,7 +60,7 @@ def task_metrics(
 def document_sums(
     requests: TaskRequests, log_probabilities: np.ndarray, unconditional: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """For each metric [documents, 2] float64: what a document adds to the numerator and to the denominator.
+    """Return for each metric [documents, 2] float64: what a document adds to the numerator and the denominator.
 
     The arguments and errors are those of `task_metrics`. Resampled rows make a bootstrap of any metric.
     """

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_fanformer.data.id_bounds import refuse_ids_outside, refuse_ids_read
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest, token_files_record
 from megatron_fanformer.data.npy_files import SUFFIX, NpyFile, npy_prefix, open_npy_files
-from megatron_fanformer.data.token_files import TokenIndex, bin_path, idx_path, read_index
+from megatron_fanformer.data.token_files import bin_path, idx_path, read_index
 from megatron_fanformer.data.tokenizer import NO_ID, Tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.perplexity_config import Group, PerplexityConfig
@@ -65,7 +65,7 @@ class TokenFile:
 
     @property
     def prefix(self) -> str:
-        """Under which its manifest is."""
+        """Return the prefix of its manifest."""
         return self.index or npy_prefix(self.file.path)
 
     def document_starts(self) -> np.ndarray:
@@ -75,18 +75,14 @@ class TokenFile:
             InputError: it is not known what ends a document.
         """
         if self.index is not None:
-            return _document_starts(read_index(self.index))
+            index = read_index(self.index)
+            return np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])[index.bounds]
         if self.eod_id is None:
             raise InputError(
                 f"{self.file.path} does not say where its documents end; set {SECTION}.eod_id, or chunking to tokens"
             )
         ends = np.flatnonzero(self.file.read(0, self.file.tokens) == self.eod_id) + 1
         return np.unique(np.concatenate([[0], ends, [self.file.tokens]]))
-
-
-def _document_starts(index: TokenIndex) -> np.ndarray:
-    sequences = np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])
-    return sequences[index.bounds]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,7 @@ def _allow(ruleset: int, path: Path) -> None:
 
 
 def _give_up_capabilities() -> None:
-    """Those of a process that runs as root, by which it could read any other."""
+    """Give up those of a process that runs as root, by which it could read any other."""
     number = CAPSET.get(os.uname().machine)
     if number is not None:
         header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()

@@ -100,12 +100,13 @@ def comparison_lines(comparison: Comparison, width: int | None) -> Iterator[str]
     for letter, result in (("A", comparison.a), ("B", comparison.b)):
         yield f"{letter}: {result.checkpoint}"
     if comparison.tasks:
-        rows = [_difference_cells(found) for found in _differences(comparison)]
+        differences = [*comparison.tasks, *([comparison.mean] if comparison.mean else [])]
+        rows = [_difference_cells(found) for found in differences]
         yield from table(("task", "A", "B", "B − A", "95% interval"), rows, align="lrrrr", width=width)
-    if differences := perplexity_differences(comparison):
+    if perplexities := perplexity_differences(comparison):
         rows = [
             (name, f"{row['a']:,.2f}", f"{row['b']:,.2f}", f"{row['difference']:+,.2f}")
-            for name, row in differences.items()
+            for name, row in perplexities.items()
         ]
         yield from table(("perplexity, without an interval", "A", "B", "B − A"), rows, align="lrrr", width=width)
     yield from sentences(comparison)
@@ -115,10 +116,6 @@ def _difference_cells(found: Difference) -> tuple[str, ...]:
     of_a, of_b = (figure(found.metric, each) for each in (found.a, found.b))
     value, low, high = (figure(found.metric, each, sign="+") for each in (found.value, found.low, found.high))
     return found.name, of_a, of_b, value, f"{low} to {high}"
-
-
-def _differences(comparison: Comparison) -> list[Difference]:
-    return [*comparison.tasks, *([comparison.mean] if comparison.mean else [])]
 
 
 def perplexity_differences(comparison: Comparison) -> dict[str, dict[str, float]]:

@@ -93,7 +93,7 @@ class _Rows:
         self._numbers: dict[tuple[bytes, int], int] = {}
 
     def number(self, task: TaskRequests, request: int) -> int:
-        """That of a request's row, which is added if there is none."""
+        """Return the number of a request's row, which is added if there is none."""
         ids = task.ids[task.offsets[request] : task.offsets[request + 1]]
         scored = int(task.continuation_tokens[request])
         number = self._numbers.setdefault((ids.tobytes(), scored), len(self.ids))

@@ -43,7 +43,7 @@ class Curve(NamedTuple):
     alpha: float
 
     def loss(self, x: float) -> float:
-        """At a number of parameters, or of tokens."""
+        """Return the loss at a number of parameters, or of tokens."""
         return self.e + self.a * x**-self.alpha
 
     def reaches(self, loss: float) -> float:

@@ -57,7 +57,8 @@ def describe_checkpoint(checkpoint: Path) -> Report:
     text = text_facts(checkpoint)
     files = [path for path in checkpoint.iterdir() if path.is_file()]
     total = sum(path.stat().st_size for path in files)
-    weights, states = _stored(table)
+    states = sum(name.startswith(OPTIMIZER_PREFIX) for name in tensors_of(table))
+    weights = len(tensors_of(table)) - states
     facts = {
         "kind": "checkpoint",
         "path": str(checkpoint),
@@ -115,11 +116,6 @@ def last_numbers(run: Path) -> dict[str, Any] | None:
 
 
 # -- what is in it
-
-
-def _stored(table: Table) -> tuple[int, int]:
-    states = sum(name.startswith(OPTIMIZER_PREFIX) for name in tensors_of(table))
-    return len(tensors_of(table)) - states, states
 
 
 def _types(table: Table) -> str:

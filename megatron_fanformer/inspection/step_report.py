@@ -27,14 +27,8 @@ def lines(samples: StepSamples, *, full: bool) -> Iterator[str]:
             yield from _sample_lines(samples, sample, full=full)
     if missing := samples.without_ledger():
         yield ""
-        yield (
-            f"no ledger ({', '.join(map(_ledger_name, missing))}): these tokens' documents are unknown;"
-            " prepare writes one"
-        )
-
-
-def _ledger_name(prefix: str) -> str:
-    return f"{prefix}.ledger.parquet"
+        names = ", ".join(f"{prefix}.ledger.parquet" for prefix in missing)
+        yield f"no ledger ({names}): these tokens' documents are unknown; prepare writes one"
 
 
 def _heading(samples: StepSamples) -> Iterator[str]:

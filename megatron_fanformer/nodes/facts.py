@@ -62,7 +62,7 @@ class Facts:
     shared_text: str = ""
 
     def as_plain(self) -> dict[str, Any]:
-        """For a message to the judge."""
+        """Return the fields for a message to the judge."""
         return asdict(self)
 
 

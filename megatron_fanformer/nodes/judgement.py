@@ -57,7 +57,7 @@ class Verdict:
         return f"{self.node}: healthy ({', '.join(shown)})"
 
     def as_plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         facts = None if self.facts is None else self.facts.as_plain()
         return {
             "node": self.node,

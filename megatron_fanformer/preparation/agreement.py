@@ -56,7 +56,7 @@ def _differing(codes: list[int], fast: EncodeAll, exact: EncodeAll) -> list[int]
 
 
 def _alike(groups: list[list[int]], fast: EncodeAll, exact: EncodeAll) -> list[bool]:
-    """For each group of codes, whether the two agree on every text made of it."""
+    """Return for each group of codes whether the two agree on every text made of it."""
     texts = [text for codes in groups for text in _texts_of(codes)]
     same = _same(texts, fast, exact)
     each = 1 + len(SURROUNDINGS)

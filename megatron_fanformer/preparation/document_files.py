@@ -361,7 +361,7 @@ def _page_header(data: bytes) -> tuple[int, int]:
 
 
 def _rows_a_block(metadata: Any, names: Sequence[str], dictionary_bytes: int) -> int:
-    """As many rows as fit in a block where they are longest: memory must not depend on their number."""
+    """Return how many rows fit in a block where they are longest: memory must not depend on their number."""
     longest = 1.0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         columns = [group.column(number) for number in range(group.num_columns)]

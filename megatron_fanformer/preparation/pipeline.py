@@ -85,7 +85,7 @@ def run(job: PreparationJob, progress: ProgressListener | None) -> Manifest:
         elif begun.encoding.backend != job.encoder.encoding.backend and begun.encoding.reason is not None:
             job = replace(job, encoder=job.encoder.without_gigatoken(begun.encoding.reason))
         try:
-            return _run_in(job, work, progress)
+            return _Run(job, work, progress).run()
         except TokenizersDisagree as disagreement:
             # Whatever gigatoken has encoded is doubtful now: all of it is encoded again.
             reason = f"gigatoken's ids differ in {disagreement}"
@@ -93,7 +93,7 @@ def run(job: PreparationJob, progress: ProgressListener | None) -> Manifest:
             remove_parts(job.output)
             work.clear()
             work.write_assignment(job.assignment)
-            return _run_in(job, work, progress)
+            return _Run(job, work, progress).run()
 
 
 def _refuse_standing_files(job: PreparationJob) -> None:
@@ -111,10 +111,6 @@ def standing_files(prefix: str) -> list[Path]:
     whole = [path for suffix in suffixes if (path := Path(prefix + suffix)).exists()]
     first = part_prefix(prefix, 0)
     return whole + [path for suffix in suffixes if (path := Path(first + suffix)).exists()]
-
-
-def _run_in(job: PreparationJob, work: WorkFolder, progress: ProgressListener | None) -> Manifest:
-    return _Run(job, work, progress).run()
 
 
 class _Run:

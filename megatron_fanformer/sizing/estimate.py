@@ -91,7 +91,7 @@ def problems(config: RunConfig, gpus: int) -> list[str]:
 
 
 def problems_of_layout(config: RunConfig) -> list[str]:
-    """Those of them that hold for any batch, where each field is valid by itself."""
+    """List those of them that hold for any batch, where each field is valid by itself."""
     return config.problems_of_layout() + layer_problems(
         config.model,
         config.parallel,

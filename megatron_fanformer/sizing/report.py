@@ -120,16 +120,12 @@ def plan_lines(plan: Plan, width: int | None) -> Iterator[str]:
         columns = ["rank", "stage", "peak GiB", "by formula", "calls", "GiB moved", ""]
         title = "simulated ranks (the local layers)"
         yield from titled(title, columns, map(_simulation_row, plan.simulated), "rrrrrrl")
-    yield from ["", f"{findings.judged:,} {_layouts(findings.judged)} judged, {findings.legal:,} legal."]
+    yield from ["", f"{findings.judged:,} layout{'s' * (findings.judged != 1)} judged, {findings.legal:,} legal."]
     if findings.rejected:
         rows = [(f"{each.count:,}", each.example, each.message) for each in findings.rejected]
         yield from titled("rejected", ["layouts", "of them", "what train says of it"], rows, "rll")
         yield ""
     yield from (f"- {sentence}" for sentence in assumptions(plan))
-
-
-def _layouts(count: int) -> str:
-    return "layout" if count == 1 else "layouts"
 
 
 def _memory_rows(shown: Estimate, stages: list[RankMemory]) -> Iterator[Row]:

@@ -239,7 +239,7 @@ def _trained(runs: Runs) -> Iterator[Finding]:
 
 
 def _differences(settings: HolesSettings, runs: Runs) -> Iterator[Finding]:
-    """In the hole: the FANformer's probability of the right answer less the Transformer's, seed by seed."""
+    """Compare, in the hole, the FANformer's probability of the right answer with the Transformer's, seed by seed."""
     for task, weight_decay in itertools.product(settings.tasks, settings.weight_decays):
         in_hole = {
             architecture: [run.hole.probability for run in runs[task, weight_decay, architecture]]

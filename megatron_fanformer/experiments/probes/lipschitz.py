@@ -134,12 +134,12 @@ class _Convolutions(nn.Module):
 
 
 def _batch_norm(x_bcyx: Tensor) -> Tensor:
-    """At initial weights, by the batch's own statistics."""
+    """Normalize at initial weights, by the batch's own statistics."""
     return F.batch_norm(x_bcyx, None, None, training=True)
 
 
 def _initialised(layers: Sequence[_Block]) -> nn.Sequential:
-    """With the notebook's weights, which are drawn over those that torch has drawn."""
+    """Draw the notebook's weights over those that torch has drawn."""
     model = nn.Sequential(*layers)
     for module in model.modules():
         if isinstance(module, nn.Linear):

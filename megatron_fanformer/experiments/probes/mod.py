@@ -128,7 +128,7 @@ def mlp(parameters: int) -> nn.Module:
 
 
 def size_of(model: nn.Module) -> int:
-    """Its parameters."""
+    """Count its parameters."""
     return sum(weight.numel() for weight in model.parameters())
 
 

@@ -46,7 +46,7 @@ class Dynamics:
 
     @property
     def crossings(self) -> list[int | None]:
-        """For each seed the step from which on B stays below A; None where it is not below at the end or always was."""
+        """Return each seed's step from which on B stays below A; None where it is not at the end or always was."""
         found: list[int | None] = []
         for row in self.differences:
             above = np.flatnonzero(row >= 0)

@@ -166,12 +166,12 @@ class Cell:
 
     @property
     def run(self) -> Path:
-        """Its run's folder."""
+        """Return its run's folder."""
         return Path(self.config.training.run_dir)
 
     @property
     def file(self) -> Path:
-        """Its configuration file, beside its run's folder."""
+        """Return its configuration file, beside its run's folder."""
         return self.run.with_name(f"{self.name}.yaml")
 
     @property
@@ -181,12 +181,12 @@ class Cell:
 
     @property
     def failure(self) -> Path:
-        """Has the error of its last run, if that failed."""
+        """Return the file of its last run's error, which is there if that failed."""
         return self.run.with_name(f"{self.name}.failed")
 
     @property
     def tokens(self) -> int:
-        """That it is trained on."""
+        """Return the tokens that it is trained on."""
         training = self.config.training
         return training.steps * training.global_batch_size * self.config.model.seq_length
 
