@@ -165,7 +165,7 @@ class _TextRules:
 def _tasks(
     request: EvaluationRequest, request_file: RequestFile | None, problems: list[str]
 ) -> tuple[list[str], Documents]:
-    """The names of the choice tasks, and the documents of the generation tasks that are asked for."""
+    """Return the names of the choice tasks, and the documents of the generation tasks that are asked for."""
     texts: Documents = {}
     choices: list[str] = []
     limit = request.evaluation.limit
@@ -193,7 +193,7 @@ def _tasks(
 
 
 def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log: Tell) -> Iterator[Result]:
-    """The result of each job, as soon as it is there, on every rank; each step is a collective call.
+    """Yield the result of each job, as soon as it is there, on every rank; each step is a collective call.
 
     Args:
         log: called with what runs now.

@@ -129,7 +129,7 @@ def _exception(name: str, text: str) -> Exception:
 
 
 def _module(name: str) -> Any:
-    """A module of Python's own, which the program has imported and the tests use."""
+    """Return a module of Python's own, which the program has imported and the tests use."""
     if name.partition(".")[0] not in sys.stdlib_module_names:
         raise NameError(f"{name} is not one of Python's modules")
     return importlib.import_module(name)

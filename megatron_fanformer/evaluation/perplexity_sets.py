@@ -135,7 +135,7 @@ class PerplexitySet:
 
 
 def _chunks(number: int, file: TokenFile, size: int) -> np.ndarray:
-    """The paper's: each file from its beginning, the rest dropped, so that all are of one length."""
+    """Return the paper's chunks: each file from its beginning, the rest dropped, so that all are of one length."""
     starts = np.arange(file.file.tokens // size, dtype=np.int64) * size
     return np.stack([np.full_like(starts, number), starts, np.full_like(starts, size)], axis=1)
 
@@ -192,7 +192,7 @@ def _missing(path: str) -> str | None:
 
 
 def _files_of(path: str) -> list[str]:
-    """The .npy files and the prefixes of pairs that a path means: a file, a prefix, a folder or a glob."""
+    """Return the .npy files and the prefixes of pairs that a path means: a file, a prefix, a folder or a glob."""
     place = Path(path)
     if place.is_dir() and not idx_path(path).exists():
         matches = [str(found) for suffix in (SUFFIX, ".idx") for found in place.glob(f"*{suffix}")]
@@ -206,7 +206,7 @@ def _files_of(path: str) -> list[str]:
 
 
 def _group_files(config: PerplexityConfig, group: Group, name: str) -> list[str]:
-    """The files of the first place and form in which a group's set is found."""
+    """Return the files of the first place and form in which a group's set is found."""
     for place in _places(config, group):
         for spelling in SPELLINGS.get(name, (name,)):
             own = glob.escape(str(Path(config.folder or "") / place / spelling))
@@ -227,7 +227,7 @@ def _named_files(config: PerplexityConfig) -> Iterator[tuple[str, Group | None, 
 def find_sets(
     config: PerplexityConfig, *, seq_length: int, vocab_size: int, batch_tokens: int, tokenizer: Tokenizer | None = None
 ) -> list[PerplexitySet]:
-    """The sets of a configuration, opened and checked: the groups' first, then the named ones.
+    """Return the sets of a configuration, opened and checked: the groups' first, then the named ones.
 
     Args:
         seq_length: of the model: the longest piece that it may be given.

@@ -72,7 +72,7 @@ def refuse_files(home: str) -> None:
 
 
 def _of_python() -> list[Path]:
-    """The standard library and what is installed, but for the tasks."""
+    """Return the standard library and what is installed, but for the tasks."""
     folders = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders |= {Path(name).resolve() for name in sys.path if Path(name).name in SITES}
     folders |= {folder / site for folder in folders for site in SITES}

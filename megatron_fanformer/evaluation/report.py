@@ -54,7 +54,7 @@ def _one(result: Result, width: int | None) -> Iterator[str]:
 
 
 def _metric_rows(name: str, task: TaskResult) -> Iterator[tuple[str, ...]]:
-    """The task's own metric first."""
+    """Yield the rows of its metrics, the task's own first."""
     for metric, found in sorted(task.metrics.items(), key=lambda item: item[0] != task.metric):
         yield (name if metric == task.metric else "", metric, *_cells(metric, found))
 
@@ -67,7 +67,7 @@ def _side_by_side(corner: str, names: Sequence[str], results: Sequence[Result], 
 
 
 def _column(result: Result) -> dict[str, str]:
-    """The results of a checkpoint, by task with its own metric, set and group."""
+    """Return the results of a checkpoint, by task with its own metric, set and group."""
     cells = {
         f"{name} {task.metric}": _cells(task.metric, result.headline(name))[0] for name, task in result.tasks.items()
     }
@@ -96,7 +96,7 @@ def _perplexity(value: float | None) -> str:
 
 
 def comparison_lines(comparison: Comparison, width: int | None) -> Iterator[str]:
-    """The tables, and a sentence for each task."""
+    """Yield the tables, and a sentence for each task."""
     for letter, result in (("A", comparison.a), ("B", comparison.b)):
         yield f"{letter}: {result.checkpoint}"
     if comparison.tasks:
@@ -135,7 +135,7 @@ def perplexity_differences(comparison: Comparison) -> dict[str, dict[str, float]
 
 
 def comparison_values(comparison: Comparison) -> dict[str, Any]:
-    """A comparison as a file has it; differences are B − A."""
+    """Return a comparison as a file has it; differences are B − A."""
     return {
         "a": comparison.a.checkpoint,
         "b": comparison.b.checkpoint,

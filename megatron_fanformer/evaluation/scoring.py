@@ -29,7 +29,7 @@ def scores_of_tasks(
     every_metric: bool,
     shall_stop: Callable[[], bool] | None = None,
 ) -> dict[str, TaskScores]:
-    """The scores of tasks, by name; the arguments and errors are those of `log_probabilities`.
+    """Return the scores of tasks, by name; the arguments and errors are those of `log_probabilities`.
 
     Args:
         every_metric: whether neutral contexts are scored wherever there are any, or only for a task's own metric.
@@ -54,7 +54,7 @@ def log_probabilities(
     batch_tokens: int,
     shall_stop: Callable[[], bool] | None = None,
 ) -> list[np.ndarray]:
-    """The log-probability of each request's continuation behind its context, in nats; a collective call.
+    """Return the log-probability of each request's continuation behind its context, in nats; a collective call.
 
     The requests of all tasks share batches; equal ones are scored once.
 

@@ -27,7 +27,7 @@ Rows = list[tuple[str, str]]
 
 
 def describe_run(run: Path) -> Report:
-    """A run's folder: its checkpoints, its last step, and the newest checkpoint in full.
+    """Describe a run's folder: its checkpoints, its last step, and the newest checkpoint in full.
 
     Raises:
         CorruptError: its newest checkpoint cannot be read.
@@ -107,7 +107,7 @@ def _files(data: SetIdentity) -> str:
 
 
 def last_numbers(run: Path) -> dict[str, Any] | None:
-    """The numbers in the metrics of a run's last step; None where there are none, or they cannot be read."""
+    """Return the numbers in the metrics of a run's last step; None where there are none, or they cannot be read."""
     try:
         found = last_metrics(run)
     except OSError:
@@ -164,7 +164,7 @@ def _check_shapes(checkpoint: Path, table: Table) -> None:
 
 
 def describe_megatron_lm(target: Target) -> Report:
-    """The checkpoint that is meant, and how many tensors it has.
+    """Describe the checkpoint that is meant, and how many tensors it has.
 
     Raises:
         InputError: it is in a format that is not read.

@@ -94,7 +94,7 @@ def _check_counts(prefix: str, manifest: Manifest | PartManifest) -> None:
 
 
 def _check_files(files: "list[_File]", advance: Advance) -> dict[Path, int]:
-    """The largest token id of each token file; all files are read and hashed, several at a time."""
+    """Return the largest token id of each token file; all files are read and hashed, several at a time."""
     with ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
         largest = pool.map(lambda file: _check_file(file, advance), files)
         return {file.path: value for file, value in zip(files, largest, strict=True) if file.dtype}

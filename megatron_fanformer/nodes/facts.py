@@ -67,7 +67,7 @@ class Facts:
 
 
 def facts_from_plain(values: dict[str, Any]) -> Facts:
-    """The facts of such a message."""
+    """Return the facts of such a message."""
     return Facts(**{**values, "gpus": [Gpu(**gpu) for gpu in values["gpus"]]})
 
 

@@ -106,7 +106,7 @@ def _refuse_standing_files(job: PreparationJob) -> None:
 
 
 def standing_files(prefix: str) -> list[Path]:
-    """The existing files under the output names of a prefix, including parts."""
+    """Return the existing files under the output names of a prefix, including parts."""
     suffixes = (*SUFFIXES, ".blend", ".manifest.json")
     whole = [path for suffix in suffixes if (path := Path(prefix + suffix)).exists()]
     first = part_prefix(prefix, 0)
@@ -276,6 +276,6 @@ def _manifest(job: PreparationJob, records: list[ShardRecord], outputs: list[Tok
 
 
 def _blend(job: PreparationJob, outputs: list[TokenFiles]) -> bytes:
-    """The list of the parts, as `data.train_data` takes it (@FILE): each counts by its size."""
+    """Return the list of the parts, as `data.train_data` takes it (@FILE): each counts by its size."""
     suffix = ".npy" if job.settings.format == "npy" else ""
     return "".join(f"{output.prefix}{suffix}\n" for output in outputs).encode()

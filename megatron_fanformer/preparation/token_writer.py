@@ -154,7 +154,7 @@ class _HashedFile:
 
 
 def _index(lengths: Path, documents: int, dtype: np.dtype[Any]) -> Iterator[bytes]:
-    """The bytes of a Megatron index in which every document is one sequence.
+    """Yield the bytes of a Megatron index in which every document is one sequence.
 
     The format is described in `token_files`; megatron-core's own writer holds one Python number per document.
     """

@@ -35,7 +35,7 @@ class Plan:
 
     @property
     def shown(self) -> Estimate | None:
-        """The layout that the details are of: the fastest that fits, or the first that does not."""
+        """Return the layout that the details are of: the fastest that fits, or the first that does not."""
         return self.findings.candidates[0] if self.findings.candidates else None
 
 
@@ -87,7 +87,7 @@ def assumptions(plan: Plan) -> list[str]:
 
 
 def plan_lines(plan: Plan, width: int | None) -> Iterator[str]:
-    """The layout's memory, time and cost; the other candidates; what was rejected.
+    """Yield the layout's memory, time and cost; the other candidates; what was rejected.
 
     Args:
         width: of the terminal; None: any.
@@ -203,7 +203,7 @@ def _simulation_row(each: SimulatedStage) -> Row:
 
 
 def as_values(plan: Plan) -> dict[str, Any]:
-    """The whole of it as plain values, for JSON; sizes in bytes, times in seconds."""
+    """Return the whole of it as plain values, for JSON; sizes in bytes, times in seconds."""
     request, shown, findings = plan.request, plan.shown, plan.findings
     model = request.config.model
     return {
@@ -283,7 +283,7 @@ def _simulated(each: SimulatedStage) -> dict[str, Any]:
 
 
 def plan_picture(shown: Estimate) -> bytes:
-    """A layout's memory and time, as a PNG."""
+    """Return a layout's memory and time, as a PNG."""
 
     def draw(panels: Any) -> None:
         memory, time = panels[0]
