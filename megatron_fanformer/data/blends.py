@@ -41,12 +41,12 @@ class Source:
 
     @property
     def prefixes(self) -> list[str]:
-        """The prefixes of its files: their paths without .bin, .idx or .npy."""
+        """Return the prefixes of its files: their paths without .bin, .idx or .npy."""
         return [npy_prefix(path) if self.is_npy else path for path in self.paths]
 
     @property
     def files(self) -> list[Path]:
-        """All files that it is read from."""
+        """Return all files that it is read from."""
         if self.is_npy:
             return [Path(path) for path in self.paths]
         return [bin_path(self.paths[0]), idx_path(self.paths[0])]
@@ -116,7 +116,7 @@ def _shown(words: list[str]) -> str:
 
 
 def _words(item: str) -> list[str]:
-    """The item itself, or the words of the blend file that it names, whose paths are relative to its folder."""
+    """Return the item itself, or the words of the blend file that it names, whose paths are relative to its folder."""
     if not item.startswith("@"):
         return [item]
     file = Path(item[1:])
@@ -152,7 +152,7 @@ def _some(word: str, files: list[str]) -> tuple[str, ...]:
 
 
 def _npy_as_one(sources: Iterable[Source]) -> list[Source]:
-    """All .npy files as one source, in the place of the first of them."""
+    """Return all .npy files as one source, in the place of the first of them."""
     found = list(sources)
     files = tuple(path for source in found if source.is_npy for path in source.paths)
     first = next((number for number, source in enumerate(found) if source.is_npy), None)
@@ -210,7 +210,7 @@ def split_problems(split: str) -> list[str]:
 
 
 def split_bounds(split: str) -> list[Bounds | None]:
-    """The fractions of the documents between which each part lies; None for a part that a split leaves out.
+    """Return the fractions of the documents between which each part lies; None for a part that a split leaves out.
 
     Bit for bit what megatron-core's parse_and_normalize_split and convert_split_vector_to_split_matrix compute, which
     cannot be called before torch is imported.

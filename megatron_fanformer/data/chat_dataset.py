@@ -72,7 +72,7 @@ class ChatDataset:
         return {name: torch.from_numpy(array) for name, array in {**arrays, DOCUMENT_IDS: documents}.items()}
 
     def members(self, index: int) -> Sequence[int]:
-        """The numbers of a sample's conversations, in the order in which they stand in it."""
+        """Return the numbers of a sample's conversations, in the order in which they stand in it."""
         if not 0 <= index < self._length:
             raise IndexError(index)
         epoch, position = divmod(int(index), self.epoch_samples)

@@ -42,7 +42,7 @@ class ChatFiles:
         return len(self.lengths)
 
     def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """A conversation's ids, [t] int64, and which of them are learned, [t] bool.
+        """Return a conversation's ids, [t] int64, and which of them are learned, [t] bool.
 
         Raises:
             IndexError: there is no such conversation.
@@ -103,7 +103,7 @@ def open_chats(prefix: str) -> ChatFiles:
 
 
 def count_learned(mask: Path) -> int:
-    """The learned tokens of a file of masks, which is read from end to end.
+    """Return the learned tokens of a file of masks, which is read from end to end.
 
     Raises CorruptError for a byte that is neither 0 nor 1.
     """
@@ -147,7 +147,7 @@ def _open_rows(prefix: str) -> ChatFiles:
 
 
 def _row_lengths(mask: Path, row: int) -> Iterator[np.ndarray]:
-    """For each row the number of tokens up to the last learned one, block by block."""
+    """Yield each row's number of tokens up to the last learned one, block by block."""
     with mask.open("rb") as stream:
         while len(block := np.fromfile(stream, np.uint8, max(1, READ_BYTES // row) * row)):
             learned = block.reshape(-1, row) != 0

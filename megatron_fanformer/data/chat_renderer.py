@@ -32,7 +32,7 @@ BEGIN, END = "\ud800", "\udfff"
 
 
 def compiled(source: str) -> "jinja2.Template":
-    """A template in the environment that transformers gives them, except for the time of day.
+    """Return a template in the environment that transformers gives them, except for the time of day.
 
     Without `strftime_now` the same conversations give the same text on every day.
 
@@ -79,12 +79,12 @@ def compiled(source: str) -> "jinja2.Template":
 
 
 def cpu_seconds(request_bytes: int) -> int:
-    """The CPU time that a request of that size may take."""
+    """Return the CPU time that a request of that size may take."""
     return CPU_SECONDS + request_bytes // CPU_BYTES_PER_SECOND
 
 
 def memory_bytes(request_bytes: int) -> int:
-    """The memory that a request of that size may take."""
+    """Return the memory that a request of that size may take."""
     return MEMORY_BYTES + MEMORY_PER_INPUT_BYTE * request_bytes
 
 

@@ -109,7 +109,7 @@ class ChatTemplate:
             raise InputError(f"the chat template is not valid Jinja, {error}; fix it") from error
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> RenderedChat:
-        """The text of a conversation, with what opens the assistant's next turn where `add_generation_prompt`.
+        """Return the text of a conversation, with what opens the assistant's next turn where `add_generation_prompt`.
 
         Raises:
             TemplateRefusal: it cannot render this one.
@@ -132,7 +132,7 @@ class ChatTemplate:
         return RenderedChat(marked, [_turn(messages, turn, marked, before, after) for turn, before, after in found])
 
     def with_variables(self) -> str:
-        """Its source with the special tokens set in it: the same text, whichever tokens another program gives it."""
+        """Return its source with the special tokens set: the same text, whichever tokens another program gives it."""
         # the line end that follows is no text: blocks are trimmed
         return (
             "".join(f"{{% set {name} = {json.dumps(text)} %}}\n" for name, text in self.variables.items()) + self.source
@@ -149,7 +149,7 @@ class ChatTemplate:
 
 
 def _turn(messages: Sequence[Message], turn: int, text: str, before: str, after: str) -> tuple[int, int]:
-    """The span of an assistant turn: what it adds to the messages before it and the opening of an answer.
+    """Return the span of an assistant turn: what it adds to the messages before it and the opening of an answer.
 
     White space after the mark that ends the turn is left out of it.
     """
@@ -169,7 +169,7 @@ def _assistant_turns(messages: Sequence[Message]) -> list[int]:
 
 
 def _without_marks(marked: str) -> RenderedChat:
-    """The text and the spans between marks."""
+    """Return the text and the spans between marks."""
     parts = re.split(f"({BEGIN}|{END})", marked)
     position, begin = 0, None
     spans: list[tuple[int, int]] = []
@@ -206,7 +206,7 @@ class _Renderer:
         messages: Sequence[Message],
         renderings: Sequence[tuple[int, bool]],
     ) -> list[str]:
-        """A text of the first so many messages, with an opening of an answer or without, for each rendering.
+        """Return a text of the first so many messages, with an opening of an answer or without, for each rendering.
 
         Raises:
             _Refused: by the template, or it is not valid; says why.
@@ -268,7 +268,7 @@ def _rendered(template: ChatTemplate, messages: Sequence[Message], renderings: S
 def find_template(
     tokenizer_path: str | Path, named: str | Path | None = None, *, eod_id: int | None = None
 ) -> ChatTemplate:
-    """The template of a tokenizer: a Jinja file or `olmo` where named, else what lies beside the tokenizer.
+    """Return the template of a tokenizer: a Jinja file or `olmo` where named, else what lies beside the tokenizer.
 
     That is `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`, in the tokenizer's folder. Special
     tokens are those of `tokenizer_config.json`; where it states no `eos_token`, and wherever `eod_id` is given, the end
@@ -298,7 +298,7 @@ def find_template(
 
 
 def own_template(folder: Path) -> str | None:
-    """The template in a tokenizer's folder, in Jinja, as `find_template` finds it; None where there is none.
+    """Return the template in a tokenizer's folder, in Jinja, as `find_template` finds it; None where there is none.
 
     Raises InputError if it cannot be read.
     """
@@ -312,7 +312,7 @@ def own_template(folder: Path) -> str | None:
 
 
 def _tokenizer_config(file: Path) -> dict[str, Any]:
-    """Its content; empty where there is none."""
+    """Read its content; empty where there is none."""
     if not file.is_file():
         return {}
     try:
@@ -323,7 +323,7 @@ def _tokenizer_config(file: Path) -> dict[str, Any]:
 
 
 def _token_text(stated: Any) -> str | None:
-    """A special token as `tokenizer_config.json` states it: its text, or an object with it."""
+    """Return a special token as `tokenizer_config.json` states it: its text, or an object with it."""
     text = stated.get("content") if isinstance(stated, dict) else stated
     return text if isinstance(text, str) else None
 
@@ -339,7 +339,7 @@ def _read(file: Path, what: str) -> str:
 
 
 def chat_pieces(tokenizer: Tokenizer, chat: RenderedChat) -> Iterator[tuple[str | int, bool]]:
-    """A conversation cut where what is learned begins and ends: texts to encode, ids; whether each is learned."""
+    """Yield a conversation cut where what is learned begins and ends: texts to encode, ids; whether each is learned."""
     position = 0
     for begin, end in chat.learned:
         for start, stop, learned in ((position, begin, False), (begin, end, True)):
@@ -349,7 +349,7 @@ def chat_pieces(tokenizer: Tokenizer, chat: RenderedChat) -> Iterator[tuple[str 
 
 
 def encode_chat(tokenizer: Tokenizer, chat: RenderedChat) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of a rendered conversation, [t] int64, and which of them are learned, [t] bool."""
+    """Return the ids of a rendered conversation, [t] int64, and which of them are learned, [t] bool."""
     ids: list[int] = []
     learned: list[bool] = []
     for piece, is_learned in chat_pieces(tokenizer, chat):

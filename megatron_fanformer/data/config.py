@@ -118,20 +118,20 @@ class DataConfig:
         return not self.is_chats and (self.reset_attention_mask or self.eod_mask_loss)
 
     def sources(self) -> Iterator[Source]:
-        """Every source named, training first. Raises InputError for a blend that cannot be read."""
+        """Yield every source named, training first. Raises InputError for a blend that cannot be read."""
         for items in (self.train_data, *self.valid_data.values()):
             yield from self.blend(items).sources
 
     def blend(self, items: Sequence[str]) -> Blend:
-        """A list of sources, as the format reads it. Raises InputError if it cannot be read."""
+        """Return a list of sources, as the format reads it. Raises InputError if it cannot be read."""
         return parse_chats(items) if self.is_chats else parse_blend(items)
 
     def prefixes(self) -> list[str]:
-        """The prefix of every pair and .npy file named. Raises InputError as `sources`."""
+        """Return the prefix of every pair and .npy file named. Raises InputError as `sources`."""
         return [prefix for source in self.sources() for prefix in source.prefixes]
 
     def index_cache(self) -> Path:
-        """The folder for sample indices. Raises InputError as `sources`."""
+        """Return the folder for sample indices. Raises InputError as `sources`."""
         if self.cache_path:
             return Path(self.cache_path)
         return next(self.sources()).files[0].absolute().parent / ".index_cache"

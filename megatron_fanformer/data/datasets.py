@@ -85,7 +85,7 @@ def build_datasets(
 
 
 def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datasets:
-    """The datasets with the documents in their samples marked, where that is asked for."""
+    """Return the datasets with the documents in their samples marked, where that is asked for."""
     if not config.marks_documents:
         return datasets
     assert survey.eod_id is not None, "a survey of this configuration has found it"
@@ -160,7 +160,7 @@ class _DatasetBuilder:
         return self._of_both(blend, part, size)
 
     def of_split(self, blend: Blend, sizes: Sizes, split: str) -> list[Any]:
-        """The datasets of pairs by part, of `sizes` samples each (None: one epoch; a part left out: none)."""
+        """Return the datasets of pairs by part, of `sizes` samples each (None: one epoch; a part left out: none)."""
         return self._of_pairs(blend, sizes, split)
 
     # -- .npy files
@@ -197,7 +197,7 @@ class _DatasetBuilder:
     # -- .bin and .idx pairs
 
     def _of_pairs(self, blend: Blend, sizes: Sizes, split: str | None) -> list[Any]:
-        """Without a split, the one part of `sizes` is made of all documents."""
+        """Build the parts; without a split, the one of `sizes` is made of all documents."""
         from megatron.core import __version__
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.gpt_dataset import GPTDataset

@@ -74,7 +74,7 @@ class SetIdentity(_Part, frozen=True, kw_only=True):
 
     @property
     def files(self) -> list[FileIdentity]:
-        """The files of all sources, in their order."""
+        """Return the files of all sources, in their order."""
         return [file for source in self.sources for file in source.files]
 
 
@@ -98,13 +98,13 @@ class DataIdentity(_Part, frozen=True, kw_only=True):
     """What was allowed to change so far, the earliest first."""
 
     def as_plain(self) -> dict[str, Any]:
-        """As a checkpoint holds it."""
+        """Return it as a checkpoint holds it."""
         values: dict[str, Any] = msgspec.to_builtins(self)
         return values
 
 
 def identity_from_plain(values: Any, where: Path) -> DataIdentity | None:
-    """The identity in a checkpoint; None for a checkpoint of a version that recorded none.
+    """Return the identity in a checkpoint; None for a checkpoint of a version that recorded none.
 
     Raises:
         CorruptError: it is not one; names the file `where`.
@@ -212,7 +212,7 @@ def _blocks(size: int) -> Iterator[tuple[int, int]]:
 def resumed_identity(
     before: DataIdentity, present: DataIdentity, *, step: int, allowed: Collection[str] | None, run: str
 ) -> DataIdentity:
-    """The identity of a run that resumes: the present one, with all changes so far.
+    """Return the identity of a run that resumes: the present one, with all changes so far.
 
     Sets that are added or left out are no change: what a set's name stands for stays the same.
 
@@ -239,7 +239,7 @@ def resumed_identity(
 
 
 def _differences(before: DataIdentity, present: DataIdentity) -> Iterator[tuple[str, str, str]]:
-    """The name of each set in both that differs, its field in the configuration, and what differs in words."""
+    """Yield the name of each set in both that differs, its field in the configuration, and what differs in words."""
     sets = [(TRAINING, "data.train_data", before.train, present.train)]
     for name in before.valid.keys() & present.valid.keys():
         sets.append((name, f"data.valid_data.{name}", before.valid[name], present.valid[name]))

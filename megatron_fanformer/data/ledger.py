@@ -52,12 +52,12 @@ class LedgerRow:
 
 
 def ledger_path(prefix: str) -> Path:
-    """The path of a prefix's ledger."""
+    """Return the path of a prefix's ledger."""
     return Path(prefix + LEDGER_SUFFIX)
 
 
 def schema(*, is_chats: bool) -> Any:
-    """The columns with their types."""
+    """Return the columns with their types."""
     import pyarrow
 
     text, number, length = pyarrow.string(), pyarrow.int64(), pyarrow.int32()
@@ -146,7 +146,7 @@ class Ledger:
         self._group = lru_cache(CACHED_GROUPS)(self._read_group)
 
     def documents(self, first_token: int, length: int) -> list[LedgerRow]:
-        """The documents that contain any of these tokens, in order; refused conversations are left out.
+        """Return the documents that contain any of these tokens, in order; refused conversations are left out.
 
         Raises:
             CorruptError: the ledger does not cover all of them.

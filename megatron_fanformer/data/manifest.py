@@ -157,12 +157,12 @@ class Manifest(_Part, frozen=True, kw_only=True, tag_field="kind", tag="preparat
 
 
 def manifest_path(prefix: str) -> Path:
-    """The path of a prefix's manifest."""
+    """Return the path of a prefix's manifest."""
     return Path(prefix + ".manifest.json")
 
 
 def read_any_manifest(prefix: str) -> Manifest | PartManifest | None:
-    """The manifest of a prefix, or None where there is none. Raises CorruptError for an unreadable one."""
+    """Return the manifest of a prefix, or None where there is none. Raises CorruptError for an unreadable one."""
     path = manifest_path(prefix)
     try:
         return msgspec.json.decode(regular_file(path).read_bytes(), type=Manifest | PartManifest)
@@ -183,5 +183,5 @@ def token_files_record(prefix: str) -> TokenFiles | None:
 
 
 def encode_manifest(manifest: Manifest | PartManifest) -> bytes:
-    """The manifest as the bytes of its file."""
+    """Return the manifest as the bytes of its file."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"

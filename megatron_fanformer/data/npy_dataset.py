@@ -71,7 +71,7 @@ class NpyDataset:
         return {**self.__dict__, "_order": None}
 
     def place(self, index: int) -> tuple[NpyFile, int]:
-        """The file that a sample is from, and the number of its first token there."""
+        """Return the file that a sample is from, and the number of its first token there."""
         if not 0 <= index < self._length:
             raise IndexError(index)
         epoch, position = divmod(int(index), self.epoch_samples)

@@ -25,7 +25,7 @@ MOST_SAMPLES = 1 << 32
 
 
 def npy_prefix(path: str) -> str:
-    """The prefix of a .npy file, under which its manifest and ledger are stored."""
+    """Return the prefix of a .npy file, under which its manifest and ledger are stored."""
     return path.removesuffix(SUFFIX)
 
 
@@ -82,7 +82,7 @@ def _open(path: str, stated: NpyType) -> NpyFile:
 
 
 def _by_manifest(path: str, size: int) -> tuple[str, int] | None:
-    """The type of the ids and the largest of them, by the manifest beside a file; None where there is none."""
+    """Return the type of the ids and the largest of them, by the manifest beside a file; None where there is none."""
     prefix = npy_prefix(path)
     record, manifest = token_files_record(prefix), read_any_manifest(prefix)
     if record is None or manifest is None or SUFFIX not in record.files:

@@ -31,7 +31,7 @@ class Span:
 
 
 def sample_spans(dataset: Any, index: int) -> list[Span]:
-    """The runs that sample `index` of a training or validation set is made from, in order.
+    """Return the runs that sample `index` of a training or validation set is made from, in order.
 
     Together they are seq_length tokens for a .npy source; for .bin and .idx pairs one more, the last label; for chats
     a run for each conversation, and less than seq_length where there is padding.
@@ -62,7 +62,7 @@ def _conversations(dataset: ChatDataset, index: int) -> Iterator[Span]:
 
 
 def _runs(dataset: Any, index: int) -> Iterator[Span]:
-    """The part of each sequence that a GPTDataset's sample takes, by its three indices."""
+    """Yield the part of each sequence that a GPTDataset's sample takes, by its three indices."""
     sample = int(dataset.shuffle_index[index])
     (begin, begin_offset), (end, end_offset) = (map(int, dataset.sample_index[sample + ahead]) for ahead in (0, 1))
     for place in range(begin, end + 1):
@@ -74,7 +74,7 @@ def _runs(dataset: Any, index: int) -> Iterator[Span]:
 
 
 def _merged(spans: Iterable[Span]) -> Iterator[Span]:
-    """The same tokens, with adjacent runs of a file merged."""
+    """Yield the same tokens, with adjacent runs of a file merged."""
     last: Span | None = None
     for span in spans:
         if last is not None and (last.prefix, last.first_token + last.length) == (span.prefix, span.first_token):
@@ -124,7 +124,7 @@ class DocumentSamples:
         return item
 
     def _sequence_starts(self, index: int, length: int) -> list[int]:
-        """The positions at which another sequence of its token files begins, but for the first."""
+        """Return the positions at which another sequence of its token files begins, but for the first."""
         spans = sequence_spans(self.samples, index)
         starts = itertools.accumulate(span.length for span in spans)
         return [start for start in starts if start < length]

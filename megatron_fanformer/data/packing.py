@@ -44,7 +44,7 @@ class Conversations:
             raise InputError(f"{', '.join(prefixes)}: no conversation is{of_part or ' there'}; name more chats")
 
     def place(self, number: int) -> tuple[ChatFiles, int]:
-        """The files of a conversation, and its number there."""
+        """Return the files of a conversation, and its number there."""
         source = int(np.searchsorted(self._ends, number, side="right"))
         before = int(self._ends[source - 1]) if source else 0
         return self._sources[source], self._begins[source] + int(number) - before
@@ -56,7 +56,7 @@ def training_conversations(config: DataConfig) -> Conversations:
 
 
 def validation_conversations(config: DataConfig) -> dict[str, Conversations]:
-    """The validation sets by name; raises as `Conversations`."""
+    """Return the validation sets by name; raises as `Conversations`."""
     if config.applied_split is not None:
         blend = parse_chats(config.train_data)
         return {SPLIT_VALIDATION: Conversations(blend, split=config.applied_split, part=VALIDATION)}
@@ -114,7 +114,7 @@ class Packing:
         return len(self.starts) - 1
 
     def of(self, sample: int) -> np.ndarray:
-        """The numbers of a sample's conversations, in the order in which they stand in it."""
+        """Return the numbers of a sample's conversations, in the order in which they stand in it."""
         return self.members[self.starts[sample] : self.starts[sample + 1]]
 
     def in_words(self) -> str:

@@ -108,7 +108,7 @@ class SampleCounts:
         return (tokens - 1) // self._seq_length or tokens / self._seq_length
 
     def of_mixed(self, blend: Blend, size: int | None) -> MixedPlan:
-        """The plan for pairs and .npy files together. Without weights, sources count by their samples."""
+        """Return the plan for pairs and .npy files together. Without weights, sources count by their samples."""
         epochs = [self.epoch_of(source) for source in blend.sources]
         total = int(sum(epochs)) if size is None else size
         weights = np.array(blend.weights or epochs) / sum(blend.weights or epochs)
@@ -120,8 +120,11 @@ class SampleCounts:
 
         Raises InputError for a part without documents, or without a whole sample.
         """
-        parts = range(len(PART_NAMES)) if is_split else sizes
-        tokens = {part: self._tokens_of(blend, part, is_split) for part in parts if self._has(blend, part, is_split)}
+        parts = list(sizes)
+        if is_split:
+            of_first = self._survey.pair(blend.sources[0]).part_tokens
+            parts = [part for part in range(len(PART_NAMES)) if part in of_first]
+        tokens = {part: self._tokens_of(blend, part, is_split) for part in parts}
         weights = self._weights(blend, [(tokens[part], size) for part, size in sizes.items()])
         requested: list[int | None] = [0] * len(PART_NAMES)
         for part, size in sizes.items():
@@ -130,11 +133,8 @@ class SampleCounts:
             requested[part] = epoch if weights is not None else size
         return PairsPlan(weights, requested)
 
-    def _has(self, blend: Blend, part: int, is_split: bool) -> bool:
-        return not is_split or part in self._survey.pair(blend.sources[0]).part_tokens
-
     def _tokens_of(self, blend: Blend, part: int, is_split: bool) -> list[int]:
-        """The tokens of each prefix in a part of a split, or in all of it."""
+        """Return the tokens of each prefix in a part of a split, or in all of it."""
         tokens = []
         for source in blend.sources:
             facts = self._survey.pair(source)
@@ -147,7 +147,7 @@ class SampleCounts:
         return tokens
 
     def _samples(self, tokens: list[int]) -> int:
-        """The whole samples in one epoch: each is seq_length tokens, and one more as its last label."""
+        """Return the whole samples in one epoch: each is seq_length tokens, and one more as its last label."""
         samples = sum((count - 1) // self._seq_length for count in tokens)
         if not samples:
             raise InputError(
@@ -157,7 +157,7 @@ class SampleCounts:
         return samples
 
     def _weights(self, blend: Blend, parts: list[tuple[list[int], int | None]]) -> list[float] | None:
-        """The weights for megatron-core.
+        """Return the weights for megatron-core.
 
         For several files without weights it builds one epoch and stops. If that is not enough, or if a file is
         too short for a sample of its own, the files' sizes are the weights, which lets them repeat.

@@ -70,11 +70,11 @@ class DataSurvey:
     """The id that ends a document, where the run looks for it."""
 
     def pair(self, source: Source) -> PairFacts:
-        """The facts about a source that is a pair."""
+        """Return the facts about a source that is a pair."""
         return self.pairs[source.paths[0]]
 
     def files(self, source: Source) -> list[NpyFile]:
-        """The files of a source of .npy files, in their order."""
+        """Return the files of a source of .npy files, in their order."""
         return [self.npy_files[path] for path in source.paths]
 
 
@@ -120,7 +120,7 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
 
 
 def _end_of_text_id(config: DataConfig) -> int:
-    """The id that ends the documents of all token files of a run: by their manifests, else by the tokenizer."""
+    """Return the id that ends the documents of all token files of a run: by their manifests, else by the tokenizer."""
     ends: dict[int, str] = {}
     for prefix in config.prefixes():
         if manifest := read_any_manifest(prefix):
@@ -140,7 +140,7 @@ def _end_of_text_id(config: DataConfig) -> int:
 
 
 def _chat_template(train: Blend) -> str | None:
-    """The one template of all chats to train on that have a manifest."""
+    """Return the one template of all chats to train on that have a manifest."""
     found: dict[str, str] = {}
     for (prefix,) in (source.paths for source in train.sources):
         manifest = read_any_manifest(prefix)

@@ -34,17 +34,17 @@ REMEDY = "copy both files of the pair again, or prepare them again"
 
 
 def bin_path(prefix: str) -> Path:
-    """The path of a prefix's tokens."""
+    """Return the path of a prefix's tokens."""
     return Path(prefix + ".bin")
 
 
 def idx_path(prefix: str) -> Path:
-    """The path of a prefix's index."""
+    """Return the path of a prefix's index."""
     return Path(prefix + ".idx")
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The token type for a vocabulary, by megatron-core's rule."""
+    """Return the token type for a vocabulary, by megatron-core's rule."""
     return "uint16" if vocab_size < UINT16_VOCABULARY else "int32"
 
 
@@ -82,7 +82,7 @@ class _Array:
         return self.first_byte + self.count * np.dtype(self.dtype).itemsize
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """At most [count] entries from `first` on."""
+        """Read at most [count] entries from `first` on."""
         size = np.dtype(self.dtype).itemsize
         count = max(0, min(count, self.count - first))
         return np.fromfile(self.path, self.dtype, count, offset=self.first_byte + first * size)
@@ -119,7 +119,7 @@ def read_index(prefix: str, parts: Sequence[tuple[float, float]] = ()) -> TokenI
 
 
 def document_of(prefix: str, sequence: int) -> int:
-    """The number of the document, from 0, that a sequence is in."""
+    """Return the number of the document, from 0, that a sequence is in."""
     *_, bounds = _read_header(idx_path(prefix))
     return int(np.searchsorted(bounds.read(0, bounds.count), sequence, side="right")) - 1
 
@@ -288,7 +288,7 @@ class PairReader:
         self._last, self._end = sequences - 1, self._tokens.size
 
     def place(self, sequence: int) -> tuple[int, int]:
-        """The number of a sequence's first token in the .bin file, and its length in tokens.
+        """Return the number of a sequence's first token in the .bin file, and its length in tokens.
 
         Raises:
             CorruptError: the index has become shorter, was overwritten, or cannot be read.

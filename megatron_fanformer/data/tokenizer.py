@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
 
     @property
     def path(self) -> Path:
-        """The file it was read from."""
+        """Return the file it was read from."""
 
     @property
     def vocab_size(self) -> int:
@@ -50,26 +50,26 @@ class Tokenizer(Protocol):
 
     @property
     def eod_id(self) -> int:
-        """The id that ends a document; NO_ID where it has none and was loaded so."""
+        """Return the id that ends a document; NO_ID where it has none and was loaded so."""
 
     @property
     def special_pieces(self) -> list[str]:
         """Special pieces; some tokenizers recognise them where a text contains them literally."""
 
     def piece(self, id: int) -> str:
-        """The piece of an id, as it is written in the vocabulary."""
+        """Return the piece of an id, as it is written in the vocabulary."""
 
     def cut_at_special(self, text: str) -> list[str | int]:
         """`text` in parts: what `encode` takes, and the ids of special pieces that it would take for plain text."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without special tokens added."""
+        """Return the ids of `text`, without special tokens added."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on the calling thread alone."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`."""
+        """Return the text of `ids`."""
 
 
 def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bool = True) -> Tokenizer:
@@ -105,7 +105,7 @@ def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bo
 
 
 def tokenizer_file(path: Path) -> Path:
-    """The file that `load_tokenizer` reads for a path.
+    """Return the file that `load_tokenizer` reads for a path.
 
     Raises:
         InputError: there is none, or it is of an unknown kind.
@@ -146,7 +146,7 @@ class SentencePieceTokenizer:
         return [model.id_to_piece(id) for id in range(self.vocab_size) if any(is_kind(id) for is_kind in kinds)]
 
     def piece(self, id: int) -> str:
-        """The piece of an id."""
+        """Return the piece of an id."""
         return str(self._processor.id_to_piece(id))
 
     def cut_at_special(self, text: str) -> list[str | int]:
@@ -161,7 +161,7 @@ class SentencePieceTokenizer:
         return [self._control_pieces.get(part, part) for part in parts if part]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`; a literal U+2581 is encoded as its bytes, since the model's piece means a space."""
+        """Return the ids of `text`; a literal U+2581 is encoded as its bytes, since the model's piece means a space."""
         if SPACE_MARK not in text or not self._has_byte_fallback:
             return list(self._processor.encode(text))
         first, *others = text.split(SPACE_MARK)
@@ -176,7 +176,7 @@ class SentencePieceTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; control pieces, including the end of text, have none."""
+        """Return the text of `ids`; control pieces, including the end of text, have none."""
         return str(self._processor.decode(list(ids)))
 
     def _find_end_of_text(self) -> int | None:
@@ -207,11 +207,11 @@ class HuggingFaceTokenizer:
 
     @property
     def special_pieces(self) -> list[str]:
-        """The file's added tokens."""
+        """Return the file's added tokens."""
         return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
 
     def piece(self, id: int) -> str:
-        """The piece of an id."""
+        """Return the piece of an id."""
         return str(self._tokenizer.id_to_token(id))
 
     def cut_at_special(self, text: str) -> list[str | int]:
@@ -219,7 +219,7 @@ class HuggingFaceTokenizer:
         return [text] if text else []
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without special tokens added; raises like `encode_batch`."""
+        """Return the ids of `text`, without special tokens added; raises like `encode_batch`."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -283,7 +283,7 @@ class HuggingFaceTokenizer:
             yield encoded.ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special pieces written out."""
+        """Return the text of `ids`, special pieces written out."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 

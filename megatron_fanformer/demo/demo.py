@@ -74,7 +74,7 @@ class Places:
 
     @property
     def tokenizer(self) -> Path:
-        """The sentencepiece model."""
+        """Return the path of the sentencepiece model."""
         return self.root / TOKENIZER_MODEL
 
     def tokens(self, part: str) -> Path:
@@ -83,22 +83,22 @@ class Places:
 
     @property
     def run(self) -> Path:
-        """The training run."""
+        """Return the training run's folder."""
         return self.root / "run"
 
     @property
     def config(self) -> Path:
-        """The training run's configuration as written for it."""
+        """Return the file of the training run's configuration, as written for it."""
         return self.root / "train.yaml"
 
     @property
     def huggingface(self) -> Path:
-        """The exported model."""
+        """Return the folder of the exported model."""
         return self.root / "huggingface"
 
     @property
     def loss_curve(self) -> Path:
-        """The picture."""
+        """Return the file of the picture."""
         return self.root / "loss.png"
 
 
@@ -184,7 +184,7 @@ def _tokenize(places: Places, part: str, inputs: list[Path]) -> int:
 
 
 def training_config(places: Places) -> dict[str, Any]:
-    """The demo's training run."""
+    """Return the demo's training run."""
     return {
         "model": dataclasses.asdict(MODEL),
         "parallel": {"tensor_model_parallel_size": 2},
@@ -314,7 +314,7 @@ def _summary(
 
 
 def loss_picture(metrics: list[dict[str, Any]], *, entropy: float | None = None) -> bytes:
-    """A PNG of the training and validation losses over the steps; the training loss as it is and smoothed.
+    """Return a PNG of the training and validation losses over the steps; the training loss as it is and smoothed.
 
     Args:
         metrics: the objects of metrics.jsonl.

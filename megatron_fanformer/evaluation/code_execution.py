@@ -150,7 +150,7 @@ def _run(program: Program, limits: Limits) -> Result:
 
 
 def _started(module: str, ends: tuple[int, ...], home: str, limits: Limits) -> "subprocess.Popen[bytes]":
-    """A process of a program or of a judge, with its ends of pipes."""
+    """Return a process of a program or of a judge, with its ends of pipes."""
     arguments = (os.getpid(), *ends, limits.memory_bytes, limits.cpu_seconds, home)
     return subprocess.Popen(
         [sys.executable, "-B", "-m", module, *map(str, arguments)],

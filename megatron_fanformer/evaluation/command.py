@@ -78,7 +78,7 @@ def evaluate(options: EvaluateOptions, local: Local) -> None:
 
 
 def _start(options: EvaluateOptions, request: EvaluationRequest, jobs: "Jobs") -> None:
-    """In this process, or on local ranks."""
+    """Evaluate in this process, or on local ranks."""
     ranks = request.layout.world_size
     if ranks > 1:
         remedy = "change it, or start on several nodes with torchrun"
@@ -92,7 +92,7 @@ def _start(options: EvaluateOptions, request: EvaluationRequest, jobs: "Jobs") -
 
 
 def _join(options: EvaluateOptions, address: devices.RankAddress, local: Local) -> None:
-    """As one of the ranks that a launcher started."""
+    """Evaluate as one of the ranks that a launcher started."""
     from megatron_fanformer.runtime.agreement import on_main
     from megatron_fanformer.runtime.launch import report_failure
     from megatron_fanformer.runtime.parallel import process_group, rank_grid

@@ -69,7 +69,7 @@ class Comparison:
 
 
 def compare(a: Result, b: Result, *, seed: int = 0, draws: int = DRAWS) -> Comparison:
-    """The differences of two results in the tasks that both have, each by its own metric.
+    """Return the differences of two results in the tasks that both have, each by its own metric.
 
     Raises:
         InputError: they have no task and no perplexity set in common, or a task's documents or a set's tokens differ.
@@ -202,7 +202,7 @@ def _documents(name: str, task: TaskResult) -> list[ScoredDocument]:
 
 
 def sentences(comparison: Comparison) -> Iterator[str]:
-    """A plain sentence for each task, and for their mean."""
+    """Yield a plain sentence for each task, and for their mean."""
     for each in (*comparison.tasks, *([comparison.mean] if comparison.mean else [])):
         yield _sentence(each)
 
@@ -219,7 +219,7 @@ def _sentence(found: Difference) -> str:
 
 
 def figure(metric: str, value: float, *, sign: str = "") -> str:
-    """A metric's value, or a difference of two, in print: shares in percent.
+    """Return a metric's value, or a difference of two, in print: shares in percent.
 
     Args:
         sign: "+" to print it for positive values, too.

@@ -77,7 +77,7 @@ def confine(memory_bytes: int, cpu_seconds: int, home: str) -> None:
 
 
 def error_text(error: BaseException) -> str:
-    """An error's name and text, on one line that can be written as UTF-8."""
+    """Return an error's name and text, on one line that can be written as UTF-8."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:MOST_REPORTED]
     return text.encode(errors="replace").decode()
 

@@ -54,7 +54,7 @@ class Channel:
 
 
 def encoded(value: Any, handle: Callable[[Any], Any]) -> list[Any]:
-    """A value as JSON's, its kind first; `handle` gives what stands for one that is not plain."""
+    """Return a value as JSON's, its kind first; `handle` gives what stands for one that is not plain."""
     if value is None or value is Ellipsis:
         return ["none" if value is None else "ellipsis", None]
     if isinstance(value, bool) or type(value).__name__ == "bool_":
@@ -84,7 +84,7 @@ def encoded(value: Any, handle: Callable[[Any], Any]) -> list[Any]:
 
 
 def decoded(message: Any, handle: Callable[[Any], Any]) -> Any:
-    """The value that `encoded` has written; `handle` gives that of a handle.
+    """Return the value that `encoded` has written; `handle` gives that of a handle.
 
     Raises:
         ValueError, TypeError, KeyError: it is none.

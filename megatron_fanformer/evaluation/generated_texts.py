@@ -62,7 +62,7 @@ class Written:
     """Tokens that the prompt lost at its beginning, for want of room."""
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """The texts as a result keeps them."""
+        """Return the texts as a result keeps them."""
         return [{"text": one.text, "tokens": len(one.ids), "ended_by": one.ended_by} for one in self.texts]
 
 
@@ -101,7 +101,7 @@ def write_texts(
 
 
 def mean_of(scores: Sequence[float]) -> dict[str, Any]:
-    """The mean of a score over documents, with its standard error: for scores of 0 and 1 the binomial's."""
+    """Return the mean of a score over documents, with its standard error: for scores of 0 and 1 the binomial's."""
     mean = math.fsum(scores) / len(scores)
     variance = math.fsum((score - mean) ** 2 for score in scores) / len(scores)
     return {"value": mean, "standard_error": math.sqrt(variance / len(scores)), "documents": len(scores)}

@@ -83,7 +83,7 @@ def check(name: str, settings: GenerationSettings) -> None:
 
 
 def final_number(text: str) -> Decimal | None:
-    """The last number of a text; None if it has none."""
+    """Return the last number of a text; None if it has none."""
     found = NUMBER.findall(text)
     return Decimal(found[-1].translate(NOT_OF_A_NUMBER)) if found else None
 

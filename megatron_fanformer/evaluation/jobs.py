@@ -38,6 +38,8 @@ from megatron_fanformer.terminal import Tell
 
 Documents = dict[str, list[dict[str, Any]]]
 
+VERSIONED = ("torch", "megatron-core", "numpy")
+
 DIVISORS = {
     "len_norm": "characters_no_space",
     "len_norm_with_space": "characters",
@@ -163,7 +165,7 @@ class _TextRules:
 def _tasks(
     request: EvaluationRequest, request_file: RequestFile | None, problems: list[str]
 ) -> tuple[list[str], Documents]:
-    """The names of the choice tasks, and the documents of the generation tasks that are asked for."""
+    """Return the names of the choice tasks, and the documents of the generation tasks that are asked for."""
     texts: Documents = {}
     choices: list[str] = []
     limit = request.evaluation.limit
@@ -191,7 +193,7 @@ def _tasks(
 
 
 def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log: Tell) -> Iterator[Result]:
-    """The result of each job, as soon as it is there, on every rank; each step is a collective call.
+    """Yield the result of each job, as soon as it is there, on every rank; each step is a collective call.
 
     Args:
         log: called with what runs now.
@@ -200,6 +202,7 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
         CorruptError: a checkpoint's weights or token files are damaged.
         DivergenceError: a model's numbers are not finite.
     """
+    versions = {"megatron_fanformer": __version__} | {name: version(name) for name in VERSIONED}
     for job, stages in _built(request, jobs.jobs, grid, log):
         path = job.source.path
         if job.survey.sets:
@@ -214,7 +217,7 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
         yield Result(
             checkpoint=str(path),
             step=store.step_of(path),
-            versions=_versions(),
+            versions=versions,
             tokenizer=job.tokenizer_sha256,
             settings=_settings(request, job.source, grid),
             requests=jobs.requests,
@@ -316,7 +319,3 @@ def _set_result(name: str, found: SetLoss) -> SetResult:
     return SetResult(
         loss=found.loss, perplexity=found.perplexity, bits_per_byte=found.bits_per_byte, tokens=found.tokens
     )
-
-
-def _versions() -> dict[str, str]:
-    return {"megatron_fanformer": __version__, **{name: version(name) for name in ("torch", "megatron-core", "numpy")}}

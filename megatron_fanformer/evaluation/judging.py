@@ -51,16 +51,13 @@ def _verdict(channel: Channel, given: dict[str, Any]) -> tuple[str, str]:
             return UNCONFINED, str(first)
         if (wrong := channel.receive()) is not None:
             return FAILED, str(wrong)
-        _run(given["tests"], _Names(_Program(channel), _names_before(given["head"]), given["own_names"]))
+        names = _Names(_Program(channel), _names_before(given["head"]), given["own_names"])
+        exec(compile(given["tests"], "<tests>", "exec"), names)
     except Gone:
         return GONE, ""
     except BaseException as error:
         return FAILED, error_text(error)
     return PASSED, ""
-
-
-def _run(source: str, names: dict[str, Any]) -> None:
-    exec(compile(source, "<tests>", "exec"), names)
 
 
 def _names_before(head: str) -> dict[str, Any]:
@@ -132,7 +129,7 @@ def _exception(name: str, text: str) -> Exception:
 
 
 def _module(name: str) -> Any:
-    """A module of Python's own, which the program has imported and the tests use."""
+    """Return a module of Python's own, which the program has imported and the tests use."""
     if name.partition(".")[0] not in sys.stdlib_module_names:
         raise NameError(f"{name} is not one of Python's modules")
     return importlib.import_module(name)
@@ -202,7 +199,7 @@ class Remote:
 
 
 def _number_of(remote: Remote) -> int:
-    """Its number in the program's process, past what `Remote` makes of attributes."""
+    """Return its number in the program's process, past what `Remote` makes of attributes."""
     return int(object.__getattribute__(remote, "_number"))
 
 

@@ -32,7 +32,7 @@ class Metric:
 def task_metrics(
     requests: TaskRequests, log_probabilities: np.ndarray, unconditional: np.ndarray | None = None
 ) -> dict[str, Metric]:
-    """Every metric that applies to a task, by its name.
+    """Return every metric that applies to a task, by its name.
 
     The share of documents whose right choice has the highest score (of equal ones the first counts), by score:
 
@@ -60,7 +60,7 @@ def task_metrics(
 def document_sums(
     requests: TaskRequests, log_probabilities: np.ndarray, unconditional: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """For each metric [documents, 2] float64: what a document adds to the numerator and to the denominator.
+    """Return for each metric [documents, 2] float64: what a document adds to the numerator and the denominator.
 
     The arguments and errors are those of `task_metrics`. Resampled rows make a bootstrap of any metric.
     """
@@ -122,7 +122,7 @@ def _mean_of(values: np.ndarray) -> np.ndarray:
 
 
 def _quotient(numerators: np.ndarray, denominators: np.ndarray) -> Metric:
-    """The quotient of the sums; 0, as is the custom for F1, if nothing is found and nothing there."""
+    """Return the quotient of the sums; 0, as is the custom for F1, if nothing is found and nothing there."""
     total = denominators.sum()
     if not total:
         return Metric(0.0, 0.0, len(numerators))

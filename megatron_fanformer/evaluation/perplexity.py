@@ -42,7 +42,7 @@ def perplexity_of_sets(
     batch_tokens: int,
     shall_stop: Callable[[], bool] | None = None,
 ) -> dict[str, SetLoss]:
-    """The loss of each set, by its name, the same on every rank; a collective call.
+    """Return the loss of each set, by its name, the same on every rank; a collective call.
 
     Args:
         stages: the chunks of this rank's stage, in megatron-core's data parallelism or without.
@@ -57,7 +57,7 @@ def perplexity_of_sets(
 
 
 def group_perplexities(losses: Mapping[str, SetLoss]) -> dict[Group, float]:
-    """The mean perplexity of each of the paper's groups whose sets are all there."""
+    """Return the mean perplexity of each of the paper's groups whose sets are all there."""
     return {
         group: float(np.mean([losses[set_name(group, name)].perplexity for name in names]))
         for group, names in SETS.items()

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_fanformer.data.id_bounds import refuse_ids_outside, refuse_ids_read
 from megatron_fanformer.data.manifest import Manifest, read_any_manifest, token_files_record
 from megatron_fanformer.data.npy_files import SUFFIX, NpyFile, npy_prefix, open_npy_files
-from megatron_fanformer.data.token_files import TokenIndex, bin_path, idx_path, read_index
+from megatron_fanformer.data.token_files import bin_path, idx_path, read_index
 from megatron_fanformer.data.tokenizer import NO_ID, Tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.perplexity_config import Group, PerplexityConfig
@@ -65,7 +65,7 @@ class TokenFile:
 
     @property
     def prefix(self) -> str:
-        """Under which its manifest is."""
+        """Return the prefix of its manifest."""
         return self.index or npy_prefix(self.file.path)
 
     def document_starts(self) -> np.ndarray:
@@ -75,18 +75,14 @@ class TokenFile:
             InputError: it is not known what ends a document.
         """
         if self.index is not None:
-            return _document_starts(read_index(self.index))
+            index = read_index(self.index)
+            return np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])[index.bounds]
         if self.eod_id is None:
             raise InputError(
                 f"{self.file.path} does not say where its documents end; set {SECTION}.eod_id, or chunking to tokens"
             )
         ends = np.flatnonzero(self.file.read(0, self.file.tokens) == self.eod_id) + 1
         return np.unique(np.concatenate([[0], ends, [self.file.tokens]]))
-
-
-def _document_starts(index: TokenIndex) -> np.ndarray:
-    sequences = np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])
-    return sequences[index.bounds]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +135,7 @@ class PerplexitySet:
 
 
 def _chunks(number: int, file: TokenFile, size: int) -> np.ndarray:
-    """The paper's: each file from its beginning, the rest dropped, so that all are of one length."""
+    """Return the paper's chunks: each file from its beginning, the rest dropped, so that all are of one length."""
     starts = np.arange(file.file.tokens // size, dtype=np.int64) * size
     return np.stack([np.full_like(starts, number), starts, np.full_like(starts, size)], axis=1)
 
@@ -196,7 +192,7 @@ def _missing(path: str) -> str | None:
 
 
 def _files_of(path: str) -> list[str]:
-    """The .npy files and the prefixes of pairs that a path means: a file, a prefix, a folder or a glob."""
+    """Return the .npy files and the prefixes of pairs that a path means: a file, a prefix, a folder or a glob."""
     place = Path(path)
     if place.is_dir() and not idx_path(path).exists():
         matches = [str(found) for suffix in (SUFFIX, ".idx") for found in place.glob(f"*{suffix}")]
@@ -210,7 +206,7 @@ def _files_of(path: str) -> list[str]:
 
 
 def _group_files(config: PerplexityConfig, group: Group, name: str) -> list[str]:
-    """The files of the first place and form in which a group's set is found."""
+    """Return the files of the first place and form in which a group's set is found."""
     for place in _places(config, group):
         for spelling in SPELLINGS.get(name, (name,)):
             own = glob.escape(str(Path(config.folder or "") / place / spelling))
@@ -231,7 +227,7 @@ def _named_files(config: PerplexityConfig) -> Iterator[tuple[str, Group | None, 
 def find_sets(
     config: PerplexityConfig, *, seq_length: int, vocab_size: int, batch_tokens: int, tokenizer: Tokenizer | None = None
 ) -> list[PerplexitySet]:
-    """The sets of a configuration, opened and checked: the groups' first, then the named ones.
+    """Return the sets of a configuration, opened and checked: the groups' first, then the named ones.
 
     Args:
         seq_length: of the model: the longest piece that it may be given.

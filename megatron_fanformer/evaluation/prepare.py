@@ -69,7 +69,7 @@ class RequestsReport:
     tasks: tuple[PreparedTask, ...]
 
     def lines(self, width: int | None) -> Iterator[str]:
-        """A table with a row for each task, for a terminal of that width; None: any."""
+        """Yield a table with a row for each task, for a terminal of that width; None: any."""
         total = PreparedTask(
             name="together",
             documents=sum(task.documents for task in self.tasks),
@@ -172,7 +172,7 @@ class Builder:
         self._tokenizer = tokenizer
 
     def requests(self, task: Task, context_length: int, limit: int | None = None) -> TaskRequests:
-        """The requests of a task, or of its first `limit` documents.
+        """Return the requests of a task, or of its first `limit` documents.
 
         Raises:
             InputError: the installed library does not have it, or lacks what its metric needs; a continuation is longer
@@ -256,7 +256,7 @@ class _Request(NamedTuple):
 
 
 def _numbering(library_module: Any) -> Any:
-    """A tokenizer of the library whose only id of a text is that text's number.
+    """Return a tokenizer of the library whose only id of a text is that text's number.
 
     So the library's samples say which texts they are made of, and all texts of a task are encoded together: one by one
     they would take eight times as long.
@@ -297,7 +297,7 @@ def _lengths(continuations: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 def data_folder() -> Path:
-    """The folder of the library: `oe_eval_tasks` and `hf_datasets` are in it. It is not imported.
+    """Return the folder of the library: `oe_eval_tasks` and `hf_datasets` are in it. It is not imported.
 
     Raises:
         InputError: it is not installed.
@@ -311,7 +311,7 @@ def data_folder() -> Path:
 
 
 def load_library() -> Any:
-    """The library's module. Its folder, if it has one, comes after everything else on the path of imports.
+    """Return the library's module. Its folder, if it has one, comes after everything else on the path of imports.
 
     Raises:
         InputError: it, or something that it needs, is not installed.
@@ -327,6 +327,6 @@ def load_library() -> Any:
 
 
 def library_version() -> str:
-    """The version of the library that `data_folder` finds."""
+    """Return the version of the library that `data_folder` finds."""
     found = importlib.metadata.distributions(name=PACKAGE, path=[str(data_folder().parent)])
     return next((distribution.version for distribution in found), "of unknown version")

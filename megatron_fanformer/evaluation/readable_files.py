@@ -72,7 +72,7 @@ def refuse_files(home: str) -> None:
 
 
 def _of_python() -> list[Path]:
-    """The standard library and what is installed, but for the tasks."""
+    """Return the standard library and what is installed, but for the tasks."""
     folders = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders |= {Path(name).resolve() for name in sys.path if Path(name).name in SITES}
     folders |= {folder / site for folder in folders for site in SITES}
@@ -93,7 +93,7 @@ def _allow(ruleset: int, path: Path) -> None:
 
 
 def _give_up_capabilities() -> None:
-    """Those of a process that runs as root, by which it could read any other."""
+    """Give up those of a process that runs as root, by which it could read any other."""
     number = CAPSET.get(os.uname().machine)
     if number is not None:
         header, none = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()

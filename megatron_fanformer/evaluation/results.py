@@ -97,12 +97,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def run(self) -> str | None:
-        """The folder of the run that it is a checkpoint of; None for other models."""
+        """Return the folder of the run that it is a checkpoint of; None for other models."""
         folder = Path(self.checkpoint).parent
         return str(folder.parent if folder.name == CHECKPOINTS else folder) if self.step is not None else None
 
     def headline(self, task: str) -> MetricValue:
-        """A task's own metric."""
+        """Return a task's own metric."""
         return self.tasks[task].metrics[self.tasks[task].metric]
 
 
@@ -133,7 +133,7 @@ def write_results(path: Path, results: Sequence[Result], comparison: dict[str, A
 
 
 def read_results(path: Path) -> list[Result]:
-    """The results in a file.
+    """Return the results in a file.
 
     Raises:
         InputError: there is no such file, or it is not a result.

@@ -40,7 +40,7 @@ def row_losses(
     micro_batch_size: int,
     seq_length: int,
 ) -> Tensor:
-    """The next micro batches' losses, summed over the loss mask, by row; a collective call of one replica.
+    """Return the next micro batches' losses, summed over the loss mask, by row; a collective call of one replica.
 
     Args:
         stages: the chunks of this rank's stage, in megatron-core's data parallelism or without; `evaluating` them.
@@ -109,7 +109,7 @@ def evaluating(stages: list[Any]) -> Iterator[None]:
 
 
 def _fp8_histories(stage: Any) -> Iterator[Any]:
-    """The past largest values, [steps, tensors], of Transformer Engine's layers; the newest first."""
+    """Yield the past largest values, [steps, tensors], of Transformer Engine's layers; the newest first."""
     for layer in stage.modules():
         for state in getattr(layer, "fp8_meta", {}).values():
             if hasattr(state, "amax_history"):
@@ -228,7 +228,7 @@ def _micro_batch(rows: list[tuple[np.ndarray, int]], size: int, seq_length: int)
 
 
 def _of_all_replicas(own: np.ndarray, grid: RankGrid) -> np.ndarray:
-    """The sums of arrays of which each replica has its own elements, and 0 elsewhere."""
+    """Return the sums of arrays of which each replica has its own elements, and 0 elsewhere."""
     if grid.data_parallel_size == 1:
         return own
     whole = torch.from_numpy(own).to(grid.torch_device)

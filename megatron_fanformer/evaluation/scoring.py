@@ -29,7 +29,7 @@ def scores_of_tasks(
     every_metric: bool,
     shall_stop: Callable[[], bool] | None = None,
 ) -> dict[str, TaskScores]:
-    """The scores of tasks, by name; the arguments and errors are those of `log_probabilities`.
+    """Return the scores of tasks, by name; the arguments and errors are those of `log_probabilities`.
 
     Args:
         every_metric: whether neutral contexts are scored wherever there are any, or only for a task's own metric.
@@ -54,7 +54,7 @@ def log_probabilities(
     batch_tokens: int,
     shall_stop: Callable[[], bool] | None = None,
 ) -> list[np.ndarray]:
-    """The log-probability of each request's continuation behind its context, in nats; a collective call.
+    """Return the log-probability of each request's continuation behind its context, in nats; a collective call.
 
     The requests of all tasks share batches; equal ones are scored once.
 
@@ -93,7 +93,7 @@ class _Rows:
         self._numbers: dict[tuple[bytes, int], int] = {}
 
     def number(self, task: TaskRequests, request: int) -> int:
-        """That of a request's row, which is added if there is none."""
+        """Return the number of a request's row, which is added if there is none."""
         ids = task.ids[task.offsets[request] : task.offsets[request + 1]]
         scored = int(task.continuation_tokens[request])
         number = self._numbers.setdefault((ids.tobytes(), scored), len(self.ids))

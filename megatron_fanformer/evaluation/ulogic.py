@@ -47,7 +47,7 @@ MOST_BYTES = 1 << 30
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
-    """The rules of the user's file, each with its negation.
+    """Return the rules of the user's file, each with its negation.
 
     Raises:
         InputError: it cannot be read, or is not as this module says.
@@ -172,7 +172,7 @@ def likelier_verdicts(model: TrainedModel, tokenizer: Tokenizer, prompts: Sequen
 
 
 def _log_likelihoods(model: TrainedModel, prompts: Sequence[list[int]], ending: list[int]) -> list[float]:
-    """The log-likelihood of the ending behind each prompt, which loses its beginning where it is too long."""
+    """Return the log-likelihood of the ending behind each prompt, which loses its beginning where it is too long."""
     rows = [[*prompt[len(ending) - model.config.seq_length :], *ending] for prompt in prompts]
     found = [0.0] * len(rows)
     numbers = sorted(range(len(rows)), key=lambda number: len(rows[number]))

@@ -43,11 +43,11 @@ class Curve(NamedTuple):
     alpha: float
 
     def loss(self, x: float) -> float:
-        """At a number of parameters, or of tokens."""
+        """Return the loss at a number of parameters, or of tokens."""
         return self.e + self.a * x**-self.alpha
 
     def reaches(self, loss: float) -> float:
-        """The x that has a loss; infinite where none has."""
+        """Return the x that has a loss; infinite where none has."""
         return float(_reaching(np.array([self]), np.array([loss]))[0])
 
 
@@ -96,7 +96,7 @@ def fit_together(
     seed: int = 0,
     draws: int = DRAWS,
 ) -> list[Fit]:
-    """A curve through each set of points.
+    """Fit a curve through each set of points.
 
     Args:
         xs: parameters or tokens of each set's points, three different ones at least.
@@ -157,7 +157,7 @@ class _LinearFits(NamedTuple):
 
 
 def _linear_fits(powers: np.ndarray, losses: np.ndarray) -> _LinearFits:
-    """The best E and A ≥ 0 for the losses [..., k, n] of each row, at the powers x^(−α) [..., exponents, n]."""
+    """Return the best E and A ≥ 0 for the losses [..., k, n] of each row, at the powers x^(−α) [..., exponents, n]."""
     mean_power, mean_loss = powers.mean(axis=-1)[..., None, :], losses.mean(axis=-1, keepdims=True)
     centred, off = powers - powers.mean(axis=-1, keepdims=True), losses - mean_loss
     norms = (centred**2).sum(axis=-1)[..., None, :]
@@ -172,7 +172,7 @@ def _linear_fits(powers: np.ndarray, losses: np.ndarray) -> _LinearFits:
 
 
 def _reaching(curves: np.ndarray, losses: np.ndarray) -> np.ndarray:
-    """The x at which each curve [k, 3] has its loss [k]; infinite where it never has."""
+    """Return the x at which each curve [k, 3] has its loss [k]; infinite where it never has."""
     e, a, alpha = curves.T
     above = losses - e
     is_reached = (above > 0) & (a > 0)

@@ -25,7 +25,7 @@ class Mean(NamedTuple):
 
 @functools.cache
 def t_quantile(freedom: int) -> float:
-    """The 97.5% quantile of Student's t: half of a 95% interval, in standard errors.
+    """Return the 97.5% quantile of Student's t: half of a 95% interval, in standard errors.
 
     Args:
         freedom: degrees of freedom, at least 1.
@@ -39,7 +39,7 @@ def t_quantile(freedom: int) -> float:
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """The mean of one value for each seed, with its 95% interval."""
+    """Return the mean of one value for each seed, with its 95% interval."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return Mean(mean, None)

@@ -101,7 +101,7 @@ def write_result(folder: Path, result: Result) -> None:
 
 
 def read_result(path: Path) -> Result:
-    """The result in an experiment's folder.
+    """Return the result in an experiment's folder.
 
     Args:
         path: the folder, or its result.json.

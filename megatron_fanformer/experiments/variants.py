@@ -110,7 +110,7 @@ def variant_fields(model: FANformerConfig) -> dict[str, Any]:
 
 
 def variant_of(model: FANformerConfig) -> str | None:
-    """The variant that a model is, by its fields of `model.fan`; None if the paper's table has no such."""
+    """Return the variant that a model is, by its fields of `model.fan`; None if the paper's table has no such."""
     fan = model.fan
     if not fan.place.has_fan:
         return "transformer"
@@ -120,7 +120,7 @@ def variant_of(model: FANformerConfig) -> str | None:
 
 
 def recognised(shapes: Mapping[str, Shape], format: Format = "megatron") -> list[str]:
-    """The variants that a model with these tensors can be, by their names and shapes alone.
+    """Return the variants that a model with these tensors can be, by their names and shapes alone.
 
     Transformer and FFN <- FAN are recognised for certain. ATM and ATL have the same tensors, as have original FAN and
     FANformer: a GELU on g has no weights, and only a checkpoint's configuration tells of it (`variant_of`).

@@ -106,7 +106,7 @@ class Chat:
             return_freed_memory()  # each token's attention was of another size
 
     def _with_room(self, messages: list[Message]) -> list[int]:
-        """The tokens of a conversation, whose oldest turns are left out until an answer has room."""
+        """Return the tokens of a conversation, whose oldest turns are left out until an answer has room."""
         wanted = self._config.max_new_tokens or self._context_tokens // FREE_SHARE
         left_out = 0
         while len(ids := self._ids(messages)) + wanted > self._context_tokens:
@@ -127,7 +127,7 @@ class Chat:
         return [int(token) for token in ids]
 
     def _logits_after(self, ids: list[int]) -> Tensor:
-        """The logits [v] of the token after `ids`, of which the model reads what the cache does not hold."""
+        """Return the logits [v] of the token after `ids`, of which the model reads what the cache does not hold."""
         known = min(_common(self._read, ids), len(ids) - 1)
         self._decoder.rewind(known)
         self._read = ids[:known]  # should the reading be broken off

@@ -102,12 +102,12 @@ class Continuation:
 
     @property
     def settled_text(self) -> str:
-        """The beginning of `text` that is final."""
+        """Return the beginning of `text` that is final."""
         assert self._new_text is not None
         return self._new_text.text if self.ended_by else self._new_text.settled
 
     def token_at(self, position: int) -> int:
-        """The token at a position of the sequence, which must be known."""
+        """Return the token at a position of the sequence, which must be known."""
         new = position - len(self.prompt_ids)
         return self.ids[new] if new >= 0 else self.prompt_ids[position]
 

@@ -80,7 +80,7 @@ def generate(
 
 
 def _find(config: GenerateConfig) -> tuple[ModelSource, Tokenizer]:
-    """The model and its tokenizer; all problems of the settings and of both are reported together."""
+    """Return the model and its tokenizer; all problems of the settings and of both are reported together."""
     problems = config.problems()
     source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, problems)
     if problems or source is None or tokenizer is None:

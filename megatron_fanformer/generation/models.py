@@ -141,7 +141,7 @@ class TrainedModel:
         return self._forward(ids_bs, first_position=0, cache=None)
 
     def decoder(self, batch_size: int, max_length: int) -> "Decoder":
-        """A decoder of `batch_size` sequences of up to `max_length` tokens."""
+        """Return a decoder of `batch_size` sequences of up to `max_length` tokens."""
         return Decoder(self, StaticInferenceContext(batch_size, max_length))
 
     @torch.no_grad()

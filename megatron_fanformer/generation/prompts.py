@@ -11,7 +11,7 @@ MOST_BYTES = 1 << 30
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file, in order; lines of white space alone are passed over.
+    """Return the prompts of a file, in order; lines of white space alone are passed over.
 
     A file named .jsonl or .ndjson has a JSON object with the field `prompt` on each line, and prompts of several lines
     need one. In any other file each line is a prompt.

@@ -12,7 +12,7 @@ from megatron_fanformer.runtime.seeding import generator_for
 
 
 def token_probabilities(logits_v: Tensor, config: SamplingConfig) -> Tensor:
-    """The distribution [v] that is drawn from at a temperature above 0: float64, zero where a token is cut off.
+    """Return the distribution [v] that is drawn from at a temperature above 0: float64, zero where a token is cut off.
 
     Temperature comes first, then top-k, then top-p on what that leaves. Of equal logits the lower id ranks first.
     """

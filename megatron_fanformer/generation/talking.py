@@ -108,7 +108,7 @@ class _Interrupts:
         self._awaits_line = False
 
     def read_line(self) -> str:
-        """The next line that is typed.
+        """Return the next line that is typed.
 
         Raises:
             EOFError, KeyboardInterrupt: there is none.

@@ -27,7 +27,7 @@ Rows = list[tuple[str, str]]
 
 
 def describe_run(run: Path) -> Report:
-    """A run's folder: its checkpoints, its last step, and the newest checkpoint in full.
+    """Describe a run's folder: its checkpoints, its last step, and the newest checkpoint in full.
 
     Raises:
         CorruptError: its newest checkpoint cannot be read.
@@ -57,7 +57,8 @@ def describe_checkpoint(checkpoint: Path) -> Report:
     text = text_facts(checkpoint)
     files = [path for path in checkpoint.iterdir() if path.is_file()]
     total = sum(path.stat().st_size for path in files)
-    weights, states = _stored(table)
+    states = sum(name.startswith(OPTIMIZER_PREFIX) for name in tensors_of(table))
+    weights = len(tensors_of(table)) - states
     facts = {
         "kind": "checkpoint",
         "path": str(checkpoint),
@@ -106,7 +107,7 @@ def _files(data: SetIdentity) -> str:
 
 
 def last_numbers(run: Path) -> dict[str, Any] | None:
-    """The numbers in the metrics of a run's last step; None where there are none, or they cannot be read."""
+    """Return the numbers in the metrics of a run's last step; None where there are none, or they cannot be read."""
     try:
         found = last_metrics(run)
     except OSError:
@@ -115,11 +116,6 @@ def last_numbers(run: Path) -> dict[str, Any] | None:
 
 
 # -- what is in it
-
-
-def _stored(table: Table) -> tuple[int, int]:
-    states = sum(name.startswith(OPTIMIZER_PREFIX) for name in tensors_of(table))
-    return len(tensors_of(table)) - states, states
 
 
 def _types(table: Table) -> str:
@@ -168,7 +164,7 @@ def _check_shapes(checkpoint: Path, table: Table) -> None:
 
 
 def describe_megatron_lm(target: Target) -> Report:
-    """The checkpoint that is meant, and how many tensors it has.
+    """Describe the checkpoint that is meant, and how many tensors it has.
 
     Raises:
         InputError: it is in a format that is not read.

@@ -99,7 +99,7 @@ def describe_prefix(prefix: str) -> Report:
 
 
 def _of_parts(manifest: Any) -> tuple[str, dict[str, Any], Rows]:
-    """A preparation in several parts, which has no token files of its own."""
+    """Describe a preparation in several parts, which has no token files of its own."""
     outputs: list[TokenFiles] = manifest.outputs
     files = [record for output in outputs for record in output.files.values()]
     rows = [
@@ -138,7 +138,7 @@ def _of_files(prefix: str) -> tuple[str, dict[str, Any], Rows]:
 
 
 def _of_chats(prefix: str, largest: str) -> tuple[str, dict[str, Any], Rows]:
-    """A prefix of conversations; what is learned is counted where no manifest says it."""
+    """Describe a prefix of conversations; what is learned is counted where no manifest says it."""
     chats, stated = open_chats(prefix), token_files_record(prefix)
     stated_tokens = None if stated is None else stated.learned_tokens
     learned = count_learned(chats.mask_path) if stated_tokens is None else stated_tokens
@@ -236,7 +236,7 @@ def _inputs(inputs: list[InputRecord]) -> str:
 
 
 def _settings(settings: Settings) -> str:
-    """The text field, or those of conversations, and what differs from the defaults."""
+    """Return the text field, or those of conversations, and what differs from the defaults."""
     default = Settings(text_field=settings.text_field, dtype=settings.dtype, chat=settings.chat)
     changed = [
         f"{name.replace('_', ' ')} {getattr(settings, name)}"

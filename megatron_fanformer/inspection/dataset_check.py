@@ -82,7 +82,8 @@ def _check_counts(prefix: str, manifest: Manifest | PartManifest) -> None:
         return
     path = manifest_path(prefix)
     for name in ("documents", "tokens"):
-        _compare(path, f"{name} and those of its outputs", getattr(manifest, name), _sum(manifest, name))
+        of_outputs = sum(getattr(output, name) for output in manifest.outputs)
+        _compare(path, f"{name} and those of its outputs", getattr(manifest, name), of_outputs)
     accounted = manifest.documents + sum(manifest.refused.values())
     _compare(path, "lines_read and its documents and refused lines", manifest.lines_read, accounted)
     for output in manifest.outputs:
@@ -92,12 +93,8 @@ def _check_counts(prefix: str, manifest: Manifest | PartManifest) -> None:
             raise CorruptError(f"{manifest_path(part)} and {path} describe its files differently; prepare it again")
 
 
-def _sum(manifest: Manifest, name: str) -> int:
-    return sum(getattr(output, name) for output in manifest.outputs)
-
-
 def _check_files(files: "list[_File]", advance: Advance) -> dict[Path, int]:
-    """The largest token id of each token file; all files are read and hashed, several at a time."""
+    """Return the largest token id of each token file; all files are read and hashed, several at a time."""
     with ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
         largest = pool.map(lambda file: _check_file(file, advance), files)
         return {file.path: value for file, value in zip(files, largest, strict=True) if file.dtype}

@@ -23,12 +23,12 @@ PICKLE_SUFFIXES = (".pt", ".bin")
 
 
 def format_of(target: Target) -> Format:
-    """The format of an export that was recognised."""
+    """Return the format of an export that was recognised."""
     return "hf" if target.kind == "hf" else "reference"
 
 
 def describe_export(folder: Path, format: Format) -> Report:
-    """The model, its type and its files.
+    """Describe the model, its type and its files.
 
     Raises:
         InputError: the model cannot be built here.

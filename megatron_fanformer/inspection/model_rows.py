@@ -29,7 +29,7 @@ def model_facts(config: FANformerConfig) -> dict[str, Any]:
 
 
 def text_facts(folder: Path) -> dict[str, Any]:
-    """The tokenizer beside the weights, and whether it has a chat template; for programs.
+    """Return the tokenizer beside the weights, and whether it has a chat template; for programs.
 
     Raises:
         CorruptError: a checkpoint's tokenizer is a link to somewhere else.

@@ -20,7 +20,7 @@ MOST_TICKS = 8
 
 
 def phase_picture(run: Path) -> bytes:
-    """A PNG of what `metrics.jsonl` has of phase health: a column for each look, a row for each layer.
+    """Return a PNG of what `metrics.jsonl` has of phase health: a column for each look, a row for each layer.
 
     Raises:
         InputError: it has nothing of it, or of a step something else than numbers, as many as of the others.

@@ -27,11 +27,11 @@ class Report:
     parts: "list[Report]" = field(default_factory=list)
 
     def as_object(self) -> dict[str, Any]:
-        """The facts, those of the parts included."""
+        """Return the facts, those of the parts included."""
         return {**self.facts, "parts": [part.as_object() for part in self.parts]} if self.parts else self.facts
 
     def lines(self, width: int | None) -> Iterator[str]:
-        """The report as text for a terminal of that width; None: any."""
+        """Yield the report as text for a terminal of that width; None: any."""
         yield escaped(self.title)
         yield from labelled([(label, escaped(text)) for label, text in self.rows], width)
         for part in self.parts:
@@ -45,7 +45,7 @@ def as_json(value: Any) -> str:
 
 
 def size(count: int) -> str:
-    """A number of bytes in three or four digits, by powers of a thousand."""
+    """Return a number of bytes in three or four digits, by powers of a thousand."""
     unit, value = 0, float(count)
     while value >= 999.5 and unit < len(UNITS) - 1:
         unit, value = unit + 1, value / 1000
@@ -58,7 +58,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def some(names: Iterable[str]) -> str:
-    """A list of names on one line; of a long one the first and the last."""
+    """Return a list of names on one line; of a long one the first and the last."""
     listed = list(names)
     if len(listed) <= SHOWN_NAMES + 1:
         return ", ".join(listed)

@@ -76,11 +76,11 @@ class StepSamples:
                 yield batch, shown
 
     def without_ledger(self) -> list[str]:
-        """The prefixes seen so far that have no ledger."""
+        """Return the prefixes seen so far that have no ledger."""
         return [prefix for prefix, ledger in self._ledgers.items() if ledger is None]
 
     def text_of(self, passage: Passage) -> str | None:
-        """A passage's text; None where no tokenizer is known.
+        """Return a passage's text; None where no tokenizer is known.
 
         Raises:
             InputError: the tokenizer is not the one that made the tokens.
@@ -147,7 +147,7 @@ class StepSamples:
         return self._ledgers[prefix]
 
     def _tokenizer(self, prefix: str) -> Tokenizer | None:
-        """The configuration's, else the one that the manifest names, if it still exists."""
+        """Return the configuration's, else the one that the manifest names, if it still exists."""
         path = self.config.data.tokenizer
         if path is None:
             manifest = read_any_manifest(prefix)
@@ -160,7 +160,7 @@ class StepSamples:
 
 
 def _checked(config: RunConfig, step: int, data_parallel_size: int) -> RunConfig:
-    """The configuration with its number of steps, once what decides the samples has been checked.
+    """Return the configuration with its number of steps, once what decides the samples has been checked.
 
     The layout is not checked against this machine, which need not train.
     """
@@ -192,7 +192,7 @@ def _checked_prefixes(config: RunConfig, only: Target) -> Collection[str]:
 
 
 def _parts(prefix: str) -> list[str]:
-    """The prefixes that hold a preparation's tokens: its own, or those of its parts."""
+    """Return the prefixes that hold a preparation's tokens: its own, or those of its parts."""
     manifest = read_any_manifest(prefix)
     if not isinstance(manifest, Manifest):
         return [prefix]

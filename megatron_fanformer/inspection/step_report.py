@@ -27,14 +27,8 @@ def lines(samples: StepSamples, *, full: bool) -> Iterator[str]:
             yield from _sample_lines(samples, sample, full=full)
     if missing := samples.without_ledger():
         yield ""
-        yield (
-            f"no ledger ({', '.join(map(_ledger_name, missing))}): these tokens' documents are unknown;"
-            " prepare writes one"
-        )
-
-
-def _ledger_name(prefix: str) -> str:
-    return f"{prefix}.ledger.parquet"
+        names = ", ".join(f"{prefix}.ledger.parquet" for prefix in missing)
+        yield f"no ledger ({names}): these tokens' documents are unknown; prepare writes one"
 
 
 def _heading(samples: StepSamples) -> Iterator[str]:
@@ -75,7 +69,7 @@ def _sample_lines(samples: StepSamples, sample: Sample, *, full: bool) -> Iterat
 
 
 def learned_spans(passage: Passage) -> list[tuple[int, int]]:
-    """The runs of learned tokens of a conversation, by their places in it; none of what is no chat."""
+    """Return the runs of learned tokens of a conversation, by their places in it; none of what is no chat."""
     groups = itertools.groupby(enumerate(passage.learned or ()), key=lambda pair: pair[1])
     runs = [[place for place, _ in group] for is_learned, group in groups if is_learned]
     return [(run[0], run[-1] + 1) for run in runs]
@@ -103,7 +97,7 @@ def _origin(passage: Passage) -> str:
 
 
 def shortened(text: str) -> str:
-    """The beginning and the end of a text in one line, as a JSON string."""
+    """Return the beginning and the end of a text in one line, as a JSON string."""
     if len(text) > HEAD_CHARACTERS + TAIL_CHARACTERS + len(BETWEEN):
         text = text[:HEAD_CHARACTERS] + BETWEEN + text[-TAIL_CHARACTERS:]
     return json.dumps(text, ensure_ascii=False)

@@ -62,12 +62,12 @@ class Facts:
     shared_text: str = ""
 
     def as_plain(self) -> dict[str, Any]:
-        """For a message to the judge."""
+        """Return the fields for a message to the judge."""
         return asdict(self)
 
 
 def facts_from_plain(values: dict[str, Any]) -> Facts:
-    """The facts of such a message."""
+    """Return the facts of such a message."""
     return Facts(**{**values, "gpus": [Gpu(**gpu) for gpu in values["gpus"]]})
 
 

@@ -42,7 +42,7 @@ class Verdict:
         return not self.problems
 
     def line(self) -> str:
-        """The verdict for a reader."""
+        """Return the verdict for a reader."""
         if self.problems:
             return f"{self.node}: unhealthy: {'. And: '.join(self.problems)}"
         assert self.facts is not None
@@ -57,7 +57,7 @@ class Verdict:
         return f"{self.node}: healthy ({', '.join(shown)})"
 
     def as_plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         facts = None if self.facts is None else self.facts.as_plain()
         return {
             "node": self.node,
@@ -69,7 +69,7 @@ class Verdict:
 
 
 def judge(found: dict[int, Facts], links: dict[int, Links], rules: Rules) -> dict[int, Verdict]:
-    """The verdicts on the nodes that answered, by number.
+    """Return the verdicts on the nodes that answered, by number.
 
     Args:
         links: of the nodes that measured them.

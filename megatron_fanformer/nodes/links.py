@@ -23,7 +23,7 @@ ROUNDS = 3  # at most
 
 
 def rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """The pairs of neighbours in a ring, in rounds in which each node has one pair at most."""
+    """Return the pairs of neighbours in a ring, in rounds in which each node has one pair at most."""
     count = len(nodes)
     if count < 2:
         return []

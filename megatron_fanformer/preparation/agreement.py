@@ -41,7 +41,7 @@ def trusted_characters(fast: EncodeAll, exact: EncodeAll) -> np.ndarray:
 
 
 def _differing(codes: list[int], fast: EncodeAll, exact: EncodeAll) -> list[int]:
-    """The codes that make a difference; all of them if they do so only together."""
+    """Return the codes that make a difference; all of them if they do so only together."""
     half = len(codes) // 2
     if not half:
         return codes
@@ -56,7 +56,7 @@ def _differing(codes: list[int], fast: EncodeAll, exact: EncodeAll) -> list[int]
 
 
 def _alike(groups: list[list[int]], fast: EncodeAll, exact: EncodeAll) -> list[bool]:
-    """For each group of codes, whether the two agree on every text made of it."""
+    """Return for each group of codes whether the two agree on every text made of it."""
     texts = [text for codes in groups for text in _texts_of(codes)]
     same = _same(texts, fast, exact)
     each = 1 + len(SURROUNDINGS)
@@ -73,7 +73,7 @@ def _same(texts: Sequence[str], fast: EncodeAll, exact: EncodeAll) -> list[bool]
 
 
 def doubtful_pieces(fast: EncodeAll, exact: EncodeAll, pieces: Sequence[str]) -> list[str]:
-    """The special pieces on which the two differ where a text contains them literally."""
+    """Return the special pieces on which the two differ where a text contains them literally."""
     texts = [text for piece in pieces for text in _with_piece(piece)]
     wrong = {text for text, same in zip(texts, _same(texts, fast, exact), strict=True) if not same}
     return [piece for piece in pieces if not wrong.isdisjoint(_with_piece(piece))]
@@ -84,7 +84,7 @@ def _with_piece(piece: str) -> list[str]:
 
 
 def first_difference(fast: EncodeAll, exact: EncodeAll, pieces: Sequence[str] = ()) -> str | None:
-    """A text to which the two give different ids; None if they agree on all hard texts.
+    """Return a text to which the two give different ids; None if they agree on all hard texts.
 
     `pieces` are the tokenizer's special pieces.
     """

@@ -28,7 +28,7 @@ from megatron_fanformer.preparation.work_folder import WorkFolder
 
 
 def part_prefix(prefix: str, part: int) -> str:
-    """The prefix of one part of several."""
+    """Return the prefix of one part of several."""
     return f"{prefix}-{part:05d}"
 
 

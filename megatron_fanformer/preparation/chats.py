@@ -72,7 +72,7 @@ class ChatParser:
         self._decode = msgspec.json.Decoder(_Line).decode
 
     def parse(self, line: bytes) -> Chat | Refusal:
-        """The conversation on `line` (without or with its line end), or why there is none."""
+        """Return the conversation on `line` (without or with its line end), or why there is none."""
         if len(line) > LOOK_AGAIN_BYTES:  # its objects take up to 25 times the memory
             return Refusal(TOO_LONG_A_LINE)
         try:
@@ -84,7 +84,7 @@ class ChatParser:
         return self.judge(fields) if isinstance(fields, dict) else Refusal(NOT_AN_OBJECT)
 
     def judge(self, fields: Mapping[str, Any]) -> Chat | Refusal:
-        """The conversation of these fields, or why it is refused."""
+        """Return the conversation of these fields, or why it is refused."""
         stated = _stated_messages(fields)
         if isinstance(stated, Refusal):
             return stated
@@ -137,7 +137,7 @@ class ChatRows:
     """The conversations of a Parquet file; see `document_files.Rows`."""
 
     def columns(self, path: Path, schema: Any) -> list[str]:
-        """The columns to read. Raises InputError if none holds messages."""
+        """Return the columns to read. Raises InputError if none holds messages."""
         names = schema.names
         if not ({"messages", "conversations"} & set(names) or {"prompt", "completion"} <= set(names)):
             raise InputError(f"{path} has {NO_MESSAGES_FIELD} among its columns ({', '.join(names)}); rename one")

@@ -127,7 +127,7 @@ class RowBlock:
 
 
 def _values(column: Any) -> list[Any]:
-    """The values of a column; b"" for bytes that are not valid UTF-8 in a text column."""
+    """Return the values of a column; b"" for bytes that are not valid UTF-8 in a text column."""
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:
@@ -149,10 +149,10 @@ class Rows(Protocol):
     """The rows of a Parquet file: TextRows, or ChatRows."""
 
     def columns(self, path: Path, schema: Any) -> list[str]:
-        """The names of the columns. Raises InputError if those that are needed are not there."""
+        """Return the names of the columns. Raises InputError if those that are needed are not there."""
 
     def block(self, columns: Mapping[str, Any]) -> Block:
-        """The block of some rows, by columns."""
+        """Return the block of some rows, by columns."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class DocumentFile:
         return self._digest.hexdigest()
 
     def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """All its lines, in blocks of about `block_bytes` uncompressed bytes (more where one line is longer).
+        """Return all its lines, in blocks of about `block_bytes` uncompressed bytes (more where one line is longer).
 
         Every member of a concatenated gzip file and every frame of a zstd file is read. Raises CorruptError
         for a compressed or Parquet file that is truncated or damaged, InputError for one that cannot be opened
@@ -303,7 +303,7 @@ def _naming_parquet(path: Path, kind: type[Exception]) -> Iterator[None]:
 
 
 def _columns(path: Path, schema: Any, text_field: str) -> list[str]:
-    """The columns to read. Raises InputError if there is no text column of that name."""
+    """Return the columns to read. Raises InputError if there is no text column of that name."""
     import pyarrow
 
     names: Sequence[str] = schema.names
@@ -342,7 +342,7 @@ def _is_of(column: Any, names: Sequence[str]) -> bool:
 
 
 def _page_header(data: bytes) -> tuple[int, int]:
-    """The kind of a Parquet page, and its uncompressed bytes: the first two fields of its header.
+    """Return the kind of a Parquet page, and its uncompressed bytes: the first two fields of its header.
 
     Source: parquet.thrift, `PageHeader`, in Thrift's compact protocol: a byte 0x15 (the next field, an integer) before
     each, then the integer in groups of seven bits, its sign the lowest.
@@ -361,7 +361,7 @@ def _page_header(data: bytes) -> tuple[int, int]:
 
 
 def _rows_a_block(metadata: Any, names: Sequence[str], dictionary_bytes: int) -> int:
-    """As many rows as fit in a block where they are longest: memory must not depend on their number."""
+    """Return how many rows fit in a block where they are longest: memory must not depend on their number."""
     longest = 1.0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         columns = [group.column(number) for number in range(group.num_columns)]
@@ -372,7 +372,7 @@ def _rows_a_block(metadata: Any, names: Sequence[str], dictionary_bytes: int) ->
 
 
 def read_documents(path: Path, text_field: str = "text") -> Iterator[str | Refusal]:
-    """The documents of one file in order: the text of each line, or why the line is refused.
+    """Yield the documents of one file in order: the text of each line, or why the line is refused.
 
     Raises what `DocumentFile.blocks` raises.
     """

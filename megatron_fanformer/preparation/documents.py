@@ -89,11 +89,11 @@ class DocumentParser:
 
     @property
     def text_field(self) -> str:
-        """The name of the field that holds the text."""
+        """Return the name of the field that holds the text."""
         return self._rules.text_field
 
     def parse(self, line: bytes) -> Document | Refusal:
-        """The document on `line` (without or with its line end), or why there is none."""
+        """Return the document on `line` (without or with its line end), or why there is none."""
         try:
             fields = self._decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -101,7 +101,7 @@ class DocumentParser:
         return self.judge(fields.text, fields.id, fields.source)
 
     def judge(self, text: str, id: Any, source: Any) -> Document | Refusal:
-        """The document of these values, or why it is refused."""
+        """Return the document of these values, or why it is refused."""
         if not text:
             return Refusal(EMPTY_TEXT)
         document = Document(text, as_text(id), as_text(source))
@@ -134,7 +134,7 @@ class DocumentParser:
 
 
 def decoded_again(line: bytes) -> Any:
-    """The value of a line that is irregular, or the Refusal that names the reason.
+    """Return the value of a line that is irregular, or the Refusal that names the reason.
 
     The standard library also accepts what Python's own writer emits (NaN, Infinity).
     """
@@ -161,7 +161,7 @@ def _integer(digits: str) -> int | float:
 
 
 def as_text(value: Any) -> str | None:
-    """An id or a source as text: other types as JSON, an unpaired surrogate replaced."""
+    """Return an id or a source as text: other types as JSON, an unpaired surrogate replaced."""
     if value is None or value == b"":
         return None
     if type(value) is str and value.isascii():

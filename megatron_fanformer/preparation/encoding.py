@@ -75,7 +75,7 @@ class CheckedEncoder:
         self._exact = choice.exact() if choice.trust is not None else None
 
     def encode(self, number: int, texts: Sequence[bytes], name: str) -> tuple[np.ndarray, np.ndarray]:
-        """The ids and counts of the texts of the file's `number`-th block; see IdEncoder.
+        """Return the ids and counts of the texts of the file's `number`-th block; see IdEncoder.
 
         Raises TokenizersDisagree if the exact tokenizer gives other ids to the first text, which it calls `name`.
         """
@@ -144,7 +144,7 @@ class EncodingThreads:
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
 
     def encode(self, blocks: Iterable[Block]) -> Iterator[EncodedBlock]:
-        """The encoded blocks, in order; a few are in progress at a time."""
+        """Yield the encoded blocks, in order; a few are in progress at a time."""
         if self._pool is None:
             yield from map(self._encode, count(), blocks)
             return
@@ -235,7 +235,7 @@ class ChatEncoder:
         return found
 
     def _fitted(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, int, bool] | str:
-        """A conversation at its length (ids, mask, learned tokens, whether it was cut), or why it is refused."""
+        """Return a conversation at its length (ids, mask, learned tokens, whether it was cut), or why it is refused."""
         settings = self._settings
         is_cut = settings.max_tokens is not None and len(ids) > settings.max_tokens
         if is_cut and settings.too_long == "drop":

@@ -50,7 +50,7 @@ class IdEncoder(Protocol):
     """Computes the ids of texts."""
 
     def encode_batch(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """The concatenated ids of all texts (unsigned), and the number of ids of each (int64)."""
+        """Return the concatenated ids of all texts (unsigned), and the number of ids of each (int64)."""
 
 
 class ExactEncoder:
@@ -65,7 +65,7 @@ class ExactEncoder:
         self._may_cut: bool | None = None
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of one text."""
+        """Return the ids of one text."""
         if len(text) <= PIECE_CHARACTERS or not self._cuts_change_nothing(text[:PIECE_CHARACTERS]):
             return np.array(self._tokenizer.encode(text), np.uint32)
         return np.concatenate(
@@ -152,7 +152,7 @@ class RoutedEncoder:
         return np.concatenate(rows), np.array([len(row) for row in rows], np.int64)
 
     def _doubtful(self, texts: Sequence[bytes]) -> set[int]:
-        """The positions of texts that contain a character or a piece that is not trusted."""
+        """Return the positions of texts that contain a character or a piece that is not trusted."""
         doubtful = {at for piece in self._doubtful_pieces for at, text in enumerate(texts) if piece in text}
         wide = [at for at, text in enumerate(texts) if not text.isascii()]
         if wide and not self._all_trusted(b"".join([texts[at] for at in wide])):
@@ -179,18 +179,18 @@ class EncoderChoice:
     """What gigatoken is trusted with; None where it is not used."""
 
     def make(self) -> IdEncoder:
-        """An encoder for the calling thread alone."""
+        """Return an encoder for the calling thread alone."""
         exact = self.exact()
         if self.trust is None:
             return ExactEncoder(exact)
         return RoutedEncoder(Gigatoken(exact.path), exact, self.trust)
 
     def exact(self) -> Tokenizer:
-        """The tokenizer that defines the ids."""
+        """Return the tokenizer that defines the ids."""
         return load_tokenizer(self.tokenizer, eod_id=self.eod_id)
 
     def without_gigatoken(self, reason: str) -> "EncoderChoice":
-        """The same ids by the exact tokenizer, because of `reason`."""
+        """Return the same ids by the exact tokenizer, because of `reason`."""
         return EncoderChoice(
             self.tokenizer, self.eod_id, Encoding(backend=_exact_backend(Path(self.tokenizer)), reason=reason), None
         )
@@ -257,7 +257,7 @@ def _exact_backend(path: Path) -> str:
 
 
 def _pieces(text: str, length: int) -> Iterator[str]:
-    """The text in pieces of at least `length` characters, except the last."""
+    """Yield the text in pieces of at least `length` characters, except the last."""
     start = 0
     while found := CUT.search(text, start + length):
         yield text[start : found.start()]

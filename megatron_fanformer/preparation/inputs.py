@@ -19,7 +19,7 @@ NOT_SEARCHED_FOR = (".json", ".ledger.parquet")
 
 
 def expand_inputs(inputs: Iterable[str | Path], suffixes: Sequence[str] = DOCUMENT_SUFFIXES) -> list[Path]:
-    """The files that `inputs` name, sorted by path, so that their order does not depend on how they were named.
+    """Return the files that `inputs` name, sorted by path, so that their order does not depend on how they were named.
 
     An input is a file, a folder (searched through), a glob pattern, or `@FILE`, a list of these, one per line
     (empty lines and those that begin with # are skipped). Plain `.json` files are taken only if named.

@@ -24,7 +24,7 @@ class NpyDocuments:
         self._vocab_size = vocab_size
 
     def blocks(self, output_dtype: str) -> Iterator[EncodedBlock]:
-        """Its documents in blocks of whole ones; a document counts as a line.
+        """Yield its documents in blocks of whole ones; a document counts as a line.
 
         Raises CorruptError for a size that is not a multiple of the token size, InputError for a file with a
         NumPy header or with an id outside the vocabulary.

@@ -85,7 +85,7 @@ def run(job: PreparationJob, progress: ProgressListener | None) -> Manifest:
         elif begun.encoding.backend != job.encoder.encoding.backend and begun.encoding.reason is not None:
             job = replace(job, encoder=job.encoder.without_gigatoken(begun.encoding.reason))
         try:
-            return _run_in(job, work, progress)
+            return _Run(job, work, progress).run()
         except TokenizersDisagree as disagreement:
             # Whatever gigatoken has encoded is doubtful now: all of it is encoded again.
             reason = f"gigatoken's ids differ in {disagreement}"
@@ -93,7 +93,7 @@ def run(job: PreparationJob, progress: ProgressListener | None) -> Manifest:
             remove_parts(job.output)
             work.clear()
             work.write_assignment(job.assignment)
-            return _run_in(job, work, progress)
+            return _Run(job, work, progress).run()
 
 
 def _refuse_standing_files(job: PreparationJob) -> None:
@@ -106,15 +106,11 @@ def _refuse_standing_files(job: PreparationJob) -> None:
 
 
 def standing_files(prefix: str) -> list[Path]:
-    """The existing files under the output names of a prefix, including parts."""
+    """Return the existing files under the output names of a prefix, including parts."""
     suffixes = (*SUFFIXES, ".blend", ".manifest.json")
     whole = [path for suffix in suffixes if (path := Path(prefix + suffix)).exists()]
     first = part_prefix(prefix, 0)
     return whole + [path for suffix in suffixes if (path := Path(first + suffix)).exists()]
-
-
-def _run_in(job: PreparationJob, work: WorkFolder, progress: ProgressListener | None) -> Manifest:
-    return _Run(job, work, progress).run()
 
 
 class _Run:
@@ -280,6 +276,6 @@ def _manifest(job: PreparationJob, records: list[ShardRecord], outputs: list[Tok
 
 
 def _blend(job: PreparationJob, outputs: list[TokenFiles]) -> bytes:
-    """The list of the parts, as `data.train_data` takes it (@FILE): each counts by its size."""
+    """Return the list of the parts, as `data.train_data` takes it (@FILE): each counts by its size."""
     suffix = ".npy" if job.settings.format == "npy" else ""
     return "".join(f"{output.prefix}{suffix}\n" for output in outputs).encode()

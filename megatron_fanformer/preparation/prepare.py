@@ -218,7 +218,7 @@ def _encoder(config: PrepareConfig, files: list[Path], tokenizer: Tokenizer) -> 
 def _existing(
     config: PrepareConfig, files: list[Path], settings: Settings, tokenizer: TokenizerRecord
 ) -> Manifest | None:
-    """The manifest of the same preparation, already complete; None where the prefix is free or unfinished."""
+    """Return the manifest of the same preparation, already complete; None where the prefix is free or unfinished."""
     prefix = config.output
     manifest = read_any_manifest(prefix)
     if manifest is None:

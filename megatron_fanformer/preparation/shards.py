@@ -56,11 +56,11 @@ class ShardFiles:
     number: int
 
     def path(self, suffix: str) -> Path:
-        """The file of one suffix: tokens, documents, mask or json."""
+        """Return the file of one suffix: tokens, documents, mask or json."""
         return self.folder / f"{self.number:06d}.{suffix}"
 
     def read_record(self) -> ShardRecord | None:
-        """The record of a complete shard; None where there is none."""
+        """Return the record of a complete shard; None where there is none."""
         try:
             return msgspec.json.decode(self.path("json").read_bytes(), type=ShardRecord)
         except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -80,7 +80,7 @@ class ShardFiles:
             self.path(suffix).unlink(missing_ok=True)
 
     def batches(self) -> Iterator[Any]:
-        """The rows of its documents, as Arrow record batches with columns id, source, line and length.
+        """Yield the rows of its documents, as Arrow record batches with columns id, source, line and length.
 
         Of conversations there are the columns learned and outcome too, and rows of length 0 of what is refused.
         """
@@ -124,7 +124,7 @@ class ShardWriter:
 
     @property
     def first_refused(self) -> RefusedLine | None:
-        """The first line that was not a document."""
+        """Return the first line that was not a document."""
         return self._examples[0] if self._examples else None
 
     def add(self, block: EncodedBlock) -> None:

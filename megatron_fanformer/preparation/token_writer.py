@@ -94,7 +94,12 @@ class TokenWriter:
             documents=self._documents,
             tokens=self.token_bytes // self._dtype.itemsize,
             max_token_id=self._max_token_id,
-            files={suffix: self._record(suffix, digest) for suffix, digest in digests.items()},
+            files={
+                suffix: FileRecord(
+                    path=self._prefix + suffix, bytes=self._partial(suffix).stat().st_size, sha256=digest
+                )
+                for suffix, digest in digests.items()
+            },
             learned_tokens=None if self._mask is None else self._learned_tokens,
             cut=None if self._mask is None else self._cut,
         )
@@ -109,9 +114,6 @@ class TokenWriter:
 
     def _partial(self, suffix: str) -> Path:
         return self._folder / (self._prefix + suffix.replace("/", "."))  # files alone are in that folder
-
-    def _record(self, suffix: str, digest: str) -> FileRecord:
-        return FileRecord(path=self._prefix + suffix, bytes=self._partial(suffix).stat().st_size, sha256=digest)
 
 
 class _HashedFile:
@@ -152,7 +154,7 @@ class _HashedFile:
 
 
 def _index(lengths: Path, documents: int, dtype: np.dtype[Any]) -> Iterator[bytes]:
-    """The bytes of a Megatron index in which every document is one sequence.
+    """Yield the bytes of a Megatron index in which every document is one sequence.
 
     The format is described in `token_files`; megatron-core's own writer holds one Python number per document.
     """

@@ -38,7 +38,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def settings_difference(ours: Settings, theirs: Settings) -> str | None:
-    """The first setting that differs, in words; None if none does."""
+    """Return the first setting that differs, in words; None if none does."""
     if ours.chat is None or theirs.chat is None:
         if ours.chat is not theirs.chat:
             return "conversations and not documents" if ours.chat is None else "documents and not conversations"
@@ -70,7 +70,7 @@ class WorkFolder:
         self._assignment_file = self.path / "assignment.json"
 
     def shard(self, number: int) -> ShardFiles:
-        """The files of an input's shard."""
+        """Return the files of an input's shard."""
         return ShardFiles(self.path, number)
 
     def read_assignment(self) -> Assignment | None:
@@ -109,7 +109,7 @@ class WorkFolder:
 
 
 def folder_path(prefix: str) -> Path:
-    """The path of a prefix's work folder, which need not exist."""
+    """Return the path of a prefix's work folder, which need not exist."""
     return Path(prefix + ".parts")
 
 

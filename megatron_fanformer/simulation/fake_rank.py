@@ -121,7 +121,7 @@ def take_steps(
 
 
 def _resolved(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, Job]:
-    """The configuration without open fields, and the same as a job."""
+    """Return the configuration without open fields, and the same as a job."""
     if config.precision.dtype == "auto":  # every supported GPU has bf16
         config = dataclasses.replace(config, precision=dataclasses.replace(config.precision, dtype="bf16"))
     config, _ = choose_for_machine(config, grid)

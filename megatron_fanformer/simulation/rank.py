@@ -57,7 +57,7 @@ def first_rank_of_each_stage(parallel: ParallelConfig, world_size: int) -> list[
 
 
 def with_few_micro_batches(config: RunConfig, world_size: int) -> RunConfig:
-    """The same run with a global batch so small that it takes little time to simulate.
+    """Return the same run with a global batch so small that it takes little time to simulate.
 
     At most two micro batches a stage. More change the peak by their samples alone, since a stage never holds more
     activations at once; and communication is linear in their number: a formula that is right for these is right for

@@ -45,7 +45,7 @@ NOT_RECOMPUTED: dict[str, Any] = {
 
 
 def laid_out(config: RunConfig, text: str) -> RunConfig:
-    """The configuration in the layout that `text` describes, such as `tp=8,pp=4,mbs=2`.
+    """Return the configuration in the layout that `text` describes, such as `tp=8,pp=4,mbs=2`.
 
     Raises:
         InputError: it cannot be read.
@@ -67,7 +67,7 @@ def _with_micro_batch(training: TrainingConfig, size: Any, text: str) -> Trainin
 
 
 def layout_name(config: RunConfig, base: RunConfig) -> str:
-    """The text that `laid_out` reads as this configuration, if it differs from `base` in its layout alone."""
+    """Return the text that `laid_out` reads as this configuration, if it differs from `base` in its layout alone."""
     plain = type(config.parallel)()
     said: dict[str, Any] = {}
     for name in NAMED:
@@ -109,7 +109,7 @@ def all_layouts(config: RunConfig, gpus: int) -> Iterator[list[RunConfig]]:
 
 
 def _micro_batches(config: RunConfig, replicas: int) -> list[TrainingConfig]:
-    """The section `training` for every size that a replica's samples divide into; 1 if they do not."""
+    """Return the section `training` for every size that a replica's samples divide into; 1 if they do not."""
     samples, rest = divmod(config.training.global_batch_size, replicas)
     sizes = [1] if rest or not samples else divisors(samples)
     return [dataclasses.replace(config.training, micro_batch_size=size) for size in sizes]

@@ -35,7 +35,7 @@ class Estimate:
 
     @property
     def heaviest(self) -> RankMemory:
-        """The stage that needs most."""
+        """Return the stage that needs most."""
         return max(self.stages, key=lambda stage: stage.total_bytes)
 
     @property
@@ -76,7 +76,7 @@ def for_machine(config: RunConfig, machine: Machine, *, on_cpu: bool) -> RunConf
 
 
 def problems(config: RunConfig, gpus: int) -> list[str]:
-    """The rules of `train` that a configuration's layout breaks on that many GPUs, one line each.
+    """Return the rules of `train` that a configuration's layout breaks on that many GPUs, one line each.
 
     Args:
         config: of `for_machine`, with nothing wrong in sections that no layout changes.
@@ -91,7 +91,7 @@ def problems(config: RunConfig, gpus: int) -> list[str]:
 
 
 def problems_of_layout(config: RunConfig) -> list[str]:
-    """Those of them that hold for any batch, where each field is valid by itself."""
+    """List those of them that hold for any batch, where each field is valid by itself."""
     return config.problems_of_layout() + layer_problems(
         config.model,
         config.parallel,
@@ -102,7 +102,7 @@ def problems_of_layout(config: RunConfig) -> list[str]:
 
 
 def job_of(config: RunConfig, gpus: int) -> Job:
-    """A legal configuration of `for_machine`, as the formulas are asked about it."""
+    """Return a legal configuration of `for_machine`, as the formulas are asked about it."""
     replicas = config.parallel.resolve_data_parallel_size(gpus)
     on_cpu = config.runtime.device == "cpu"
     pays = not on_cpu and replicas * config.parallel.context_parallel_size > 1
@@ -113,7 +113,7 @@ def job_of(config: RunConfig, gpus: int) -> Job:
 
 
 def estimate(name: str, config: RunConfig, job: Job, machine: Machine, time: StepTime | None = None) -> Estimate:
-    """The memory and time of a job.
+    """Return the memory and time of a job.
 
     Args:
         time: its time, where it is known already.

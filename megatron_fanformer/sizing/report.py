@@ -35,7 +35,7 @@ class Plan:
 
     @property
     def shown(self) -> Estimate | None:
-        """The layout that the details are of: the fastest that fits, or the first that does not."""
+        """Return the layout that the details are of: the fastest that fits, or the first that does not."""
         return self.findings.candidates[0] if self.findings.candidates else None
 
 
@@ -87,7 +87,7 @@ def assumptions(plan: Plan) -> list[str]:
 
 
 def plan_lines(plan: Plan, width: int | None) -> Iterator[str]:
-    """The layout's memory, time and cost; the other candidates; what was rejected.
+    """Yield the layout's memory, time and cost; the other candidates; what was rejected.
 
     Args:
         width: of the terminal; None: any.
@@ -120,16 +120,12 @@ def plan_lines(plan: Plan, width: int | None) -> Iterator[str]:
         columns = ["rank", "stage", "peak GiB", "by formula", "calls", "GiB moved", ""]
         title = "simulated ranks (the local layers)"
         yield from titled(title, columns, map(_simulation_row, plan.simulated), "rrrrrrl")
-    yield from ["", f"{findings.judged:,} {_layouts(findings.judged)} judged, {findings.legal:,} legal."]
+    yield from ["", f"{findings.judged:,} layout{'s' * (findings.judged != 1)} judged, {findings.legal:,} legal."]
     if findings.rejected:
         rows = [(f"{each.count:,}", each.example, each.message) for each in findings.rejected]
         yield from titled("rejected", ["layouts", "of them", "what train says of it"], rows, "rll")
         yield ""
     yield from (f"- {sentence}" for sentence in assumptions(plan))
-
-
-def _layouts(count: int) -> str:
-    return "layout" if count == 1 else "layouts"
 
 
 def _memory_rows(shown: Estimate, stages: list[RankMemory]) -> Iterator[Row]:
@@ -207,7 +203,7 @@ def _simulation_row(each: SimulatedStage) -> Row:
 
 
 def as_values(plan: Plan) -> dict[str, Any]:
-    """The whole of it as plain values, for JSON; sizes in bytes, times in seconds."""
+    """Return the whole of it as plain values, for JSON; sizes in bytes, times in seconds."""
     request, shown, findings = plan.request, plan.shown, plan.findings
     model = request.config.model
     return {
@@ -287,7 +283,7 @@ def _simulated(each: SimulatedStage) -> dict[str, Any]:
 
 
 def plan_picture(shown: Estimate) -> bytes:
-    """A layout's memory and time, as a PNG."""
+    """Return a layout's memory and time, as a PNG."""
 
     def draw(panels: Any) -> None:
         memory, time = panels[0]

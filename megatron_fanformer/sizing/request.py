@@ -84,7 +84,7 @@ def _simulation_problems(ranks: Sequence[int | str], gpus: int) -> Iterator[str]
 
 
 def _of_known_length(config: RunConfig, tokens: int | None) -> RunConfig:
-    """With the steps of its epochs, by the conversations' lengths, or by the tokens that `plan` was told."""
+    """Add the steps of its epochs, by the conversations' lengths, or by the tokens that `plan` was given."""
     training = config.training
     if training.epochs is None:
         return config

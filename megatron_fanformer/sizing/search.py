@@ -48,7 +48,7 @@ class Findings:
 
     @property
     def best(self) -> Estimate | None:
-        """The fastest that fits."""
+        """Return the fastest that fits."""
         return next((each for each in self.candidates if each.fits), None)
 
 
@@ -72,7 +72,7 @@ def judge(named: Sequence[tuple[str, RunConfig]], gpus: int, machine: Machine) -
 
 
 def search(config: RunConfig, gpus: int, machine: Machine) -> Findings:
-    """All layouts of a configuration on that many GPUs.
+    """Search all layouts of a configuration on that many GPUs.
 
     Layouts are taken in the order of a lower bound of their time, which those share that differ in recomputation and in
     the pipeline's schedule alone. So few are asked for their own time and memory before the fastest that fit are known.
@@ -109,7 +109,7 @@ def search(config: RunConfig, gpus: int, machine: Machine) -> Findings:
 
 
 def _legal(config: RunConfig, gpus: int, rejections: "_Rejections") -> Iterator[RunConfig]:
-    """The layouts that break no rule; the others are added to `rejections`."""
+    """Yield the layouts that break no rule; the others are added to `rejections`."""
     for micro_batches in all_layouts(config, gpus):
         parallel = micro_batches[0].parallel
         of_layout = [*parallel.problems(), *problems_of_layout(micro_batches[0])]
@@ -123,7 +123,7 @@ def _legal(config: RunConfig, gpus: int, rejections: "_Rejections") -> Iterator[
 
 
 def _bounds(legal: Iterable[RunConfig], gpus: int, machine: Machine) -> Iterator[float]:
-    """The least that a step of each can take, in seconds: recomputing nothing, and waiting for no other stage."""
+    """Yield the least that a step of each can take, in seconds: recomputing nothing, and waiting for no other stage."""
     known: dict[tuple[Any, ...], float] = {}
     for config in legal:
         parallel = config.parallel
@@ -161,7 +161,7 @@ class _Rejections:
             self.examples.setdefault(rule, (message, example))
 
     def classes(self) -> tuple[RejectedClass, ...]:
-        """The largest first."""
+        """Return them, the largest first."""
         found = [
             RejectedClass(
                 rule=rule,

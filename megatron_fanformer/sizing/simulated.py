@@ -58,7 +58,7 @@ def simulate_layout(estimate: Estimate, ranks: Sequence[int | str], *, processes
 
 
 def as_simulated(config: RunConfig) -> RunConfig:
-    """The configuration with local layers, the only ones that can be simulated."""
+    """Return the configuration with local layers, the only ones that can be simulated."""
     kernels = dataclasses.replace(
         config.kernels,
         transformer_impl="local",

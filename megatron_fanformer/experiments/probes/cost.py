@@ -53,7 +53,7 @@ class Cost:
 
 
 def measure(settings: CostSettings, _folder: Path, log: Log) -> Measured:
-    """The costs of every named size and its twins.
+    """Return the costs of every named size and its twins.
 
     Raises:
         InputError: a preset does not exist.
@@ -105,7 +105,7 @@ def _peak_bytes(config: FANformerConfig, length: int) -> int:
 
 
 def _model(config: FANformerConfig, dtype: torch.dtype, attention: str) -> FANformerForCausalLM:
-    """The model without its initial weights: drawing them reads values, which fake tensors do not have."""
+    """Return the model without its initial weights: drawing them reads values, which fake tensors do not have."""
     with no_init_weights():
         stated = to_huggingface_config(config)
         model = FANformerForCausalLM._from_config(stated, attn_implementation=attention, dtype=dtype)

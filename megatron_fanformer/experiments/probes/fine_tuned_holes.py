@@ -76,7 +76,7 @@ Row = tuple[np.ndarray, np.ndarray]
 
 
 def _formed(name: str, settings: HolesSettings, problems: list[str]) -> dict[Task, list[Row]]:
-    """The conversations of each task, pair by pair, as the checkpoint was fine-tuned on them."""
+    """Return the conversations of each task, pair by pair, as the checkpoint was fine-tuned on them."""
     of_this: list[str] = []
     source, tokenizer = find_model_and_tokenizer(name, None, of_this)
     template = None
@@ -114,7 +114,7 @@ def answered(model: TrainedModel, rows: list[Row], temperature: float) -> tuple[
 
 
 def _of_one_length(rows: list[Row]) -> Iterator[list[int]]:
-    """The numbers of all rows, in batches of one length."""
+    """Yield the numbers of all rows, in batches of one length."""
     by_length: dict[int, list[int]] = {}
     for number, (ids, _) in enumerate(rows):
         by_length.setdefault(len(ids), []).append(number)
@@ -152,7 +152,7 @@ def _table(found: dict[tuple[Task, str], Answers]) -> Table:
 
 
 def _picture(settings: HolesSettings, task: Task, found: dict[tuple[Task, str], Answers]) -> bytes:
-    """The probability of the right answer on and around the hole: a checkpoint a panel."""
+    """Draw the probability of the right answer on and around the hole: a checkpoint a panel."""
 
     def draw(panels: Any) -> None:
         for axes, name in zip(panels[0], settings.checkpoints, strict=True):

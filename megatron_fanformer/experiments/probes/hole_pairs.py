@@ -55,7 +55,7 @@ def question(task: Task, a: int, b: int) -> str:
 
 
 def all_pairs(task: Task, half_side: int) -> Pairs:
-    """All pairs by a, then b."""
+    """Return all pairs by a, then b."""
     a, b = (grid.flatten() for grid in torch.meshgrid(torch.arange(NUMBERS), torch.arange(NUMBERS), indexing="ij"))
     plus, equals, left, comma, right = (
         torch.full_like(a, LARGEST_ANSWER + 1 + number) for number in range(len(SYMBOLS))
@@ -77,7 +77,7 @@ def scores(probability_n: Tensor, right_n: Tensor, where_n: Tensor) -> Scores:
 
 
 def map_around(task: Task, half_side: int, probability_n: Tensor) -> Tensor:
-    """The probabilities of all pairs, on and around the hole alone, by a and b."""
+    """Return the probabilities of all pairs, on and around the hole alone, by a and b."""
     around = slice(centre(task) - half_side - MARGIN, centre(task) + half_side + MARGIN + 1)
     return probability_n.view(NUMBERS, NUMBERS)[around, around]
 

@@ -128,7 +128,7 @@ def _finished_or_new(
 
 
 def model_config(settings: HolesSettings, architecture: str) -> FANformerConfig:
-    """The model of a run."""
+    """Return the model of a run."""
     shape = FANformerConfig(
         num_layers=settings.num_layers,
         hidden_size=settings.hidden_size,
@@ -239,7 +239,7 @@ def _trained(runs: Runs) -> Iterator[Finding]:
 
 
 def _differences(settings: HolesSettings, runs: Runs) -> Iterator[Finding]:
-    """In the hole: the FANformer's probability of the right answer less the Transformer's, seed by seed."""
+    """Compare, in the hole, the FANformer's probability of the right answer with the Transformer's, seed by seed."""
     for task, weight_decay in itertools.product(settings.tasks, settings.weight_decays):
         in_hole = {
             architecture: [run.hole.probability for run in runs[task, weight_decay, architecture]]
@@ -288,7 +288,7 @@ def _table(runs: Runs) -> Table:
 
 
 def _picture(settings: HolesSettings, task: Task, runs: Runs) -> bytes:
-    """The probability of the right answer on and around the hole: a model a row, a weight decay a column."""
+    """Draw the probability of the right answer on and around the hole: a model a row, a weight decay a column."""
 
     def draw(panels: Any) -> None:
         for row, architecture in zip(panels, ARCHITECTURES, strict=True):

@@ -124,7 +124,7 @@ def _next_token(model: FANformerForCausalLM, ids_bs: Tensor, cache: Any) -> Tens
 
 
 def _now(on: Tensor) -> float:
-    """Once all that was asked of the tensor's device is done."""
+    """Return the time once all work on the tensor's device is done."""
     if on.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter()

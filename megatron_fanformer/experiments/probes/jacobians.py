@@ -41,7 +41,7 @@ class Norms:
 
 
 def measure_checkpoints(settings: LipschitzSettings, log: Log) -> Measured:
-    """The norms of every named checkpoint.
+    """Return the norms of every named checkpoint.
 
     Raises:
         InputError: one cannot be opened, or the text cannot be read or is too short.
@@ -145,7 +145,7 @@ def largest_singular_value(function: Map, at_bsh: Tensor, iterations: int) -> fl
 
 
 def _unit(x_bsh: Tensor) -> Tensor:
-    """Every sequence divided by its own norm."""
+    """Return every sequence divided by its own norm."""
     return x_bsh / x_bsh.flatten(1).norm(dim=1)[:, None, None]
 
 

@@ -57,7 +57,7 @@ Constants = dict[tuple[str, str], list[float]]
 
 
 def measure(settings: LipschitzSettings, _folder: Path, log: Log) -> Measured:
-    """The constants of the notebook's models, or the Jacobians of trained ones."""
+    """Return the constants of the notebook's models, or the Jacobians of trained ones."""
     if settings.checkpoints:
         return measure_checkpoints(settings, log)
     by_seed = []
@@ -134,12 +134,12 @@ class _Convolutions(nn.Module):
 
 
 def _batch_norm(x_bcyx: Tensor) -> Tensor:
-    """At initial weights, by the batch's own statistics."""
+    """Normalize at initial weights, by the batch's own statistics."""
     return F.batch_norm(x_bcyx, None, None, training=True)
 
 
 def _initialised(layers: Sequence[_Block]) -> nn.Sequential:
-    """With the notebook's weights, which are drawn over those that torch has drawn."""
+    """Draw the notebook's weights over those that torch has drawn."""
     model = nn.Sequential(*layers)
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -149,7 +149,7 @@ def _initialised(layers: Sequence[_Block]) -> nn.Sequential:
 
 
 def _models(settings: LipschitzSettings, depth: int) -> Iterator[tuple[str, nn.Module]]:
-    """All of one depth, by the names of `MODELS`, in the order in which the notebook draws them."""
+    """Yield all of one depth, by the names of `MODELS`, in the order in which the notebook draws them."""
     yield "Transformer", _initialised([_Block(settings, has_fan=False) for _ in range(depth)])
     yield "MLP", nn.Sequential(*(_Convolutions(settings.hidden_size) for _ in range(depth)))
     yield "FANformer", _initialised([_Block(settings, has_fan=True) for _ in range(depth)])
@@ -160,7 +160,7 @@ def _models(settings: LipschitzSettings, depth: int) -> Iterator[tuple[str, nn.M
 
 @torch.no_grad()
 def constants(settings: LipschitzSettings, seed: int, log: Log) -> Constants:
-    """The constants of the models of one seed, in both number formats."""
+    """Return the constants of the models of one seed, in both number formats."""
     found: Constants = {(model, dtype): [] for model in MODELS for dtype in DTYPES}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -178,7 +178,7 @@ def constants(settings: LipschitzSettings, seed: int, log: Log) -> Constants:
 
 
 def _constant(model: nn.Module, first_bcyx: Tensor, second_bcyx: Tensor) -> float:
-    """The largest ratio of distances, over the inputs.
+    """Return the largest ratio of distances, over the inputs.
 
     They enter all at once, as in the notebook: how float32 rounds a product depends on its size.
     """
@@ -219,7 +219,7 @@ def _beside_notebook(settings: LipschitzSettings, found: Constants) -> Iterator[
 
 
 def _beside_paper(settings: LipschitzSettings, by_seed: Sequence[Constants]) -> Iterator[Finding]:
-    """The FANformer's constant over the Transformer's at the largest depth, over the seeds."""
+    """Yield the FANformer's constant over the Transformer's at the largest depth, over the seeds."""
     depth = settings.depths[-1]
     for dtype in DTYPES:
         ratios = [found["FANformer", dtype][-1] / found["Transformer", dtype][-1] for found in by_seed]

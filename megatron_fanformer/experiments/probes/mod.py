@@ -116,19 +116,19 @@ class OneToken(nn.Module):
 
 
 def fan_network(size: int) -> nn.Module:
-    """The original FAN network of two layers, on one number."""
+    """Return the original FAN network of two layers, on one number."""
     return nn.Sequential(nn.Linear(1, size), FANLayer(size), FANLayer(size), nn.Linear(size, 1))
 
 
 def mlp(parameters: int) -> nn.Module:
-    """An MLP of two layers with about as many parameters: 2 w² + 5 w + 1 of them, w wide."""
+    """Return an MLP of two layers with about as many parameters: 2 w² + 5 w + 1 of them, w wide."""
     width = round((math.sqrt(25 + 8 * (parameters - 1)) - 5) / 4)
     hidden = [layer for _ in range(2) for layer in (nn.Linear(width, width), nn.GELU())]
     return nn.Sequential(nn.Linear(1, width), *hidden, nn.Linear(width, 1))
 
 
 def size_of(model: nn.Module) -> int:
-    """Its parameters."""
+    """Count its parameters."""
     return sum(weight.numel() for weight in model.parameters())
 
 
@@ -193,7 +193,7 @@ def train(model: nn.Module, training: Training, seed: int) -> None:
 
 @torch.no_grad()
 def error(model: Callable[[Tensor], Tensor], low: float, high: float) -> float:
-    """The mean square error over low < |t| ≤ high."""
+    """Return the mean square error over low < |t| ≤ high."""
     positive = low + (high - low) * (torch.arange(GRID // 2) + 0.5) / (GRID // 2)
     t = torch.cat([-positive.flip(0), positive])[:, None]
     return F.mse_loss(model(t), target(t)).item()

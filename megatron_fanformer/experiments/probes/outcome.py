@@ -35,5 +35,5 @@ def below(interval: tuple[float, float] | None, none: float) -> bool | None:
 
 
 def above(interval: tuple[float, float] | None, none: float) -> bool | None:
-    """The same of an increase."""
+    """Return the same of an increase."""
     return None if interval is None else interval[0] > none

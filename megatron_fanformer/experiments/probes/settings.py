@@ -18,7 +18,7 @@ class Settings:
     """The fields that count where trained models are measured in place of the probe's own."""
 
     def counting(self) -> dict[str, Any]:
-        """The fields that count, as plain values: what a result states, and is known by."""
+        """Return the fields that count, as plain values: what a result states, and is known by."""
         values = asdict(self)  # type: ignore[call-overload]
         if self.OF_CHECKPOINTS and values["checkpoints"]:
             return {name: values[name] for name in self.OF_CHECKPOINTS}

@@ -20,7 +20,7 @@ FFN_RATIO = 4
 
 
 def twins(config: FANformerConfig) -> dict[str, FANformerConfig]:
-    """The Transformer of a FANformer's shape, the FANformer, and the one with the Transformer's parameters.
+    """Return the Transformer of a FANformer's shape, the FANformer, and the one with the Transformer's parameters.
 
     What FAN adds is taken from d_ff, not rounded as in the presets: these models are small and run on one process.
     """
@@ -35,12 +35,12 @@ def twins(config: FANformerConfig) -> dict[str, FANformerConfig]:
 
 
 def fresh_model(config: FANformerConfig, seed: int) -> FANformerForCausalLM:
-    """The model at random weights of a seed, in float32; torch's own random state stays as it is."""
+    """Return the model at random weights of a seed, in float32; torch's own random state stays as it is."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return FANformerForCausalLM(to_huggingface_config(config))
 
 
 def cosine(step: int, steps: int) -> float:
-    """The share of the learning rate in a step, falling from 1 to 0."""
+    """Return the share of the learning rate in a step, falling from 1 to 0."""
     return 0.5 * (1 + math.cos(math.pi * step / steps))

@@ -46,7 +46,7 @@ class Dynamics:
 
     @property
     def crossings(self) -> list[int | None]:
-        """For each seed the step from which on B stays below A; None where it is not below at the end or always was."""
+        """Return each seed's step from which on B stays below A; None where it is not at the end or always was."""
         found: list[int | None] = []
         for row in self.differences:
             above = np.flatnonzero(row >= 0)
@@ -98,7 +98,7 @@ def compare_runs(runs: Sequence[Path], output: Path) -> Result:
 
 
 def read_dynamics(runs: Sequence[Path]) -> Dynamics:
-    """The two sides' losses, seed by seed. Raises like `compare_runs`."""
+    """Return the two sides' losses, seed by seed. Raises like `compare_runs`."""
     sides: list[dict[int, Path]] = []
     identities: list[dict[str, Any]] = []
     for run in runs:
@@ -164,7 +164,7 @@ def _losses(run: Path) -> dict[int, tuple[float, int]]:
 
 
 def _smoothed(rows: np.ndarray, window: int) -> np.ndarray:
-    """The mean over a window around each step, which is shorter at both ends."""
+    """Return the mean over a window around each step, which is shorter at both ends."""
     sums = np.concatenate([np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)], axis=1)
     places = np.arange(rows.shape[1])
     first = np.maximum(0, places - (window - 1) // 2)
@@ -196,7 +196,7 @@ def _findings(found: Dynamics) -> Iterator[Finding]:
 
 
 def _band(found: Dynamics) -> tuple[np.ndarray, np.ndarray]:
-    """The 95% interval of the mean over seeds, at each step."""
+    """Return the 95% interval of the mean over seeds, at each step."""
     seeds = len(found.seeds)
     half = t_quantile(seeds - 1) * found.differences.std(axis=0, ddof=1) / np.sqrt(seeds)
     mean = found.differences.mean(axis=0)

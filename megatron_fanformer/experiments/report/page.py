@@ -65,7 +65,7 @@ def write_folder(folder: Path, result: Result, files: Mapping[str, str | bytes])
 
 
 def as_markdown(experiments: Experiments, *, at: Path) -> str:
-    """The page as Markdown.
+    """Return the page as Markdown.
 
     Args:
         at: the folder that it is written to; pictures are named from there.
@@ -97,7 +97,7 @@ def _markdown_table(table: Table) -> str:
 
 
 def as_html(experiments: Experiments) -> str:
-    """The page as HTML, its pictures in it."""
+    """Return the page as HTML, its pictures in it."""
     return "\n".join(_html(experiments)) + "\n"
 
 
@@ -133,7 +133,7 @@ def _html_table(table: Table) -> Iterator[str]:
 
 
 def summary_of(experiments: Experiments) -> Table:
-    """All findings, a row each."""
+    """Return all findings, a row each."""
     rows: list[list[Cell]] = [
         [
             finding.name,
@@ -150,7 +150,7 @@ def summary_of(experiments: Experiments) -> Table:
 
 
 def shown(cell: Cell) -> str:
-    """A cell of a table in print: five significant digits, whole numbers whole."""
+    """Return a cell of a table in print: five significant digits, whole numbers whole."""
     match cell:
         case None:
             return "–"
@@ -171,7 +171,7 @@ def _interval(finding: Finding) -> str:
 
 
 def _settings(result: Result) -> str:
-    """Those that are values or lists of them; a sweep's whole configuration is in its result alone."""
+    """Describe those that are values or lists of them; a sweep's whole configuration is in its result alone."""
     values = {
         name: ", ".join(str(shown(each)) for each in value) or "none" if isinstance(value, list) else shown(value)
         for name, value in result.settings.items()

@@ -55,7 +55,7 @@ def is_complete(cell: Cell) -> bool:
 
 
 def outcome(cell: Cell, metric: str, *, average_steps: int = 1) -> Outcome:
-    """The state and result of a cell.
+    """Return the state and result of a cell.
 
     Args:
         metric: the name of its loss in its metrics.
@@ -81,7 +81,7 @@ def outcome(cell: Cell, metric: str, *, average_steps: int = 1) -> Outcome:
 
 
 def outcomes(sweep: Sweep) -> list[Outcome]:
-    """The state and result of each cell.
+    """Return the state and result of each cell.
 
     Raises:
         InputError: runs in the folder are of other configurations than the file's.
@@ -144,7 +144,7 @@ class Group(NamedTuple):
 
 
 def groups_of(found: Sequence[Outcome]) -> list[Group]:
-    """All points, in the order of the cells."""
+    """Return all points, in the order of the cells."""
     groups: dict[tuple[str, ...], Group] = {}
     for each in found:
         key = tuple(each.cell.points.values())

@@ -146,7 +146,7 @@ class SweepConfig:
 
     @property
     def num_cells(self) -> int:
-        """The product of all axes' points and the seeds."""
+        """Return the product of all axes' points and the seeds."""
         return math.prod(len(points) for points in self.axes.values()) * self.seeds
 
 
@@ -166,12 +166,12 @@ class Cell:
 
     @property
     def run(self) -> Path:
-        """Its run's folder."""
+        """Return its run's folder."""
         return Path(self.config.training.run_dir)
 
     @property
     def file(self) -> Path:
-        """Its configuration file, beside its run's folder."""
+        """Return its configuration file, beside its run's folder."""
         return self.run.with_name(f"{self.name}.yaml")
 
     @property
@@ -181,17 +181,17 @@ class Cell:
 
     @property
     def failure(self) -> Path:
-        """Has the error of its last run, if that failed."""
+        """Return the file of its last run's error, which is there if that failed."""
         return self.run.with_name(f"{self.name}.failed")
 
     @property
     def tokens(self) -> int:
-        """That it is trained on."""
+        """Return the tokens that it is trained on."""
         training = self.config.training
         return training.steps * training.global_batch_size * self.config.model.seq_length
 
     def field(self, name: str) -> Any:
-        """The value of a field by its dotted name."""
+        """Return the value of a field by its dotted name."""
         found: Any = self.config
         for part in name.split("."):
             found = getattr(found, part)
@@ -208,12 +208,12 @@ class Sweep:
 
     @property
     def folder(self) -> Path:
-        """The sweep's folder."""
+        """Return the sweep's folder."""
         return Path(self.config.folder)
 
     @property
     def metric(self) -> str:
-        """The name of the cells' loss in the metrics of a run."""
+        """Return the name of the cells' loss in the metrics of a run."""
         if self.config.report.metric is not None:
             return self.config.report.metric
         (name,) = self.cells[0].config.data.valid_data

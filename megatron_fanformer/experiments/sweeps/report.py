@@ -263,7 +263,7 @@ def summary(folder: Path, result: Result) -> Iterator[str]:
 
 
 def law_picture(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit]) -> bytes:
-    """A PNG with logarithmic axes: a dot for each run, a line for each fitted curve."""
+    """Return a PNG with logarithmic axes: a dot for each run, a line for each fitted curve."""
     compare = sweep.config.report.compare
 
     def draw(panels: Any) -> None:
@@ -287,7 +287,7 @@ def law_picture(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit]) -> 
 
 
 def points_picture(sweep: Sweep, groups: Sequence[Group]) -> bytes:
-    """A PNG with each point's mean and 95% interval; over a field, the baseline is a line across."""
+    """Return a PNG with each point's mean and 95% interval; over a field, the baseline is a line across."""
     report = sweep.config.report
     shown = [group for group in groups if group.losses]
 

@@ -115,7 +115,7 @@ def _run_cell(cell: Cell, command: Sequence[str], received: "deque[signal.Signal
 
 
 def _error_in(log: Path, code: int) -> str:
-    """The last error in a cell's log; how its process ended where there is none."""
+    """Return the last error in a cell's log; how its process ended where there is none."""
     with log.open("rb") as stream:
         stream.seek(max(0, log.stat().st_size - LOG_TAIL_BYTES))
         lines = stream.read().decode(errors="replace").splitlines()
