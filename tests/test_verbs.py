@@ -34,7 +34,7 @@ from megatron_fanformer.preparation.prepare import PrepareConfig
 
 def passed_on(function: str, *arguments: str) -> Any:
     """The call of a function of the package that a command line makes."""
-    done = SimpleNamespace(lines=lambda *_: [])
+    done = SimpleNamespace(lines=lambda *_: [], findings=[])
     with mock.patch(f"megatron_fanformer.{function}", return_value=done) as called:
         assert main(arguments) == 0
     (call,) = called.call_args_list
@@ -154,6 +154,11 @@ def test_options_of_parity() -> None:
         device="cpu",
         transformer_impl="local",
     )
+
+
+def test_the_word_compare_compares_runs() -> None:
+    call = passed_on("experiments.report.dynamics.compare_runs", "report", "compare", "a", "b", "--output", "c")
+    assert call == mock.call([Path("a"), Path("b")], Path("c"))
 
 
 # -- a new verb

@@ -38,7 +38,7 @@ def report(options: ReportOptions) -> None:
         InputError: there is no experiment, or the runs cannot be compared.
         CorruptError: a result is not whole.
     """
-    if options.paths[:1] == [COMPARE]:
+    if options.paths[:1] == (COMPARE,):
         _compare([Path(path) for path in options.paths[1:]], options.output or COMPARISON)
         return
     page = options.output or PAGE
@@ -47,7 +47,7 @@ def report(options: ReportOptions) -> None:
             f"--output {page} is no page; name it {' or '.join(f'NAME{suffix}' for suffix in PAGE_SUFFIXES)}"
         )
     experiments = [
-        (folder, read_result(folder)) for folder in _folders([Path(path) for path in options.paths or [FOLDER]])
+        (folder, read_result(folder)) for folder in _folders([Path(path) for path in options.paths or (FOLDER,)])
     ]
     page.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(page.with_suffix(".md"), as_markdown(experiments, at=page.parent))
