@@ -109,15 +109,24 @@ def megatron_page(text: str) -> str:
 
 
 def _arguments(rows: tuple[ForeignName, ...]) -> str:
+    """Those with the same name here in a line, for which a table would have nothing to say; the others in a table."""
+    same = [row for row in rows if row.field and not row.note and row.names == _argument(row.field)]
     cells = [
         [
             ", ".join(f"`{name}`" for name in row.names.split()),
             f"`{row.field}`" if row.field else "not there",
-            row.note if row.field else f"because {row.note}",
+            row.note,
         ]
         for row in rows
+        if row not in same
     ]
-    return markdown.table(["Megatron-LM", "here", ""], cells) + "\n"
+    line = f"These have the same name here: {', '.join(f'`{row.field}`' for row in same)}.\n\n" if same else ""
+    return line + markdown.table(["Megatron-LM", "here", "difference or reason"], cells) + "\n"
+
+
+def _argument(field: str) -> str:
+    """Return Megatron-LM's argument of a field's name."""
+    return "--" + field.rpartition(".")[2].replace("_", "-")
 
 
 def _tables() -> dict[str, str]:
