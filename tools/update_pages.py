@@ -109,19 +109,20 @@ def megatron_page(text: str) -> str:
 
 
 def _arguments(rows: tuple[ForeignName, ...]) -> str:
-    """Those with the same name here in a line, for which a table would have nothing to say; the others in a table."""
+    """Those of the same name in a line, those of another or with a difference in a table, those not here in a list."""
     same = [row for row in rows if row.field and not row.note and row.names == _argument(row.field)]
-    cells = [
-        [
-            ", ".join(f"`{name}`" for name in row.names.split()),
-            f"`{row.field}`" if row.field else "not there",
-            row.note,
-        ]
-        for row in rows
-        if row not in same
+    others = [[_names(row), f"`{row.field}`", row.note] for row in rows if row.field and row not in same]
+    missing = [f"- {_names(row)}: {row.note}" for row in rows if not row.field]
+    parts = [
+        f"These have the same name here: {', '.join(f'`{row.field}`' for row in same)}." if same else "",
+        markdown.table(["Megatron-LM", "here", "difference"], others) if others else "",
+        "These have no setting here:\n\n" + "\n".join(missing) if missing else "",
     ]
-    line = f"These have the same name here: {', '.join(f'`{row.field}`' for row in same)}.\n\n" if same else ""
-    return line + markdown.table(["Megatron-LM", "here", "difference or reason"], cells) + "\n"
+    return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
+
+
+def _names(row: ForeignName) -> str:
+    return ", ".join(f"`{name}`" for name in row.names.split())
 
 
 def _argument(field: str) -> str:
