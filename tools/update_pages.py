@@ -132,15 +132,25 @@ def _metrics(groups: list[str]) -> str:
 
 
 def _arguments(rows: tuple[ForeignName, ...]) -> str:
-    cells = [
-        [
-            ", ".join(f"`{name}`" for name in row.names.split()),
-            f"`{row.field}`" if row.field else "not there",
-            row.note if row.field else f"because {row.note}",
-        ]
-        for row in rows
+    """Those of the same name in a line, those of another or with a difference in a table, those not here in a list."""
+    same = [row for row in rows if row.field and not row.note and row.names == _argument(row.field)]
+    others = [[_names(row), f"`{row.field}`", row.note] for row in rows if row.field and row not in same]
+    missing = [f"- {_names(row)}: {row.note}" for row in rows if not row.field]
+    parts = [
+        f"These have the same name here: {', '.join(f'`{row.field}`' for row in same)}." if same else "",
+        markdown.table(["Megatron-LM", "here", "difference"], others) if others else "",
+        "These have no setting here:\n\n" + "\n".join(missing) if missing else "",
     ]
-    return markdown.table(["Megatron-LM", "here", ""], cells) + "\n"
+    return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
+
+
+def _names(row: ForeignName) -> str:
+    return ", ".join(f"`{name}`" for name in row.names.split())
+
+
+def _argument(field: str) -> str:
+    """Return Megatron-LM's argument of a field's name."""
+    return "--" + field.rpartition(".")[2].replace("_", "-")
 
 
 def _tables() -> dict[str, str]:

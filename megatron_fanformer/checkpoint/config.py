@@ -14,15 +14,15 @@ class CheckpointConfig:
     keep: int | None = None
     """How many of the newest checkpoints to keep; null: all."""
     async_save: bool = False
-    """Continue training while a checkpoint is being written: the run waits only until its state is captured."""
+    """Continue training while a checkpoint is being written."""
     fully_parallel_save: bool = True
-    """Each replica writes and reads a part of a checkpoint, instead of all of it."""
+    """Each replica writes and reads a part of a checkpoint."""
     load: str | None = None
-    """A run's folder or a checkpoint, or the URL of one, whose weights a new run starts from (step 0, fresh optimizer);
-    has no effect if `run_dir` already has a checkpoint."""
+    """A run's folder or a checkpoint, or its URL, whose weights a new run starts from (step 0, fresh optimizer);
+    ignored if `run_dir` has a checkpoint."""
     mirror: str | None = None
-    """The URL of a folder on another store, such as s3://bucket/run, to which each published checkpoint is copied and
-    from which a run whose own folder is lost resumes; null: none (docs/checkpoints-and-conversion.md#another-store)."""
+    """URL of a folder on another store, such as s3://bucket/run, to which each checkpoint is copied and from which a
+    lost run resumes (docs/checkpoints-and-conversion.md#another-store); null: none."""
     mirror_keep: int | None = None
     """How many of the newest checkpoints to keep there; null: all."""
 

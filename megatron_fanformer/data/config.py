@@ -25,38 +25,35 @@ class DataConfig:
     """Where the samples come from."""
 
     format: Literal["pretraining", "sft"] = "pretraining"
-    """`pretraining`: samples are cut out of the running text of all documents; `sft`, fine-tuning: conversations of
-    `prepare --chat` are packed whole, and what they mark as learned has a loss (docs/fine-tuning.md#training)."""
+    """`pretraining`: samples are cut out of the running text; `sft`: conversations of `prepare --chat` are packed whole
+    (docs/fine-tuning.md#training)."""
     train_data: list[str] = field(default_factory=list)
-    """Prefixes of token files, `.npy` files (also as a glob or a folder), `@FILE` for the words of a file, or
-    Megatron's blend form: weight prefix weight prefix … (docs/data.md); must not be empty. For fine-tuning what
-    `prepare --chat` has written, without weights."""
+    """Prefixes of token files, `.npy` files, globs, folders, `@FILE`, or weight prefix weight prefix …
+    (docs/data.md#what-a-run-reads); must not be empty."""
     valid_data: dict[str, list[str]] = field(default_factory=dict)
     """Validation sets by name, each in the form of `train_data`."""
     split: str | None = None
-    """Where `valid_data` is empty: cuts `train_data` into parts by documents, e.g. `"99,1,0"` (training, validation,
-    test); the validation set is then called `validation`; not with `.npy` files."""
+    """Without `valid_data`: training, validation and test shares of `train_data` by documents, e.g. `"99,1,0"`; the
+    validation set is called `validation`; not with `.npy` files."""
     npy_dtype: NpyType = "uint16"
-    """Type of the token ids in `.npy` files that have no manifest beside them."""
+    """Type of the token ids in `.npy` files without a manifest."""
     tokenizer: str | None = None
-    """The tokenizer that made the tokens (a `.model`, a `tokenizer.json`, or a folder that holds one); copied into
-    every checkpoint."""
+    """The tokenizer of the tokens (a `.model`, a `tokenizer.json`, or a folder with one); copied into every
+    checkpoint."""
     reset_attention_mask: bool = False
-    """Attention stays within documents: a token sees those of its own document alone, and no work is done for others
-    (docs/fine-tuning.md#attention-within-documents). False, as the paper trains: a sample is read as one text."""
+    """Attention stays within documents (docs/fine-tuning.md#attention-within-documents); false: across them, as the
+    paper trains."""
     reset_position_ids: bool = False
-    """`position_ids` begin at 0 in every document, which needs `reset_attention_mask`. It changes no result: rotary
-    positions count within a document wherever attention stays within it."""
+    """`position_ids` begin at 0 in every document; needs `reset_attention_mask`, and changes no result."""
     eod_mask_loss: bool = False
-    """No loss where an end of text is read: what it would predict is the first token of another document."""
+    """No loss where an end of text is read."""
     cache_path: str | None = None
-    """Folder for the sample indices, shared by all nodes; null: `.index_cache` beside the first of
-    `train_data`."""
+    """Folder for the sample indices, shared by all nodes; null: `.index_cache` beside the first of `train_data`."""
     num_workers: int = 0
-    """Loader processes per rank; 0 loads in the rank's own process."""
+    """Loader processes per rank; 0: the rank's own process loads."""
     allow_change: list[str] = field(default_factory=list)
-    """What may differ from the data that a resumed run has used so far: `train`, `tokenizer`, or names of `valid_data`
-    (docs/data.md). Better stated for one start than kept: `--data.allow_change "[train]"`."""
+    """What may differ from the data used so far: `train`, `tokenizer`, or names of `valid_data`
+    (docs/data.md#the-same-data-on-resuming). State it for one start: `--data.allow_change "[train]"`."""
 
     def problems(self) -> list[str]:
         """Everything that is wrong with it, one line each; no token file is opened."""

@@ -18,18 +18,17 @@ class EvaluationConfig:
     """Tasks and perplexity sets that a run measures as it goes on (docs/evaluation.md#in-the-loop)."""
 
     requests: str | None = None
-    """A request file, which `evaluate --prepare` writes, made with `data.tokenizer`; null: no tasks."""
+    """Request file of `evaluate --prepare`, made with `data.tokenizer`; null: no tasks."""
     tasks: list[str] = field(default_factory=list)
-    """Tasks of the request file, or groups of tasks (`paper`, `olmo-core-8`, `easy`, `mmlu`); empty: all that it has
-    with right answers to choose from."""
+    """Tasks of the request file, or groups (`paper`, `olmo-core-8`, `easy`, `mmlu`); empty: all of its choice tasks."""
     limit: int | None = None
-    """Documents that are taken of each task, its first ones; null: all."""
+    """Documents of each task, its first ones; null: all."""
     interval: int | None = None
-    """Steps between evaluations on tasks and perplexity sets; null: `training.eval_interval`. A run's end is evaluated,
+    """Steps between evaluations on tasks and perplexity sets; null: `training.eval_interval`. A run's end is evaluated
     too."""
     batch_tokens: int | None = None
-    """About how many tokens a micro batch has on tasks and perplexity sets, padding included, one request or chunk at
-    the least; null: as many as in training, `micro_batch_size` × `seq_length`."""
+    """About how many tokens a micro batch has in evaluation, padding included; null: `micro_batch_size` ×
+    `seq_length`."""
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
     """Sets of tokens whose perplexity is measured."""
 

@@ -14,23 +14,22 @@ class PerplexityConfig:
     """Sets of tokens whose perplexity is measured."""
 
     sets: dict[str, list[str]] = field(default_factory=dict)
-    """Sets by name: prefixes of `.bin` and `.idx` pairs, `.npy` files, globs of either, or folders of them."""
+    """Sets by name: prefixes of pairs, `.npy` files, globs, or folders."""
     groups: list[Group] = field(default_factory=list)
-    """The paper's groups of sets, which are looked for in `folder`."""
+    """The paper's groups of sets, looked for in `folder`."""
     folder: str | None = None
-    """Where the sets of `groups` are, as OLMo lays them out (docs/evaluation.md#perplexity-sets)."""
+    """Where the groups' sets are, as OLMo lays them out (docs/evaluation.md#perplexity-sets)."""
     chunking: Chunking = "tokens"
-    """`tokens`: the paper's, each file cut into chunks of `chunk_tokens`, the rest dropped, documents not told apart.
-    `documents`: each document by itself, one that is longer than a chunk in several pieces."""
+    """`tokens`: each file cut into chunks, across documents, as the paper does; `documents`: each document by
+    itself."""
     chunk_tokens: int | None = None
-    """Tokens of a chunk, of which all but the first are scored; null: the model's `seq_length` (2,048 in the paper)."""
+    """Tokens of a chunk, of which all but the first are scored; null: the model's `seq_length`."""
     batches: int | None = None
-    """Batches of `evaluation.batch_tokens` tokens that are taken from the beginning of each set; null: whole sets."""
+    """Batches of `evaluation.batch_tokens` tokens from the beginning of each set; null: whole sets."""
     npy_dtype: NpyType = "uint16"
-    """Type of the token ids in `.npy` files that have no manifest beside them."""
+    """Type of the token ids in `.npy` files without a manifest."""
     eod_id: int | None = None
-    """With `documents`, the id that ends a document in `.npy` files; null: that of their manifest, or of the
-    tokenizer."""
+    """With `documents`, the id that ends a document in `.npy` files; null: the manifest's, or the tokenizer's."""
 
     @property
     def is_empty(self) -> bool:

@@ -37,18 +37,17 @@ class FANConfig:
     """The FAN projection, usually in front of the attention's QKV: X_F = [cos p, sin p, g] with [p | g] = W X + b."""
 
     p_ratio: float = PAPER_P_RATIO
-    """Share of the hidden size that is periodic, in [0, 0.5]; int(p_ratio · hidden_size) rows are `p` (at placement
-    `ffn` of the width of each of the two layers)."""
+    """Periodic share of the hidden size, in [0, 0.5]; int(p_ratio · hidden_size) rows are `p`."""
     activation: Literal["none", "gelu"] = "none"
-    """Applied to the linear rows `g` alone; `gelu` there is the original FAN."""
+    """Applied to the linear rows `g` alone; `gelu` is the original FAN."""
     bias: bool = True
-    """Whether the map has a bias, on all of its rows."""
+    """Whether the map has a bias."""
     placement: str = "qkv"
-    """`qkv`: Q, K and V are projected from X_F (the paper's); `qk_and_v`: Q and K are, and V is the output of a FAN
-    layer of its own, with no matrix after it; `ffn`: two FAN layers in place of the feed-forward network, and attention
-    as a Transformer's (docs/experiments.md#variants); `none`: an ordinary Transformer."""
+    """`qkv`: Q, K and V are projected from X_F (the paper's); `qk_and_v`: Q and K are, and V comes from a FAN layer of
+    its own; `ffn`: two FAN layers replace the feed-forward network (docs/experiments.md#variants); `none`: an ordinary
+    Transformer."""
     v_p_ratio: float | None = None
-    """p_ratio of the values' own FAN layer (placement `qk_and_v`), a share of their width; null: `p_ratio`."""
+    """p_ratio of the values' FAN layer (placement `qk_and_v`); null: `p_ratio`."""
 
     @property
     def value_p_ratio(self) -> float:
@@ -98,9 +97,9 @@ class FANformerConfig:
     hidden_size: int
     """Width of the residual stream (d in the paper)."""
     ffn_hidden_size: int
-    """Inner width of the SwiGLU, half of its first map's (d_ff); at placement `ffn` of the first FAN layer's output."""
+    """Inner width of the SwiGLU (d_ff); at placement `ffn`, of the first FAN layer's output."""
     num_attention_heads: int
-    """Query heads; the head size is `hidden_size` / `num_attention_heads`, and must be even."""
+    """Query heads; the head size is `hidden_size` / `num_attention_heads`, an even number."""
     num_query_groups: int | None = None
     """Key and value heads; null: as many as query heads; 1: multi-query attention."""
     vocab_size: int
@@ -329,19 +328,18 @@ class PrecisionConfig:
     """The number formats of weights, activations and matrix products."""
 
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of weights and activations; `bf16` keeps float32 main weights and gradients in the optimizer; `auto` is `bf16`
-    where the device has bf16 matrix units (every GPU; AMX or AVX512-BF16 on a CPU), else `fp32`."""
+    """Type of weights and activations; `bf16` keeps float32 main weights and gradients; `auto`: `bf16` on every GPU and
+    on CPUs with AMX or AVX512-BF16, else `fp32`."""
     fp8: Literal["e4m3", "hybrid"] | None = None
-    """Matrix products of the layers in FP8, from bf16 weights (on a GPU, by Transformer Engine): `e4m3` throughout,
-    or `hybrid`, with e5m2 gradients; null: none (docs/gpu.md#fp8). Embedding, output head, norms and core attention
-    stay bf16."""
+    """Matrix products of the layers in FP8 (docs/gpu.md#fp8): `e4m3` throughout, or `hybrid`, with e5m2 gradients;
+    null: none. Needs bf16 weights."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
-    """Where FP8's scales come from: `tensorwise`, the current tensor; `delayed`, its past steps; `blockwise`, blocks of
-    128; `mxfp8`, blocks of 32, in hardware (Blackwell)."""
+    """Scales come from the current tensor (`tensorwise`), past steps (`delayed`), blocks of 128 (`blockwise`), or
+    blocks of 32 in hardware (`mxfp8`, Blackwell)."""
     fp8_amax_history_len: int = 1024
-    """With `delayed`: micro batches from whose largest values a scale is taken."""
+    """With `delayed`: micro batches in the history of largest values."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
-    """With `delayed`: the largest of that history, or its newest."""
+    """With `delayed`: the history's largest value, or its newest."""
     first_last_layers_bf16: bool = False
     """Keep the first and last layers out of FP8 (not with `delayed`)."""
     num_layers_at_start_in_bf16: int = 1
@@ -349,7 +347,7 @@ class PrecisionConfig:
     num_layers_at_end_in_bf16: int = 1
     """With `first_last_layers_bf16`: how many at the end."""
     fp8_fan: bool = False
-    """Whether the FAN map is in FP8 too, which makes its phases over ten times less exact (docs/fp8-phase.md)."""
+    """Run the FAN map in FP8 too, which makes phases over ten times less exact (docs/fp8-phase.md)."""
 
     def problems(self) -> list[str]:
         """Rules that this configuration breaks, one line each."""

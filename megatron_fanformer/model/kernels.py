@@ -21,25 +21,23 @@ class KernelsConfig:
     """What computes the layers."""
 
     transformer_impl: TransformerImpl = "auto"
-    """Transformer Engine's layers, or megatron-core's and torch's own; `auto` uses the Engine where it imports and
-    there is a GPU."""
+    """Transformer Engine's layers, or megatron-core's and torch's own; `auto`: the Engine on a GPU if it imports."""
     attention_backend: Literal["auto", "fused", "flash", "unfused"] = "auto"
-    """Transformer Engine's core attention: cuDNN's (`fused`), flash-attn's, or plain products; `auto` leaves the
-    choice to the Engine."""
+    """Transformer Engine's attention: cuDNN's (`fused`), flash-attn's, or plain products; `auto`: the Engine's
+    choice."""
     fused_single_qkv_rope: bool = False
-    """With Transformer Engine's layers, rotate queries and keys within the one tensor that QKV makes, instead of
-    splitting it first: fewer launches, no less work (docs/performance.md#gpu)."""
+    """Rotate queries and keys within the QKV tensor (Transformer Engine; docs/performance.md#gpu)."""
     chunked_loss_head: bool = True
-    """Compute logits, loss and their gradients for one chunk of tokens at a time, in forward; false: Megatron's own
-    loss head, which keeps the logits of a whole micro batch."""
+    """Compute logits, loss and gradients one chunk of tokens at a time; false: Megatron's loss head, which keeps the
+    logits of a whole micro batch."""
     loss_head_chunk_tokens: int | None = None
-    """Tokens per chunk of the chunked loss head; null: as many as fill 200 MiB of logits on a CPU, 400 MiB on a GPU."""
+    """Tokens per chunk; null: as many as fill 200 MiB of logits on a CPU, 400 MiB on a GPU."""
     cuda_graph_impl: Literal["none", "local"] = "none"
-    """`local`: replay each layer as a CUDA graph, megatron-core's own, which saves the host its launches
-    (docs/gpu.md#cuda-graphs): faster where the host is slower than the GPU."""
+    """`local`: replay each layer as a CUDA graph (docs/gpu.md#cuda-graphs); faster if the host is slower than the
+    GPU."""
     gradient_accumulation_fusion: bool | None = None
-    """Add weight gradients into the float32 buffer inside the matrix product; null: in training on a CPU, and on
-    a GPU with Transformer Engine's layers, or with apex's `fused_weight_gradient_mlp_cuda`."""
+    """Add weight gradients to the float32 buffer inside the matrix product; null: in training on a CPU, and on a GPU
+    with Transformer Engine's layers or apex's `fused_weight_gradient_mlp_cuda`."""
 
     @property
     def fuses_gradient_accumulation(self) -> bool:

@@ -11,27 +11,25 @@ class RuntimeConfig:
     """What the ranks run on."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`auto` uses a GPU where torch can, else the CPU; it refuses if an NVIDIA driver is loaded that torch cannot use.
-    `cpu` on a machine with a usable GPU is refused: hide the GPU with an empty `CUDA_VISIBLE_DEVICES`."""
+    """`auto`: a GPU if torch can use one, else the CPU; an NVIDIA driver that torch cannot use is an error. `cpu`
+    beside a usable GPU is refused: set `CUDA_VISIBLE_DEVICES` to nothing."""
     threads_per_rank: int | None = None
-    """CPU threads per rank; null: `OMP_NUM_THREADS` where the environment sets it (as torchrun does for ranks), else
-    the machine's usable cores, in a container those of its quota, shared evenly by its ranks."""
+    """CPU threads per rank; null: `OMP_NUM_THREADS` if it is set, else the usable cores divided by the ranks."""
     cpu_kernels: Literal["auto", "compiled", "torch"] = "auto"
-    """What computes a layer's element-wise functions and attention, the loss head's softmax and bf16's weight gradients
-    on a CPU: this project's kernels, which the machine's C++ compiler builds once (`compiled`), or PyTorch's operations
-    (`torch`). `auto` uses the first where every rank finds a compiler."""
+    """This project's CPU kernels, built once by the machine's C++ compiler (`compiled`), or PyTorch's operations
+    (`torch`); `auto`: `compiled` if every rank finds a compiler."""
     cpu_shared_memory_collectives: bool = True
-    """Whether CPU ranks of one machine sum and gather through memory that they share; false: over gloo's sockets, as
-    ranks of several machines do. Neither changes what is computed but for the order of sums."""
+    """CPU ranks of one machine sum and gather through shared memory; false: over gloo's sockets, as ranks of several
+    machines do. Only the order of sums may differ."""
     deterministic_mode: bool = False
-    """Reproduce the same numbers bit for bit, on a GPU at the cost of speed; a CPU run always does
+    """Bitwise the same numbers every time, at the cost of speed on a GPU; a CPU run always has them
     (docs/gpu.md#the-same-numbers-every-time)."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
-    """How ranks communicate; null: over NCCL on GPUs, over gloo on CPUs. gloo also serves ranks that share a GPU, but
-    for pipeline stages and `cp_comm_type` p2p, at a fraction of the speed; NCCL needs one GPU a rank."""
+    """null: NCCL on GPUs, gloo on CPUs. gloo also serves ranks that share a GPU, slowly, without pipeline stages or
+    `cp_comm_type` p2p."""
     distributed_timeout_minutes: float | None = None
-    """How long a rank may be silent, or hold up the others in a step, before the run ends and names it; null: ten times
-    the longest of the last twenty steps, and at least 2 minutes (docs/clusters.md#when-a-rank-fails)."""
+    """How long a rank may be silent or hold up a step before the run ends; null: ten times the longest of the last
+    twenty steps, at least 2 minutes (docs/clusters.md#when-a-rank-fails)."""
 
     def backend(self, device: DeviceKind) -> str:
         """`distributed_backend` resolved for a device."""

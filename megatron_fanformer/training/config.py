@@ -51,26 +51,24 @@ class TrainingConfig:
     train_iters: int | None = None
     """Training steps of the whole run; it or `epochs` must be given."""
     epochs: float | None = None
-    """Instead of `train_iters`, with `data.format` sft: how many times each conversation is learned from. The steps
-    that this takes, rounded up to whole ones, are computed and told at the start."""
+    """Instead of `train_iters`, with `data.format` sft: how often each conversation is learned from."""
     global_batch_size: int
     """Samples per training step, over all replicas."""
     micro_batch_size: int = 1
-    """Samples per micro batch: what one forward pass of a replica takes."""
+    """Samples in one forward pass of a replica."""
     seed: int = 1234
     """Seed of the initial weights and the order of samples."""
     eval_interval: int | None = None
-    """Steps between evaluations; null: at the end only, where there is validation data."""
+    """Steps between evaluations of `valid_data`; null: at the end only."""
     eval_iters: int = 10
-    """Global batches that an evaluation takes from each validation set; the same ones every time."""
+    """Global batches of each validation set in an evaluation, always the same ones."""
     exit_interval: int | None = None
-    """Save and end after each step that this divides (exit code 0), for the same command to continue; null: never."""
+    """Save and end (exit code 0) after each step that this divides; null: never."""
     exit_duration_in_mins: float | None = None
-    """Save and end (exit code 0) after the first step that ends this many minutes after the command's start; null:
-    never."""
+    """Save and end (exit code 0) after the first step that ends this many minutes after the start; null: never."""
     max_restarts: int = 0
-    """How many times in a row, without a new checkpoint in between, `train` started directly starts its ranks again
-    after one crashed or was killed (docs/clusters.md#restarts)."""
+    """Restarts in a row, without a new checkpoint in between, of ranks that `train` started directly
+    (docs/clusters.md#restarts)."""
 
     @property
     def steps(self) -> int:

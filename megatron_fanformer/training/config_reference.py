@@ -20,10 +20,8 @@ PRESET = FieldDescription(
     name=PRESET_KEY,
     type="text or null",
     default="null",
-    text="One of the paper's sizes to start from (docs/configuration.md#presets); the other keys of `model`, and of "
-    "`model.fan` one by one, replace its values. Or `from-checkpoint`: the model of `checkpoint.load`, or of the run's "
-    "own checkpoint once it has one, beside which `seq_length` alone may differ. A run records the fields below in its "
-    "place.",
+    text="One of the paper's sizes to start from (docs/configuration.md#presets), or `from-checkpoint`: the model of "
+    "`checkpoint.load` (docs/fine-tuning.md#training). Other keys of `model` and `model.fan` replace its values.",
 )
 
 

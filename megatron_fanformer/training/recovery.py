@@ -38,29 +38,26 @@ class RecoveryConfig:
     """What a run does by itself about damage, and about steps whose numbers are bad."""
 
     use_earlier_checkpoint: bool = True
-    """Where the newest checkpoint is damaged, set it aside and resume from the newest one that is not; false: refuse
-    (exit code 3)."""
+    """If the newest checkpoint is damaged, resume from the newest sound one; false: refuse (exit code 3)."""
     check_for_nan_in_loss_and_grad: bool = True
-    """A step is bad if its loss or gradient norm is not finite; false: it is taken as it is."""
+    """A step is bad if its loss or gradient norm is not finite."""
     check_for_spiky_loss: bool = False
-    """A step is also bad if its loss or its gradient norm is a spike, by the two factors below."""
+    """A step is also bad if its loss or gradient norm is a spike."""
     spiky_loss_factor: float = 2.0
-    """A loss of more than this many times the running median is a spike."""
+    """A spike is a loss above this many times the running median."""
     spiky_grad_norm_factor: float = 10.0
-    """A gradient norm of more than this many times the running median is a spike."""
+    """A spike is a gradient norm above this many times the running median."""
     spike_window: int = 100
-    """Good steps that the running medians are taken over; there are no spikes before a tenth of them."""
+    """Good steps in the running medians; there are no spikes before a tenth of them."""
     compute_again: bool = True
-    """A bad step is computed again before anything is done about it. If it is good then, a machine was at fault: the
-    step is taken, and the log names the ranks whose numbers differed."""
+    """Compute a bad step again first; if it is good then, take it, and name the ranks whose numbers differed."""
     max_bad_steps_in_a_row: int = 3
-    """A bad step's samples are skipped, and the weights stay as they are. After this many in a row the run goes back to
-    the last checkpoint before them and skips them from the start; 0: the first bad step ends the run (exit code 4)."""
+    """After this many bad steps the run goes back to the last checkpoint before them and skips them; 0: the first one
+    ends the run (exit code 4)."""
     max_rewinds: int = 2
-    """How often a run goes back before it ends (exit code 4), if no good step after the bad ones and a new checkpoint
-    come in between."""
+    """How often a run goes back without progress before it ends (exit code 4)."""
     iterations_to_skip: list[int] = field(default_factory=list)
-    """Steps whose samples are skipped, without computing anything."""
+    """Steps whose samples are skipped."""
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""

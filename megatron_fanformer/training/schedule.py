@@ -20,8 +20,7 @@ class ScheduleConfig:
     lr_warmup_iters: int = 0
     """Steps of linear warm-up from 0."""
     lr_warmup_fraction: float | None = None
-    """The same as a share of the steps up to the end of the decay, in [0, 1), rounded to whole steps; null:
-    `lr_warmup_iters` says it."""
+    """Warm-up as a share of the steps up to the end of the decay, in [0, 1); null: `lr_warmup_iters`."""
     lr_decay_iters: int | None = None
     """The step at which `min_lr` is reached; null: the last one."""
     min_lr: float | None = None

@@ -13,7 +13,7 @@ class ProgressFields:
     """The fields of the progress line."""
 
     log_interval: int = 10
-    """Steps between printed lines where the output is not a terminal; `metrics.jsonl` has every step."""
+    """Steps between printed lines if the output is not a terminal."""
 
 
 def clock(seconds: float) -> str:

@@ -44,21 +44,18 @@ class LoggingConfig(*_FIELDS):  # type: ignore[misc]  # the table's, whichever t
     """What is recorded, and how often it is shown."""
 
     norm_interval: int | None = 100
-    """Steps from one line with the norms of all weights and of their last update, and the largest peak memory of any
-    rank, to the next; null: none."""
+    """Steps between lines with norms of weights and updates and the peak memory; null: none."""
     phase_interval: int | None = 1000
-    """Steps from one look at the FAN map's phases to the next (docs/metrics.md#phase-health); null: none. There is none
-    of a model without phases, nor with CUDA graphs."""
+    """Steps between measurements of the FAN map's phases (docs/metrics.md#phase-health); null: none. None with CUDA
+    graphs."""
     folder: str | None = None
-    """Folder for a log file of each rank (`rank-00000.log` and so on, appended to): what the run does, at level DEBUG,
-    with time, level, rank and module, every warning, and the traceback of an error; null: none. `train --log-file`
+    """Folder for a log file of each rank at level DEBUG (`rank-00000.log` and so on); null: none. `train --log-file`
     takes precedence."""
     straggler_interval: int | None = 100
-    """Steps from one look for a slow rank to the next: own work and waiting of every rank, over the last four steps,
-    in the metrics, and the slowest in the log where it stands out; null: none (docs/clusters.md#slow-ranks)."""
+    """Steps between checks for a slow rank (docs/clusters.md#slow-ranks); null: none."""
     straggler_factor: float = 1.4
-    """The slowest rank is named where its own work takes more than this times the median of its pipeline stage, and
-    that is more than a tenth of a step."""
+    """The slowest rank is named if its own work takes more than this times the median of its pipeline stage, and the
+    others wait more than a tenth of a step."""
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""

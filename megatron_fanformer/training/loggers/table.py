@@ -17,7 +17,7 @@ class TableFields:
     """The fields of the table."""
 
     csv: bool = False
-    """Whether to write the numbers of `metrics.jsonl` as a table, `metrics.csv`, too."""
+    """Write `metrics.csv` too."""
 
 
 class Table(Logger):

@@ -18,7 +18,7 @@ class TensorBoardFields:
     """The fields of TensorBoard."""
 
     tensorboard: bool = True
-    """Whether to write TensorBoard's event files."""
+    """Write TensorBoard's event files."""
 
 
 class TensorBoard(Logger):

@@ -32,13 +32,13 @@ class WeightsAndBiasesFields:
     """The fields of Weights & Biases."""
 
     wandb_project: str | None = None
-    """Project of Weights & Biases to log to (the extra `wandb`); null: none. A resumed run goes on with its W&B run."""
+    """Project of Weights & Biases (the extra `wandb`); null: none."""
     wandb_entity: str | None = None
-    """Its team or user; null: the account's own."""
+    """Team or user there; null: the account's own."""
     wandb_exp_name: str | None = None
-    """What the run is called there; null: W&B chooses."""
+    """Name of the run there; null: W&B chooses."""
     wandb_mode: Literal["online", "offline"] | None = None
-    """`offline` keeps what is logged in the run's folder, for `wandb sync`; null: by WANDB_MODE, else online."""
+    """`offline` keeps the log in the run's folder, for `wandb sync`; null: by WANDB_MODE, else online."""
 
 
 class WeightsAndBiases(Logger):
