@@ -124,7 +124,7 @@ class FANformerConfig(transformers.PreTrainedConfig):
         plan = OWN_VALUES_TP_PLAN if places.has_own_values else TP_PLAN
         # FAN layers in place of the MLP are whole on every rank, as all FAN maps are.
         self.base_model_tp_plan = {
-            name: style for name, style in plan.items() if not places.in_ffn or ".mlp." not in name
+            name: style for name, style in plan.items() if not (places.in_ffn and ".mlp." in name)
         }
         super().__post_init__(**kwargs)
         problems = self._problems()
