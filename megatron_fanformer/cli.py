@@ -124,7 +124,7 @@ _WRONG_PATH = (
 
 
 def _refusal(error: OSError) -> tuple[str, int]:
-    """What to say where the system refused a path that nothing else reported, and the exit code."""
+    """Return what to say where the system refused a path that nothing else reported, and the exit code."""
     reason = error.strerror or str(error)
     if error.filename is None:
         return f"{reason}; --debug shows where", 1

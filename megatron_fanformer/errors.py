@@ -72,7 +72,7 @@ def escaped(text: str) -> str:
 
 
 def holds_controls(text: str) -> bool:
-    """Whether a text holds what a terminal, a log or a page would obey: control characters, line ends."""
+    """Return whether a text holds what a terminal, a log or a page would obey: control characters, line ends."""
     return any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in text)
 
 
@@ -85,7 +85,7 @@ def not_installed(error: ModuleNotFoundError) -> str:
 
 
 def noting(problems: list[str], read: Callable[[], _T]) -> _T | None:
-    """What `read` reads; None where the input is wrong, which is noted as problems, one a line."""
+    """Return what `read` reads; None where the input is wrong, which is noted as problems, one a line."""
     try:
         return read()
     except InputError as error:

@@ -49,7 +49,7 @@ def end_with_owner(owner: int | None = None) -> None:
 
 
 def seconds_since_start(process: int) -> float:
-    """How long ago a process of this machine was started."""
+    """Return how long ago a process of this machine was started."""
     ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])  # starttime, proc(5)
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Told(NamedTuple):
-    """What the copying process says of a checkpoint."""
+    """Report what the copying process did with a checkpoint."""
 
     what: Literal["copied", "failed", "given up", "alive"]
     """failed: an attempt did, and another one follows."""

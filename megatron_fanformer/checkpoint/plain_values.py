@@ -20,7 +20,7 @@ FORMAT = "torch_dist"  # of megatron-core; there are others
 
 
 class SavedProgress(NamedTuple):
-    """What a run resumes from."""
+    """Describe the progress that a run resumes from."""
 
     step: int
     consumed_samples: int
@@ -79,7 +79,7 @@ def recorded_common(checkpoint: Path, table: Table) -> Any:
 
 
 def common_state(table: Table) -> Stored | None:
-    """Where a table has the plain values; None where they are in `common.pt`."""
+    """Return where a table has the plain values; None where they are in `common.pt`."""
     return next((part for part in stored_parts(table) if part.name.startswith(COMMON_STATE)), None)
 
 

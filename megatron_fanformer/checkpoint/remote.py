@@ -57,12 +57,12 @@ Result = TypeVar("Result")
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether a path is on another store."""
+    """Return whether a path is on another store."""
     return _SCHEME.match(str(path)) is not None
 
 
 def url_problem(name: str, url: str | None) -> str | None:
-    """What is wrong with the URL in a field of the configuration, which becomes part of every checkpoint."""
+    """Return what is wrong with the URL in a field of the configuration, which becomes part of every checkpoint."""
     if url is None:
         return None
     scheme = _SCHEME.match(url)
@@ -99,7 +99,7 @@ class RemoteRun:
         return [name for name in newest_first if named is None or name <= named]
 
     def holds(self, name: str, manifest: bytes) -> bool:
-        """Whether a complete checkpoint of this name and with this very manifest is there."""
+        """Return whether a complete checkpoint of this name and with this very manifest is there."""
         with suppress(FileNotFoundError):
             return self.manifest_of(name) == manifest
         return False
@@ -109,7 +109,7 @@ class RemoteRun:
         return self._content(f"{self._checkpoints}/{name}/{MANIFEST}", MOST_MANIFEST_BYTES)
 
     def _steps(self) -> list[str]:
-        """All folders with a checkpoint's name, the oldest first."""
+        """Return all folders with a checkpoint's name, the oldest first."""
         return sorted(name for name in self._names(self._checkpoints) if store.step_of(Path(name)) is not None)
 
     def _names(self, folder: str) -> list[str]:
@@ -188,7 +188,7 @@ class RemoteRun:
     def _copy_files(
         self, checkpoint: Path, manifest: Manifest, advance: Callable[[], None], verified: dict[str, FileSums]
     ) -> None:
-        """All files but the manifest; one that is there is removed first, and so is all that it does not name."""
+        """Copy all files but the manifest; one that is there is removed first, and so is all that it does not name."""
         self.make_ready()
         folder = f"{self._checkpoints}/{checkpoint.name}"
         left = self._remove(checkpoint.name, except_for=manifest.files, advance=advance)
@@ -234,7 +234,7 @@ class RemoteRun:
                     left.cancel()
 
     def _make_folder(self, folder: str) -> None:
-        """Where there are folders. The one that it is in must exist: neither a bucket nor a mount point is made."""
+        """Make a folder, where there are folders. Its parent must exist: neither a bucket nor a mount point is made."""
         if "/" in folder:
             with suppress(FileExistsError):
                 self._files.mkdir(folder, create_parents=False)

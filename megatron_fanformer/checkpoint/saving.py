@@ -177,7 +177,7 @@ class CheckpointSaver:
         return True
 
     def _on_main(self, step: int, function: Callable[[], Result], unfinished: Path | None = None) -> Result:
-        """What a function returns on the main rank; if the disk fails there, every rank raises."""
+        """Return a function's result on the main rank; if the disk fails there, every rank raises."""
 
         def told() -> Result:
             try:
@@ -188,7 +188,7 @@ class CheckpointSaver:
         return on_main(told)
 
     def _failure(self, step: int, reason: str, unfinished: Path | None) -> FanformerError:
-        """What to say of a checkpoint that was not written; what there is of it is removed."""
+        """Return the message for a checkpoint that was not written, and remove what there is of it."""
         if unfinished is not None:
             refused = refusal_of(unfinished) if unfinished.is_dir() else None
             if refused is not None:  # what torch's writer says of a full disk is where in its code it noticed
@@ -258,7 +258,7 @@ def bytes_of(sharded_state: dict[str, Any], grid: RankGrid) -> int:
 
 
 def _extremes(named: list[tuple[str, Tensor]]) -> Iterator[tuple[str, float]]:
-    """For each tensor a number that is finite if all of it is; the device is waited for once."""
+    """Return for each tensor a number that is finite if all of it is; synchronize with the device once."""
     named = [(name, tensor) for name, tensor in named if tensor.numel()]
     if not named:
         return

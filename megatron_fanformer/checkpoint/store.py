@@ -184,7 +184,7 @@ def _aside(checkpoints: Path, name: str) -> Path:
 
 
 def attachment_name(file: Path) -> str:
-    """What a file is called there: a tokenizer by its kind, which its suffix says; a chat template as it is."""
+    """Return what a file is called there: a tokenizer by its kind, which its suffix says; a chat template as it is."""
     return file.name if file.suffix == ".jinja" else f"tokenizer{file.suffix}"
 
 
@@ -296,7 +296,7 @@ def check_sound(checkpoint: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is one checkpoint in our form."""
+    """Return whether a folder is one checkpoint in our form."""
     return (folder / MEGATRON_METADATA).is_file() and (folder / CONFIG).is_file()
 
 
@@ -313,7 +313,7 @@ def saved_config(checkpoint: Path) -> dict[str, Any]:
 
 
 def metrics_entry(line: bytes) -> dict[str, Any] | None:
-    """What a line of metrics.jsonl or recovery.jsonl says of a step; None for one that is not a step's."""
+    """Return what a line of metrics.jsonl or recovery.jsonl says of a step; None for one that is not a step's."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):

@@ -40,7 +40,7 @@ TENSORS = ("scale", "amax_history")
 
 
 def training_state(stages: list[Any], optimizer: Any, progress: dict[str, Any], grid: RankGrid) -> dict[str, Any]:
-    """What a checkpoint holds of this rank; every rank calls it.
+    """Return what a checkpoint holds of this rank; every rank calls it.
 
     Args:
         stages: this rank's pipeline stage, as its chunks.

@@ -32,7 +32,7 @@ def _id(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """What `evaluate` takes."""
+    """Describe what `evaluate` takes."""
 
     checkpoints: tuple[str, ...] = argument((), metavar="CHECKPOINT")
     """A run's folder (its latest checkpoint), its checkpoints/ folder (all of them) or a glob, one checkpoint, or an

@@ -138,7 +138,7 @@ def _shapes_in(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_pickle(name: str) -> bool:
-    """Whether a name is a pickle in base 64, as some training code writes nested names into safetensors."""
+    """Return whether a name is a pickle in base 64, as some training code writes nested names into safetensors."""
     try:
         data = base64.b64decode(name.encode("ascii"), altchars=b"-_", validate=True)
     except (UnicodeEncodeError, binascii.Error):

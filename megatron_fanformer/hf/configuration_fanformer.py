@@ -23,7 +23,7 @@ FAN_ACTIVATIONS = ("none", "gelu")
 
 
 class FANPlacement(NamedTuple):
-    """Where a model has FAN projections."""
+    """Describe where a model has FAN projections."""
 
     in_attention: bool = False
     """One in front of queries, keys and values."""

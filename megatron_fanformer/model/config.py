@@ -61,12 +61,12 @@ class FANConfig:
 
     @property
     def in_attention(self) -> bool:
-        """Whether there is a FAN map in front of attention."""
+        """Return whether there is a FAN map in front of attention."""
         return self.place.in_attention
 
     @property
     def in_ffn(self) -> bool:
-        """Whether two FAN layers take the place of the feed-forward network."""
+        """Return whether two FAN layers take the place of the feed-forward network."""
         return self.place.in_ffn
 
     def outputs(self, hidden_size: int, value_size: int) -> list[Output]:
@@ -132,7 +132,7 @@ class FANformerConfig:
         return config
 
     def stated_problems(self) -> list[str]:
-        """What is wrong with values that another program's file states, types included, one line each.
+        """Return what is wrong with values that another program's file states, types included, one line each.
 
         Files may state anything: a word for a size, a size that fits in no memory.
         """
@@ -157,7 +157,7 @@ class FANformerConfig:
 
     @property
     def has_fan(self) -> bool:
-        """Whether there is a FAN map in front of attention."""
+        """Return whether there is a FAN map in front of attention."""
         return self.fan.in_attention
 
     @property

@@ -16,7 +16,7 @@ LOCAL_ONLY = "whose FAN layers are local ones alone"
 
 
 class Output(NamedTuple):
-    """What a FAN layer makes: [cos p, sin p, g]."""
+    """Describe what a FAN layer makes: [cos p, sin p, g]."""
 
     width: int
     p_ratio: float

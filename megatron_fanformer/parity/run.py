@@ -39,7 +39,7 @@ RANK_BYTES = 500 * 2**20  # a gloo rank of a small model has 380 MiB resident (t
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutResult:
-    """What became of one layout."""
+    """Describe what became of one layout."""
 
     name: str
     ranks: int
@@ -52,7 +52,7 @@ class LayoutResult:
 
     @property
     def is_same(self) -> bool:
-        """Whether the order of sums explains every difference."""
+        """Return whether the order of sums explains every difference."""
         return self.failure is None and not self.findings
 
     @property
@@ -65,7 +65,7 @@ class LayoutResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ParityResult:
-    """All that a comparison showed."""
+    """Hold all that a comparison showed."""
 
     small: SmallRun
     steps: int
@@ -125,7 +125,7 @@ def run_layouts(
     pool: RankPool | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> ParityResult:
-    """What `run_parity` does after `read_layouts`.
+    """Run the layouts, as `run_parity` does after `read_layouts`.
 
     Raises:
         InputError: this machine has not what a layout asks for.
@@ -194,7 +194,7 @@ def calibrate(
 
 
 def trial_of(config: ParityConfig, run: RunConfig, small: SmallRun, device: devices.DeviceKind) -> TrialConfig:
-    """What one process trains, and every layout with its own kernels."""
+    """Return what one process trains, and every layout with its own kernels."""
     return TrialConfig(
         model=small.model,
         optimizer=run.optimizer,

@@ -49,7 +49,7 @@ SHAKE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class TrialConfig:
-    """What every layout trains."""
+    """Configure what every layout trains."""
 
     model: FANformerConfig
     optimizer: OptimizerConfig
@@ -68,7 +68,7 @@ class TrialConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What one rank saw."""
+    """Describe what one rank saw."""
 
     losses: list[float]
     """Of each step."""
@@ -83,7 +83,7 @@ class Trace:
 
 
 class Preparation(NamedTuple):
-    """All that a rank trains with."""
+    """Hold all that a rank trains with."""
 
     grid: RankGrid
     stages: list[Any]

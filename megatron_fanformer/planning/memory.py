@@ -51,7 +51,7 @@ TENSORS_ERROR = 0.022
 
 
 class MemoryLine(NamedTuple):
-    """What one purpose takes of a rank's memory at the peak."""
+    """Describe what one purpose takes of a rank's memory at the peak."""
 
     purpose: str
     bytes: int
@@ -70,7 +70,7 @@ class RankMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All of them: the peak of allocated tensors."""
+        """Return all of them: the peak of allocated tensors."""
         return sum(line.bytes for line in self.lines)
 
 
@@ -85,7 +85,7 @@ class Moment(NamedTuple):
 
 
 def rank_memory(job: Job, stage: int) -> RankMemory:
-    """What a rank of a pipeline stage holds; all ranks of it hold alike, but for padding.
+    """Return what a rank of a pipeline stage holds; all ranks of it hold alike, but for padding.
 
     Raises:
         ValueError: the layers do not divide evenly over the stages.
@@ -105,7 +105,7 @@ def rank_memory(job: Job, stage: int) -> RankMemory:
 
 
 def reserve_bytes(job: Job, tensor_bytes: int) -> int:
-    """What must be free beside the tensors: the allocator's reserve, communicators, the CUDA context; 0 on a CPU.
+    """Return what must be free beside tensors: the allocator's reserve, communicators, the CUDA context; 0 on a CPU.
 
     Args:
         tensor_bytes: of a rank by formula, which may be too low by its own error.
@@ -137,7 +137,7 @@ def _states(job: Job, stage: int, held: list[Chunk]) -> Iterator[MemoryLine]:
 
 
 def _kept_by_layers(shapes: LayerShapes, held: list[Chunk], *, takes_turns: bool) -> Iterator[MemoryLine]:
-    """What layers and schedules keep for themselves, beside weights and activations."""
+    """Return what layers and schedules keep for themselves, beside weights and activations."""
     job, parallel = shapes.job, shapes.job.parallel
     if shapes.is_engine:
         yield MemoryLine("FP8 copies of weights", sum(_fp8_copies(job, chunk) for chunk in held))

@@ -17,12 +17,12 @@ Result = TypeVar("Result")
 
 
 def is_main() -> bool:
-    """Whether this process is the main rank, or has no ranks."""
+    """Return whether this process is the main rank, or has no ranks."""
     return not dist.is_initialized() or dist.get_rank() == heartbeat.MAIN_RANK
 
 
 def on_main(function: Callable[[], Result]) -> Result:
-    """What a function returns on the main rank, on every rank of the current process group; a collective call.
+    """Return what a function returns on the main rank, on every rank of the current process group; a collective call.
 
     Only the main rank calls it, in a thread of its own; it must make no collective call itself, and return what can be
     pickled. In a process without ranks it is simply called.

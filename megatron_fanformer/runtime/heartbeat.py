@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Activity:
-    """What this rank is doing. The training loop writes it, and the threads read it."""
+    """Describe what this rank is doing. The training loop writes it, and the threads read it."""
 
     step: int = 0
     doing: str = "starting"
@@ -82,7 +82,7 @@ def tell_step_took(seconds: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Beat:
-    """What a rank wrote."""
+    """Describe what a rank wrote."""
 
     number: int
     host: str
@@ -234,7 +234,7 @@ class Heartbeat:
                 self._end(error)
 
     def judge(self, now: float) -> FanformerError | None:
-        """What is wrong with another rank, if anything is, at a time in seconds."""
+        """Return what is wrong with another rank, if anything is, at a time in seconds."""
         self._awake += min(now - self._judged, 2 * self._interval)
         self._judged = now
         if self._activity.progress != self._progress:

@@ -71,7 +71,7 @@ class RankFailed(FanformerError):
 
 
 class PeerFailed(FanformerError):
-    """What is wrong with another rank, which the message names."""
+    """Describe what is wrong with another rank, which the message names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class _Rank:
             return None
 
     def failure(self, *, was_stopping: bool) -> RankFailed:
-        """How it failed, once it has."""
+        """Return how it failed, once it has."""
         code, told = self.process.returncode, self._told()
         if told is None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -216,7 +216,7 @@ def _wait_at_most(seconds: float, ranks: list[_Rank]) -> None:
 
 
 def read_found() -> Any:
-    """What this rank's launcher found; None where another program launched it."""
+    """Return what this rank's launcher found; None where another program launched it."""
     file = devices.found_by_launcher()
     return None if file is None else pickle.loads(file.read_bytes())
 

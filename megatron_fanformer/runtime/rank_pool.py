@@ -43,7 +43,7 @@ class JobFailed(FanformerError):
 
 
 class _Setting(NamedTuple):
-    """What the ranks of a pool have in common."""
+    """Describe what the ranks of a pool have in common."""
 
     device: devices.DeviceKind
     backend: str
@@ -79,7 +79,7 @@ class RankPool:
 
     @property
     def device(self) -> devices.DeviceKind:
-        """What the ranks run on."""
+        """Return the device that the ranks run on."""
         return self._setting.device
 
     def __enter__(self) -> "RankPool":

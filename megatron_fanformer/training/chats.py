@@ -41,7 +41,7 @@ def with_train_iters(config: RunConfig, steps: int) -> RunConfig:
 
 
 def template_file(run: Path) -> Path:
-    """Where a run keeps the template of its chats, for its checkpoints."""
+    """Return where a run keeps the template of its chats, for its checkpoints."""
     return run / CHAT_TEMPLATE_JINJA
 
 

@@ -111,7 +111,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All that determines a run."""
+    """Hold all that determines a run."""
 
     model: FANformerConfig
     """The model's shape; `preset` names one of the paper's sizes to start from."""
@@ -270,7 +270,7 @@ def _built(values: dict[str, Any]) -> RunConfig:
 
 
 def _with_documents_apart(values: dict[str, Any]) -> dict[str, Any]:
-    """For fine-tuning the fields of `data` that keep conversations apart are on, unless they are stated."""
+    """Turn on the fields of `data` that keep conversations apart in fine-tuning, unless they are stated."""
     data = values.get("data")
     if not isinstance(data, dict) or data.get("format") != "sft":
         return values

@@ -46,7 +46,7 @@ def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, li
 
 
 def choice_lines(choices: list[Choice]) -> list[str]:
-    """What the user is told of them, in as few lines as it takes."""
+    """Return the notice about them, in as few lines as it takes."""
     news = [choice for choice in choices if choice.is_news]
     if not news:
         return []
@@ -58,7 +58,7 @@ def choice_lines(choices: list[Choice]) -> list[str]:
 
 
 def attention_notice(config: RunConfig, grid: RankGrid) -> str | None:
-    """What the user must know of the attention that Transformer Engine chose in a step before, if anything."""
+    """Return what the user must know of the attention that Transformer Engine chose in a step before, if anything."""
     if grid.device != "cuda" or chosen_engine_attention() != "unfused":
         return None
     if config.kernels.attention_backend != "auto" or config.dtype(grid.device).itemsize != 2:

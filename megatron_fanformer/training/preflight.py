@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """What a run starts from: decided once, for all its ranks."""
+    """Describe what a run starts from: decided once, for all its ranks."""
 
     resumed: Path | None
     """The run's own checkpoint that it resumes from."""
@@ -68,7 +68,7 @@ class CheckedSettings(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run's last step is saved, so that a start has nothing left to do.
+        """Return whether the run's last step is saved, so that a start has nothing left to do.
 
         Where the run has a mirror, it has: to copy what is not there yet.
         """
@@ -154,7 +154,7 @@ def check_machine_and_data(checked: CheckedSettings) -> RunStart:
 
 
 def find_start(config: RunConfig) -> RunStart:
-    """What a run starts from, without checking that it fits.
+    """Return what a run starts from, without checking that it fits.
 
     Raises:
         InputError, CorruptError: a file that it would start from is missing or damaged.
@@ -179,7 +179,7 @@ def _evaluation(config: RunConfig) -> EvaluationSurvey:
 def _identity(
     config: RunConfig, data: DataSurvey, resumed: Path | None, *, allowed: Sequence[str] | None
 ) -> DataIdentity:
-    """Which data a run has from here on, and what of them has changed; raises like `resumed_identity`."""
+    """Return which data a run has from here on, and what of them has changed; raises like `resumed_identity`."""
     train_samples, valid_samples = drawn_samples(config)
     is_repeated = not config.data.is_chats and SampleCounts(data, config.model.seq_length).repeats_pairs(
         config.data, train_samples=train_samples, valid_samples=valid_samples

@@ -76,7 +76,7 @@ def _checkpoint_and_model(values: dict[str, Any]) -> tuple[str, FANformerConfig]
 
 
 def _model_on_another_store(url: str) -> FANformerConfig:
-    """By the configuration of a run or of a checkpoint there, which is all that is fetched."""
+    """Read the model from the configuration of a run or checkpoint there, which is all that is fetched."""
     if problem := url_problem("checkpoint.load", url):
         raise InputError(problem)
     folder_url = url.rstrip("/").removesuffix(f"/{store.CHECKPOINTS}")

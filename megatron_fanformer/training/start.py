@@ -191,4 +191,4 @@ def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) ->
 
 
 def _tell_nothing(_notice: str) -> None:
-    """For ranks whose launcher, or first rank, has reported it."""
+    """Report nothing, for ranks whose launcher, or first rank, has reported it."""

@@ -31,7 +31,7 @@ from megatron_fanformer.training.interrupts import Interrupts
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one step showed, the same on every rank."""
+    """Describe what one step showed, the same on every rank."""
 
     loss: float
     """Mean cross entropy per token, in nats."""
@@ -54,7 +54,7 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """How a step's samples reach one replica."""
+    """Describe how a step's samples reach one replica."""
 
     num_micro_batches: int
     micro_batch_size: int

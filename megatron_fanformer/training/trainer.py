@@ -246,7 +246,7 @@ class Trainer:
     # -- what is periodic
 
     def _evaluate_if_due(self) -> dict[str, float]:
-        """What is measured after this step besides training."""
+        """Measure what is due after this step besides training."""
         if not self._evaluation.is_due(self.step):
             return {}
         try:
@@ -287,7 +287,7 @@ class Trainer:
         return share(self._listener.now(), self.grid).stop
 
     def _ask_again(self) -> None:
-        """What came during an evaluation or a save is not to wait for another step; what is agreed on stays so."""
+        """Share again what came during an evaluation or a save, so that it need not wait for another step."""
         new = share(self._listener.now(), self.grid)
         self._asked = self._asked._replace(stop=self._asked.stop or new.stop, end=self._asked.end or new.end)
 

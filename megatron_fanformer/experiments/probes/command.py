@@ -41,7 +41,7 @@ OPTIONS = ("output", *SHORT, "write_data")
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentOptions:
-    """What `experiment` takes."""
+    """Describe what `experiment` takes."""
 
     name: str | None = argument(None, metavar="NAME")
     """lipschitz, mod, holes, cost, inference or logic; without one, they are listed with their minutes."""
