@@ -311,8 +311,8 @@ def read_overrides(arguments: Sequence[str], *, advice: Advice = no_advice) -> d
     while left:
         key = left.pop(0)
         if not key.startswith("--") or "." not in key:
-            told = advice(key.partition("=")[0]) if key.startswith("--") else None
-            rule = f" (--section.field VALUE); {told}" if told else "; write --section.field VALUE"
+            advised = advice(key.partition("=")[0]) if key.startswith("--") else None
+            rule = f" (--section.field VALUE); {advised}" if advised else "; write --section.field VALUE"
             raise InputError(f"{key!r} is not an override{rule}")
         key, has_value, text = key[2:].partition("=")
         if not has_value:

@@ -89,7 +89,7 @@ def read_entry(path: Path, offset: int, length: int) -> Any:
     Raises:
         CorruptError: it is damaged, or holds more than data.
     """
-    with damage_told(path), regular_file(path).open("rb") as stream:
+    with reporting_damage(path), regular_file(path).open("rb") as stream:
         size = path.stat().st_size
         if offset + length > size:
             raise CorruptError(f"{path} ends too early; {EARLIER}")
@@ -98,7 +98,7 @@ def read_entry(path: Path, offset: int, length: int) -> Any:
 
 
 @contextmanager
-def damage_told(
+def reporting_damage(
     what: Path | str,
     *,
     trusted: str = TRUSTED,

@@ -90,13 +90,13 @@ def publish_checkpoint(
     attachments: Sequence[Path] = (),
     *,
     in_background: bool = False,
-    spared: Collection[str] = (),
+    in_use: Collection[str] = (),
 ) -> Path:
     """Give a complete checkpoint its name, point `latest` to it, and remove all but the `keep` newest.
 
     Args:
         in_background: remove them in a thread: gigabytes take seconds to free.
-        spared: names of old ones that are in use, and left to a later publication.
+        in_use: names of old ones that are in use, and left to a later publication.
 
     Raises:
         OSError: it could not be published. (One that cannot be removed is told in the log, and left.)
@@ -115,7 +115,7 @@ def publish_checkpoint(
     if keep is not None:
         # later steps belong to a run that was rewound: this run neither counts nor removes them
         earlier = [folder for folder in _steps(checkpoints) if folder.name < final.name]
-        old = [folder for folder in earlier[: max(0, len(earlier) + 1 - keep)] if folder.name not in spared]
+        old = [folder for folder in earlier[: max(0, len(earlier) + 1 - keep)] if folder.name not in in_use]
         out_of_date += map(_rename_aside, old)
     for folder in filter(None, out_of_date):
         if in_background:

@@ -233,10 +233,10 @@ def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: 
             f"what acts on FAN's linear rows in {folder} is in its layer spec ({named}), which is code and not read; "
             "add --config FILE, with model: {fan: {activation: none}} (or gelu) in it"
         )
-    told = {name: value for name, value in seen._asdict().items() if value is not None}
+    stated = {name: value for name, value in seen._asdict().items() if value is not None}
     if seen.v_p_ratio == seen.p_ratio:
-        told.pop("v_p_ratio", None)
-    return {**told, **of_user}
+        stated.pop("v_p_ratio", None)
+    return {**stated, **of_user}
 
 
 # -- what else there is to say

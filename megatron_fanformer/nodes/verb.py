@@ -50,7 +50,7 @@ def _check_node(options: CheckConfig) -> None:
     from megatron_fanformer.nodes.check import check_nodes
 
     device.prepare_libraries()
-    device.let_late_collectives_fail()
+    device.enable_collective_timeouts()
     check_nodes(options)
 
 

@@ -74,7 +74,7 @@ class RankMemory:
         return sum(line.bytes for line in self.lines)
 
 
-class Moment(NamedTuple):
+class MemorySnapshot(NamedTuple):
     """A moment of the step: what it holds beside what stays from step to step."""
 
     name: str
@@ -185,19 +185,19 @@ def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:
 # -- the moments of a step
 
 
-def _moments(shapes: LayerShapes, stage: int, held: list[Chunk], in_flight: int) -> Iterator[Moment]:
+def _moments(shapes: LayerShapes, stage: int, held: list[Chunk], in_flight: int) -> Iterator[MemorySnapshot]:
     layer = rise(layer_operations(shapes.job))
     of_chunk = _chunk_rise(shapes, layer, held[0].layers)
     kept = of_chunk.saved + (embedding_ids(shapes) if held[0].has_embedding else 0)
     others = kept * (in_flight - 1)
     # The schedule holds on to the last gradient that it sent back, and in forward also to the input that it is of.
     sent = shapes.stream if stage > 0 and len(held) == 1 else 0
-    yield Moment("backward of a layer", others + kept, of_chunk.backward + sent)
+    yield MemorySnapshot("backward of a layer", others + kept, of_chunk.backward + sent)
     if held[-1].has_head:
         head = loss_head(shapes)
-        yield Moment("loss head", others + kept + head.saved, head.backward + 2 * sent)
+        yield MemorySnapshot("loss head", others + kept + head.saved, head.backward + 2 * sent)
     if held[0].has_embedding:
-        yield Moment("gradient of the embedding", others + embedding_ids(shapes), embedding_backward(shapes))
+        yield MemorySnapshot("gradient of the embedding", others + embedding_ids(shapes), embedding_backward(shapes))
 
 
 def chunks_in_flight(job: Job, stage: int) -> int:

@@ -120,7 +120,7 @@ class CollectiveThroughMemory(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         """Take what the other ranks wrote, piece by piece."""
         while self._buffers is not None:
-            self._memory.hear()
+            self._memory.wait()
             self._advance()
         return True
 

@@ -300,8 +300,8 @@ def keep_freed_memory() -> None:
     """
     global _is_kept
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    is_told = any(name in os.environ for name in KEEPING) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
-    if mallopt is None or is_told:
+    is_set = any(name in os.environ for name in KEEPING) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    if mallopt is None or is_set:
         return
     for parameter, value in KEEPING.values():
         mallopt(parameter, value)
@@ -370,7 +370,7 @@ def prepare_megatron(*, on_cpu: bool = False) -> None:
     megatron_cpu.install()
 
 
-def let_late_collectives_fail() -> None:
+def enable_collective_timeouts() -> None:
     """Have a collective of NCCL that exceeds its group's limit raise where it is waited for; before any group is made.
 
     Else torch's watchdog ends the whole process.

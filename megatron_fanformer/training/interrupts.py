@@ -46,7 +46,7 @@ class InterruptListener:
         started = time.monotonic() - seconds_since_start(devices.launcher_process() or os.getpid())
         self._end = started + 60 * (float("inf") if minutes is None else minutes)
 
-    def hear(self, number: signal.Signals) -> None:
+    def note_signal(self, number: signal.Signals) -> None:
         """Note a signal."""
         if number == SAVE_SIGNAL:
             self._save = True

@@ -51,10 +51,10 @@ def choice_lines(choices: list[Choice]) -> list[str]:
     if not news:
         return []
     groups = itertools.groupby(news, key=lambda choice: (choice.value, choice.reason))
-    told = "; ".join(
+    text = "; ".join(
         f"{', '.join(choice.field for choice in alike)} {_shown(value)} ({reason})" for (value, reason), alike in groups
     )
-    return textwrap.wrap(f"chosen here: {told}", LINE_WIDTH, subsequent_indent="  ")
+    return textwrap.wrap(f"chosen here: {text}", LINE_WIDTH, subsequent_indent="  ")
 
 
 def attention_notice(config: RunConfig, grid: RankGrid) -> str | None:

@@ -66,7 +66,7 @@ class PhaseHealth:
             if isinstance(module, FANSelfAttention | FANValueAttention)
         ]
         self._read: list[_LayerPhases] = []
-        self._told: set[tuple[str, int]] = set()
+        self._reported: set[tuple[str, int]] = set()
 
     def _is_due(self, step: int) -> bool:
         return self._interval is not None and step % self._interval == 0
@@ -91,7 +91,7 @@ class PhaseHealth:
         self._read = []
         metrics = _metrics(sums, largest)
         if self._grid.is_main:
-            self._tell(step, metrics)
+            self._log_findings(step, metrics)
         return metrics
 
     def _over_all_ranks(self) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ class PhaseHealth:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return sums.cpu(), largest.cpu()
 
-    def _tell(self, step: int, metrics: dict[str, list[float]]) -> None:
+    def _log_findings(self, step: int, metrics: dict[str, list[float]]) -> None:
         """Say which layers have passed a threshold since the last look."""
         reasons = {
             "health/dead_units": "no longer change from token to token",
@@ -114,7 +114,7 @@ class PhaseHealth:
         }
         for name, reason in reasons.items():
             shares = {layer: share for layer, share in enumerate(metrics[name]) if share > TOLD_SHARE}
-            if new := [layer for layer in shares if (name, layer) not in self._told]:
+            if new := [layer for layer in shares if (name, layer) not in self._reported]:
                 worst = max(new, key=shares.__getitem__)
                 logger.warning(
                     "step %d  of the periodic units of layer %s more than %.0f%% %s (%.3g%% in layer %d); see "
@@ -126,7 +126,7 @@ class PhaseHealth:
                     100 * shares[worst],
                     worst,
                 )
-            self._told = {told for told in self._told if told[0] != name} | {(name, layer) for layer in shares}
+            self._reported = {pair for pair in self._reported if pair[0] != name} | {(name, layer) for layer in shares}
 
 
 class _LayerPhases:

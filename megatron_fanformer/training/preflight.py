@@ -26,7 +26,7 @@ from megatron_fanformer.training.chats import with_steps
 from megatron_fanformer.training.config import UNSTATED, RunConfig, by_dotted_names
 from megatron_fanformer.training.machine_rules import machine_problems
 from megatron_fanformer.training.recovery import RecoveryConfig, read_events
-from megatron_fanformer.training.run_log import told_if_slow
+from megatron_fanformer.training.run_log import log_if_slow
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def check_settings(config: RunConfig, world_size: int | None) -> CheckedSettings
     found += of_sections
     if not of_sections:
         try:
-            config = with_steps(config, tell=logger.info)
+            config = with_steps(config, report=logger.info)
         except InputError as error:
             found.append(str(error))
         found += config.joint_problems(data_parallel_size)
@@ -143,7 +143,7 @@ def check_machine_and_data(checked: CheckedSettings) -> RunStart:
     config, resuming, loaded, evaluation = checked
     if found := machine_problems(config):
         raise InputError("\n".join(found))
-    with told_if_slow("reading the indices of the token files"):
+    with log_if_slow("reading the indices of the token files"):
         data = survey_data(config.data, config.model.vocab_size)
     if not config.data.is_chats:  # those have been packed
         train_samples, valid_samples = drawn_samples(config)
@@ -258,7 +258,7 @@ def _starting_points(config: RunConfig) -> tuple[_Resuming, Path | None]:
     except InputError as error:
         raise InputError(f"training.run_dir: {error}") from None
     if config.checkpoint.mirror is not None:
-        with told_if_slow(f"looking for a newer checkpoint on {redacted(config.checkpoint.mirror)}"):
+        with log_if_slow(f"looking for a newer checkpoint on {redacted(config.checkpoint.mirror)}"):
             fetch_newer(config.checkpoint.mirror, run, use_earlier=config.recovery.use_earlier_checkpoint)
     resuming = _resuming(store.checkpoints_to_resume(run), config.recovery)
     if resuming.checkpoint or not config.checkpoint.load:

@@ -179,7 +179,7 @@ class BadSteps:
         self._last_bad = max(self._last_bad, step)
 
     @property
-    def are_too_many(self) -> bool:
+    def limit_reached(self) -> bool:
         """Return whether skipping has not helped: the run must go back, or end."""
         return len(self.in_a_row) >= max(1, self._config.max_bad_steps_in_a_row)
 

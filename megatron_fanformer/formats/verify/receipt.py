@@ -73,10 +73,10 @@ def seen(checks: Json, width: int | None) -> list[str]:
 def _names(source: Checkpoint, used: set[str], destination: Checkpoint, run: set[str]) -> Json:
     """`run` names what the destination's own model requested, which is independent of the table."""
     unused = [name for name in source.tensors if name not in used]
-    not_asked_for = [name for name in destination.tensors if run and name not in run]
+    unexpected = [name for name in destination.tensors if run and name not in run]
     said = [
         f"{text}: {listed(names)}"
-        for text, names in (("unused", unused), ("written, but not the model's", not_asked_for))
+        for text, names in (("unused", unused), ("written, but not the model's", unexpected))
         if names
     ]
     return {
@@ -85,7 +85,7 @@ def _names(source: Checkpoint, used: set[str], destination: Checkpoint, run: set
         "source_tensors": len(source.tensors),
         "destination_tensors": len(destination.tensors),
         "unused": unused,
-        "not_the_models": not_asked_for,
+        "not_the_models": unexpected,
     }
 
 
