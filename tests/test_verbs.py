@@ -91,7 +91,7 @@ def test_options_of_generate() -> None:
         "generate run --prompt a --prompt b --num-samples 2 --max-new-tokens 5 --stop x --stop y --temperature 0.5 "
         "--top-k 3 --top-p 0.25 --seed 4 --batch-size 6 --tokenizer t --json"
     )
-    call = passed_on("generation.printing.print_generations", *options.split())
+    call = passed_on("generation.generate.print_generations", *options.split())
     assert call.kwargs == {"as_json": True}
     assert call.args[0] == GenerateConfig(
         checkpoint="run",
