@@ -294,20 +294,6 @@ def model_chooses_no_device(root: Path) -> list[str]:
     return found
 
 
-def placements_are_asked(root: Path) -> list[str]:
-    """Nobody compares a placement with a name: its object, in `model/placements.py`, knows what follows from it."""
-    found = []
-    for path, tree in sources(root):
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Compare):
-                continue
-            sides = [node.left, *node.comparators]
-            is_placement = any((_last_name(side) or "").endswith("placement") for side in sides)
-            if is_placement and any(isinstance(each, ast.Constant) for side in sides for each in ast.walk(side)):
-                found.append(f"{path}:{node.lineno}: compares a placement with a name")
-    return found
-
-
 def build_alone_names_gpt_model(root: Path) -> list[str]:
     found = []
     for path, tree in sources(root):
@@ -358,8 +344,6 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (model_chooses_no_device, "model/a.py", "import torch\nx = torch.zeros(1, device='cuda:0')"),
     (model_chooses_no_device, "model/a.py", "import torch\ntorch.cuda.is_available()"),
     (build_alone_names_gpt_model, "training/a.py", "from megatron.core.models.gpt import GPTModel as Model"),
-    (placements_are_asked, "planning/a.py", "a = fan.placement == 'ffn'"),
-    (placements_are_asked, "hf/a.py", "a = config.fan_placement in ('qkv', 'qk_and_v')"),
     (build_alone_names_gpt_model, "model/a.py", "from megatron.core.models import gpt\ngpt.GPTModel"),
 ]
 RULES = list(dict.fromkeys(rule for rule, _, _ in PLANTED))
