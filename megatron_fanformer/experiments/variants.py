@@ -42,7 +42,7 @@ class Variant:
     @property
     def is_periodic(self) -> bool:
         """Return whether it has cos and sin."""
-        return self.fan.place.has_fan and self.fan.p_ratio > 0
+        return self.fan.placement != "none" and self.fan.p_ratio > 0
 
 
 VARIANTS: dict[str, Variant] = {
@@ -98,7 +98,7 @@ def _variant(size: FANformerConfig, variant: Variant, equal: Equal, multiple: in
     if variant.is_periodic:
         fan = dataclasses.replace(fan, p_ratio=size.fan.p_ratio)
     model = dataclasses.replace(as_transformer(size), fan=fan)
-    if equal == "dimension" or not fan.place.has_fan:
+    if equal == "dimension" or fan.placement == "none":
         return model
     return with_same_parameters(model, 4 * multiple if fan.in_ffn else multiple)
 
@@ -112,7 +112,7 @@ def variant_fields(model: FANformerConfig) -> dict[str, Any]:
 def variant_of(model: FANformerConfig) -> str | None:
     """Return the variant that a model is, by its fields of `model.fan`; None if the paper's table has no such."""
     fan = model.fan
-    if not fan.place.has_fan:
+    if fan.placement == "none":
         return "transformer"
     kind = (fan.placement, fan.activation, int(fan.p_ratio * model.hidden_size) > 0)
     kinds = {(each.fan.placement, each.fan.activation, each.is_periodic): name for name, each in VARIANTS.items()}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats.name_table import NAME_TABLE, Format
 from megatron_fanformer.formats.p_ratio import inferred_p_ratio
-from megatron_fanformer.model.placements import placement_with
+from megatron_fanformer.model.config import Placement
 
 Shape = tuple[int, ...]
 
@@ -21,7 +21,7 @@ QK, FFN_IN, FFN_OUT = "self_attention.linear_qk", "mlp.linear_fc1", "mlp.linear_
 class SeenFAN(NamedTuple):
     """The fields of `model.fan` that tensors tell."""
 
-    placement: str
+    placement: Placement
     p_ratio: float | None
     """None without FAN."""
     v_p_ratio: float | None
@@ -45,19 +45,18 @@ def fan_of_tensors(shapes: Mapping[str, Shape], format: Format = "megatron") -> 
             f"the {format} weights have no {', '.join(sorted(missing))} in layer 0; name all tensors of a model"
         )
     hidden_size, ffn_hidden_size = layer[NORM][0], layer[FFN_OUT][1]
-    values, in_ffn = layer.get(V_FAN), layer[FFN_IN][0] != 2 * ffn_hidden_size  # which a SwiGLU's gate and up have
-    place = placement_with(in_attention=FAN in layer, has_own_values=values is not None, in_ffn=in_ffn)
-    if place is None:
-        raise CorruptError(f"the {format} weights have FAN layers where no placement has them; name a FANformer's")
-    if not place.has_fan:
-        return SeenFAN(place.name, None, None, None)
-    name, width = (FAN, hidden_size) if place.in_attention else (FFN_IN, ffn_hidden_size)
-    return SeenFAN(
-        placement=place.name,
-        p_ratio=inferred_p_ratio(layer[name][0], width, None),
-        v_p_ratio=inferred_p_ratio(values[0], layer[QK][0] - hidden_size, None) if values else None,
-        bias=f"{name}.bias" in layer,
-    )
+    if FAN in layer:
+        values = layer.get(V_FAN)
+        value_size = layer[QK][0] - hidden_size if values else 0
+        return SeenFAN(
+            placement="qk_and_v" if values else "qkv",
+            p_ratio=inferred_p_ratio(layer[FAN][0], hidden_size, None),
+            v_p_ratio=inferred_p_ratio(values[0], value_size, None) if values else None,
+            bias=f"{FAN}.bias" in layer,
+        )
+    if layer[FFN_IN][0] == 2 * ffn_hidden_size:  # gate and up of a SwiGLU
+        return SeenFAN("none", None, None, None)
+    return SeenFAN("ffn", inferred_p_ratio(layer[FFN_IN][0], ffn_hidden_size, None), None, f"{FFN_IN}.bias" in layer)
 
 
 def _first_layer(shapes: Mapping[str, Shape], format: Format) -> dict[str, Shape]:

@@ -7,7 +7,7 @@ that `trust_remote_code=True` opens it where this package is not installed.
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ from megatron_fanformer.formats.verb import MAX_SHARD_SIZE
 from megatron_fanformer.formats.weight_files import open_weights, write_shards
 from megatron_fanformer.hf import FANformerConfig as HuggingFaceConfig
 from megatron_fanformer.hf import configuration_fanformer, modeling_fanformer
-from megatron_fanformer.model.config import FANConfig, FANformerConfig
-from megatron_fanformer.model.placements import PLACEMENTS
+from megatron_fanformer.model.config import FANConfig, FANformerConfig, Placement
 
 MODEL_CARD = "README.md"
 FAN_WEIGHT = "model.layers.0.self_attn.fan.weight"
@@ -131,12 +130,11 @@ def _stated_config(folder: Path) -> HuggingFaceConfig:
 
 def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[str, Tensor]) -> FANformerConfig:
     known = meta_of(tensors)
-    place = PLACEMENTS[stated.fan_placement]  # one of them, by its own rules
-    if place.in_ffn and FFN_FAN_WEIGHT in known:
+    if stated.fan_placement == "ffn" and FFN_FAN_WEIGHT in known:
         inferred_p_ratio(known[FFN_FAN_WEIGHT].shape[0], stated.intermediate_size, stated.p_ratio)
-    if place.in_attention and FAN_WEIGHT in known:
+    if stated.fan_placement != "none" and FAN_WEIGHT in known:
         inferred_p_ratio(known[FAN_WEIGHT].shape[0], stated.hidden_size, stated.p_ratio)
-    if place.has_own_values and V_FAN_WEIGHT in known:
+    if stated.fan_placement == "qk_and_v" and V_FAN_WEIGHT in known:
         groups = stated.num_key_value_heads or stated.num_attention_heads
         rows = known[V_FAN_WEIGHT].shape[0]
         inferred_p_ratio(rows, groups * stated.head_dim, _v_p_ratio(stated), "v_p_ratio")
@@ -150,7 +148,7 @@ def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[st
 
 def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = None) -> HuggingFaceConfig:
     """transformers' configuration of the same model, without vocabulary padding."""
-    values_own = {"v_p_ratio": config.fan.value_p_ratio} if config.fan.place.has_own_values else {}
+    values_own = {"v_p_ratio": config.fan.value_p_ratio} if config.fan.placement == "qk_and_v" else {}
     return HuggingFaceConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -174,12 +172,12 @@ def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = 
 
 def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
     """The model's configuration here; the vocabulary is padded to Megatron's usual multiple."""
-    v_p_ratio = _v_p_ratio(stated) if PLACEMENTS[stated.fan_placement].has_own_values else None
+    v_p_ratio = _v_p_ratio(stated) if stated.fan_placement == "qk_and_v" else None
     fan = FANConfig(
         p_ratio=stated.p_ratio,
         activation="gelu" if stated.fan_activation == "gelu" else "none",
         bias=stated.fan_bias,
-        placement=stated.fan_placement,
+        placement=cast(Placement, stated.fan_placement),  # checked by its own rules
         v_p_ratio=None if v_p_ratio == stated.p_ratio else v_p_ratio,
     )
     return FANformerConfig(

@@ -40,12 +40,12 @@ CONDITIONS: dict[str, Callable[[FANformerConfig], bool]] = {
     "always": lambda _: True,
     "with FAN": lambda config: config.has_fan,
     "with FAN and its bias": lambda config: config.has_fan and config.fan.bias,
-    "at placement qk_and_v": lambda config: config.fan.place.has_own_values,
-    "at placement qk_and_v, with bias": lambda config: config.fan.place.has_own_values and config.fan.bias,
+    "at placement qk_and_v": lambda config: config.fan.placement == "qk_and_v",
+    "at placement qk_and_v, with bias": lambda config: config.fan.placement == "qk_and_v" and config.fan.bias,
     "at placement ffn": lambda config: config.fan.in_ffn,
     "at placement ffn, with bias": lambda config: config.fan.in_ffn and config.fan.bias,
     "not at placement ffn": lambda config: not config.fan.in_ffn,
-    "not at placement qk_and_v": lambda config: not config.fan.place.has_own_values,
+    "not at placement qk_and_v": lambda config: config.fan.placement != "qk_and_v",
     "untied": lambda config: config.untie_embeddings_and_output_weights,
 }
 """When a model has a row's tensors."""

@@ -20,12 +20,12 @@ from megatron_fanformer.formats.recognition import CONFIG_JSON
 from megatron_fanformer.formats.transforms import vocabulary_multiple
 from megatron_fanformer.formats.weight_files import SAFETENSORS, open_weights, write_safetensors
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
-from megatron_fanformer.model.placements import FANFORMER, SEQUENTIAL, placement_with
 
 WRAP_PREFIX = "model."
 FAN_WEIGHT = "transformer.blocks.0.att_proj.fanlayer.input_linear.weight"
 FAN_BIAS = "transformer.blocks.0.att_proj.fanlayer.input_linear.bias"
 V_FAN_WEIGHT = "transformer.blocks.0.v_fan.input_linear.weight"
+SEQUENTIAL, FANFORMER = "sequential", "fanformer"
 OPTIMIZER_FILES = ("optim.pt", "optim.safetensors", "optim", "train.pt", "trainer.pt", "other.pt")
 
 
@@ -196,10 +196,8 @@ def _unwrapped(tensors: LazyTensors) -> LazyTensors:
 
 def _fan(fields: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> FANConfig:
     own_values = fields.get("block_type") == FANFORMER
-    place = placement_with(in_attention=bool(fields.get("use_ATF")) or own_values, has_own_values=own_values)
-    assert place is not None, "all of the authors' models are placements here"
-    if not place.has_fan:
-        return FANConfig(placement=place.name)
+    if not fields.get("use_ATF") and not own_values:
+        return FANConfig(placement="none")
     for name in (FAN_WEIGHT, V_FAN_WEIGHT)[: 1 + own_values]:
         if name not in shapes:
             raise CorruptError(f"the configuration says that the model has FAN, but the weights have no {name}")
@@ -208,7 +206,7 @@ def _fan(fields: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> FANConfig:
         p_ratio=p_ratio,
         activation="gelu" if fields.get("attention_activation") == "gelu" else "none",
         bias=FAN_BIAS in shapes,
-        placement=place.name,
+        placement="qk_and_v" if own_values else "qkv",
         v_p_ratio=_v_p_ratio(fields, shapes, p_ratio) if own_values else None,
     )
 
@@ -241,7 +239,7 @@ def _config(fields: Mapping[str, Any], fan: FANConfig) -> FANformerConfig:
 
 def _fields(config: FANformerConfig, end_of_text_id: int | None) -> dict[str, Any]:
     fields = {
-        "block_type": config.fan.place.reference_block,
+        "block_type": FANFORMER if config.fan.placement == "qk_and_v" else SEQUENTIAL,
         "d_model": config.hidden_size,
         "n_heads": config.num_attention_heads,
         "n_kv_heads": config.num_query_groups,

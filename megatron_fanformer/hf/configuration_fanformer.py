@@ -4,7 +4,7 @@ This file and `modeling_fanformer.py` are copied verbatim into every exported fo
 transformers alone.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import transformers
 
@@ -20,25 +20,7 @@ if _installed < _oldest:  # of an export this file is read first: before anythin
     )
 
 FAN_ACTIVATIONS = ("none", "gelu")
-
-
-class FANPlacement(NamedTuple):
-    """Where a model has FAN projections."""
-
-    in_attention: bool = False
-    """One in front of queries, keys and values."""
-    has_own_values: bool = False
-    """The values are the output of another one, with no matrix after it."""
-    in_ffn: bool = False
-    """Two in place of SwiGLU."""
-
-
-FAN_PLACEMENTS = {
-    "qkv": FANPlacement(in_attention=True),
-    "qk_and_v": FANPlacement(in_attention=True, has_own_values=True),
-    "ffn": FANPlacement(in_ffn=True),
-    "none": FANPlacement(),
-}
+FAN_PLACEMENTS = ("qkv", "qk_and_v", "ffn", "none")
 # For attention and SwiGLU only: FAN's rows are [p | g], and a plain split would give one rank p and another g, so every
 # rank keeps the whole map.
 TP_PLAN = {
@@ -57,6 +39,8 @@ OWN_VALUES_TP_PLAN = {
     "layers.*.self_attn.k_proj": "colwise_gather_output",
     "layers.*.self_attn.o_proj": "rowwise_split_input",
 }
+# FAN layers in place of the MLP are whole on every rank, as all FAN maps are.
+FFN_TP_PLAN = {name: style for name, style in TP_PLAN.items() if ".mlp." not in name}
 
 
 class FANformerConfig(transformers.PreTrainedConfig):
@@ -120,12 +104,10 @@ class FANformerConfig(transformers.PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        places = FAN_PLACEMENTS.get(self.fan_placement, FANPlacement())  # another one is refused below
-        plan = OWN_VALUES_TP_PLAN if places.has_own_values else TP_PLAN
-        # FAN layers in place of the MLP are whole on every rank, as all FAN maps are.
-        self.base_model_tp_plan = {
-            name: style for name, style in plan.items() if not (places.in_ffn and ".mlp." in name)
-        }
+        if self.fan_placement == "qk_and_v":
+            self.base_model_tp_plan = OWN_VALUES_TP_PLAN
+        if self.fan_placement == "ffn":
+            self.base_model_tp_plan = FFN_TP_PLAN
         super().__post_init__(**kwargs)
         problems = self._problems()
         if problems:
@@ -140,11 +122,6 @@ class FANformerConfig(transformers.PreTrainedConfig):
     def value_p_ratio(self) -> float:
         """`v_p_ratio` resolved."""
         return self.p_ratio if self.v_p_ratio is None else self.v_p_ratio
-
-    @property
-    def places(self) -> FANPlacement:
-        """`fan_placement` resolved."""
-        return FAN_PLACEMENTS[self.fan_placement]
 
     def _problems(self) -> list[str]:
         found = []
@@ -165,8 +142,8 @@ class FANformerConfig(transformers.PreTrainedConfig):
         if self.fan_activation not in FAN_ACTIVATIONS:
             found.append(f"fan_activation {self.fan_activation!r} must be one of {FAN_ACTIVATIONS}")
         if self.fan_placement not in FAN_PLACEMENTS:
-            found.append(f"fan_placement {self.fan_placement!r} must be one of {tuple(FAN_PLACEMENTS)}")
-        elif self.v_p_ratio is not None and not self.places.has_own_values:
+            found.append(f"fan_placement {self.fan_placement!r} must be one of {FAN_PLACEMENTS}")
+        if self.v_p_ratio is not None and self.fan_placement != "qk_and_v":
             found.append(
                 f"v_p_ratio {self.v_p_ratio} applies only to fan_placement 'qk_and_v', not {self.fan_placement!r}"
             )

@@ -124,13 +124,13 @@ class FANformerAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
         value_size = groups * self.head_dim
-        self.has_fan, self.has_own_values, _ = config.places
+        self.has_fan = config.fan_placement in ("qkv", "qk_and_v")
         if self.has_fan:
             self.fan_activation = FANActivation(config, config.hidden_size, config.p_ratio)
             self.fan = nn.Linear(config.hidden_size, sum(self.fan_activation.sizes), bias=config.fan_bias)
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, value_size, bias=False)
-        if self.has_own_values:
+        if config.fan_placement == "qk_and_v":
             self.v_fan_activation = FANActivation(config, value_size, config.value_p_ratio)
             self.v_fan = nn.Linear(config.hidden_size, sum(self.v_fan_activation.sizes), bias=config.fan_bias)
         else:
@@ -148,7 +148,8 @@ class FANformerAttention(nn.Module):
         """[b, s, h] -> [b, s, h] and, if the implementation returns them, the weights [b, n, s, t]."""
         shape = hidden_states.shape[:-1]
         x = self.fan_activation(self.fan(hidden_states)) if self.has_fan else hidden_states
-        values = self.v_fan_activation(self.v_fan(hidden_states)) if self.has_own_values else self.v_proj(x)
+        own_values = self.config.fan_placement == "qk_and_v"
+        values = self.v_fan_activation(self.v_fan(hidden_states)) if own_values else self.v_proj(x)
         query, key, value = (
             heads.view(*shape, -1, self.head_dim).transpose(1, 2) for heads in (self.q_proj(x), self.k_proj(x), values)
         )
@@ -211,7 +212,7 @@ class FANformerDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = FANformerRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = FANformerAttention(config, layer_idx)
         self.post_attention_layernorm = FANformerRMSNorm(config.hidden_size, config.rms_norm_eps)
-        mlp = FANformerFANLayers if config.places.in_ffn else FANformerMLP
+        mlp = FANformerFANLayers if config.fan_placement == "ffn" else FANformerMLP
         self.mlp = mlp(config, layer_idx)
 
     def forward(self, hidden_states: Tensor, **kwargs: Unpack[TransformersKwargs]) -> Tensor:

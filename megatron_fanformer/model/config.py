@@ -5,18 +5,18 @@ authors' published configurations. Field names are Megatron's where Megatron has
 """
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.placements import PLACEMENTS, Output, Placement
 
 PAPER_VOCAB_SIZE = 50_280  # allenai/gpt-neox-olmo-dolma-v1_5
 PAPER_P_RATIO = 0.25
 FFN_MULTIPLE = 64  # matched sizes are rounded to it, so that every usual tensor-parallel size divides them
+
+Placement = Literal["qkv", "qk_and_v", "ffn", "none"]
 
 LARGEST_SIZE = 1 << 30  # so that the bytes of a tensor of two such sizes fit into 64 bits
 
@@ -42,7 +42,7 @@ class FANConfig:
     """Applied to the linear rows `g` alone; `gelu` is the original FAN."""
     bias: bool = True
     """Whether the map has a bias."""
-    placement: str = "qkv"
+    placement: Placement = "qkv"
     """`qkv`: Q, K and V are projected from X_F (the paper's); `qk_and_v`: Q and K are, and V comes from a FAN layer of
     its own; `ffn`: two FAN layers replace the feed-forward network (docs/experiments.md#variants); `none`: an ordinary
     Transformer."""
@@ -55,23 +55,19 @@ class FANConfig:
         return self.p_ratio if self.v_p_ratio is None else self.v_p_ratio
 
     @property
-    def place(self) -> Placement:
-        """`placement` resolved: what follows from it."""
-        return PLACEMENTS[self.placement]
-
-    @property
     def in_attention(self) -> bool:
         """Whether there is a FAN map in front of attention."""
-        return self.place.in_attention
+        return self.placement in ("qkv", "qk_and_v")
 
     @property
     def in_ffn(self) -> bool:
         """Whether two FAN layers take the place of the feed-forward network."""
-        return self.place.in_ffn
+        return self.placement == "ffn"
 
-    def outputs(self, hidden_size: int, value_size: int) -> list[Output]:
-        """The outputs of attention's FAN map: X_F, and the values where a FAN layer makes them."""
-        return self.place.attention_outputs(hidden_size, value_size, self.p_ratio, self.v_p_ratio)
+    def outputs(self, hidden_size: int, value_size: int) -> list[tuple[int, float]]:
+        """Width and p_ratio of the outputs of attention's FAN map: X_F, and the values where a FAN layer makes them."""
+        outputs = [(hidden_size, self.p_ratio)] if self.in_attention else []
+        return [*outputs, (value_size, self.value_p_ratio)] if self.placement == "qk_and_v" else outputs
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
@@ -81,11 +77,12 @@ class FANConfig:
             for name in ("p_ratio", "v_p_ratio")
             if (value := getattr(self, name)) is not None and not 0.0 <= value <= 0.5
         ]
-        if self.placement not in PLACEMENTS:
-            near = difflib.get_close_matches(self.placement, PLACEMENTS, n=1)
-            remedy = f"did you mean {near[0]}?" if near else "choose one of them"
-            return [*found, f"model.fan.placement is {self.placement!a}, not {', '.join(PLACEMENTS)}; {remedy}"]
-        return [*found, *self.place.field_problems(self.v_p_ratio)]
+        if self.v_p_ratio is not None and self.placement != "qk_and_v":
+            found.append(
+                f"model.fan.v_p_ratio is {self.v_p_ratio}, but at placement {self.placement} the values have no FAN "
+                "layer of their own; set it to null, or placement to qk_and_v"
+            )
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +165,8 @@ class FANformerConfig:
     @property
     def periodic_units(self) -> int:
         """Periodic rows of attention's FAN map in a layer, the values' included; 0 without one."""
-        return sum(output.periodic for output in self.fan.outputs(self.hidden_size, self.value_size))
+        outputs = self.fan.outputs(self.hidden_size, self.value_size)
+        return sum(int(p_ratio * width) for width, p_ratio in outputs)
 
     @property
     def linear_size(self) -> int:
@@ -183,26 +181,30 @@ class FANformerConfig:
     @property
     def fan_rows(self) -> int:
         """Rows of attention's FAN map in a layer, the values' included; 0 without one."""
-        return sum(output.rows for output in self.fan.outputs(self.hidden_size, self.value_size))
+        return sum(width for width, _ in self.fan.outputs(self.hidden_size, self.value_size)) - self.periodic_units
 
     @property
     def qkv_rows(self) -> int:
         """Rows of the matrix behind FAN: of Q, K and V, or of Q and K alone (placement qk_and_v)."""
-        return self.fan.place.projected_rows(self.num_attention_heads * self.kv_channels, self.value_size)
+        values = 0 if self.fan.placement == "qk_and_v" else self.value_size
+        return self.num_attention_heads * self.kv_channels + self.value_size + values
 
     @property
-    def sharded_fan_outputs(self) -> list[Output]:
-        """The FAN outputs whose maps' rows tensor parallel ranks share (in the `column` form).
+    def sharded_fan_outputs(self) -> list[tuple[int, float]]:
+        """Width and p_ratio of the FAN outputs whose maps' rows tensor parallel ranks share (in the `column` form).
 
-        In place of the MLP that is the first layer's; ranks share the columns of the second map, and so no row of it.
+        At placement `ffn` that is the first layer's; ranks share the columns of the second map, and so no row of it.
         """
-        of_ffn = self.fan.place.ffn_outputs(self.hidden_size, self.ffn_hidden_size, self.fan.p_ratio)
-        return [*self.fan.outputs(self.hidden_size, self.value_size), *of_ffn[:1]]
+        in_ffn = [(self.ffn_hidden_size, self.fan.p_ratio)] if self.fan.in_ffn else []
+        return in_ffn or self.fan.outputs(self.hidden_size, self.value_size)
 
     @property
     def ffn_maps(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Rows and columns of the feed-forward network's two matrices."""
-        return self.fan.place.ffn_maps(self.hidden_size, self.ffn_hidden_size, self.fan.p_ratio)
+        h, f = self.hidden_size, self.ffn_hidden_size
+        if self.fan.in_ffn:
+            return (f - int(self.fan.p_ratio * f), h), (h - int(self.fan.p_ratio * h), f)
+        return (2 * f, h), (h, f)
 
     @property
     def num_parameters(self) -> int:
@@ -292,7 +294,8 @@ def with_same_parameters(config: FANformerConfig, multiple: int = FFN_MULTIPLE) 
     """
     h, fan = config.hidden_size, config.fan
     missing = as_transformer(config)._layer_parameters - config._layer_parameters
-    exact = config.ffn_hidden_size + missing / fan.place.ffn_parameters_a_channel(h, fan.p_ratio, fan.bias)
+    of_one = (1 - fan.p_ratio) * (2 * h + fan.bias) if fan.in_ffn else 3 * h  # parameters of one more of d_ff
+    exact = config.ffn_hidden_size + missing / of_one
     return dataclasses.replace(config, ffn_hidden_size=max(1, round(exact / multiple)) * multiple)
 
 

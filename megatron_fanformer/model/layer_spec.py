@@ -35,7 +35,6 @@ from megatron_fanformer.model.local_layers import (
     RMSNorm,
     TorchCoreAttention,
 )
-from megatron_fanformer.model.placements import LOCAL_ONLY
 from megatron_fanformer.runtime.layout import FANForm
 
 
@@ -146,7 +145,7 @@ def _attention(
     if not fan.in_attention:
         return ModuleSpec(module=SelfAttention, params=params, submodules=SelfAttentionSubmodules(**parts))
     return ModuleSpec(
-        module=FANValueAttention if fan.place.has_own_values else FANSelfAttention,
+        module=FANSelfAttention if fan.placement == "qkv" else FANValueAttention,
         params={**params, "fan": fan, "fan_form": fan_form, "recompute_fan": recompute_fan},
         submodules=FANSelfAttentionSubmodules(**parts, fan_linear=fan_linear),
     )
@@ -189,7 +188,9 @@ def _local_ffn(fan: FANConfig) -> ModuleSpec:
 
 def _transformer_engine_layer(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, recompute_fan: bool) -> ModuleSpec:
     if fan.in_ffn:
-        raise InputError(f"model.fan.placement is {fan.placement}, {LOCAL_ONLY}; set kernels.transformer_impl to local")
+        raise InputError(
+            "model.fan.placement is ffn, whose FAN layers are local ones alone; set kernels.transformer_impl to local"
+        )
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
         TEDotProductAttention,

@@ -95,7 +95,7 @@ def count_step(trial: TrialConfig, layout: ParallelConfig) -> tuple[int, list[Co
 
 def _variants(small: FANformerConfig, full: FANformerConfig, layout: ParallelConfig) -> dict[str, Variant]:
     """A Transformer and each FAN form, of the small model, as far as the layout is legal for them at full size."""
-    fan = small.fan if small.fan.place.has_fan else FANConfig()
+    fan = FANConfig() if small.fan.placement == "none" else small.fan
     column = dataclasses.replace(layout, fan_form="column")
     candidates = {TRANSFORMER: (FANConfig(placement="none"), column)}
     if fan.in_ffn:

@@ -123,8 +123,8 @@ class Reordering:
         }
 
     def _groups(self) -> Tensor | None:
-        # Of own values a channel says whether it is a cosine, a sine or linear: its head cannot move.
-        return None if self.model.fan.place.has_own_values else self._order("groups", self.model.query_groups)
+        # At qk_and_v a value's channel says whether it is a cosine, a sine or linear: its head cannot move.
+        return None if self.model.fan.placement == "qk_and_v" else self._order("groups", self.model.query_groups)
 
     def _qkv_rows(self) -> Tensor | None:
         return self._blocks(self._groups(), self.model.qkv_rows)

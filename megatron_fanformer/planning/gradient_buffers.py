@@ -110,7 +110,7 @@ def layer_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
     fan = list(_fan_weights(model, parallel))
     yield Weight("input_layernorm.weight", h, is_sharded)
     yield Weight("self_attention.linear_proj.weight", model.num_attention_heads // ranks * model.kv_channels * h)
-    if model.fan.place.has_own_values:  # its attention makes the FAN layer first
+    if model.fan.placement == "qk_and_v":  # its attention makes the FAN layer first
         yield from (*fan, qkv._replace(name="self_attention.linear_qk.weight"))
     else:
         yield from (qkv, *fan)

@@ -196,15 +196,16 @@ class _FAN(NamedTuple):
 def _fan_sizes(shapes: LayerShapes) -> _FAN:
     model = shapes.job.model
     outputs = model.fan.outputs(model.hidden_size, model.value_size)
-    linear = sum(output.rows - output.periodic for output in outputs)
+    periodic = [int(p_ratio * width) for width, p_ratio in outputs]
+    linear = sum(width for width, _ in outputs) - 2 * sum(periodic)
     tokens = shapes.tokens if shapes.is_column else shapes.part_tokens
     return _FAN(
         x_f=shapes.of_fan(model.hidden_size),
-        made=sum(shapes.of_fan(output.width) for output in outputs),
+        made=sum(shapes.of_fan(width) for width, _ in outputs),
         kept_g=shapes.of_fan(linear) if model.fan.activation == "gelu" else 0,
         own_pre=shapes.of_fan(shapes.fan_rows),
         gathered_pre=shapes.of_fan(model.fan_rows) if shapes.is_column and shapes.tensor > 1 else 0,
-        temporaries=tokens * max(output.periodic for output in outputs) * _floats_of_products(shapes) * FLOAT,
+        temporaries=tokens * max(periodic) * _floats_of_products(shapes) * FLOAT,
     )
 
 
@@ -312,7 +313,7 @@ def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
 def _values(shapes: LayerShapes) -> tuple[int, bool]:
     """Bytes of the tensor that values lie in, beyond what FAN keeps; and whether they are a view of a wider one."""
     job = shapes.job
-    if not job.model.fan.place.has_own_values:
+    if job.model.fan.placement != "qk_and_v":
         # QKV's output: of all ranks, where query groups are fewer than they.
         ranks = shapes.tensor if job.model.query_groups < shapes.tensor else 1
         return shapes.whole(shapes.qkv) * ranks, True

@@ -161,7 +161,7 @@ def head_operation(
 def _fan(model: FANformerConfig, m: int, e: int, ranks: int) -> Iterator[Operation]:
     """The FAN map, sharded over so many ranks, and its activation."""
     yield _product("FAN map", m, model.hidden_size, model.fan_rows // ranks, e)
-    made = sum(output.width for output in model.fan.outputs(model.hidden_size, model.value_size))
+    made = sum(width for width, _ in model.fan.outputs(model.hidden_size, model.value_size))
     # Forward reads p | g and writes X_F; backward reads its gradient and the cos and sin in it, and writes p | g's.
     both = (model.fan_rows + made, model.fan_rows + made + 2 * model.periodic_units)
     yield _element_wise("FAN activation", m=m, widths=both, e=e, module="fan")

@@ -51,12 +51,12 @@ def _fan(config: FANformerConfig, block: Load, name: str, x: Tensor, width: int)
 
 def _attention(config: FANformerConfig, block: Load, x: Tensor) -> Tensor:
     query_size, value_size = config.num_attention_heads * config.kv_channels, config.value_size
-    if not config.has_fan:
+    if config.fan.placement == "none":
         q, k, v = (x @ block("att_proj.weight").T).split([query_size, value_size, value_size], dim=-1)
     else:
         rows = _fan(config, block, "att_proj.fanlayer", x, config.hidden_size) @ block("att_proj.linear.weight").T
         q, k, v = rows[..., :query_size], rows[..., query_size:][..., :value_size], rows[..., query_size + value_size :]
-        if config.fan.place.has_own_values:
+        if config.fan.placement == "qk_and_v":
             v = _fan(config, block, "v_fan", x, value_size)
     q, k, v = (part.unflatten(-1, (-1, config.kv_channels)).transpose(1, 2) for part in (q, k, v))
     q, k = _rotate(config, q), _rotate(config, k)
