@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig, as_transformer
+from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.layout_rules import layout_problems
+from megatron_fanformer.model.placements import TRANSFORMER
 from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.parity.trial import TrialConfig, prepared
 from megatron_fanformer.planning.communication import ComparedRow, communication, side_by_side
@@ -94,7 +95,7 @@ def _variants(small: FANformerConfig, full: FANformerConfig, layout: ParallelCon
     """A Transformer and each FAN form, of the small model, as far as the layout is legal for them at full size."""
     if not small.placement.is_fanformer:
         small = dataclasses.replace(small, fan=FANConfig())
-    transformer = as_transformer(small)
+    transformer = dataclasses.replace(small, fan=FANConfig(placement=TRANSFORMER))
     forms: dict[str, FANForm] = {title: form for form, title in small.placement.fan_forms.items()}
     candidates = {transformer.placement.title: (transformer, dataclasses.replace(layout, fan_form="column"))}
     candidates |= {title: (small, dataclasses.replace(layout, fan_form=form)) for title, form in forms.items()}
