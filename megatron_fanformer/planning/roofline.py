@@ -120,7 +120,7 @@ def layer_operations(
     own_tokens = m // ranks if sequence_parallel else m  # of norms and residuals
     heads, values = model.num_attention_heads * model.kv_channels // ranks, -(-model.value_size // ranks)
     is_sharded = fan_form == "column"
-    fan = _fan(model, m if is_sharded else m // ranks, e, ranks if is_sharded else 1) if model.has_fan else ()
+    fan = _fan(model, m if is_sharded else m // ranks, e, ranks if is_sharded else 1) if model.fan_rows else ()
     rotated = 2 * (heads + values)
     return (
         *fan,

@@ -13,6 +13,8 @@ from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.layout_rules import layout_problems
+from megatron_fanformer.planning import roofline
+from megatron_fanformer.planning.flops import forward_flops_per_token
 from megatron_fanformer.planning.gradient_buffers import first_stage_elements
 from megatron_fanformer.runtime.parallel import ParallelConfig
 from megatron_fanformer.runtime.seeding import generator_for
@@ -61,6 +63,10 @@ def test_its_formula_counts_what_is_built(run_on_ranks: Any) -> None:
     assert shapes == expected_shapes(MODEL, "megatron")
     built = sum(shape.numel() for shape in shapes.values())
     assert built == MODEL.num_parameters == first_stage_elements(MODEL, ParallelConfig(), MODEL.num_layers)
+    operations = roofline.layer_operations(MODEL, tokens=1, element_bytes=4)
+    head = roofline.head_operation(MODEL, tokens=1, element_bytes=4)
+    layers = MODEL.num_layers * sum(operation.forward.flops for operation in operations)
+    assert layers + head.forward.flops == forward_flops_per_token(MODEL)
 
 
 def test_an_export_comes_back_equal_to_the_bit(tmp_path: Path) -> None:
