@@ -197,9 +197,10 @@ def _fan(fields: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> FANConfig:
     block_type = fields.get("block_type", SEQUENTIAL)
     said = {"block_type": block_type, "use_ATF": bool(fields.get("use_ATF")) or block_type == FANFORMER}
     placement = next(each for each in PLACEMENTS.values() if each.reference_fields == said)
-    if not placement.is_fanformer:
-        return FANConfig(placement=placement.name)
-    maps = placement.maps(_config(fields, FANConfig(placement=placement.name)))
+    model = _config(fields, FANConfig(placement=placement.name))
+    if model.stated_problems() or not placement.is_fanformer:  # the caller refuses problems
+        return model.fan
+    maps = placement.maps(model)
     names = [names_in(layer_row(placement.tensor(each.tensor)), 0, "reference")[0] for each in maps]
     if missing := [name for name in names if name not in shapes]:
         raise CorruptError(f"the configuration says that the model has FAN, but the weights have no {missing[0]}")
