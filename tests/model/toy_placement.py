@@ -39,7 +39,7 @@ class MLPInput(Placement):
     fan_forms: ClassVar[Mapping[Any, str]] = {"column": "FAN in front of the MLP"}
     has_engine_layers = False
 
-    def outputs(self, fan: FANConfig, hidden_size: int, _value_size: int) -> list[tuple[int, float]]:
+    def outputs(self, fan: FANConfig, hidden_size: int, value_size: int) -> list[tuple[int, float]]:
         return [(hidden_size, fan.p_ratio)]
 
     def maps(self, model: FANformerConfig) -> list[FANMap]:

@@ -50,7 +50,7 @@ class QKV(Placement):
     reference_fields: ClassVar[Mapping[str, Any]] = {"block_type": "sequential", "use_ATF": True}
     fan_forms: ClassVar[Mapping[FANForm, str]] = {"column": "FAN column", "sequence": "FAN sequence"}
 
-    def outputs(self, fan: "FANConfig", hidden_size: int, _value_size: int) -> list[tuple[int, float]]:
+    def outputs(self, fan: "FANConfig", hidden_size: int, value_size: int) -> list[tuple[int, float]]:
         """Return X_F alone."""
         return [(hidden_size, fan.p_ratio)]
 
@@ -98,7 +98,7 @@ class QKV(Placement):
             module=module, params={**params, **fan_params}, submodules=FANSelfAttentionSubmodules(**parts)
         )
 
-    def recompute_problems(self, _model: "FANformerConfig", _tensor: int) -> Iterator[str]:
+    def recompute_problems(self, model: "FANformerConfig", tensor: int) -> Iterator[str]:
         """Yield nothing: X_F is freed."""
         yield from ()
 

@@ -142,28 +142,28 @@ class Placement:
         """Return the tensor of a layer that Megatron calls so."""
         return next(each for each in self.all_tensors() if each.name == name)
 
-    def outputs(self, _fan: "FANConfig", _hidden_size: int, _value_size: int) -> list[tuple[int, float]]:
+    def outputs(self, fan: "FANConfig", hidden_size: int, value_size: int) -> list[tuple[int, float]]:
         """Return width and p_ratio of the outputs of attention's FAN map; none without one."""
         return []
 
-    def maps(self, _model: "FANformerConfig") -> list[FANMap]:
+    def maps(self, model: "FANformerConfig") -> list[FANMap]:
         """Return the FAN maps of a layer whose rows tensor parallel ranks share."""
         return []
 
-    def seen_maps(self, _layer: Mapping[str, Shape]) -> list[Rows]:
+    def seen_maps(self, layer: Mapping[str, Shape]) -> list[Rows]:
         """Return the rows and widths of `maps`, of the shapes of a layer's tensors (named without `.weight`)."""
         return []
 
-    def fits(self, _layer: Mapping[str, Shape]) -> bool:
+    def fits(self, layer: Mapping[str, Shape]) -> bool:
         """Return whether a layer with just `own_tensors` of FAN is one of this placement."""
         return True
 
-    def reference_qkv(self, model: "FANformerConfig", block: Callable[[str], Any], x: Any, _fan: Any) -> Sequence[Any]:
+    def reference_qkv(self, model: "FANformerConfig", block: Callable[[str], Any], x: Any, fan: Any) -> Sequence[Any]:
         """Return queries, keys and values [b, s, ...] of x by the authors' equations.
 
         Args:
             block: loads a tensor by its name in the authors' block.
-            _fan: a FAN layer, called with the name of its map, x, and its width.
+            fan: a FAN layer, called with the name of its map, x, and its width.
         """
         return self._split(model, x @ block("att_proj.weight").T)
 
@@ -209,17 +209,17 @@ class Placement:
         yield "mlp.linear_fc1.weight", rows // parallel.tensor_model_parallel_size * columns, False
         yield "mlp.linear_fc2.weight", rows_2 * columns_2 // parallel.tensor_model_parallel_size, False
 
-    def exchanged_values(self, _model: "FANformerConfig") -> int:
+    def exchanged_values(self, model: "FANformerConfig") -> int:
         """Return the width of values that each rank makes of its tokens (`sequence` form) for the heads of others."""
         return 0
 
     def mlp_activations(
-        self, model: "FANformerConfig", tokens: int, _own_tokens: int, ranks: int
+        self, model: "FANformerConfig", tokens: int, own_tokens: int, ranks: int
     ) -> Iterator[tuple[str, int, tuple[int, int]]]:
         """Yield each element-wise step of the MLP: name, tokens, and numbers moved of a token in forward and backward.
 
         Args:
-            _own_tokens: of this rank, under sequence parallelism.
+            own_tokens: of this rank, under sequence parallelism.
         """
         f = model.ffn_hidden_size // ranks
         yield "SwiGLU", tokens, (3 * f, 5 * f)
@@ -253,12 +253,12 @@ class Placement:
 
     # -- modules
 
-    def attention(self, params: dict[str, Any], _fan_params: dict[str, Any], parts: dict[str, Any]) -> Any:
+    def attention(self, params: dict[str, Any], fan_params: dict[str, Any], parts: dict[str, Any]) -> Any:
         """Return the ModuleSpec of self-attention.
 
         Args:
             params: of Megatron's self-attention.
-            _fan_params: of one with FAN, besides.
+            fan_params: of one with FAN, besides.
             parts: the layers it is made of; `fan_linear` is the FAN map's.
         """
         from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -267,7 +267,7 @@ class Placement:
         own = {name: part for name, part in parts.items() if name != "fan_linear"}
         return ModuleSpec(module=SelfAttention, params=params, submodules=SelfAttentionSubmodules(**own))
 
-    def local_mlp(self, _fan: "FANConfig") -> Any:
+    def local_mlp(self, fan: "FANConfig") -> Any:
         """Return the ModuleSpec of the MLP of local layers."""
         from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 
@@ -277,11 +277,11 @@ class Placement:
 
     def mlp_fields(self, *, on_cpu: bool) -> dict[str, Any]:
         """Return what the MLP needs of megatron-core's configuration."""
-        import torch.nn.functional as F
+        from torch.nn.functional import silu
 
         return {
             "gated_linear_unit": True,
-            "activation_func": F.silu,
+            "activation_func": silu,
             # A GPU's SwiGLU is fused, by the Engine or torch's compiler; a CPU uses the local layers' own, for which
             # `use_te_activation_func` is megatron-core's switch, despite its name.
             "bias_activation_fusion": not on_cpu,
@@ -290,7 +290,7 @@ class Placement:
 
     # -- rules
 
-    def recompute_problems(self, _model: "FANformerConfig", _tensor: int) -> Iterator[str]:
+    def recompute_problems(self, model: "FANformerConfig", tensor: int) -> Iterator[str]:
         """Yield why naming `fan` in recompute_modules saves nothing at that tensor parallel size, one line each."""
         yield self._nothing_to_recompute("remove it")
 

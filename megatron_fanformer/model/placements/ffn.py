@@ -127,7 +127,7 @@ class FFN(Placement):
 
         return {"activation_func": already_activated}
 
-    def recompute_problems(self, _model: "FANformerConfig", _tensor: int) -> Iterator[str]:
+    def recompute_problems(self, model: "FANformerConfig", tensor: int) -> Iterator[str]:
         """Yield what recomputes these layers."""
         yield self._nothing_to_recompute("name mlp in its place")
 
