@@ -225,7 +225,7 @@ def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: 
     of_user = stated.get("fan") or {}
     if not isinstance(of_user, dict):
         return of_user  # refused with the rest
-    if seen.placement != "none" and arguments.get("spec") != SPEC and "activation" not in of_user:
+    if seen.p_ratio is not None and arguments.get("spec") != SPEC and "activation" not in of_user:
         spec = arguments.get("spec")
         named = " ".join(map(str, spec)) if isinstance(spec, list) else "not known"
         raise InputError(

@@ -4,7 +4,7 @@ This file and `modeling_fanformer.py` are copied verbatim into every exported fo
 transformers alone.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import transformers
 
@@ -20,7 +20,6 @@ if _installed < _oldest:  # of an export this file is read first: before anythin
     )
 
 FAN_ACTIVATIONS = ("none", "gelu")
-FAN_PLACEMENTS = ("qkv", "qk_and_v", "ffn", "none")
 # For attention and SwiGLU only: FAN's rows are [p | g], and a plain split would give one rank p and another g, so every
 # rank keeps the whole map.
 TP_PLAN = {
@@ -41,6 +40,22 @@ OWN_VALUES_TP_PLAN = {
 }
 # FAN layers in place of the MLP are whole on every rank, as all FAN maps are.
 FFN_TP_PLAN = {name: style for name, style in TP_PLAN.items() if ".mlp." not in name}
+
+
+class Placement(NamedTuple):
+    """What a placement of FAN decides of a configuration."""
+
+    tp_plan: dict[str, str] = TP_PLAN
+    has_v_p_ratio: bool = False
+    """Whether the values have a FAN projection of their own."""
+
+
+FAN_PLACEMENTS = {
+    "qkv": Placement(),
+    "qk_and_v": Placement(OWN_VALUES_TP_PLAN, has_v_p_ratio=True),
+    "ffn": Placement(FFN_TP_PLAN),
+    "none": Placement(),
+}
 
 
 class FANformerConfig(transformers.PreTrainedConfig):
@@ -104,10 +119,8 @@ class FANformerConfig(transformers.PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.fan_placement == "qk_and_v":
-            self.base_model_tp_plan = OWN_VALUES_TP_PLAN
-        if self.fan_placement == "ffn":
-            self.base_model_tp_plan = FFN_TP_PLAN
+        if self.fan_placement in tuple(FAN_PLACEMENTS):
+            self.base_model_tp_plan = FAN_PLACEMENTS[self.fan_placement].tp_plan
         super().__post_init__(**kwargs)
         problems = self._problems()
         if problems:
@@ -141,11 +154,13 @@ class FANformerConfig(transformers.PreTrainedConfig):
                 found.append(f"{name} {ratio} must lie in [0, 0.5], since both cos and sin of p are used")
         if self.fan_activation not in FAN_ACTIVATIONS:
             found.append(f"fan_activation {self.fan_activation!r} must be one of {FAN_ACTIVATIONS}")
-        if self.fan_placement not in FAN_PLACEMENTS:
-            found.append(f"fan_placement {self.fan_placement!r} must be one of {FAN_PLACEMENTS}")
-        if self.v_p_ratio is not None and self.fan_placement != "qk_and_v":
+        if self.fan_placement not in tuple(FAN_PLACEMENTS):
+            found.append(f"fan_placement {self.fan_placement!r} must be one of {tuple(FAN_PLACEMENTS)}")
+        of_values = [name for name, placement in FAN_PLACEMENTS.items() if placement.has_v_p_ratio]
+        if self.v_p_ratio is not None and self.fan_placement not in of_values:
             found.append(
-                f"v_p_ratio {self.v_p_ratio} applies only to fan_placement 'qk_and_v', not {self.fan_placement!r}"
+                f"v_p_ratio {self.v_p_ratio} applies only to fan_placement {' or '.join(map(repr, of_values))}, not "
+                f"{self.fan_placement!r}"
             )
         if getattr(self, "rope_parameters", None):
             found.append(

@@ -15,7 +15,7 @@ def model_rows(config: FANformerConfig) -> list[tuple[str, str]]:
         heads += f", {config.query_groups} query groups"
     head = "untied head" if config.untie_embeddings_and_output_weights else "tied head"
     return [
-        ("model", f"{_name(config)}: {config.num_layers} layers, h {config.hidden_size}, {heads}"),
+        ("model", f"{config.placement.title}: {config.num_layers} layers, h {config.hidden_size}, {heads}"),
         ("", f"d_ff {config.ffn_hidden_size}, sequences of {config.seq_length} tokens, {head}"),
         ("", f"vocabulary {config.vocab_size:,}, padded to {config.padded_vocab_size:,}"),
         ("FAN", _fan(config)),
@@ -48,20 +48,14 @@ def text_row(facts: dict[str, Any]) -> tuple[str, str]:
     return "tokenizer", f"{facts['tokenizer'] or 'none'}{template}"
 
 
-def _name(config: FANformerConfig) -> str:
-    if config.fan.in_ffn:
-        return "Transformer with FAN layers for its MLP"
-    return "FANformer" if config.has_fan else "Transformer"
-
-
 def _fan(config: FANformerConfig) -> str:
     fan = config.fan
-    if fan.placement == "none":
+    if not config.placement.is_fanformer:
         return "none"
     values = f", of the values {fan.v_p_ratio:g}" if fan.v_p_ratio is not None else ""
     activation = f", activation {fan.activation}" if fan.activation != "none" else ""
     bias = "" if fan.bias else ", no bias"
-    width = config.ffn_hidden_size if fan.in_ffn else config.hidden_size
-    periodic = int(fan.p_ratio * width)
-    rows = f"{periodic} periodic and {width - 2 * periodic} linear rows{' in the first layer' * fan.in_ffn}"
+    first, *_ = config.placement.maps(config)
+    periodic = int(first.p_ratio * first.width)
+    rows = f"{periodic} periodic and {first.width - 2 * periodic} linear rows{config.placement.rows_are_of}"
     return f"p_ratio {fan.p_ratio:g}{values}, placement {fan.placement}: {rows}{activation}{bias}"

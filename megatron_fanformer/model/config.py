@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.model.placements import PLACEMENTS, TRANSFORMER, Placement, PlacementName
 
 PAPER_VOCAB_SIZE = 50_280  # allenai/gpt-neox-olmo-dolma-v1_5
 PAPER_P_RATIO = 0.25
 FFN_MULTIPLE = 64  # matched sizes are rounded to it, so that every usual tensor-parallel size divides them
-
-Placement = Literal["qkv", "qk_and_v", "ffn", "none"]
 
 LARGEST_SIZE = 1 << 30  # so that the bytes of a tensor of two such sizes fit into 64 bits
 
@@ -42,7 +41,7 @@ class FANConfig:
     """Applied to the linear rows `g` alone; `gelu` is the original FAN."""
     bias: bool = True
     """Whether the map has a bias."""
-    placement: Placement = "qkv"
+    placement: PlacementName = "qkv"
     """`qkv`: Q, K and V are projected from X_F (the paper's); `qk_and_v`: Q and K are, and V comes from a FAN layer of
     its own; `ffn`: two FAN layers replace the feed-forward network (docs/experiments.md#variants); `none`: an ordinary
     Transformer."""
@@ -54,20 +53,9 @@ class FANConfig:
         """`v_p_ratio` resolved."""
         return self.p_ratio if self.v_p_ratio is None else self.v_p_ratio
 
-    @property
-    def in_attention(self) -> bool:
-        """Whether there is a FAN map in front of attention."""
-        return self.placement in ("qkv", "qk_and_v")
-
-    @property
-    def in_ffn(self) -> bool:
-        """Whether two FAN layers take the place of the feed-forward network."""
-        return self.placement == "ffn"
-
     def outputs(self, hidden_size: int, value_size: int) -> list[tuple[int, float]]:
         """Width and p_ratio of the outputs of attention's FAN map: X_F, and the values where a FAN layer makes them."""
-        outputs = [(hidden_size, self.p_ratio)] if self.in_attention else []
-        return [*outputs, (value_size, self.value_p_ratio)] if self.placement == "qk_and_v" else outputs
+        return PLACEMENTS[self.placement].outputs(self, hidden_size, value_size)
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
@@ -77,7 +65,7 @@ class FANConfig:
             for name in ("p_ratio", "v_p_ratio")
             if (value := getattr(self, name)) is not None and not 0.0 <= value <= 0.5
         ]
-        if self.v_p_ratio is not None and self.placement != "qk_and_v":
+        if self.v_p_ratio is not None and not PLACEMENTS[self.placement].has_own_values:
             found.append(
                 f"model.fan.v_p_ratio is {self.v_p_ratio}, but at placement {self.placement} the values have no FAN "
                 "layer of their own; set it to null, or placement to qk_and_v"
@@ -153,9 +141,14 @@ class FANformerConfig:
         return self.num_query_groups or self.num_attention_heads
 
     @property
+    def placement(self) -> Placement:
+        """All that follows from `fan.placement`."""
+        return PLACEMENTS[self.fan.placement]
+
+    @property
     def has_fan(self) -> bool:
         """Whether there is a FAN map in front of attention."""
-        return self.fan.in_attention
+        return self.placement.is_in_attention
 
     @property
     def periodic_size(self) -> int:
@@ -186,43 +179,23 @@ class FANformerConfig:
     @property
     def qkv_rows(self) -> int:
         """Rows of the matrix behind FAN: of Q, K and V, or of Q and K alone (placement qk_and_v)."""
-        values = 0 if self.fan.placement == "qk_and_v" else self.value_size
-        return self.num_attention_heads * self.kv_channels + self.value_size + values
+        return self.placement.qkv_rows(self)
 
     @property
     def sharded_fan_outputs(self) -> list[tuple[int, float]]:
-        """Width and p_ratio of the FAN outputs whose maps' rows tensor parallel ranks share (in the `column` form).
-
-        At placement `ffn` that is the first layer's; ranks share the columns of the second map, and so no row of it.
-        """
-        in_ffn = [(self.ffn_hidden_size, self.fan.p_ratio)] if self.fan.in_ffn else []
-        return in_ffn or self.fan.outputs(self.hidden_size, self.value_size)
+        """Width and p_ratio of the FAN outputs whose maps' rows tensor parallel ranks share (in the `column` form)."""
+        return [(each.width, each.p_ratio) for each in self.placement.maps(self)]
 
     @property
     def ffn_maps(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Rows and columns of the feed-forward network's two matrices."""
-        h, f = self.hidden_size, self.ffn_hidden_size
-        if self.fan.in_ffn:
-            return (f - int(self.fan.p_ratio * f), h), (h - int(self.fan.p_ratio * h), f)
-        return (2 * f, h), (h, f)
+        return self.placement.ffn_maps(self)
 
     @property
     def num_parameters(self) -> int:
         """Weights of the whole model, vocabulary padding included, tied ones counted once."""
         embeddings = self.padded_vocab_size * self.hidden_size * (1 + self.untie_embeddings_and_output_weights)
-        return embeddings + self.num_layers * self._layer_parameters + self.hidden_size
-
-    @property
-    def _layer_parameters(self) -> int:
-        h = self.hidden_size
-        attention = self.qkv_rows * h + h * self.num_attention_heads * self.kv_channels
-        has_ffn_bias = self.fan.in_ffn and self.fan.bias
-        ffn = sum(rows * (columns + has_ffn_bias) for rows, columns in self.ffn_maps)
-        return attention + self._fan_parameters + ffn + 2 * h
-
-    @property
-    def _fan_parameters(self) -> int:
-        return self.fan_rows * (self.hidden_size + self.fan.bias)
+        return embeddings + self.num_layers * self.placement.parameters(self) + self.hidden_size
 
     def problems(self) -> list[str]:
         """Rules of the shape that this configuration breaks, one line each; empty if it can be built."""
@@ -280,7 +253,7 @@ def nearest_p_ratio(p_ratio: float, width: int, ranks: int) -> float | None:
 
 def as_transformer(config: FANformerConfig) -> FANformerConfig:
     """The Transformer of the same shape: no FAN projection."""
-    return dataclasses.replace(config, fan=dataclasses.replace(config.fan, placement="none"))
+    return dataclasses.replace(config, fan=dataclasses.replace(config.fan, placement=TRANSFORMER))
 
 
 def with_same_parameters(config: FANformerConfig, multiple: int = FFN_MULTIPLE) -> FANformerConfig:
@@ -292,10 +265,9 @@ def with_same_parameters(config: FANformerConfig, multiple: int = FFN_MULTIPLE) 
     Args:
         multiple: what d_ff is rounded to.
     """
-    h, fan = config.hidden_size, config.fan
-    missing = as_transformer(config)._layer_parameters - config._layer_parameters
-    of_one = (1 - fan.p_ratio) * (2 * h + fan.bias) if fan.in_ffn else 3 * h  # parameters of one more of d_ff
-    exact = config.ffn_hidden_size + missing / of_one
+    twin, own = as_transformer(config), config.placement
+    missing = twin.placement.parameters(twin) - own.parameters(config)
+    exact = config.ffn_hidden_size + missing / own.parameters_of_ffn_unit(config)
     return dataclasses.replace(config, ffn_hidden_size=max(1, round(exact / multiple)) * multiple)
 
 

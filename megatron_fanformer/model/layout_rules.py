@@ -27,7 +27,7 @@ def _tensor_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
         )
     groups = model.query_groups
     if groups != model.num_attention_heads and groups % tensor:
-        if model.fan.placement == "qk_and_v":
+        if model.placement.has_own_values:
             yield f"{size} does not divide model.num_query_groups {groups}; choose one of {_divisors_of(groups)}"
         elif tensor % groups:
             yield (
@@ -42,16 +42,16 @@ def _tensor_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
 def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
     tensor = parallel.tensor_model_parallel_size
     if parallel.recomputes("fan"):
-        yield from _recomputed_fan_problems(model, tensor)
+        yield from model.placement.recompute_problems(model, tensor)
     if parallel.fan_form == "sequence":  # every rank holds the whole map
-        if model.fan.in_ffn:
+        if model.placement.fan_forms and parallel.fan_form not in model.placement.fan_forms:
             yield (
-                "parallel.fan_form is sequence at model.fan.placement ffn, whose maps tensor parallel ranks share; "
-                "set it to column"
+                f"parallel.fan_form is sequence at model.fan.placement {model.fan.placement}, whose maps tensor "
+                "parallel ranks share; set it to column"
             )
         return
-    names = ("p_ratio", "p_ratio" if model.fan.v_p_ratio is None else "v_p_ratio")
-    for (width, p_ratio), name in zip(model.sharded_fan_outputs, names, strict=False):
+    for _, field, width, p_ratio in model.placement.maps(model):
+        name = "p_ratio" if getattr(model.fan, field) is None else field
         periodic = int(p_ratio * width)
         linear = width - 2 * periodic
         if periodic % tensor == 0 and linear % tensor == 0:
@@ -65,23 +65,6 @@ def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
         yield (
             f"parallel.tensor_model_parallel_size {tensor} does not divide the FAN map's {periodic} periodic and "
             f"{linear} linear rows (model.fan.{name} {p_ratio}); {remedy}"
-        )
-
-
-def _recomputed_fan_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
-    """Where keeping p | g in place of a map's outputs saves nothing."""
-    if not model.has_fan:
-        instead = "name mlp in its place" if model.fan.in_ffn else "remove it"
-        yield (
-            f"parallel.recompute_modules has fan, but model.fan.placement is {model.fan.placement}, so that there is "
-            f"no FAN map in front of attention to recompute; {instead}"
-        )
-    # Attention keeps the values, which on one rank are the map's own output: only X_F (and a GELU's g) would be freed.
-    keeps_g = model.fan.activation == "gelu"
-    if tensor == 1 and model.fan.placement == "qk_and_v" and not keeps_g and model.fan_rows >= model.hidden_size:
-        yield (
-            f"parallel.recompute_modules has fan, but at placement qk_and_v and tensor_model_parallel_size 1 it frees "
-            f"X_F, {model.hidden_size} wide, and keeps p | g of both outputs, {model.fan_rows} wide; remove it"
         )
 
 
