@@ -5,7 +5,7 @@ import sys
 
 
 def entry_point() -> None:
-    """What the installed command calls.
+    """Run the installed command.
 
     Signals are held before anything that takes time, and output is guarded before a file is opened. A package that is
     missing ends it with a line and exit code 2.

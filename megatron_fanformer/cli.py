@@ -18,7 +18,7 @@ from megatron_fanformer.errors import FanformerError, InputError, escaped, holds
 from megatron_fanformer.options import PROGRAM, Verb, add_options, path_or_none
 from megatron_fanformer.output import go_on_unread
 from megatron_fanformer.processes import signals_released
-from megatron_fanformer.terminal import tell
+from megatron_fanformer.terminal import print_stderr
 from megatron_fanformer.verbs import VERBS
 
 OUTPUTS = ("output", "destination", "log_file", "report", "receipt")  # of any verb, as its options are called
@@ -68,29 +68,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check_text(argument)
         verb, options = read_command(arguments)
         _check_outputs(options)
-        if verb.results_are_files or _launcher_tells():
+        if verb.results_are_files or _launcher_reports():
             go_on_unread()
         with nullcontext() if verb.takes_signals else signals_released():
             verb.run(options)
             sys.stdout.flush()  # here, where what fails is still an error
     except KeyboardInterrupt:
-        return _tell("stopped by the keyboard", 1)
+        return _report("stopped by the keyboard", 1)
     except FanformerError as error:
         if debug:
             print(getattr(error, "rank_traceback", "") or traceback.format_exc(), file=sys.stderr)
-        return error.exit_code if error.is_told_elsewhere else _tell(str(error), error.exit_code)
+        return error.exit_code if error.already_reported else _report(str(error), error.exit_code)
     except OSError as error:
         if debug:
             traceback.print_exc()
-        return _tell(*_refusal(error))
+        return _report(*_refusal(error))
     except ModuleNotFoundError as error:
         if debug:
             traceback.print_exc()
-        return _tell(not_installed(error), InputError.exit_code)
+        return _report(not_installed(error), InputError.exit_code)
     except Exception as error:
         if debug:
             traceback.print_exc()
-        return _tell(f"{type(error).__name__}: {error} (--debug shows where)", 1)
+        return _report(f"{type(error).__name__}: {error} (--debug shows where)", 1)
     return 0
 
 
@@ -108,11 +108,11 @@ def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
     return verb, verb.read(vars(given), rest, arguments)
 
 
-def _tell(message: str, exit_code: int) -> int:
+def _report(message: str, exit_code: int) -> int:
     """Print an error, unless this rank's launcher will: then it is printed there, once."""
-    if not _launcher_tells():
+    if not _launcher_reports():
         for line in escaped(redacted(message)).split("\n"):
-            tell(f"{PROGRAM}: {line}")
+            print_stderr(f"{PROGRAM}: {line}")
     return exit_code
 
 
@@ -124,7 +124,7 @@ _WRONG_PATH = (
 
 
 def _refusal(error: OSError) -> tuple[str, int]:
-    """What to say where the system refused a path that nothing else reported, and the exit code."""
+    """Return what to say where the system refused a path that nothing else reported, and the exit code."""
     reason = error.strerror or str(error)
     if error.filename is None:
         return f"{reason}; --debug shows where", 1
@@ -157,7 +157,7 @@ def _shown(argument: str) -> str:
     return ascii(argument if len(argument) <= MOST_SHOWN else f"{argument[:MOST_SHOWN]}…")
 
 
-def _launcher_tells() -> bool:
+def _launcher_reports() -> bool:
     from megatron_fanformer.runtime.device import launched_here
 
     return launched_here()

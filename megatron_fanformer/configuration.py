@@ -142,7 +142,7 @@ def _holds_set(value: Any) -> bool:
 
 
 def _is_beyond(value: Any) -> bool:
-    """Whether a value of the right type is none that a path, or a processor's integer, can be."""
+    """Return whether a value of the right type is none that a path, or a processor's integer, can be."""
     if isinstance(value, Mapping):
         return _is_beyond([*value, *value.values()])
     if isinstance(value, list):
@@ -161,7 +161,7 @@ def _is_required(field: "dataclasses.Field[Any]") -> bool:
 
 
 def _demand(hint: Any) -> str:
-    """What a value must be, for an error."""
+    """Describe what a value must be, for an error."""
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, get_args(hint)))
     if get_origin(hint) in (Union, UnionType):
@@ -311,8 +311,8 @@ def read_overrides(arguments: Sequence[str], *, advice: Advice = no_advice) -> d
     while left:
         key = left.pop(0)
         if not key.startswith("--") or "." not in key:
-            told = advice(key.partition("=")[0]) if key.startswith("--") else None
-            rule = f" (--section.field VALUE); {told}" if told else "; write --section.field VALUE"
+            advised = advice(key.partition("=")[0]) if key.startswith("--") else None
+            rule = f" (--section.field VALUE); {advised}" if advised else "; write --section.field VALUE"
             raise InputError(f"{key!r} is not an override{rule}")
         key, has_value, text = key[2:].partition("=")
         if not has_value:
@@ -405,7 +405,7 @@ class FieldDescription:
 
 
 def described_fields(owner: type, prefix: str = "") -> Iterator[FieldDescription]:
-    """Every field of a dataclass that is not a section, in order; those of its sections by dotted names."""
+    """Return every field of a dataclass that is not a section, in order; those of its sections by dotted names."""
     hints, texts = get_type_hints(owner), field_texts(owner)
     for field in dataclasses.fields(owner):
         name, hint = prefix + field.name, hints[field.name]

@@ -68,7 +68,7 @@ def write_atomically(path: Path, content: str | bytes, *, aside: Path | None = N
 
 
 def file_problems(**options: Path | None) -> list[str]:
-    """Which of a command's options name a file that it could not write when it is done, one line each.
+    """Return which of a command's options name a file that it could not write when it is done, one line each.
 
     Args:
         options: the files by the options' names; None: not given.
@@ -159,7 +159,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def refusal_of(folder: Path) -> OSError | None:
-    """What the system says to a small file that is written there now; None where it takes it.
+    """Return what the system says to a small file that is written there now; None where it takes it.
 
     To be asked where writing has failed and before what was written is removed: libraries often do not pass it on.
     """

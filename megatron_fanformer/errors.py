@@ -24,7 +24,7 @@ class FanformerError(Exception):
     """A failure that is reported to the user in one line, without a traceback."""
 
     exit_code = 1
-    is_told_elsewhere = False
+    already_reported = False
     """Whether it is another rank's error, raised here too so that this one ends the same way: not printed again."""
 
 
@@ -72,7 +72,7 @@ def escaped(text: str) -> str:
 
 
 def holds_controls(text: str) -> bool:
-    """Whether a text holds what a terminal, a log or a page would obey: control characters, line ends."""
+    """Return whether a text holds what a terminal, a log or a page would obey: control characters, line ends."""
     return any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in text)
 
 
@@ -84,8 +84,8 @@ def not_installed(error: ModuleNotFoundError) -> str:
     )
 
 
-def noting(problems: list[str], read: Callable[[], _T]) -> _T | None:
-    """What `read` reads; None where the input is wrong, which is noted as problems, one a line."""
+def collect_problems(problems: list[str], read: Callable[[], _T]) -> _T | None:
+    """Return what `read` reads; None where the input is wrong, which is noted as problems, one a line."""
     try:
         return read()
     except InputError as error:

@@ -57,7 +57,7 @@ class Verb(Generic[Options]):
 
     @property
     def takes_overrides(self) -> bool:
-        """Whether fields of a configuration can be set, as --section.field VALUE."""
+        """Return whether fields of a configuration can be set, as --section.field VALUE."""
         return any(_shape(each).source == "overrides" for each in _fields(self.options))
 
     def read(self, given: Mapping[str, Any], overrides: Sequence[str], command_line: Sequence[str]) -> Options:
@@ -81,7 +81,7 @@ class Verb(Generic[Options]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """What an option has that its field's name, type and default do not say."""
+    """Describe what an option has that its field's name, type and default do not say."""
 
     source: Source = "option"
     name: str | None = None
@@ -162,7 +162,7 @@ def add_options(parser: argparse.ArgumentParser, owner: type) -> None:
 
 
 def _keywords(each: "dataclasses.Field[Any]", hint: Any, shape: _Shape) -> dict[str, Any]:
-    """What argparse needs to know about a field's type."""
+    """Return what argparse needs to know about a field's type."""
     is_optional = get_origin(hint) in (Union, UnionType)
     kind = next(kind for kind in get_args(hint) if kind is not NoneType) if is_optional else hint
     if kind is bool:

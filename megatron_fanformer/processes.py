@@ -49,7 +49,7 @@ def end_with_owner(owner: int | None = None) -> None:
 
 
 def seconds_since_start(process: int) -> float:
-    """How long ago a process of this machine was started."""
+    """Return how long ago a process of this machine was started."""
     ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])  # starttime, proc(5)
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
@@ -141,7 +141,7 @@ def _handled(handlers: dict[signal.Signals, Any], wakeup: int, *, is_last: bool 
 
 
 @contextmanager
-def signals_to(hear: Callable[[signal.Signals], None], *, is_last: bool = False) -> Iterator[None]:
+def signals_to(handler: Callable[[signal.Signals], None], *, is_last: bool = False) -> Iterator[None]:
     """Pass the signals to stop and to save to a function, which only notes them; what they did before is restored.
 
     Args:
@@ -150,7 +150,7 @@ def signals_to(hear: Callable[[signal.Signals], None], *, is_last: bool = False)
     """
 
     def handle(number: int, _frame: Any) -> None:
-        hear(signal.Signals(number))
+        handler(signal.Signals(number))
 
     handlers = dict.fromkeys((*_stop_signals(), SAVE_SIGNAL), handle)
     with _handled(handlers, wakeup=-1, is_last=is_last):  # not the file of `ended_by_stop_signals`
@@ -158,7 +158,7 @@ def signals_to(hear: Callable[[signal.Signals], None], *, is_last: bool = False)
 
 
 @contextmanager
-def ended_by_stop_signals(tell: Callable[[str], None], *, outcome: str = NOTHING_LOST) -> Iterator[None]:
+def ended_by_stop_signals(report: Callable[[str], None], *, outcome: str = NOTHING_LOST) -> Iterator[None]:
     """Around work of which nothing needs saving: a signal to stop ends this process at once, with a line and code 5.
 
     A signal to save is ignored. Inside, `signals_to` takes over. A thread ends the process, since the main one may be
@@ -175,7 +175,7 @@ def ended_by_stop_signals(tell: Callable[[str], None], *, outcome: str = NOTHING
             if number[0] in STOP_SIGNALS:
                 name = signal.Signals(number[0]).name
                 try:
-                    tell(f"stopped on {name} {outcome}")
+                    report(f"stopped on {name} {outcome}")
                 finally:  # also where the line cannot be written
                     os._exit(Interrupted.exit_code)
         os.close(reader)

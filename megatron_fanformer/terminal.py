@@ -19,7 +19,7 @@ GAP = "  "
 NARROWEST = 24  # columns of text that wraps: below it, what stands beside it moves elsewhere
 
 Row: TypeAlias = Sequence[str]
-Tell: TypeAlias = Callable[..., None]
+Report: TypeAlias = Callable[..., None]
 """Takes what begins now and, for a terminal, how far it is."""
 
 
@@ -40,15 +40,15 @@ def show(lines: Iterable[str], *, as_they_are: bool = False) -> None:
     sys.stdout.flush()
 
 
-def tell(line: str) -> None:
+def print_stderr(line: str) -> None:
     """Print an error or a notice, where these go."""
     print(*fitted(line, width(sys.stderr)), sep="\n", file=sys.stderr, flush=True)
 
 
-def tell_loading(what: str) -> None:
-    """Tell what this process's next seconds are for; nothing where torch is imported already."""
+def print_loading(what: str) -> None:
+    """Report what this process's next seconds are for; nothing where torch is imported already."""
     if "torch" not in sys.modules:
-        tell(f"megatron-fanformer: loading {what}")
+        print_stderr(f"megatron-fanformer: loading {what}")
 
 
 def fitted(line: str, columns: int | None) -> list[str]:
@@ -168,7 +168,7 @@ def labelled(rows: Iterable[tuple[str, str]], width: int | None) -> Iterator[str
 
 
 @contextmanager
-def phases(first: str) -> Iterator[Tell]:
+def phases(first: str) -> Iterator[Report]:
     """Shows what is under way: in a terminal on its last line, elsewhere by a line with its seconds once it has ended.
 
     Args:
@@ -183,7 +183,7 @@ def phases(first: str) -> Iterator[Tell]:
         return
     phase, began = "", 0.0
 
-    def tell_next(what: str, _how_far: str = "") -> None:
+    def print_next(what: str, _how_far: str = "") -> None:
         nonlocal phase, began
         if what == phase:
             return
@@ -191,5 +191,5 @@ def phases(first: str) -> Iterator[Tell]:
             print(f"{phase}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
         phase, began = what, time.monotonic()
 
-    yield tell_next
-    tell_next("")
+    yield print_next
+    print_next("")

@@ -17,7 +17,7 @@ from megatron_fanformer.data.tokenizer import train_sentencepiece
 from megatron_fanformer.preparation.document_files import read_documents
 from megatron_fanformer.processes import SAVE_SIGNAL, STOP_SIGNALS
 from megatron_fanformer.runtime import device
-from megatron_fanformer.runtime.garbage import keep_what_there_is
+from megatron_fanformer.runtime.garbage import freeze_gc
 from megatron_fanformer.runtime.rank_pool import RankPool
 
 MANY_THREADS = 40
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    keep_what_there_is()
+    freeze_gc()
     gc.enable()
 
 
@@ -75,7 +75,7 @@ def groups_let_go() -> Iterator[None]:
     if len(os.listdir("/proc/self/task")) > MANY_THREADS:
         gc.collect()
     if len(sys.modules) > modules + MANY_MODULES:
-        keep_what_there_is()
+        freeze_gc()
 
 
 @pytest.fixture(autouse=True)

@@ -135,7 +135,7 @@ def test_a_mapping_given_as_one_value_takes_the_place_of_all() -> None:
 
 def told_by(values: dict[str, Any], **rest: Any) -> tuple[Any, list[str]]:
     told: list[str] = []
-    return config_from_dict(values, tell=told.append, **rest), told
+    return config_from_dict(values, report=told.append, **rest), told
 
 
 def test_earlier_names_are_read_with_one_line_of_notice(tmp_path: Path) -> None:

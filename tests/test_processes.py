@@ -59,7 +59,7 @@ CANNOT_TELL = """
 import os, signal, sys, threading
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.processes import ended_by_stop_signals
-from megatron_fanformer.runtime.launch import end_now, tell_end
+from megatron_fanformer.runtime.launch import end_now, print_end
 os.environ["TORCHELASTIC_ERROR_FILE"] = "/dev/full"
 os.close(2)
 os.open("/dev/full", os.O_WRONLY)
@@ -68,9 +68,9 @@ error.exit_code = 7
 if sys.argv[1] == "watch":
     threading.Thread(target=end_now, args=(error,)).start()
     threading.Event().wait(60)
-def tell(line):
+def report(line):
     raise BrokenPipeError
-with ended_by_stop_signals(tell):
+with ended_by_stop_signals(report):
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(60)
 """

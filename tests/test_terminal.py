@@ -21,7 +21,7 @@ from megatron_fanformer.errors import Interrupted
 from megatron_fanformer.preparation import progress
 from megatron_fanformer.preparation.pipeline import PrepareProgress
 from megatron_fanformer.processes import NOTHING_LOST
-from megatron_fanformer.runtime.launch import tell_end
+from megatron_fanformer.runtime.launch import print_end
 from megatron_fanformer.training.last_lines import COMMAND
 from tests.small_runs import ROOT, small_run, write_config, write_tokens
 
@@ -201,7 +201,7 @@ def test_the_line_of_a_signal_is_no_wider_than_the_terminal(monkeypatch: pytest.
         patch.delenv("COLUMNS", raising=False)
         for name in ("stderr", "__stdout__"):
             patch.setattr(sys, name, file)
-        tell_end(Interrupted(f"stopped on SIGTERM {NOTHING_LOST}"))
+        print_end(Interrupted(f"stopped on SIGTERM {NOTHING_LOST}"))
     lines = screen.text().splitlines()
     assert too_wide(lines, 80) == []
     assert " ".join(map(str.strip, lines)) == f"{cli.PROGRAM}: stopped on SIGTERM {NOTHING_LOST}"

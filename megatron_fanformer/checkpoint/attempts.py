@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 def with_attempts(
     function: Callable[[], Result],
-    tell: Callable[[int, str], None],
+    report: Callable[[int, str], None],
     pauses: Sequence[float] = PAUSES_SECONDS,
     final: tuple[type[Exception], ...] = (FanformerError,),
     patience: float = float("inf"),
@@ -28,7 +28,7 @@ def with_attempts(
     A store that is full is not tried again: it fills nothing but the log.
 
     Args:
-        tell: is called with the number of each attempt that failed, and why.
+        report: is called with the number of each attempt that failed, and why.
         final: the errors that would come again, and are not waited for.
         patience: in seconds since the first attempt began; after it, none follows.
 
@@ -42,7 +42,7 @@ def with_attempts(
         except final:
             raise
         except Exception as error:  # drivers raise what they like
-            tell(attempt, reason_of(error))
+            report(attempt, reason_of(error))
             is_full = isinstance(error, OSError) and error.errno in _FULL
             if pause is None or is_full or time.monotonic() > end:
                 raise

@@ -7,7 +7,7 @@ from megatron_fanformer.checkpoint.remote import is_url, url_problem
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What is saved, and what a run starts from."""
+    """Configure what is saved, and what a run starts from."""
 
     save_interval: int | None = None
     """Steps between checkpoints; null: at the end only (and on a signal, and at `exit_interval`)."""

@@ -41,7 +41,7 @@ ARCHIVE = b"PK\x03\x04"  # the first bytes of one; older files of torch's are ba
 
 
 def load_data(file: Any, device: str = "cpu", *, mapped: bool = False) -> Any:
-    """What a torch file holds, as tensors and plain values: anything else is refused.
+    """Return what a torch file holds, as tensors and plain values: anything else is refused.
 
     Raises:
         pickle.UnpicklingError: it holds something else.
@@ -89,7 +89,7 @@ def read_entry(path: Path, offset: int, length: int) -> Any:
     Raises:
         CorruptError: it is damaged, or holds more than data.
     """
-    with damage_told(path), regular_file(path).open("rb") as stream:
+    with reporting_damage(path), regular_file(path).open("rb") as stream:
         size = path.stat().st_size
         if offset + length > size:
             raise CorruptError(f"{path} ends too early; {EARLIER}")
@@ -98,7 +98,7 @@ def read_entry(path: Path, offset: int, length: int) -> Any:
 
 
 @contextmanager
-def damage_told(
+def reporting_damage(
     what: Path | str,
     *,
     trusted: str = TRUSTED,
@@ -130,7 +130,7 @@ def damage_told(
 
 
 def what_was_refused(error: pickle.UnpicklingError) -> str:
-    """What a pickle has that torch does not load as weights; torch's own message is a page long."""
+    """Return what a pickle has that torch does not load as weights; torch's own message is a page long."""
     found = re.search(r"GLOBAL ([\w.]+)|(Unsupported [\w ]+)", str(error))
     return next(part for part in found.groups() if part) if found else first_line(error)
 

@@ -81,7 +81,7 @@ class StoredTensors:
         self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in table.storage_data.items()}
 
     def meta(self, name: str, number: int | None = None) -> Tensor:
-        """What `read` returns, on the meta device."""
+        """Return what `read` returns, on the meta device."""
         stored = self.described[name]
         shape = stored.size if number is None else stored.size[1:]
         return torch.empty(shape, dtype=stored.properties.dtype, device="meta")

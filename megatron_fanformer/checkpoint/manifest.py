@@ -37,7 +37,7 @@ class FileSums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint consists of."""
+    """Describe what a checkpoint consists of."""
 
     step: int
     block_bytes: int
@@ -47,7 +47,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the fields above, as `_own_sum` takes it: a damaged name may be another file's."""
 
     def small_files(self) -> list[str]:
-        """All but the tensors."""
+        """Return all but the tensors."""
         return [name for name in self.files if not name.endswith(WEIGHTS_SUFFIX)]
 
 

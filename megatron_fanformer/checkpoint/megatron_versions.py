@@ -30,7 +30,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
 
-from megatron_fanformer.checkpoint.data_files import EARLIER, Section, damage_told, first_line, refuse_compressed
+from megatron_fanformer.checkpoint.data_files import EARLIER, Section, first_line, refuse_compressed, reporting_damage
 from megatron_fanformer.checkpoint.tensor_table import Table, tensors_of
 from megatron_fanformer.checkpoint.versions import UnreadableError
 from megatron_fanformer.checkpoint.writer import ResultsFile
@@ -88,7 +88,7 @@ def load(
     if group is not None and group.size() > 1:
         strategy = FullyParallelLoadStrategyWrapper(strategy, group)
     _leave_out_what_is_unknown(table)
-    with damage_told(folder, also=(CheckpointingException,)), _cause_told(folder), _reading_data_alone(table):
+    with reporting_damage(folder, also=(CheckpointingException,)), _reporting_cause(folder), _reading_data_alone(table):
         wanted = _with_contiguous_data(sharded_state)
         return dist_checkpointing.load(wanted, str(folder), sharded_strategy=strategy, strict="raise_unexpected")
 
@@ -144,7 +144,7 @@ def _reading_data_alone(table: Table) -> Iterator[None]:
             by_file.setdefault(reader.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
             path = Path(reader.path) / name
-            with damage_told(path):
+            with reporting_damage(path):
                 with regular_file(path).open("rb") as stream:
                     places = [reader.storage_data[item.storage_index] for item in items]
                     for offset, length in {(place.offset, place.length) for place in places}:
@@ -158,7 +158,7 @@ def _reading_data_alone(table: Table) -> Iterator[None]:
         options["weights_only"] = True
         if not isinstance(file, str | Path):  # a part of a file, which data_of_files names
             return load_archive(file, *args, **options)
-        with damage_told(Path(file)):
+        with reporting_damage(Path(file)):
             refuse_compressed(regular_file(Path(file)))
             return load_archive(file, *args, **options)
 
@@ -177,7 +177,7 @@ def _reading_data_alone(table: Table) -> Iterator[None]:
 
 
 @contextmanager
-def _cause_told(folder: Path) -> Iterator[None]:
+def _reporting_cause(folder: Path) -> Iterator[None]:
     """Raise the cause of torch's own exception, which every rank gets when one fails, in its place."""
     try:
         yield

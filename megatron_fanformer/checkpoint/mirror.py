@@ -2,10 +2,10 @@
 
 The main rank has a process that copies, so that no step waits: neither for the store nor for the interpreter's lock. It
 copies one checkpoint at a time. Those that are published meanwhile wait; the newest of them is next, and the others are
-left out. A checkpoint that is being copied is not removed (`spared`).
+left out. A checkpoint that is being copied is not removed (`in_use`).
 
     Mirror.offer      a checkpoint was published
-    Mirror.hear       takes note of what the process has done since; never waits
+    Mirror.poll       takes note of what the process has done since; never waits
     Mirror.finish     waits for the last one, at the end of the run
 """
 
@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.attempts import reason_of, with_attempts
 from megatron_fanformer.checkpoint.manifest import FileSums
-from megatron_fanformer.checkpoint.remote import RemoteRun, asked, told_as_local
+from megatron_fanformer.checkpoint.remote import RemoteRun, query_remote, reported_as_local
 from megatron_fanformer.durable_files import publish, write_atomically
 from megatron_fanformer.errors import CorruptError, FanformerError, redacted
 from megatron_fanformer.processes import SAVE_SIGNAL, STOP_SIGNALS, end_with_owner, signals_held
@@ -41,8 +41,8 @@ END_SECONDS = 5.0
 logger = logging.getLogger(__name__)
 
 
-class Told(NamedTuple):
-    """What the copying process says of a checkpoint."""
+class UploadStatus(NamedTuple):
+    """Report what the copying process did with a checkpoint."""
 
     what: Literal["copied", "failed", "given up", "alive"]
     """failed: an attempt did, and another one follows."""
@@ -75,20 +75,20 @@ def _copy(url: str, keep: int | None, checkpoint: Path, connection: Connection) 
         with saying:
             if time.monotonic() - said > ALIVE_SECONDS:
                 said = time.monotonic()
-                connection.send(Told("alive", checkpoint.name))
+                connection.send(UploadStatus("alive", checkpoint.name))
 
     def failed(attempt: int, reason: str) -> None:
-        connection.send(Told("failed", checkpoint.name, reason=reason, attempt=attempt))
+        connection.send(UploadStatus("failed", checkpoint.name, reason=reason, attempt=attempt))
 
     verified = dict[str, FileSums]()
     try:
         with_attempts(lambda: RemoteRun(url).copy(checkpoint, keep=keep, advance=advance, verified=verified), failed)
     except FanformerError as error:
-        connection.send(Told("given up", checkpoint.name, reason=str(error)))
+        connection.send(UploadStatus("given up", checkpoint.name, reason=str(error)))
     except Exception as error:
-        connection.send(Told("given up", checkpoint.name, reason=reason_of(error)))
+        connection.send(UploadStatus("given up", checkpoint.name, reason=reason_of(error)))
     else:
-        connection.send(Told("copied", checkpoint.name, time.monotonic() - started))
+        connection.send(UploadStatus("copied", checkpoint.name, time.monotonic() - started))
 
 
 # -- the run
@@ -115,7 +115,7 @@ class Mirror:
         self._moved = 0.0  # when a part was last known to be
 
     @property
-    def spared(self) -> tuple[str, ...]:
+    def in_use(self) -> tuple[str, ...]:
         """The name of the checkpoint that is being copied, and must stay until then."""
         return () if self._copying is None else (self._copying.name,)
 
@@ -125,19 +125,19 @@ class Mirror:
             self._waiting, self._offered = checkpoint, checkpoint.name
             self._start_next()
 
-    def hear(self) -> None:
+    def poll(self) -> None:
         """Take note of what the process has done; never waits."""
         while self._connection is not None:
             if self._connection.poll():
-                told = self._received(self._connection)
+                status = self._received(self._connection)
             elif self._copying is not None and time.monotonic() - self._alive > STALLED_SECONDS:
-                told = self._ended(f"no sign of life for {STALLED_SECONDS:.0f} s")
+                status = self._ended(f"no sign of life for {STALLED_SECONDS:.0f} s")
             else:
                 return
             self._alive = time.monotonic()
-            if told.what in ("alive", "copied"):
+            if status.what in ("alive", "copied"):
                 self._moved = self._alive
-            self._note(told)
+            self._note(status)
             if self._copying is None:
                 self._start_next()
 
@@ -155,7 +155,7 @@ class Mirror:
                 break
             if self._connection is not None:
                 self._connection.poll(POLL_SECONDS)
-            self.hear()
+            self.poll()
         if self._offered != self._copied:
             logger.warning(
                 "%s is not copied to %s; it is safe here, and the same command copies it when it is started again",
@@ -199,31 +199,31 @@ class Mirror:
         self._connection, self._process = ours, process
         return ours
 
-    def _received(self, connection: Connection) -> Told:
+    def _received(self, connection: Connection) -> UploadStatus:
         try:
-            told: Told = connection.recv()
+            status: UploadStatus = connection.recv()
         except (EOFError, OSError):
             return self._ended("the process that copies was killed")
-        return told
+        return status
 
-    def _ended(self, reason: str) -> Told:
+    def _ended(self, reason: str) -> UploadStatus:
         name = "" if self._copying is None else self._copying.name
         self.close()
-        return Told("given up", name, reason=reason)
+        return UploadStatus("given up", name, reason=reason)
 
-    def _note(self, told: Told) -> None:
-        if told.what == "alive":
+    def _note(self, status: UploadStatus) -> None:
+        if status.what == "alive":
             return
-        if told.what == "copied":
-            self._copied = told.name
-            logger.info("copied %s to %s in %.1f s", told.name, self._shown, told.seconds)
-        elif not told.name:
-            logger.warning("%s: %s while it had nothing to copy", self._shown, told.reason)
+        if status.what == "copied":
+            self._copied = status.name
+            logger.info("copied %s to %s in %.1f s", status.name, self._shown, status.seconds)
+        elif not status.name:
+            logger.warning("%s: %s while it had nothing to copy", self._shown, status.reason)
         else:
-            how = f"attempt {told.attempt}" if told.what == "failed" else "given up until the next one"
-            logger.warning("%s is not copied to %s (%s): %s", told.name, self._shown, how, told.reason)
-            self._note_failure(told.name, told.reason)
-        if told.what != "failed":
+            how = f"attempt {status.attempt}" if status.what == "failed" else "given up until the next one"
+            logger.warning("%s is not copied to %s (%s): %s", status.name, self._shown, how, status.reason)
+            self._note_failure(status.name, status.reason)
+        if status.what != "failed":
             self._copying = None
 
 
@@ -252,7 +252,7 @@ def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
         return fetched
 
     try:
-        fetched = asked(url, fetch)
+        fetched = query_remote(url, fetch)
     except FanformerError as error:
         if sound < 0:
             raise
@@ -272,12 +272,12 @@ def _fetch_newest(remote: RemoteRun, run: Path, least: int) -> Path | None:
         step = store.step_of(Path(name)) or 0
         if step < least:
             break
-        with told_as_local(run):
+        with reported_as_local(run):
             folder = store.temporary_folder(run / store.CHECKPOINTS, step)
         try:
             remote.download(name, folder)
             records = {record: remote.fetch_record(record) for record in (store.METRICS, store.RECOVERY)}
-            with told_as_local(run):
+            with reported_as_local(run):
                 return _publish(folder, run / store.CHECKPOINTS / name, records)
         except CorruptError as error:
             logger.warning("%s; taking the one before", error)

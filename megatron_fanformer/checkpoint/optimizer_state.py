@@ -29,7 +29,7 @@ EARLIER_MAIN_WEIGHT = f"{PREFIX}fp32_param."
 
 
 class _Part(NamedTuple):
-    """What an optimizer on this rank has of a weight, starting at one of its elements."""
+    """Describe what an optimizer on this rank has of a weight, starting at one of its elements."""
 
     weight: torch.nn.Parameter
     start: int
@@ -150,7 +150,7 @@ def _single(optimizer: Any) -> list[Any]:
 
 
 def _shards(optimizer: Any, weights: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """Every part as rectangles of whole tensors; their data are the optimizer's own."""
+    """Return every part as rectangles of whole tensors; their data are the optimizer's own."""
     pieces = {leaf.data: list(local_shards({"": leaf})) for leaf in nested_values(weights)}
     for part in _parts(optimizer, list(pieces)):
         for piece in pieces[part.weight]:
@@ -159,7 +159,7 @@ def _shards(optimizer: Any, weights: dict[str, Any]) -> Iterator[ShardedTensor]:
 
 
 def _rectangles_of(piece: ShardedTensor, part: _Part, key: str, flat: Tensor) -> Iterator[ShardedTensor]:
-    """What a part has of a piece of its weight, as pieces of the tensor `key`.
+    """Return what a part has of a piece of its weight, as pieces of the tensor `key`.
 
     (A weight is one piece, unless several are stored of it: runs of its rows, or of its columns.)
 

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.data_files import EARLIER, Section, damage_told, load_data, read_entry, read_records
+from megatron_fanformer.checkpoint.data_files import (
+    EARLIER,
+    Section,
+    load_data,
+    read_entry,
+    read_records,
+    reporting_damage,
+)
 from megatron_fanformer.checkpoint.tensor_table import Stored, Table, stored_parts, tensors_of
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
@@ -20,7 +27,7 @@ FORMAT = "torch_dist"  # of megatron-core; there are others
 
 
 class SavedProgress(NamedTuple):
-    """What a run resumes from."""
+    """Describe the progress that a run resumes from."""
 
     step: int
     consumed_samples: int
@@ -53,13 +60,13 @@ def _common_values(checkpoint: Path, table: Table) -> tuple[str, Any]:
         if not (checkpoint / COMMON).is_file():
             raise CorruptError(f"{checkpoint / COMMON} is missing; use another checkpoint")
         return COMMON, _read_common(checkpoint)
-    with damage_told(checkpoint / place.file):
+    with reporting_damage(checkpoint / place.file):
         (common,) = read_entry(checkpoint / place.file, place.offset, place.length)
     return place.file, common
 
 
 def _read_common(checkpoint: Path) -> Any:
-    with damage_told(checkpoint / COMMON):
+    with reporting_damage(checkpoint / COMMON):
         return load_data(regular_file(checkpoint / COMMON))
 
 
@@ -71,7 +78,7 @@ def recorded_common(checkpoint: Path, table: Table) -> Any:
     """
     place = common_state(table)
     path = checkpoint / (place.file if place else COMMON)
-    with damage_told(path), regular_file(path).open("rb") as stream:
+    with reporting_damage(path), regular_file(path).open("rb") as stream:
         if place is None:
             return read_records(stream)
         (common,) = read_records(io.BufferedReader(Section(stream, place.offset, place.length)))
@@ -79,7 +86,7 @@ def recorded_common(checkpoint: Path, table: Table) -> Any:
 
 
 def common_state(table: Table) -> Stored | None:
-    """Where a table has the plain values; None where they are in `common.pt`."""
+    """Return where a table has the plain values; None where they are in `common.pt`."""
     return next((part for part in stored_parts(table) if part.name.startswith(COMMON_STATE)), None)
 
 

@@ -37,7 +37,7 @@ from megatron_fanformer.durable_files import new_folder, regular_file
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
 from megatron_fanformer.options import PROGRAM
 from megatron_fanformer.runtime.device import cache_folder
-from megatron_fanformer.terminal import tell
+from megatron_fanformer.terminal import print_stderr
 
 THREADS = 2  # files at a time, where the driver takes several requests; s3fs holds up to 500 MB of each
 DRIVER_ATTEMPTS = 2  # of each request, within one of ours
@@ -57,12 +57,12 @@ Result = TypeVar("Result")
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether a path is on another store."""
+    """Return whether a path is on another store."""
     return _SCHEME.match(str(path)) is not None
 
 
 def url_problem(name: str, url: str | None) -> str | None:
-    """What is wrong with the URL in a field of the configuration, which becomes part of every checkpoint."""
+    """Return what is wrong with the URL in a field of the configuration, which becomes part of every checkpoint."""
     if url is None:
         return None
     scheme = _SCHEME.match(url)
@@ -99,7 +99,7 @@ class RemoteRun:
         return [name for name in newest_first if named is None or name <= named]
 
     def holds(self, name: str, manifest: bytes) -> bool:
-        """Whether a complete checkpoint of this name and with this very manifest is there."""
+        """Return whether a complete checkpoint of this name and with this very manifest is there."""
         with suppress(FileNotFoundError):
             return self.manifest_of(name) == manifest
         return False
@@ -109,7 +109,7 @@ class RemoteRun:
         return self._content(f"{self._checkpoints}/{name}/{MANIFEST}", MOST_MANIFEST_BYTES)
 
     def _steps(self) -> list[str]:
-        """All folders with a checkpoint's name, the oldest first."""
+        """Return all folders with a checkpoint's name, the oldest first."""
         return sorted(name for name in self._names(self._checkpoints) if store.step_of(Path(name)) is not None)
 
     def _names(self, folder: str) -> list[str]:
@@ -188,7 +188,7 @@ class RemoteRun:
     def _copy_files(
         self, checkpoint: Path, manifest: Manifest, advance: Callable[[], None], verified: dict[str, FileSums]
     ) -> None:
-        """All files but the manifest; one that is there is removed first, and so is all that it does not name."""
+        """Copy all files but the manifest; one that is there is removed first, and so is all that it does not name."""
         self.make_ready()
         folder = f"{self._checkpoints}/{checkpoint.name}"
         left = self._remove(checkpoint.name, except_for=manifest.files, advance=advance)
@@ -234,7 +234,7 @@ class RemoteRun:
                     left.cancel()
 
     def _make_folder(self, folder: str) -> None:
-        """Where there are folders. The one that it is in must exist: neither a bucket nor a mount point is made."""
+        """Make a folder, where there are folders. Its parent must exist: neither a bucket nor a mount point is made."""
         if "/" in folder:
             with suppress(FileExistsError):
                 self._files.mkdir(folder, create_parents=False)
@@ -292,13 +292,13 @@ class RemoteRun:
             manifest = manifest_from(content, folder / MANIFEST)
             if manifest.step != store.step_of(Path(name)):
                 raise CorruptError(f"{folder} is of step {manifest.step}, another than its name says; remove it")
-            with told_as_local(folder):
+            with reported_as_local(folder):
                 (folder / MANIFEST).write_bytes(content)
             self._download_files(name, manifest, folder)
             check_files(folder, manifest)
         except CorruptError as error:
-            told = str(error).replace(str(folder), f"{self.url}/{store.CHECKPOINTS}/{name}")
-            raise CorruptError(told) from None
+            message = str(error).replace(str(folder), f"{self.url}/{store.CHECKPOINTS}/{name}")
+            raise CorruptError(message) from None
 
     def _download_files(self, name: str, manifest: Manifest, folder: Path) -> None:
         needed, free = sum(file.bytes for file in manifest.files.values()), shutil.disk_usage(folder).free
@@ -312,11 +312,11 @@ class RemoteRun:
                 stream = self._files.open(path, "rb", block_size=READ_BYTES)
             except FileNotFoundError:
                 raise CorruptError(f"{folder / file} is missing; use another") from None
-            with told_as_local(folder):
+            with reported_as_local(folder):
                 (folder / file).open("xb").close()
             with stream:
                 while limit and (block := stream.read(min(limit, READ_BYTES))):
-                    with told_as_local(folder), (folder / file).open("ab") as out:
+                    with reported_as_local(folder), (folder / file).open("ab") as out:
                         out.write(block)
                     limit -= len(block)
 
@@ -334,15 +334,15 @@ def on_this_machine(path: str) -> str:
     """Return the path itself; of a URL, the copy of its checkpoint, which is fetched if it is not there yet."""
     if not is_url(path):
         return path
-    return str(fetched(path, cache_folder(), lambda line: tell(f"{PROGRAM}: {line}")))
+    return str(fetched(path, cache_folder(), lambda line: print_stderr(f"{PROGRAM}: {line}")))
 
 
-def fetched(url: str, cache: Path, tell: Callable[[str], None]) -> Path:
+def fetched(url: str, cache: Path, report: Callable[[str], None]) -> Path:
     """A copy on this machine of the checkpoint that a URL names: one, or the newest sound one of a run.
 
     Args:
         cache: the folder of such copies; one that has the manifest of the one there is not fetched again.
-        tell: is called with a line when one is fetched.
+        report: is called with a line when one is fetched.
 
     Raises:
         InputError: there is none, or no driver for the URL.
@@ -363,7 +363,7 @@ def fetched(url: str, cache: Path, tell: Callable[[str], None]) -> Path:
             )
         for name in names:
             try:
-                return _cached(remote, name, cache, tell)
+                return _cached(remote, name, cache, report)
             except FileNotFoundError:
                 raise InputError(f"{remote.url}: {name} has no {MANIFEST}, and is no complete checkpoint") from None
             except CorruptError as error:
@@ -372,14 +372,14 @@ def fetched(url: str, cache: Path, tell: Callable[[str], None]) -> Path:
                 logger.warning("%s; taking the one before", error)
         raise AssertionError("there was a name")
 
-    return asked(run_url.removesuffix(f"/{store.CHECKPOINTS}"), find)
+    return query_remote(run_url.removesuffix(f"/{store.CHECKPOINTS}"), find)
 
 
-def _cached(remote: RemoteRun, name: str, cache: Path, tell: Callable[[str], None]) -> Path:
+def _cached(remote: RemoteRun, name: str, cache: Path, report: Callable[[str], None]) -> Path:
     digest = hashlib.sha256(remote.manifest_of(name)).hexdigest()[:16]
     folder = cache / digest
     if not (folder / name).is_dir():
-        tell(f"fetching {name} of {remote.url} to {folder}")
+        print_stderr(f"fetching {name} of {remote.url} to {folder}")
         try:
             remote.fetch(name, folder)
         except InputError:
@@ -388,7 +388,7 @@ def _cached(remote: RemoteRun, name: str, cache: Path, tell: Callable[[str], Non
     return folder / name
 
 
-def asked(url: str, function: Callable[[RemoteRun], Result]) -> Result:
+def query_remote(url: str, function: Callable[[RemoteRun], Result]) -> Result:
     """`with_attempts` for a command that waits: each failure is told in the log, and the last is an error of ours.
 
     Each attempt connects anew.
@@ -399,13 +399,13 @@ def asked(url: str, function: Callable[[RemoteRun], Result]) -> Result:
     """
     shown = redacted(url).rstrip("/")
 
-    def tell(attempt: int, reason: str) -> None:
+    def report(attempt: int, reason: str) -> None:
         logger.warning("%s, attempt %d: %s", shown, attempt, reason)
 
     try:
         return with_attempts(
             lambda: function(RemoteRun(url)),
-            tell,
+            report,
             PAUSES_SECONDS[:3],
             final=(FanformerError, *_WRONG),
             patience=PATIENCE_SECONDS,
@@ -420,7 +420,7 @@ def asked(url: str, function: Callable[[RemoteRun], Result]) -> Result:
 
 
 @contextmanager
-def told_as_local(path: Path) -> Iterator[None]:
+def reported_as_local(path: Path) -> Iterator[None]:
     """Around what is done on this machine's disk while a store is asked: its failures are not the store's.
 
     Raises:

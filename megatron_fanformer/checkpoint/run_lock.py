@@ -274,7 +274,7 @@ class FolderWatch:
 
 
 def file_of(name: str | int) -> tuple[int, int] | None:
-    """Which file, or folder, a path or a descriptor stands for; None where it is nothing."""
+    """Return which file, or folder, a path or a descriptor stands for; None where it is nothing."""
     try:
         found = os.stat(name)
     except (FileNotFoundError, NotADirectoryError):

@@ -61,7 +61,7 @@ class CheckpointSaver:
         keep: how many checkpoints to keep; None for all.
         async_save: return from `save` when the state is captured, before it is written.
         fully_parallel: each replica writes a part, instead of the first one writing all.
-        spared: the names of old ones that are in use when one is published, and stay.
+        in_use: the names of old ones that are in use when one is published, and stay.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class CheckpointSaver:
         keep: int | None,
         async_save: bool = False,
         fully_parallel: bool = True,
-        spared: Callable[[], Collection[str]] = tuple,
+        in_use: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._checkpoints = run / store.CHECKPOINTS
-        self._grid, self._keep, self._async_save, self._spared = grid, keep, async_save, spared
+        self._grid, self._keep, self._async_save, self._spared = grid, keep, async_save, in_use
         self._strategy = megatron_versions.save_strategy(grid.groups.dp_cp if fully_parallel else None)
         self._calls = AsyncCallsQueue(persistent=False)  # a persistent one's writer needs CUDA
         self._unpublished: _Unpublished | None = None
@@ -133,7 +133,7 @@ class CheckpointSaver:
 
         def publish() -> Path:
             arguments = (due.folder, self._checkpoints, due.step, due.config, self._keep, due.attachments)
-            return store.publish_checkpoint(*arguments, in_background=self._async_save, spared=self._spared())
+            return store.publish_checkpoint(*arguments, in_background=self._async_save, in_use=self._spared())
 
         return self._on_main(due.step, publish, unfinished=due.folder)
 
@@ -177,18 +177,18 @@ class CheckpointSaver:
         return True
 
     def _on_main(self, step: int, function: Callable[[], Result], unfinished: Path | None = None) -> Result:
-        """What a function returns on the main rank; if the disk fails there, every rank raises."""
+        """Return a function's result on the main rank; if the disk fails there, every rank raises."""
 
-        def told() -> Result:
+        def result() -> Result:
             try:
                 return function()
             except OSError as error:
                 raise self._failure(step, str(error), unfinished) from error
 
-        return on_main(told)
+        return on_main(result)
 
     def _failure(self, step: int, reason: str, unfinished: Path | None) -> FanformerError:
-        """What to say of a checkpoint that was not written; what there is of it is removed."""
+        """Return the message for a checkpoint that was not written, and remove what there is of it."""
         if unfinished is not None:
             refused = refusal_of(unfinished) if unfinished.is_dir() else None
             if refused is not None:  # what torch's writer says of a full disk is where in its code it noticed
@@ -258,7 +258,7 @@ def bytes_of(sharded_state: dict[str, Any], grid: RankGrid) -> int:
 
 
 def _extremes(named: list[tuple[str, Tensor]]) -> Iterator[tuple[str, float]]:
-    """For each tensor a number that is finite if all of it is; the device is waited for once."""
+    """Return for each tensor a number that is finite if all of it is; synchronize with the device once."""
     named = [(name, tensor) for name, tensor in named if tensor.numel()]
     if not named:
         return

@@ -90,13 +90,13 @@ def publish_checkpoint(
     attachments: Sequence[Path] = (),
     *,
     in_background: bool = False,
-    spared: Collection[str] = (),
+    in_use: Collection[str] = (),
 ) -> Path:
     """Give a complete checkpoint its name, point `latest` to it, and remove all but the `keep` newest.
 
     Args:
         in_background: remove them in a thread: gigabytes take seconds to free.
-        spared: names of old ones that are in use, and left to a later publication.
+        in_use: names of old ones that are in use, and left to a later publication.
 
     Raises:
         OSError: it could not be published. (One that cannot be removed is told in the log, and left.)
@@ -115,7 +115,7 @@ def publish_checkpoint(
     if keep is not None:
         # later steps belong to a run that was rewound: this run neither counts nor removes them
         earlier = [folder for folder in _steps(checkpoints) if folder.name < final.name]
-        old = [folder for folder in earlier[: max(0, len(earlier) + 1 - keep)] if folder.name not in spared]
+        old = [folder for folder in earlier[: max(0, len(earlier) + 1 - keep)] if folder.name not in in_use]
         out_of_date += map(_rename_aside, old)
     for folder in filter(None, out_of_date):
         if in_background:
@@ -184,7 +184,7 @@ def _aside(checkpoints: Path, name: str) -> Path:
 
 
 def attachment_name(file: Path) -> str:
-    """What a file is called there: a tokenizer by its kind, which its suffix says; a chat template as it is."""
+    """Return what a file is called there: a tokenizer by its kind, which its suffix says; a chat template as it is."""
     return file.name if file.suffix == ".jinja" else f"tokenizer{file.suffix}"
 
 
@@ -296,7 +296,7 @@ def check_sound(checkpoint: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is one checkpoint in our form."""
+    """Return whether a folder is one checkpoint in our form."""
     return (folder / MEGATRON_METADATA).is_file() and (folder / CONFIG).is_file()
 
 
@@ -313,7 +313,7 @@ def saved_config(checkpoint: Path) -> dict[str, Any]:
 
 
 def metrics_entry(line: bytes) -> dict[str, Any] | None:
-    """What a line of metrics.jsonl or recovery.jsonl says of a step; None for one that is not a step's."""
+    """Return what a line of metrics.jsonl or recovery.jsonl says of a step; None for one that is not a step's."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from megatron_fanformer.checkpoint.data_files import Section, check_archive, damage_told
+from megatron_fanformer.checkpoint.data_files import Section, check_archive, reporting_damage
 from megatron_fanformer.checkpoint.manifest import MANIFEST, READ_BYTES, check_files, read_manifest
 from megatron_fanformer.checkpoint.plain_values import COMMON, common_state
 from megatron_fanformer.checkpoint.store import step_of
@@ -58,7 +58,7 @@ def bytes_stored(checkpoint: Path) -> int:
 def _check_archives(checkpoint: Path, share: int, shares: int, advance: Callable[[int], None]) -> None:
     table = read_table(checkpoint)
     if common_state(table) is None and share == 0:
-        with damage_told(checkpoint / COMMON), regular_file(checkpoint / COMMON).open("rb") as stream:
+        with reporting_damage(checkpoint / COMMON), regular_file(checkpoint / COMMON).open("rb") as stream:
             check_archive(checkpoint / COMMON, "its plain values", stream)
     check_parts(checkpoint, list(stored_parts(table))[share::shares], advance)
 
@@ -73,7 +73,7 @@ def check_parts(
     """
     for part in parts:
         path = checkpoint / part.file
-        with damage_told(path), regular_file(path).open("rb") as stream:
+        with reporting_damage(path), regular_file(path).open("rb") as stream:
             if part.offset + part.length > path.stat().st_size:
                 raise CorruptError(f"{path} ends before {part.name}; use another checkpoint")
             check_archive(path, part.name, io.BufferedReader(Section(stream, part.offset, part.length), READ_BYTES))

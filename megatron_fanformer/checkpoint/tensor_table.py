@@ -102,7 +102,7 @@ def read_table(checkpoint: Path) -> Table:
 
 
 def _is_table(table: Any) -> bool:
-    """Whether its records are of the types that they should be of: a pickle puts anything into their fields."""
+    """Return whether its records are of the types that they should be of: a pickle puts anything into their fields."""
     return (
         isinstance(table, Metadata)
         and isinstance(table.storage_data, dict)
@@ -138,7 +138,7 @@ def _is_described(name: Any, value: Any) -> bool:
 
 
 class Stored(NamedTuple):
-    """Where one part of a tensor, or an object, is stored."""
+    """Locate one part of a tensor, or an object."""
 
     name: str
     file: str
@@ -147,7 +147,7 @@ class Stored(NamedTuple):
 
 
 def stored_parts(table: Table) -> Iterator[Stored]:
-    """Every part of every tensor or object, file by file in the order of their bytes."""
+    """Return every part of every tensor or object, file by file in the order of their bytes."""
     parts = [
         Stored(index.fqn, info.relative_path, info.offset, info.length) for index, info in table.storage_data.items()
     ]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron_fanformer.checkpoint import megatron_versions, optimizer_state, store
-from megatron_fanformer.checkpoint.data_files import damage_told
+from megatron_fanformer.checkpoint.data_files import reporting_damage
 from megatron_fanformer.checkpoint.plain_values import check_plain_values, saved_progress
 from megatron_fanformer.checkpoint.stored_files import check_stored
 from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
@@ -40,7 +40,7 @@ TENSORS = ("scale", "amax_history")
 
 
 def training_state(stages: list[Any], optimizer: Any, progress: dict[str, Any], grid: RankGrid) -> dict[str, Any]:
-    """What a checkpoint holds of this rank; every rank calls it.
+    """Return what a checkpoint holds of this rank; every rank calls it.
 
     Args:
         stages: this rank's pipeline stage, as its chunks.
@@ -91,11 +91,11 @@ def load_training_state(
     wanted.update(scales_to_load(stages, grid, table))
     with blaming_other_versions(checkpoint):
         loaded = megatron_versions.load(wanted, checkpoint, table, group)
-        with damage_told(checkpoint):
+        with reporting_damage(checkpoint):
             _set_weights(stages, loaded)
             set_scales(stages, grid, loaded)
         _load_optimizer(checkpoint, table, optimizer, tensors, group, resumed_entries)
-        with damage_told(checkpoint):
+        with reporting_damage(checkpoint):
             if same_layout:
                 _restore_random_state(loaded["random"])
             progress = loaded["progress"]
@@ -115,7 +115,7 @@ def _load_optimizer(
     """Load separately from the weights, some of which it may need in float32: one load returns a name in one type."""
     own = {number: shard.data for number, shard in tensors.items()}
     loaded = megatron_versions.load({"optimizer_tensors": tensors}, checkpoint, table, group)
-    with damage_told(checkpoint):
+    with reporting_damage(checkpoint):
         optimizer_state.set_tensors(own, loaded["optimizer_tensors"])
         groups = optimizer_state.stored_groups(loaded["optimizer"])
         optimizer_state.set_groups(optimizer, groups, resumed_entries)

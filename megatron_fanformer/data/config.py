@@ -22,7 +22,7 @@ TRAINING, TOKENIZER = "train", "tokenizer"  # in `allow_change`, beside the name
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where the samples come from."""
+    """Configure where the samples come from."""
 
     format: Literal["pretraining", "sft"] = "pretraining"
     """`pretraining`: samples are cut out of the running text; `sft`: conversations of `prepare --chat` are packed whole

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.durable_files import file_problems, write_atomically
-from megatron_fanformer.errors import InputError, noting
+from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.evaluation import results as result_files
 from megatron_fanformer.evaluation.comparison import Comparison, compare
 from megatron_fanformer.evaluation.config import EvaluationConfig, EvaluationRequest
@@ -27,7 +27,7 @@ from megatron_fanformer.options import option_name
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.config import RuntimeConfig
 from megatron_fanformer.runtime.launch import launch_ranks, read_found, refuse_ranks_without_gpu
-from megatron_fanformer.terminal import phases, show, tell_loading, width
+from megatron_fanformer.terminal import phases, print_loading, show, width
 
 if TYPE_CHECKING:
     from megatron_fanformer.evaluation.jobs import Jobs
@@ -70,7 +70,7 @@ def evaluate(options: EvaluateOptions, local: Local) -> None:
             _print_results(options, request, [])
             return
         first, *others = request.checkpoints
-        tell_loading(f"{first} and {len(others)} more" if others else str(first))
+        print_loading(f"{first} and {len(others)} more" if others else str(first))
         jobs = _find_jobs(request)
         _start(options, request, jobs)
         return
@@ -154,11 +154,11 @@ def read_options(options: EvaluateOptions, local: Local, *, world_size: int | No
         CorruptError: a folder's configuration, the only way to see what it is, cannot be read.
     """
     found = [*file_problems(output=options.output, picture=options.picture), *_without_effect(options)]
-    compared = tuple(noting(found, partial(_compared, name, local)) for name in options.compare)
+    compared = tuple(collect_problems(found, partial(_compared, name, local)) for name in options.compare)
     named = [*_checkpoints(options.checkpoints, local, found), *(each for each in compared if isinstance(each, Path))]
     checkpoints = tuple(dict.fromkeys(named))
     evaluation = _evaluation(options, found)
-    layout = noting(found, lambda: _layout(options.layout, world_size))
+    layout = collect_problems(found, lambda: _layout(options.layout, world_size))
     if checkpoints and evaluation.is_empty and options.ulogic is None:
         found.append("nothing is asked for; add --requests FILE, or --perplexity NAME=PATH")
     if options.picture is not None and not checkpoints:
@@ -204,7 +204,7 @@ def _checkpoints(named: Sequence[str], local: Local, problems: list[str]) -> lis
     places = [
         place for place in places if Path(place).parent not in with_steps or store.step_of(Path(place)) is not None
     ]
-    found = [noting(problems, partial(_checkpoint, place, local)) for place in places]
+    found = [collect_problems(problems, partial(_checkpoint, place, local)) for place in places]
     return list(filter(None, found))
 
 
@@ -260,7 +260,7 @@ def _evaluation(options: EvaluateOptions, problems: list[str]) -> EvaluationConf
         npy_dtype=options.npy_dtype,
         eod_id=options.eod_id,
     )
-    tasks = noting(problems, lambda: [task.name for task in resolve(options.tasks)]) or []
+    tasks = collect_problems(problems, lambda: [task.name for task in resolve(options.tasks)]) or []
     evaluation = EvaluationConfig(
         requests=None if options.requests is None else str(options.requests),
         tasks=tasks,

@@ -16,7 +16,7 @@ from megatron_fanformer import __version__
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.tokenizer import load_tokenizer, tokenizer_file
 from megatron_fanformer.durable_files import sha256_of
-from megatron_fanformer.errors import DivergenceError, InputError, noting
+from megatron_fanformer.errors import DivergenceError, InputError, collect_problems
 from megatron_fanformer.evaluation import generation_tasks, ulogic
 from megatron_fanformer.evaluation.config import EvaluationConfig, EvaluationRequest
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings
@@ -34,7 +34,7 @@ from megatron_fanformer.model.layout_rules import layout_problems
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.seeding import seed_everything
-from megatron_fanformer.terminal import Tell
+from megatron_fanformer.terminal import Report
 
 Documents = dict[str, list[dict[str, Any]]]
 
@@ -103,7 +103,7 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
             continue
         digest = None if tokenizer is None else sha256_of(tokenizer_file(tokenizer))
         found += text_rules.broken_by(source, tokenizer, digest)
-        if (survey := noting(found, partial(surveys.of, source, tokenizer, digest))) is not None:
+        if (survey := collect_problems(found, partial(surveys.of, source, tokenizer, digest))) is not None:
             jobs.append(EvaluationJob(source=source, tokenizer=tokenizer, tokenizer_sha256=digest, survey=survey))
     if found:
         raise InputError("\n".join(dict.fromkeys(found)))  # checkpoints of a run have the same problems
@@ -152,10 +152,12 @@ class _TextRules:
         key = (source.config.seq_length, source.config.vocab_size, digest)
         if key not in self._known:
             found: list[str] = []
-            if (read := noting(found, partial(load_tokenizer, tokenizer, eod_id=source.end_of_text_id))) is not None:
+            if (
+                read := collect_problems(found, partial(load_tokenizer, tokenizer, eod_id=source.end_of_text_id))
+            ) is not None:
                 found += source.tokenizer_problems(read)
             if self._requests is not None:
-                noting(found, partial(self._requests.refuse_other_tokenizer, tokenizer_file(tokenizer)))
+                collect_problems(found, partial(self._requests.refuse_other_tokenizer, tokenizer_file(tokenizer)))
             if self._of_file:
                 found += self._settings.length_problems(source.config.seq_length)
             self._known[key] = found
@@ -173,10 +175,10 @@ def _tasks(
         names = request.evaluation.tasks or [*request_file.tasks, *request_file.texts]
         texts = {name: request_file.texts[name][:limit] for name in names if name in request_file.texts}
         choices = [name for name in names if name not in texts]
-        noting(problems, partial(request_file.selected, choices))
+        collect_problems(problems, partial(request_file.selected, choices))
     if (
         request.ulogic is not None
-        and (rules := noting(problems, partial(ulogic.documents, request.ulogic))) is not None
+        and (rules := collect_problems(problems, partial(ulogic.documents, request.ulogic))) is not None
     ):
         texts[ULOGIC] = rules[:limit]
     if texts and request.layout.world_size > 1:
@@ -185,14 +187,14 @@ def _tasks(
             "--layout and torchrun)"
         )
     for name in texts:
-        noting(problems, partial(generation_tasks.check, name, GenerationSettings(**request.generation)))
+        collect_problems(problems, partial(generation_tasks.check, name, GenerationSettings(**request.generation)))
     return [name for name in choices if request_file is not None and name in request_file.tasks], texts
 
 
 # -- on the ranks
 
 
-def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log: Tell) -> Iterator[Result]:
+def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log: Report) -> Iterator[Result]:
     """Yield the result of each job, as soon as it is there, on every rank; each step is a collective call.
 
     Args:
@@ -240,7 +242,7 @@ def _settings(request: EvaluationRequest, source: ModelSource, grid: RankGrid) -
 
 
 def _built(
-    request: EvaluationRequest, jobs: Sequence[EvaluationJob], grid: RankGrid, log: Tell
+    request: EvaluationRequest, jobs: Sequence[EvaluationJob], grid: RankGrid, log: Report
 ) -> Iterator[tuple[EvaluationJob, list[Any]]]:
     """Each job with the stages that hold its weights; models of one shape are built once."""
     seed_everything(0)  # megatron-core builds layers on a GPU from random states that must exist
@@ -248,7 +250,7 @@ def _built(
     stages: list[Any] = []
     for job in jobs:
         log(f"{job.source.path}: weights")
-        heartbeat.tell("loading weights", in_step=False)
+        heartbeat.mark("loading weights", in_step=False)
         model, dtype = job.source.config, _dtype(request, job.source, grid)
         if shape != (model, dtype):
             stages.clear()  # before the next ones are made
@@ -294,7 +296,7 @@ def choice_result(task: TaskRequests, found: np.ndarray, unconditional: np.ndarr
 
 
 def _generated_results(
-    stages: list[Any], job: EvaluationJob, texts: Documents, settings: GenerationSettings, grid: RankGrid, log: Tell
+    stages: list[Any], job: EvaluationJob, texts: Documents, settings: GenerationSettings, grid: RankGrid, log: Report
 ) -> dict[str, TaskResult]:
     if not texts:
         return {}

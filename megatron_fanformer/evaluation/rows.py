@@ -63,7 +63,7 @@ def row_losses(
     )
     rows = num_micro_batches * micro_batch_size
     sums = torch.cat(reports) if reports else torch.zeros(rows, dtype=torch.float64, device=grid.torch_device)
-    heartbeat.tell("summing the losses")
+    heartbeat.mark("summing the losses")
     for group in (grid.groups.cp, grid.groups.pp):  # each has a part of the sequence; the last stage has it all
         if group.size() > 1:
             dist.all_reduce(sums, group=group)

@@ -32,7 +32,7 @@ def _id(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """What `evaluate` takes."""
+    """Describe what `evaluate` takes."""
 
     checkpoints: tuple[str, ...] = argument((), metavar="CHECKPOINT")
     """A run's folder (its latest checkpoint), its checkpoints/ folder (all of them) or a glob, one checkpoint, or an
@@ -103,11 +103,11 @@ class EvaluateOptions:
 
 
 def _evaluate(options: EvaluateOptions) -> None:
-    from megatron_fanformer.runtime.heartbeat import tell_stopped
+    from megatron_fanformer.runtime.heartbeat import report_stopped
     from megatron_fanformer.runtime.launch import end_with_launcher
 
     outcome = "before the end; --output has the checkpoints that were done, and the same command starts anew"
-    with ended_by_stop_signals(tell_stopped, outcome=outcome):
+    with ended_by_stop_signals(report_stopped, outcome=outcome):
         end_with_launcher()
         device.prepare_libraries()
         from megatron_fanformer.checkpoint.remote import on_this_machine

@@ -59,7 +59,7 @@ class Checkpoint(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """What is written next to the tensors."""
+    """Describe what is written next to the tensors."""
 
     name: str
     """What a model card calls the model."""
@@ -74,7 +74,7 @@ class Extras(NamedTuple):
 
     @property
     def end_of_text_id(self) -> int | None:
-        """What ends a document: the id that was stated, or the tokenizer's own."""
+        """Return what ends a document: the id that was stated, or the tokenizer's own."""
         return load_tokenizer(self.tokenizer, eod_id=self.eod_id).eod_id if self.tokenizer else self.eod_id
 
 
@@ -137,6 +137,6 @@ def _attachments(run: Path, extras: Extras) -> list[Path]:
 
 
 def _precision(dtype: torch.dtype) -> dict[str, dict[str, str]]:
-    """What a run's configuration says about its weights' type; nothing for a type that no run has."""
+    """Return what a run's configuration says about its weights' type; nothing for a type that no run has."""
     name = next((name for name, known in DTYPES.items() if known == dtype), None)
     return {} if name is None else {"precision": {"dtype": name}}

@@ -32,7 +32,7 @@ from megatron_fanformer.runtime.parallel import ParallelConfig, distributed
 
 
 class Conversion(NamedTuple):
-    """What a conversion did."""
+    """Describe what a conversion did."""
 
     checks: Json | None
     """By name; None where verification was off."""
@@ -40,7 +40,7 @@ class Conversion(NamedTuple):
     """What was left out, one line each."""
 
     def lines(self, width: int | None) -> Iterator[str]:
-        """For a terminal of that width; None: any."""
+        """Return the lines for a terminal of that width; None: any."""
         yield from ["not verified"] if self.checks is None else seen(self.checks, width)
         yield from self.notes
 
@@ -111,7 +111,7 @@ def convert_checkpoint(
 
 
 def _lock_of_run(destination: Path) -> AbstractContextManager[None]:
-    """For a checkpoint that is put among a run's: not while the run goes on, which would remove it, or resume it."""
+    """Lock the run that a checkpoint is put into: while it goes on, it would remove the checkpoint, or resume it."""
     checkpoints = destination.absolute().parent
     return run_lock(checkpoints.parent) if checkpoints.name == CHECKPOINTS else nullcontext()
 

@@ -22,7 +22,7 @@ class ForeignName(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """What to tell somebody who gave one of the names, as a clause."""
+        """Return the advice for somebody who gave one of the names, as a clause."""
         if self.field is None:
             return f"not there, because {self.note}; leave it out"
         return f"did you mean {self.field}{f' ({self.note})' if self.note else ''}?"

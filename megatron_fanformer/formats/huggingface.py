@@ -89,7 +89,7 @@ def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
 
 
 class StatedModel(NamedTuple):
-    """What the configuration of a Hugging Face folder says; it is not checked against any weights."""
+    """Describe what the configuration of a Hugging Face folder says; it is not checked against any weights."""
 
     config: FANformerConfig
     dtype: torch.dtype

@@ -54,7 +54,7 @@ Arguments = Mapping[str, Any]
 
 
 class _Rule(NamedTuple):
-    """What an argument must be, since every model here is built that way and no tensor would tell."""
+    """Describe what an argument must be, since every model here is built that way and no tensor would tell."""
 
     flag: str
     """A name in `foreign_names`, which has the reason."""
@@ -158,7 +158,7 @@ def _own_name(layer: int, rest: str) -> str:
 
 
 def _arguments(common: Any) -> Arguments:
-    """By name; none where whoever saved the checkpoint left them out."""
+    """Return the arguments by name; none where whoever saved the checkpoint left them out."""
     namespace = common.get("args") if isinstance(common, dict) else None
     arguments = namespace.state if isinstance(namespace, Record) else None
     return arguments if isinstance(arguments, dict) else {}
@@ -220,7 +220,7 @@ def _fields(arguments: Arguments) -> dict[str, Any]:
 
 
 def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> Any:
-    """What the tensors tell of FAN, and what is stated of it."""
+    """Return what the tensors tell of FAN, and what is stated of it."""
     seen = fan_of_tensors({name: tuple(tensor.shape) for name, tensor in shapes.items()})
     of_user = stated.get("fan") or {}
     if not isinstance(of_user, dict):
@@ -232,10 +232,10 @@ def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: 
             f"what acts on FAN's linear rows in {folder} is in its layer spec ({named}), which is code and not read; "
             "add --config FILE, with model: {fan: {activation: none}} (or gelu) in it"
         )
-    told = {name: value for name, value in seen._asdict().items() if value is not None}
+    stated = {name: value for name, value in seen._asdict().items() if value is not None}
     if seen.v_p_ratio == seen.p_ratio:
-        told.pop("v_p_ratio", None)
-    return {**told, **of_user}
+        stated.pop("v_p_ratio", None)
+    return {**stated, **of_user}
 
 
 # -- what else there is to say

@@ -14,7 +14,7 @@ TOLD_VERSIONS = ("megatron-fanformer", "megatron-core", "torch", "transformers")
 
 
 class Card(NamedTuple):
-    """What a card says that the model's configuration does not."""
+    """Describe what a card says that the model's configuration does not."""
 
     name: str
     """What the model is called: its folder's name."""

@@ -57,7 +57,7 @@ class Row:
 
     @property
     def is_vocabulary(self) -> bool:
-        """Whether the tensor has one row per token id, and rows of padding."""
+        """Return whether the tensor has one row per token id, and rows of padding."""
         return self.shape[0].symbol == "V"
 
 

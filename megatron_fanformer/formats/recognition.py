@@ -63,12 +63,12 @@ class Target:
 
     @property
     def is_data(self) -> bool:
-        """Whether it is token files in any form."""
+        """Return whether it is token files in any form."""
         return bool(self.prefixes)
 
 
 def recognise(path: str | Path, wanted: Sequence[Kind] = KINDS) -> Target:
-    """What `path` is: a prefix of token files or one of its files, a blend file, or a folder of any known kind.
+    """Return what `path` is: a prefix of token files or one of its files, a blend file, or a folder of a known kind.
 
     Args:
         wanted: the accepted kinds; others are refused, by their names.
@@ -178,7 +178,7 @@ def _recognise(path: str, wanted: Sequence[Kind]) -> Target:
 
 
 def _of_the_hub(path: str, wanted: Sequence[Kind]) -> str:
-    """What to add where a model is wanted, and a path that does not exist may be its name on the Hugging Face hub."""
+    """Return what to add where a model is wanted and the path may be its name on the Hugging Face hub."""
     is_in_folder = "/" in path and Path(path).parent.is_dir()
     if not {"hf"} <= set(wanted) <= set(MODELS) or is_in_folder or not HUB_NAME.fullmatch(path) or Path(path).exists():
         return ""
@@ -242,7 +242,7 @@ def _recognise_folder(folder: Path) -> Target:
 
 
 def _kind_of_model(folder: Path, damage: list[CorruptError]) -> Kind | None:
-    """By its configuration: an export to transformers, a checkpoint of the authors, a run without a checkpoint yet."""
+    """Return the kind by its configuration: an export, a checkpoint of the authors, a run without a checkpoint yet."""
     stated, sections = (_mapping(folder / name, damage) for name in (CONFIG_JSON, store.CONFIG))
     if stated.get("model_type") == MODEL_TYPE:
         return "hf"
@@ -253,7 +253,7 @@ def _kind_of_model(folder: Path, damage: list[CorruptError]) -> Kind | None:
 
 
 def _is_megatron_lm(folder: Path) -> bool:
-    """Whether it is one checkpoint of Megatron-LM, in whatever format; ours have a configuration besides."""
+    """Return whether it is one checkpoint of Megatron-LM, in whatever format; ours have a configuration besides."""
     has_table = any((folder / name).is_file() for name in (store.MEGATRON_METADATA, TORCH_TABLE))
     return store.step_of(folder) is None and (has_table or any(folder.glob(OLD_MEGATRON_LM)))
 
@@ -268,6 +268,6 @@ def _mapping(file: Path, damage: list[CorruptError]) -> dict[str, Any]:
 
 
 def _other_model(folder: Path) -> str:
-    """What to add about a Hugging Face folder of another model."""
+    """Return what to add about a Hugging Face folder of another model."""
     stated = _mapping(folder / CONFIG_JSON, []).get("model_type")
     return f": its {CONFIG_JSON} has model_type {stated!r}, not {MODEL_TYPE!r}" if stated else ""

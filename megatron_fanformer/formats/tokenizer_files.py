@@ -176,7 +176,7 @@ def _tokenizer_json(model: Any) -> dict[str, Any]:
 
 
 def _merges(scores: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Every pair of pieces that makes a piece, the highest-scoring piece first."""
+    """Return every pair of pieces that makes a piece, the highest-scoring piece first."""
     for piece in sorted(scores, key=lambda piece: -scores[piece]):
         for cut in range(1, len(piece)):
             if piece[:cut] in scores and piece[cut:] in scores:

@@ -106,7 +106,7 @@ def _loss_rows(checkpoint: Path, step: int) -> Rows:
 
 
 def _losses(metrics: Path, step: int) -> dict[str, tuple[int, float]]:
-    """By name: the training loss of a step, and each validation set's last loss up to it."""
+    """Return by name the training loss of a step, and each validation set's last loss up to it."""
     found: dict[str, tuple[int, float]] = {}
     for entry in _entries(metrics):
         at = entry["step"]
@@ -123,7 +123,7 @@ def _losses(metrics: Path, step: int) -> dict[str, tuple[int, float]]:
 
 
 def _entries(metrics: Path) -> Iterator[dict[str, Any]]:
-    """What a metrics file says of steps; nothing where it cannot be read."""
+    """Return what a metrics file says of steps; nothing where it cannot be read."""
     try:
         with regular_file(metrics).open("rb") as lines:
             yield from filter(None, map(store.metrics_entry, lines))

@@ -85,7 +85,7 @@ def _swap_halves(tensor: Tensor) -> Tensor:
 
 
 def vocabulary_multiple(vocab_size: int, rows: int) -> int:
-    """What Megatron pads `vocab_size` token ids to a multiple of, so that there are `rows`.
+    """Return what Megatron pads `vocab_size` token ids to a multiple of, so that there are `rows`.
 
     That is its usual multiple or, where that gives another number, the rows themselves.
     """

@@ -15,7 +15,7 @@ MAX_SHARD_SIZE = "5GB"
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """What `convert` takes; but for the first, as `convert_checkpoint` has them."""
+    """Describe what `convert` takes; but for the first, as `convert_checkpoint` has them."""
 
     source: str = argument()
     """A checkpoint of ours or its URL, a Hugging Face folder, a checkpoint of the authors or of Megatron-LM."""

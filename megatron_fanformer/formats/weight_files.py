@@ -20,7 +20,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from megatron_fanformer.checkpoint.data_files import damage_told, load_data
+from megatron_fanformer.checkpoint.data_files import load_data, reporting_damage
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError, InputError
@@ -48,7 +48,7 @@ def open_weights(folder: Path) -> LazyTensors:
         CorruptError: a file cannot be read, holds more than tensors, or is named by a path; damage in a tensor's own
             bytes, which safetensors cannot detect, goes unnoticed.
     """
-    with _damage_told(folder):
+    with _reporting_damage(folder):
         files = weight_files(folder)
         if files[0].suffix != ".safetensors":
             (file,) = files
@@ -62,7 +62,7 @@ def read_shapes(folder: Path) -> dict[str, Tensor]:
     Raises:
         InputError, CorruptError: as `open_weights`; also for a safetensors file longer or shorter than its header says.
     """
-    with _damage_told(folder):
+    with _reporting_damage(folder):
         shapes: dict[str, Tensor] = {}
         for file in weight_files(folder):
             shapes.update(_shapes_in(file) if file.suffix == ".safetensors" else _load_pickled(file, "meta"))
@@ -118,7 +118,7 @@ def _in_safetensors(folder: Path, files: list[Path]) -> LazyTensors:
 
     def load(name: str) -> Tensor:
         # Reopened each time: an open file keeps what was read from it in memory.
-        with _damage_told(folder), safetensors.safe_open(places[name], framework="pt") as stream:
+        with _reporting_damage(folder), safetensors.safe_open(places[name], framework="pt") as stream:
             return stream.get_tensor(name)
 
     return LazyTensors(meta, load)
@@ -138,7 +138,7 @@ def _shapes_in(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_pickle(name: str) -> bool:
-    """Whether a name is a pickle in base 64, as some training code writes nested names into safetensors."""
+    """Return whether a name is a pickle in base 64, as some training code writes nested names into safetensors."""
     try:
         data = base64.b64decode(name.encode("ascii"), altchars=b"-_", validate=True)
     except (UnicodeEncodeError, binascii.Error):
@@ -147,7 +147,7 @@ def _is_pickle(name: str) -> bool:
 
 
 def _load_pickled(file: Path, device: str) -> dict[str, Tensor]:
-    with damage_told(file, trusted=f"save only the tensors, as {SAFETENSORS}", whole="copy it again"):
+    with reporting_damage(file, trusted=f"save only the tensors, as {SAFETENSORS}", whole="copy it again"):
         # Older pickles are not archives, and cannot be mapped.
         loaded = load_data(file, device, mapped=zipfile.is_zipfile(file))
     if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
@@ -155,8 +155,8 @@ def _load_pickled(file: Path, device: str) -> dict[str, Tensor]:
     return loaded
 
 
-def _damage_told(folder: Path) -> AbstractContextManager[None]:
-    return damage_told(f"the weights in {folder}", whole="copy them again", also=(safetensors.SafetensorError,))
+def _reporting_damage(folder: Path) -> AbstractContextManager[None]:
+    return reporting_damage(f"the weights in {folder}", whole="copy them again", also=(safetensors.SafetensorError,))
 
 
 # -- writing

@@ -14,7 +14,7 @@ from megatron_fanformer.data.chat_template import (
     refuse_spaces_between,
 )
 from megatron_fanformer.data.tokenizer import Tokenizer
-from megatron_fanformer.errors import InputError, noting
+from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.generation.config import ChatConfig
 from megatron_fanformer.generation.continuation import new_continuation
 from megatron_fanformer.generation.models import ModelSource, TrainedModel, find_model_and_tokenizer, load_model
@@ -51,8 +51,8 @@ def _find(config: ChatConfig) -> tuple[ModelSource, Tokenizer, ChatTemplate]:
         if tokenizer is not None:
             path = config.tokenizer or tokenizer.path
             named, end = config.chat_template, source.end_of_text_id
-            template = noting(problems, lambda: find_template(path, named, eod_id=end))
-            noting(problems, lambda: refuse_spaces_between(tokenizer))
+            template = collect_problems(problems, lambda: find_template(path, named, eod_id=end))
+            collect_problems(problems, lambda: refuse_spaces_between(tokenizer))
     if problems or source is None or tokenizer is None or template is None:
         raise InputError("\n".join(problems))
     return source, tokenizer, template

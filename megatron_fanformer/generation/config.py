@@ -12,7 +12,7 @@ SAMPLING = "sampling"
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How the next token is chosen."""
+    """Configure how the next token is chosen."""
 
     temperature: float = option(0.0, group=SAMPLING)
     """Divides the logits; 0 takes the most likely token, and the options below have no effect."""
@@ -62,7 +62,7 @@ class _TextConfig(SamplingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(_TextConfig):
-    """What to continue, with which model, and how."""
+    """Configure what to continue, with which model, and how."""
 
     prompts: tuple[str, ...] = option((), name="--prompt", repeated=True)
     """Text to continue; an empty one: a new document; may be repeated."""

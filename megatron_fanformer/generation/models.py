@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.training_state import load_weights
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_fanformer.errors import noting
+from megatron_fanformer.errors import collect_problems
 from megatron_fanformer.formats.name_table import convert
 from megatron_fanformer.formats.recognition import RUNNABLE, checkpoint_of, recognise
 from megatron_fanformer.model.build import build_stages, sharded_state
@@ -90,13 +90,15 @@ def find_model_and_tokenizer(
     Raises:
         CorruptError: as `find_model`.
     """
-    source = noting(problems, lambda: find_model(Path(checkpoint)))
+    source = collect_problems(problems, lambda: find_model(Path(checkpoint)))
     path = stated_tokenizer or (source.tokenizer if source else None)
     if path is None:
         if source is not None:
             problems.append(f"{source.path} holds no tokenizer; name one with --tokenizer")
         return source, None
-    tokenizer = noting(problems, lambda: load_tokenizer(path, eod_id=source.end_of_text_id if source else None))
+    tokenizer = collect_problems(
+        problems, lambda: load_tokenizer(path, eod_id=source.end_of_text_id if source else None)
+    )
     if source is not None and tokenizer is not None:
         problems += source.tokenizer_problems(tokenizer)
     return source, tokenizer

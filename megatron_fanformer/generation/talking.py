@@ -96,7 +96,7 @@ def _write_answer(chat: Chat, text: str, is_stopped: Callable[[], bool]) -> None
 
 
 def _print_notice(line: str) -> None:
-    terminal.tell(f"megatron-fanformer: {line}")
+    terminal.print_stderr(f"megatron-fanformer: {line}")
 
 
 class _Interrupts:

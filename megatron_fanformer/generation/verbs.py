@@ -8,7 +8,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.generation.config import ChatConfig, GenerateConfig
 from megatron_fanformer.options import Verb
 from megatron_fanformer.runtime import device
-from megatron_fanformer.terminal import tell_loading
+from megatron_fanformer.terminal import print_loading
 
 
 def _generate(config: GenerateConfig) -> None:
@@ -19,7 +19,7 @@ def _generate(config: GenerateConfig) -> None:
         config = replace(config, prompts=(*config.prompts, *read_prompts(config.prompts_file)))
     if not config.prompts:
         raise InputError("there is no text to continue; name one with --prompt, or a file of them with --prompts")
-    tell_loading(config.checkpoint)
+    print_loading(config.checkpoint)
     device.prepare_megatron()
     from megatron_fanformer.generation.generate import print_generations
 
@@ -28,7 +28,7 @@ def _generate(config: GenerateConfig) -> None:
 
 def _chat(config: ChatConfig) -> None:
     config = replace(config, checkpoint=_runnable(config.checkpoint))
-    tell_loading(config.checkpoint)
+    print_loading(config.checkpoint)
     device.prepare_megatron()
     from megatron_fanformer.generation.talking import talk
 

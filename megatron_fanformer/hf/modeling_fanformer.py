@@ -256,7 +256,7 @@ class FANformerDecoderLayer(GradientCheckpointingLayer):
 
 
 class FANformerPreTrainedModel(PreTrainedModel):
-    """What the two models share: loading, saving, initial weights, what they support."""
+    """Describe what the two models share: loading, saving, initial weights, what they support."""
 
     config: FANformerConfig
     config_class = FANformerConfig

@@ -23,7 +23,7 @@ from megatron_fanformer.runtime.layout import FANForm
 
 @dataclass
 class FANSelfAttentionSubmodules(SelfAttentionSubmodules):
-    """What a FAN self-attention is made of: Megatron's parts, and the FAN map's linear layer."""
+    """Describe what a FAN self-attention is made of: Megatron's parts, and the FAN map's linear layer."""
 
     fan_linear: Callable[..., torch.nn.Module] | None = None
 

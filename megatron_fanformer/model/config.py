@@ -117,7 +117,7 @@ class FANformerConfig:
         return config
 
     def stated_problems(self) -> list[str]:
-        """What is wrong with values that another program's file states, types included, one line each.
+        """Return what is wrong with values that another program's file states, types included, one line each.
 
         Files may state anything: a word for a size, a size that fits in no memory.
         """
@@ -142,12 +142,12 @@ class FANformerConfig:
 
     @property
     def placement(self) -> Placement:
-        """All that follows from `fan.placement`."""
+        """Return all that follows from `fan.placement`."""
         return PLACEMENTS[self.fan.placement]
 
     @property
     def has_fan(self) -> bool:
-        """Whether there is a FAN map in front of attention."""
+        """Return whether there is a FAN map in front of attention."""
         return self.placement.is_in_attention
 
     @property

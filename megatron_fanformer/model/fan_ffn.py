@@ -52,7 +52,7 @@ class FANFeedForwardBackend(LocalSpecProvider):
 
 
 def already_activated(x: Tensor) -> Tensor:
-    """What megatron-core's MLP applies between its maps: nothing, since the first one is a whole FAN layer."""
+    """Return what megatron-core's MLP applies between its maps: nothing, since the first one is a whole FAN layer."""
     return x
 
 
@@ -129,5 +129,5 @@ def _shard(width: int, fan: FANConfig, tp_group: dist.ProcessGroup) -> FANShard:
 
 
 def _activation(own: FANOutput, fan: FANConfig) -> Activation:
-    """Of rows whose features nobody else has."""
+    """Return the activation of rows whose features no other rank has."""
     return Activation(FANShard(1, 0, (own,)), None, fan.activation == "gelu")

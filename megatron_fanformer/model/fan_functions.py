@@ -18,7 +18,7 @@ from megatron_fanformer.ops import fan_activation
 
 
 class Exchanged(NamedTuple):
-    """What a collective writes, which may still be running."""
+    """Describe what a collective writes, which may still be running."""
 
     tensor: Tensor
     work: dist.Work | None = None

@@ -125,7 +125,7 @@ class FANProjection(MegatronModule):
 
 
 def canonical_rows(shard: FANShard, names: Sequence[str]) -> list[CanonicalRange]:
-    """Where a rank's rows belong in the canonical [p | g] maps of its outputs, which have these names."""
+    """Return where a rank's rows belong in the canonical [p | g] maps of its outputs, which have these names."""
     return [
         CanonicalRange(names[output], start, end, canonical_start, shard.whole(output).rows)
         for output, start, end, canonical_start in shard.row_ranges()

@@ -75,7 +75,7 @@ class FANShard(NamedTuple):
         return FANOutput(*(self.ranks * rows for rows in self.outputs[output]))
 
     def row_ranges(self) -> list[RowRange]:
-        """Where this rank's rows belong in the canonical maps."""
+        """Return where this rank's rows belong in the canonical maps."""
         ranges, start = [], 0
         for number, (periodic, linear) in enumerate(self.outputs):
             linear_start = self.ranks * periodic + self.rank * linear
@@ -86,7 +86,7 @@ class FANShard(NamedTuple):
         return [range_ for range_ in ranges if range_.end > range_.start]
 
     def feature_ranges(self) -> list[RowRange]:
-        """Where what this rank's rows make by themselves belongs in the canonical outputs [cos p, sin p, g]."""
+        """Return where what this rank's rows make by themselves belongs in the canonical outputs [cos p, sin p, g]."""
         ranges, start = [], 0
         for number, (periodic, linear) in enumerate(self.outputs):
             whole = self.ranks * periodic

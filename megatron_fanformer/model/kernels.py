@@ -18,7 +18,7 @@ ALIGNED_TOKENS = 64  # a chunk is a multiple of it: matrix units prefer whole ti
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsConfig:
-    """What computes the layers."""
+    """Configure what computes the layers."""
 
     transformer_impl: TransformerImpl = "auto"
     """Transformer Engine's layers, or megatron-core's and torch's own; `auto`: the Engine on a GPU if it imports."""
@@ -41,7 +41,7 @@ class KernelsConfig:
 
     @property
     def fuses_gradient_accumulation(self) -> bool:
-        """Whether it was chosen or asked for: a model that is not trained has no buffer to add to."""
+        """Return whether it was chosen or asked for: a model that is not trained has no buffer to add to."""
         return bool(self.gradient_accumulation_fusion)
 
     def loss_chunk_tokens(self, logit_columns: int, element_bytes: int, *, on_cpu: bool) -> int:

@@ -77,7 +77,7 @@ def resolve_transformer_impl(wanted: TransformerImpl) -> Literal["local", "trans
 
 
 def chosen_engine_attention() -> Literal["flash", "fused", "unfused"] | None:
-    """What Transformer Engine's attention last was computed by in this process; None: not by it, or it does not tell.
+    """Return what computed Transformer Engine's attention last in this process; None: not the Engine, or not known.
 
     The Engine decides in its first forward pass, by shapes and by which libraries load.
     """

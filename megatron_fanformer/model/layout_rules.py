@@ -9,7 +9,7 @@ from megatron_fanformer.runtime.layout import ParallelConfig
 
 
 def layout_problems(model: FANformerConfig, parallel: ParallelConfig) -> list[str]:
-    """What keeps a model from being spread that way, one line each."""
+    """Return what keeps a model from being spread that way, one line each."""
     return [
         *_tensor_problems(model, parallel.tensor_model_parallel_size),
         *_fan_problems(model, parallel),
@@ -101,7 +101,7 @@ def _pipeline_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
 
 
 def _uneven(num_layers: int, stages: int) -> str:
-    """How to have that number of stages anyway: the last one shorter by what is missing."""
+    """Return how to have that number of stages anyway: the last one shorter by what is missing."""
     each = -(-num_layers // stages)
     last = num_layers - each * (stages - 1)
     return f", or set parallel.num_layers_in_last_pipeline_stage to {last}" if last > 0 else ""
@@ -127,7 +127,7 @@ def _sequence_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iter
 
 
 def graph_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str]:
-    """What keeps layers from being replayed as CUDA graphs, one line each."""
+    """Return what keeps layers from being replayed as CUDA graphs, one line each."""
     if kernels.cuda_graph_impl == "local" and parallel.recompute_granularity == "full":
         return [
             "kernels.cuda_graph_impl is local with parallel.recompute_granularity full, but a layer's graph cannot be "
@@ -137,7 +137,7 @@ def graph_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str
 
 
 def document_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[str]:
-    """What keeps attention within documents (`data.reset_attention_mask`), one line each."""
+    """Return what keeps attention within documents (`data.reset_attention_mask`), one line each."""
     found = []
     if parallel.context_parallel_size > 1:
         found.append(
@@ -161,7 +161,7 @@ def document_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> list[
 def batch_problems(
     parallel: ParallelConfig, data_parallel_size: int, global_batch_size: int, micro_batch_size: int
 ) -> list[str]:
-    """What keeps a global batch from being divided, one line each."""
+    """Return what keeps a global batch from being divided, one line each."""
     unit = micro_batch_size * data_parallel_size
     if global_batch_size % unit:
         nearest = max(unit, round(global_batch_size / unit) * unit)
@@ -181,7 +181,7 @@ def batch_problems(
 
 
 def divisors(number: int) -> list[int]:
-    """What divides a number, the smallest first."""
+    """Return what divides a number, the smallest first."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 

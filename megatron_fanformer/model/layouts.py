@@ -35,7 +35,7 @@ MOVED_KERNELS = {old: new for old, new in MOVED_FIELDS.items() if new.startswith
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over ranks, and what computes its layers there."""
+    """Describe how a model is spread over ranks, and what computes its layers there."""
 
     parallel: ParallelConfig
     kernels: KernelsConfig
@@ -96,7 +96,7 @@ def laid_over(base: Layout, fields: Mapping[str, Any], text: str) -> Layout:
 
 
 def layout_fields(text: str) -> dict[str, Any]:
-    """What a layout's text says, by the long names of fields.
+    """Return what a layout's text says, by the long names of fields.
 
     Raises:
         InputError: it cannot be read.
@@ -136,7 +136,7 @@ def own_layout(parallel: ParallelConfig, kernels: KernelsConfig) -> tuple[str, L
 
 
 def layout_text(fields: Mapping[str, Any]) -> str:
-    """How those values of fields are written, by their short names."""
+    """Return how those values of fields are written, by their short names."""
     short_names = {long: short for short, long in SHORT_NAMES.items()}
     return ",".join(f"{short_names.get(name, name)}={_written(value)}" for name, value in fields.items())
 

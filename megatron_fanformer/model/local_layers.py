@@ -72,7 +72,7 @@ class LocalBackend(LocalSpecProvider):
     """megatron-core's provider of local layers, with the activation that its MLP is to use on a CPU."""
 
     def activation_func(self) -> type[torch.nn.Module]:
-        """What `use_te_activation_func` of the configuration puts into the MLP."""
+        """Return what `use_te_activation_func` of the configuration puts into the MLP."""
         return SwiGLU
 
 

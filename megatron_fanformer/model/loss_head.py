@@ -209,7 +209,7 @@ class _Gradients:
         self._reduction = dist.reduce_scatter_tensor(self.x_nh, whole, group=group, async_op=True)
 
     def scaled(self, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What backward returns for the hidden states and the weight, times `scale`."""
+        """Return what backward returns for the hidden states and the weight, times `scale`."""
         if self._reduction is not None:
             self._reduction.wait()
             self._is_read = None

@@ -12,7 +12,7 @@ from megatron_fanformer.ops.products import add_product
 
 
 def weight_gradient(weight_oh: Any, grad_no: Tensor, x_nh: Tensor, *, fuses_accumulation: bool) -> Tensor | None:
-    """What backward returns for a weight: its gradient, or a stand-in if that is in `main_grad` by then."""
+    """Return what backward returns for a weight: its gradient, or a stand-in if that is in `main_grad` by then."""
     if not (fuses_accumulation and hasattr(weight_oh, "main_grad")):
         return grad_no.t().matmul(x_nh)
     add_product(weight_oh.main_grad, grad_no, x_nh)
@@ -20,7 +20,7 @@ def weight_gradient(weight_oh: Any, grad_no: Tensor, x_nh: Tensor, *, fuses_accu
 
 
 def stand_in(weight_oh: Any) -> Tensor | None:
-    """What to return where the gradient is in `main_grad` already, so that the weight is marked as ready for reduction.
+    """Return a stand-in where the gradient is in `main_grad` already, so that the weight is marked ready for reduction.
 
     By Megatron's own protocol of fused accumulation it is a tensor of any content, which a flag keeps from being read.
     A weight that is also this stage's embedding has a gradient from there, which must be read: it gets none from here.

@@ -21,7 +21,7 @@ from megatron_fanformer.nodes.facts import STARTING, Facts, facts_from_plain, fi
 from megatron_fanformer.nodes.judgement import Links, Rules, Verdict, judge
 from megatron_fanformer.nodes.verb import CheckConfig
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime.launch import tell_end
+from megatron_fanformer.runtime.launch import print_end
 from megatron_fanformer.terminal import show
 
 JUDGE = 0
@@ -46,7 +46,7 @@ def check_nodes(config: CheckConfig) -> None:
         # What hangs would keep the interpreter from its end.
         sys.stdout.flush()
         if raised is not None:
-            tell_end(raised if isinstance(raised, FanformerError) else FanformerError(str(raised)))
+            print_end(raised if isinstance(raised, FanformerError) else FanformerError(str(raised)))
         os._exit(getattr(raised, "exit_code", 0 if raised is None else 1))
     if raised is not None:
         raise raised
@@ -98,7 +98,7 @@ class _Unhealthy(FanformerError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
-        self.is_told_elsewhere = not message
+        self.already_reported = not message
 
 
 def _done_within(seconds: float, work: Callable[[], None]) -> bool:

@@ -72,7 +72,7 @@ def _rate(store: Any, rank: int, gpu: int | None) -> float:
         gpu: None: between the processors.
 
     Raises:
-        RuntimeError: the other one does not answer; over NCCL only with `devices.let_late_collectives_fail`.
+        RuntimeError: the other one does not answer; over NCCL only with `devices.enable_collective_timeouts`.
     """
     on_gpu = gpu is not None
     device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)

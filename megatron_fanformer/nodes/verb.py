@@ -10,7 +10,7 @@ from megatron_fanformer.runtime import device
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig:
-    """How nodes are checked."""
+    """Configure how nodes are checked."""
 
     folder: Path | None = None
     """A folder of the file system that all nodes share, such as the run's; it is written to."""
@@ -50,7 +50,7 @@ def _check_node(options: CheckConfig) -> None:
     from megatron_fanformer.nodes.check import check_nodes
 
     device.prepare_libraries()
-    device.let_late_collectives_fail()
+    device.enable_collective_timeouts()
     check_nodes(options)
 
 

@@ -86,14 +86,14 @@ def _loaded(cache: Path) -> tuple[Any, str | None]:
 
 
 def reach(*tensors: Tensor) -> bool:
-    """Whether this process uses them, and they can take these: of one type, float32 or bf16, `in_memory`."""
+    """Return whether this process uses them, and they can take these: of one type, float32 or bf16, `in_memory`."""
     return _library is not None and all(
         in_memory(each) and each.dtype in TYPES and each.dtype == tensors[0].dtype for each in tensors
     )
 
 
 def in_memory(tensor: Tensor) -> bool:
-    """Whether a pointer to it says enough: a real tensor on a CPU, whose last axis lies in one piece.
+    """Return whether a pointer to it says enough: a real tensor on a CPU, whose last axis lies in one piece.
 
     Simulated tensors have no content, and a tracer would not see what is done by pointers.
     """
@@ -183,7 +183,7 @@ def softmax(logits_cv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reaches_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `causal_attention` can take them: as many of each, and heads of whole words."""
+    """Return whether `causal_attention` can take them: as many of each, and heads of whole words."""
     of_whole_words = query.shape[-1] * query.element_size() % BYTES_OF_A_WORD == 0
     return reach(query, key, value) and query.shape == key.shape == value.shape and of_whole_words
 
@@ -218,7 +218,7 @@ def causal_attention_backward(
 
 
 def reaches_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> bool:
-    """Whether `add_product` can take them: sums in float32, of rows that are whole vectors."""
+    """Return whether `add_product` can take them: sums in float32, of rows that are whole vectors."""
     are_whole_vectors = sum_oh.shape[-1] * sum_oh.element_size() % MOST_BYTES_OF_A_VECTOR == 0
     return reach(grad_no, x_nh) and in_memory(sum_oh) and sum_oh.dtype == torch.float32 and are_whole_vectors
 
@@ -230,7 +230,7 @@ def add_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> None:
 
 
 def _strides(*tensors: Tensor) -> Any:
-    """Of batch, head and position each, of tensors [b, n, s, d]."""
+    """Return the strides of batch, head and position of tensors [b, n, s, d]."""
     strides = [each.stride(axis) for axis in range(3) for each in tensors]
     return (ctypes.c_int64 * len(strides))(*strides)
 

@@ -38,7 +38,7 @@ def add_product(sum_oh: Tensor, grad_no: Tensor, x_nh: Tensor) -> None:
 
 @functools.cache
 def adds_to_wider(wide: torch.dtype, narrow: torch.dtype, device: torch.device) -> bool:
-    """Whether torch can add a product to a sum of a wider type, in place: tried once, on a small one.
+    """Return whether torch can add a product to a sum of a wider type, in place: tried once, on a small one.
 
     It can on CUDA, since a change of November 2025 (pytorch/pytorch#167931); before it raised, or lost the sum.
     """
@@ -72,7 +72,7 @@ def mkl_product() -> Any | None:
 
 
 def _mkl_reaches(sum_oh: Tensor, *factors: Tensor) -> bool:
-    """Whether pointers can be given of them, and they are of the types that MKL takes."""
+    """Return whether pointers can be given of them, and they are of the types that MKL takes."""
     return (
         all(map(cpu_kernels.in_memory, (sum_oh, *factors)))
         and sum_oh.dtype == torch.float32

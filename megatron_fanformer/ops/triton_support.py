@@ -22,7 +22,7 @@ _reached_devices = {"cuda"}
 
 
 def triton_reaches(tensor: Tensor) -> bool:
-    """Whether a kernel can run on this tensor, if Triton can run any."""
+    """Return whether a kernel can run on this tensor, if Triton can run any."""
     return tensor.device.type in _reached_devices and tensor.dtype in KERNEL_TYPES
 
 
@@ -39,7 +39,7 @@ def reaching(device: str) -> Iterator[None]:
 
 @functools.cache
 def has_triton(what: str) -> bool:
-    """Whether Triton can run kernels; if not, a warning says once that `what` does without it."""
+    """Return whether Triton can run kernels; if not, a warning says once that `what` does without it."""
     problem = _problem()
     if problem:
         warnings.warn(f"{what} in PyTorch, at a fraction of a kernel's speed, since {problem}", stacklevel=2)

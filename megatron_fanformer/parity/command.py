@@ -25,8 +25,8 @@ def parity(config: ParityConfig) -> None:
     from megatron_fanformer.parity.report import as_values, report_lines
     from megatron_fanformer.parity.run import run_layouts
 
-    with phases("starting ranks") as tell:
-        result = run_layouts(config, run, named, tell=lambda name: tell(f"training: {name}"))
+    with phases("starting ranks") as report:
+        result = run_layouts(config, run, named, report=lambda name: report(f"training: {name}"))
     show(report_lines(result, width()))
     if config.report is not None:
         write_atomically(config.report, json.dumps(as_values(result, str(config.file)), indent=1) + "\n")

@@ -38,7 +38,7 @@ class StepSize:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutCommunication:
-    """What a step of one layout communicates."""
+    """Describe what a step of one layout communicates."""
 
     name: str
     models: tuple[str, ...]
@@ -50,7 +50,7 @@ class LayoutCommunication:
 
     @property
     def agrees(self) -> bool:
-        """Whether the formula equals the count exactly."""
+        """Return whether the formula equals the count exactly."""
         return all(cell.agrees for row in self.rows for cell in row.cells)
 
 
@@ -139,7 +139,7 @@ def _job(size: StepSize, trial: TrialConfig, layout: ParallelConfig) -> Job:
 
 
 def _sent_bytes(job: Job) -> dict[str, float]:
-    """By group, what a rank of the busiest stage sends."""
+    """Return by group what a rank of the busiest stage sends."""
     stages = []
     for stage in range(job.parallel.pipeline_model_parallel_size):
         sent: dict[str, float] = {}

@@ -35,7 +35,7 @@ class Baseline:
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """How far one run is from the baseline, relative to it."""
+    """Describe how far one run is from the baseline, relative to it."""
 
     losses: list[float]
     """Of each step."""
@@ -59,13 +59,13 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What is still explained by the order of sums: `FACTOR` times what reordered runs showed."""
+    """Describe what is still explained by the order of sums: `FACTOR` times what reordered runs showed."""
 
     losses: list[float]
     tensors: dict[str, Errors] = field(default_factory=dict)
 
     def findings(self, differences: Differences) -> Iterator[Finding]:
-        """What lies beyond, in forward order: outputs, the first loss, gradients, later losses, weights."""
+        """Return what lies beyond, in forward order: outputs, the first loss, gradients, later losses, weights."""
         losses = [
             Finding("loss of step", str(step), *pair)
             for step, pair in enumerate(zip(differences.losses, self.losses, strict=True), 1)
@@ -102,7 +102,7 @@ def baseline_of(trace: Trace, epsilon: float = FLOAT32_EPSILON) -> Baseline:
 
 
 def differences(baseline: Baseline, traces: list[Trace]) -> Differences:
-    """How far a run on these ranks is from the baseline; where ranks hold the same part, the furthest counts."""
+    """Return how far a run on these ranks is from the baseline; where ranks hold the same part, the furthest counts."""
     losses = [max(_relative(trace.losses[step], loss) for trace in traces) for step, loss in enumerate(baseline.losses)]
     tensors = {
         kind: _errors(baseline.tensors[kind], baseline.scales[kind], [getattr(trace, kind) for trace in traces])

@@ -109,7 +109,7 @@ class OutputRecorder:
             yield ([samples[place]], positions[own]), values[:, own]
 
     def _positions(self, length: int) -> np.ndarray:
-        """Which positions of the sequence an output of `length` has, by its length alone."""
+        """Return which positions of the sequence an output of `length` has, by its length alone."""
         size = self._grid.context_parallel_size
         chunks = torch.arange(self._shape.seq_length).chunk(2 * size if size > 1 else 1)
         own = context_chunks(self._grid.groups.cp.rank(), size) if size > 1 else (0,)

@@ -47,7 +47,7 @@ class Reordering:
         return tokens if order is None else order.argsort()[tokens]
 
     def sample(self, position: int) -> int:
-        """Which sample is at a position of the stream: permuted within each global batch."""
+        """Return which sample is at a position of the stream: permuted within each global batch."""
         batch, place = divmod(position, self.global_batch_size)
         order = self.order("samples", self.global_batch_size)
         return position if order is None else batch * self.global_batch_size + int(order[place])

@@ -39,7 +39,7 @@ RANK_BYTES = 500 * 2**20  # a gloo rank of a small model has 380 MiB resident (t
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutResult:
-    """What became of one layout."""
+    """Describe what became of one layout."""
 
     name: str
     ranks: int
@@ -52,7 +52,7 @@ class LayoutResult:
 
     @property
     def is_same(self) -> bool:
-        """Whether the order of sums explains every difference."""
+        """Return whether the order of sums explains every difference."""
         return self.failure is None and not self.findings
 
     @property
@@ -65,7 +65,7 @@ class LayoutResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ParityResult:
-    """All that a comparison showed."""
+    """Hold all that a comparison showed."""
 
     small: SmallRun
     steps: int
@@ -103,18 +103,18 @@ class Calibration:
 
 
 def run_parity(
-    config: ParityConfig, *, pool: RankPool | None = None, tell: Callable[[str], None] = lambda _: None
+    config: ParityConfig, *, pool: RankPool | None = None, report: Callable[[str], None] = lambda _: None
 ) -> ParityResult:
     """Compare layouts.
 
     Args:
         pool: ranks to run on, which have what the layouts ask for; None starts and ends its own.
-        tell: is told what runs next.
+        report: is told what runs next.
 
     Raises:
         InputError: the configuration or a layout is wrong; all that is, one line each.
     """
-    return run_layouts(config, *read_layouts(config), pool=pool, tell=tell)
+    return run_layouts(config, *read_layouts(config), pool=pool, report=report)
 
 
 def run_layouts(
@@ -123,16 +123,16 @@ def run_layouts(
     named: dict[str, Layout],
     *,
     pool: RankPool | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> ParityResult:
-    """What `run_parity` does after `read_layouts`.
+    """Run the layouts, as `run_parity` does after `read_layouts`.
 
     Raises:
         InputError: this machine has not what a layout asks for.
     """
     with _started_pool(config, run, named) if pool is None else nullcontext(pool) as ranks:
-        calibration = calibrate(config, run, list(named.values()), ranks, tell)
-        return compare_layouts(calibration, named, ranks, tell, communication=config.communication)
+        calibration = calibrate(config, run, list(named.values()), ranks, report)
+        return compare_layouts(calibration, named, ranks, report, communication=config.communication)
 
 
 def _started_pool(config: ParityConfig, run: RunConfig, named: dict[str, Layout]) -> RankPool:
@@ -171,22 +171,22 @@ def calibrate(
     run: RunConfig,
     layouts: list[Layout],
     pool: RankPool,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
     """Train the small form that suits all these layouts in one process: as it is, and so that it shows rounding."""
     single = single_process(config.transformer_impl)
     small = shrink(run.model, run.training.micro_batch_size, [layout.parallel for layout in layouts])
     trial = trial_of(config, run, small, pool.device)
-    tell(SINGLE)
+    report(SINGLE)
     baseline = baseline_of(pool.run(1, run_trial, trial, single.parallel)[0], torch.finfo(DTYPES[config.dtype]).eps)
     noise = []
     for number in range(1, REORDERED_RUNS + 1):
-        tell(f"{SINGLE}, reordered ({number} of {REORDERED_RUNS})")
+        report(f"{SINGLE}, reordered ({number} of {REORDERED_RUNS})")
         noise.append(differences(baseline, pool.run(1, run_trial, trial, single.parallel, number)))
     if config.dtype != "fp32":
         # Ranks round their partial sums to that type before they are added, which no reordering of one process does:
         # what rounding to it changes at all is shown by a run without it.
-        tell(f"{SINGLE}, in fp32")
+        report(f"{SINGLE}, in fp32")
         exact = dataclasses.replace(trial, dtype="fp32")
         noise.append(differences(baseline, pool.run(1, run_trial, exact, single.parallel)))
     bounds = bounds_from(noise, baseline.last_places)
@@ -194,7 +194,7 @@ def calibrate(
 
 
 def trial_of(config: ParityConfig, run: RunConfig, small: SmallRun, device: devices.DeviceKind) -> TrialConfig:
-    """What one process trains, and every layout with its own kernels."""
+    """Return what one process trains, and every layout with its own kernels."""
     return TrialConfig(
         model=small.model,
         optimizer=run.optimizer,
@@ -214,7 +214,7 @@ def compare_layouts(
     calibration: Calibration,
     named: dict[str, Layout],
     pool: RankPool,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     *,
     trial_function: Callable[..., Trace] = run_trial,
     communication: bool = False,
@@ -228,12 +228,12 @@ def compare_layouts(
     small, trial = calibration.small, calibration.trial
     results, counted = [], []
     for name, layout in named.items():
-        tell(name)
+        report(name)
         bucketed, own = _with_buckets(layout.parallel, small), dataclasses.replace(trial, kernels=layout.kernels)
         run_ranks = functools.partial(pool.run, layout.world_size, trial_function, own, bucketed)
         results.append(_try_layout(name, layout.world_size, calibration, run_ranks))
         if communication:
-            tell(f"{name}, counting bytes")
+            report(f"{name}, counting bytes")
             counted.append(compare_communication(pool.run, own, _full_size(calibration.run), name, bucketed))
     return ParityResult(
         small=small,

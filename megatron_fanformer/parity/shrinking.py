@@ -23,7 +23,7 @@ BUCKETS = 4  # so that overlapped communication has several buckets, as a large 
 
 @dataclass(frozen=True, kw_only=True)
 class SmallRun:
-    """What all layouts train, and what was changed to get there."""
+    """Describe what all layouts train, and what was changed to get there."""
 
     model: FANformerConfig
     global_batch_size: int

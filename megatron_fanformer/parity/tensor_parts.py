@@ -32,7 +32,7 @@ class TensorPart(NamedTuple):
 
 
 def part_of(whole: np.ndarray, where: tuple[Any, ...]) -> Any:
-    """What to index a whole tensor with for that part."""
+    """Return what to index a whole tensor with for that part."""
     return where if isinstance(where[0], slice) else np.ix_(*where)
 
 

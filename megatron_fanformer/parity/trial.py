@@ -49,7 +49,7 @@ SHAKE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class TrialConfig:
-    """What every layout trains."""
+    """Configure what every layout trains."""
 
     model: FANformerConfig
     optimizer: OptimizerConfig
@@ -68,7 +68,7 @@ class TrialConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What one rank saw."""
+    """Describe what one rank saw."""
 
     losses: list[float]
     """Of each step."""
@@ -83,7 +83,7 @@ class Trace:
 
 
 class Preparation(NamedTuple):
-    """All that a rank trains with."""
+    """Hold all that a rank trains with."""
 
     grid: RankGrid
     stages: list[Any]
@@ -210,8 +210,8 @@ class Samples:
 def _answers(document_ids_s: Tensor, generator: torch.Generator) -> Tensor:
     """The loss mask of packed conversations, [s]: each ends with an answer, whose last token predicts nothing."""
     lengths = document_ids_s.unique_consecutive(return_counts=True)[1].tolist()
-    asked = [int(torch.randint(length, (), generator=generator)) for length in lengths]
+    first_learned = [int(torch.randint(length, (), generator=generator)) for length in lengths]
     places = [torch.arange(length) for length in lengths]
     return torch.cat(
-        [(place >= first) & (place < len(place) - 1) for place, first in zip(places, asked, strict=True)]
+        [(place >= first) & (place < len(place) - 1) for place, first in zip(places, first_learned, strict=True)]
     ).float()

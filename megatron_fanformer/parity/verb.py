@@ -11,7 +11,7 @@ from megatron_fanformer.runtime import device
 
 @dataclass(frozen=True, kw_only=True)
 class ParityConfig:
-    """What to compare, and how long."""
+    """Configure what to compare, and how long."""
 
     file: Path = option(name="--config")
     """Configuration file (YAML)."""

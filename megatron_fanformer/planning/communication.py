@@ -32,7 +32,7 @@ TOKEN_COUNT_BYTES = 4  # one int32
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationLine:
-    """What one rank's collectives of one purpose add up to in a step."""
+    """Describe what one rank's collectives of one purpose add up to in a step."""
 
     group: str
     """tp, cp, pp, dp_cp (replicas and context parallel ranks), mp (tp and pp), embd (first and last stage),
@@ -48,7 +48,7 @@ class CommunicationLine:
 
 
 def communication(step: StepTraffic) -> list[CommunicationLine]:
-    """What one rank communicates in one training step, by purpose; a group of one rank moves nothing.
+    """Return what one rank communicates in one training step, by purpose; a group of one rank moves nothing.
 
     Raises:
         ValueError: the layers do not divide evenly over the stages.
@@ -80,7 +80,7 @@ def _terms(step: StepTraffic) -> Iterator[Term]:
 
 
 def _pipeline_terms(step: StepTraffic) -> Iterator[Term]:
-    """Every chunk's output goes to the next chunk, except the last one's; every input gradient goes back."""
+    """Return the terms of sending every chunk's output to the next one, and every input gradient back."""
     if step.stages == 1:
         return
     parallel, micro_batches = step.parallel, step.num_micro_batches
@@ -130,7 +130,7 @@ def _scalar_terms(step: StepTraffic) -> Iterator[Term]:
 
 
 class Counted(Protocol):
-    """What can be compared: a line of the formula, or one of `runtime.collectives`."""
+    """Describe what can be compared: a line of the formula, or one of `runtime.collectives`."""
 
     @property
     def group(self) -> str:
@@ -144,12 +144,12 @@ class Counted(Protocol):
 
     @property
     def calls(self) -> int:
-        """Of collectives."""
+        """Return the number of collectives."""
         ...
 
     @property
     def message_bytes(self) -> int:
-        """Of all calls."""
+        """Return the bytes of all calls."""
         ...
 
 

@@ -26,7 +26,7 @@ EMBEDDING = "word_embeddings"
 
 
 class OptimizerStates(Protocol):
-    """What an optimizer keeps of each weight, beside the main weight itself."""
+    """Describe what an optimizer keeps of each weight, beside the main weight itself."""
 
     def state_bytes(self, name: str, dimensions: int) -> int:
         """Return the bytes of each element.
@@ -89,7 +89,7 @@ def chunks(model: FANformerConfig, parallel: ParallelConfig, stage: int) -> list
 
 
 def weights(model: FANformerConfig, parallel: ParallelConfig, chunk: Chunk) -> list[Weight]:
-    """What one tensor parallel rank holds of a chunk, in the order in which Megatron's modules (local) name it."""
+    """Return what a tensor parallel rank holds of a chunk, in the order in which Megatron's modules (local) name it."""
     vocabulary = model.padded_vocab_size // parallel.tensor_model_parallel_size * model.hidden_size
     is_tied = not model.untie_embeddings_and_output_weights
     has_two_copies = is_tied and parallel.pipeline_model_parallel_size > 1
@@ -104,7 +104,7 @@ def weights(model: FANformerConfig, parallel: ParallelConfig, chunk: Chunk) -> l
 
 
 def layer_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[Weight]:
-    """What one tensor parallel rank holds of a layer."""
+    """Return what one tensor parallel rank holds of a layer."""
     yield Weight("input_layernorm.weight", model.hidden_size, parallel.sequence_parallel)
     yield from itertools.starmap(Weight, model.placement.attention_weights(model, parallel))
     yield Weight("pre_mlp_layernorm.weight", model.hidden_size, parallel.sequence_parallel)
@@ -170,7 +170,7 @@ def first_stage_buckets(model: FANformerConfig, parallel: ParallelConfig, data_p
 def gradient_buffer(
     held: list[Weight], parallel: ParallelConfig, data_parallel_size: int, *, is_limited: bool
 ) -> GradientBuffer:
-    """How a chunk's gradients are laid out.
+    """Return how a chunk's gradients are laid out.
 
     Without the distributed optimizer nothing is padded. With it each bucket divides over the replicas (context parallel
     ranks included), and a shared embedding has a bucket of its own, so that both copies are sharded alike.

@@ -46,12 +46,12 @@ class Job:
 
     @property
     def element_bytes(self) -> int:
-        """Of a weight and of an activation."""
+        """Return the bytes of an element of a weight, and of an activation."""
         return ELEMENT_BYTES[self.precision.dtype]
 
     @property
     def fuses_input_norm(self) -> bool:
-        """Whether the input norm is inside the map that reads it, which recomputes it anyway.
+        """Return whether the input norm is inside the map that reads it, which recomputes it anyway.
 
         The Engine fuses it there, and the norm before the MLP always; not a norm in front of the `sequence` form's map.
         """

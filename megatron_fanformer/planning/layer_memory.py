@@ -34,7 +34,7 @@ class Operation(NamedTuple):
 
 
 class Rise(NamedTuple):
-    """What a run of operations holds, in bytes."""
+    """Describe what a run of operations holds, in bytes."""
 
     saved: int
     """From forward to backward."""
@@ -85,7 +85,7 @@ class LayerShapes:
         return self.part_tokens * width * self.element
 
     def of_fan(self, width: int) -> int:
-        """What FAN makes: of all tokens in the `column` form, of this rank's in the `sequence` form."""
+        """Return what FAN makes: of all tokens in the `column` form, of this rank's in the `sequence` form."""
         return self.whole(width) if self.is_column else self.part(width)
 
     @cached_property
@@ -114,7 +114,7 @@ class LayerShapes:
         return 0 if self.is_fused else rows * columns * self.element
 
     def column_parallel_backward(self, rows: int) -> int:
-        """Of a column parallel map: the gradients of its output and input, and its weight's.
+        """Return the bytes of the gradients of a column parallel map's output, input and weight.
 
         Under sequence parallelism the input is gathered once more, and of its gradient, a sum, a part is kept.
         """
@@ -296,7 +296,7 @@ def _attention(shapes: LayerShapes) -> Iterator[Operation]:
 
 
 def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
-    """What attention is given; what it keeps of that; and what it keeps of its own copies."""
+    """Return what attention is given; what it keeps of that; and what it keeps of its own copies."""
     queries, keys = shapes.whole(shapes.queries), shapes.whole(shapes.values)
     values, is_view = shapes.job.model.placement.kept_values(shapes)
     given = queries + keys + values
@@ -312,7 +312,7 @@ def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
 
 
 def _whole_sequence(shapes: LayerShapes) -> int:
-    """What the local attention keeps under context parallelism, which goes through the rank's two chunks in turn.
+    """Return what local attention keeps under context parallelism, which goes through the rank's two chunks in turn.
 
     Keys and values of all ranks in order, or repeated as far as each chunk sees them; a mask for each chunk, the same
     for all samples and heads; and each chunk's output, beside the two together.

@@ -77,7 +77,7 @@ def layer_backward(step: StepTraffic) -> Iterator[Term]:
 
 
 def recomputed(step: StepTraffic) -> Iterator[Term]:
-    """What of a layer's forward runs again; the norms, which may be named too, communicate nothing."""
+    """Return what of a layer's forward runs again; the norms, which may be named too, communicate nothing."""
     if step.parallel.recompute_granularity == "full":
         yield from layer_forward(step)
     if step.parallel.recomputes("fan") and step.has_column_fan:
@@ -89,7 +89,7 @@ def recomputed(step: StepTraffic) -> Iterator[Term]:
 
 
 def recomputed_layers(step: StepTraffic, layers: int) -> int:
-    """Of so many layers, how many are recomputed: all of a chunk, or with method `block` the first few."""
+    """Return how many of so many layers are recomputed: all of a chunk, or with method `block` the first few."""
     return min(layers, step.parallel.recompute_num_layers or 0) if step.parallel.recompute_method == "block" else layers
 
 

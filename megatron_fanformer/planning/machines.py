@@ -107,11 +107,11 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int:
-        """What a program can have of the memory."""
+        """Return what a program can have of the memory."""
         return int((1 - DRIVERS_SHARE) * self.memory_bytes)
 
     def flops_per_second(self, dtype: str) -> float:
-        """Of dense products by the data sheet; `dtype` is fp32, bf16 or fp8.
+        """Return the data sheet's rate of dense products; `dtype` is fp32, bf16 or fp8.
 
         Raises:
             InputError: the machine does not have that format.

@@ -51,7 +51,7 @@ TENSORS_ERROR = 0.022
 
 
 class MemoryLine(NamedTuple):
-    """What one purpose takes of a rank's memory at the peak."""
+    """Describe what one purpose takes of a rank's memory at the peak."""
 
     purpose: str
     bytes: int
@@ -70,11 +70,11 @@ class RankMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All of them: the peak of allocated tensors."""
+        """Return all of them: the peak of allocated tensors."""
         return sum(line.bytes for line in self.lines)
 
 
-class Moment(NamedTuple):
+class MemorySnapshot(NamedTuple):
     """A moment of the step: what it holds beside what stays from step to step."""
 
     name: str
@@ -85,7 +85,7 @@ class Moment(NamedTuple):
 
 
 def rank_memory(job: Job, stage: int) -> RankMemory:
-    """What a rank of a pipeline stage holds; all ranks of it hold alike, but for padding.
+    """Return what a rank of a pipeline stage holds; all ranks of it hold alike, but for padding.
 
     Raises:
         ValueError: the layers do not divide evenly over the stages.
@@ -105,7 +105,7 @@ def rank_memory(job: Job, stage: int) -> RankMemory:
 
 
 def reserve_bytes(job: Job, tensor_bytes: int) -> int:
-    """What must be free beside the tensors: the allocator's reserve, communicators, the CUDA context; 0 on a CPU.
+    """Return what must be free beside tensors: the allocator's reserve, communicators, the CUDA context; 0 on a CPU.
 
     Args:
         tensor_bytes: of a rank by formula, which may be too low by its own error.
@@ -137,7 +137,7 @@ def _states(job: Job, stage: int, held: list[Chunk]) -> Iterator[MemoryLine]:
 
 
 def _kept_by_layers(shapes: LayerShapes, held: list[Chunk], *, takes_turns: bool) -> Iterator[MemoryLine]:
-    """What layers and schedules keep for themselves, beside weights and activations."""
+    """Return what layers and schedules keep for themselves, beside weights and activations."""
     job, parallel = shapes.job, shapes.job.parallel
     if shapes.is_engine:
         yield MemoryLine("FP8 copies of weights", sum(_fp8_copies(job, chunk) for chunk in held))
@@ -185,19 +185,19 @@ def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:
 # -- the moments of a step
 
 
-def _moments(shapes: LayerShapes, stage: int, held: list[Chunk], in_flight: int) -> Iterator[Moment]:
+def _moments(shapes: LayerShapes, stage: int, held: list[Chunk], in_flight: int) -> Iterator[MemorySnapshot]:
     layer = rise(layer_operations(shapes.job))
     of_chunk = _chunk_rise(shapes, layer, held[0].layers)
     kept = of_chunk.saved + (embedding_ids(shapes) if held[0].has_embedding else 0)
     others = kept * (in_flight - 1)
     # The schedule holds on to the last gradient that it sent back, and in forward also to the input that it is of.
     sent = shapes.stream if stage > 0 and len(held) == 1 else 0
-    yield Moment("backward of a layer", others + kept, of_chunk.backward + sent)
+    yield MemorySnapshot("backward of a layer", others + kept, of_chunk.backward + sent)
     if held[-1].has_head:
         head = loss_head(shapes)
-        yield Moment("loss head", others + kept + head.saved, head.backward + 2 * sent)
+        yield MemorySnapshot("loss head", others + kept + head.saved, head.backward + 2 * sent)
     if held[0].has_embedding:
-        yield Moment("gradient of the embedding", others + embedding_ids(shapes), embedding_backward(shapes))
+        yield MemorySnapshot("gradient of the embedding", others + embedding_ids(shapes), embedding_backward(shapes))
 
 
 def chunks_in_flight(job: Job, stage: int) -> int:

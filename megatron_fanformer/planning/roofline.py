@@ -34,7 +34,7 @@ Kind = Literal["matrix products", "attention", "element-wise"]
 
 
 class Part(NamedTuple):
-    """What one kind of work adds up to in a step of one micro batch, forward and backward."""
+    """Describe what one kind of work adds up to in a step of one micro batch, forward and backward."""
 
     name: str
     flops: int
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Of one direction of an operation."""
+    """Describe the work of one direction of an operation."""
 
     flops: int
     bytes: int
@@ -54,7 +54,7 @@ class Work(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """What one rank does of one kind of work for one micro batch."""
+    """Describe what one rank does of one kind of work for one micro batch."""
 
     name: str
     kind: Kind
@@ -67,7 +67,7 @@ class Operation(NamedTuple):
 
 
 def step_parts(model: FANformerConfig, *, tokens: int, element_bytes: int, state_bytes: int) -> list[Part]:
-    """Every part of a step of one micro batch and one update, on one rank that holds the whole model.
+    """Return every part of a step of one micro batch and one update, on one rank that holds the whole model.
 
     Args:
         tokens: of the micro batch.

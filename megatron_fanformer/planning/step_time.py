@@ -71,7 +71,7 @@ class StepTime:
 
 
 def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = False) -> StepTime:
-    """What a step takes.
+    """Return what a step takes.
 
     Args:
         overlaps_tensor_parallel: whether collectives of tensor parallel ranks run beside products throughout, as
@@ -107,7 +107,7 @@ def step_time(job: Job, machine: Machine, *, overlaps_tensor_parallel: bool = Fa
 
 
 def collective_seconds(term: Term, ranks: int, stride: int, machine: Machine) -> float:
-    """What collectives over `ranks` ranks take, each `stride` ranks from the next.
+    """Return what collectives over `ranks` ranks take, each `stride` ranks from the next.
 
     Those of a group that are in one domain take turns in the ring, which leaves the domain once: every one of them adds
     its adapter to the network's rate.
@@ -138,7 +138,7 @@ class _Parts(dict[str, float]):
             self[name] = self.get(name, 0.0) + times * seconds
 
     def total(self) -> float:
-        """Of all purposes."""
+        """Return the sum over all purposes."""
         return sum(self.values())
 
 
@@ -323,7 +323,7 @@ class _Seconds:
         return fill + exchange * (blocking + (1 - self._machine.overlap) * (chunks - blocking))
 
     def update(self) -> dict[str, float]:
-        """What comes once a step, on the first stage, whose backward is the last to end.
+        """Return what comes once a step, on the first stage, whose backward is the last to end.
 
         Replicas sum gradients beside the backward of the last micro batch, all but the last bucket; and gather weights
         beside the first forward, all but the first.

@@ -53,12 +53,12 @@ class StepTraffic:
 
     @property
     def activation_bytes(self) -> int:
-        """Of [c, b, 1]: one number per token, of a micro batch on one context parallel rank."""
+        """Return the bytes of [c, b, 1]: one number per token of a micro batch on one context parallel rank."""
         return self.tokens * self.element_bytes
 
     @property
     def hidden_bytes(self) -> int:
-        """Of [c, b, h]."""
+        """Return the bytes of [c, b, h]."""
         return self.activation_bytes * self.model.hidden_size
 
     @property
@@ -89,17 +89,17 @@ class StepTraffic:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether the rank has the embedding."""
+        """Return whether the rank has the embedding."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the rank has the head."""
+        """Return whether the rank has the head."""
         return self.stage == self.stages - 1
 
     @property
     def has_column_fan(self) -> bool:
-        """Whether there is a FAN map, and its rows are sharded over the tensor parallel ranks."""
+        """Return whether there is a FAN map, and its rows are sharded over the tensor parallel ranks."""
         return self.model.has_fan and self.parallel.fan_form == "column"
 
     def group_sizes(self) -> dict[str, int]:

@@ -55,7 +55,7 @@ def _whole_head(shapes: LayerShapes) -> int:
 
 
 def embedding_ids(shapes: LayerShapes) -> int:
-    """What backward needs to know: the ids, and which of them are of other ranks."""
+    """Return what backward needs to know: the ids, and which of them are of other ranks."""
     return shapes.tokens * (ID_BYTES if shapes.tensor == 1 else 2 * ID_BYTES)
 
 

@@ -23,7 +23,7 @@ def _size(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """What to tokenize, and how."""
+    """Configure what to tokenize, and how."""
 
     inputs: tuple[str, ...] = argument(metavar="INPUT")
     """Files (.jsonl, .json, .ndjson, also .gz or .zst; .parquet), folders of them, glob patterns, @LIST files."""

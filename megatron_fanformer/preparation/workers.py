@@ -244,13 +244,13 @@ class WorkerPool:
             try:
                 message = worker.connection.recv()
             except (EOFError, OSError):
-                yield from self._bury(worker, waiting)
+                yield from self._reap(worker, waiting)
                 continue
             if not isinstance(message, WorkDone):
                 worker.tasks.popleft()
             yield message
 
-    def _bury(self, worker: _Worker, waiting: deque[Task]) -> Iterator[Failed]:
+    def _reap(self, worker: _Worker, waiting: deque[Task]) -> Iterator[Failed]:
         """Replace a dead worker: its files go to another, unless it is the second to die on the first of them."""
         self._workers.remove(worker)
         worker.process.join()

@@ -17,12 +17,12 @@ Result = TypeVar("Result")
 
 
 def is_main() -> bool:
-    """Whether this process is the main rank, or has no ranks."""
+    """Return whether this process is the main rank, or has no ranks."""
     return not dist.is_initialized() or dist.get_rank() == heartbeat.MAIN_RANK
 
 
 def on_main(function: Callable[[], Result]) -> Result:
-    """What a function returns on the main rank, on every rank of the current process group; a collective call.
+    """Return what a function returns on the main rank, on every rank of the current process group; a collective call.
 
     Only the main rank calls it, in a thread of its own; it must make no collective call itself, and return what can be
     pickled. In a process without ranks it is simply called.
@@ -35,14 +35,14 @@ def on_main(function: Callable[[], Result]) -> Result:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return function()
     if is_main():
-        return _told_to_others(function)
-    while (heard := _broadcast(None)) is None:
+        return _shared_with_others(function)
+    while (received := _broadcast(None)) is None:
         pass
-    value, failure = heard
+    value, failure = received
     return cast(Result, _unless_failed(value, failure))
 
 
-def _told_to_others(function: Callable[[], Result]) -> Result:
+def _shared_with_others(function: Callable[[], Result]) -> Result:
     outcome: list[tuple[Any, Exception | None]] = []
 
     def work() -> None:
@@ -71,7 +71,7 @@ def _unless_failed(value: Any, failure: Exception | None) -> Any:
 
 def _for_others(error: Exception) -> FanformerError:
     copy = type(error)(str(error)) if isinstance(error, FanformerError) else FanformerError(_described(error))
-    copy.is_told_elsewhere = True
+    copy.already_reported = True
     return copy
 
 
@@ -80,7 +80,7 @@ def _described(error: Exception) -> str:
 
 
 def _broadcast(value: Any) -> Any:
-    heartbeat.tell_progress()
+    heartbeat.mark_progress()
     box = [value]
     dist.broadcast_object_list(box, src=heartbeat.MAIN_RANK)
     return box[0]

@@ -70,7 +70,7 @@ WORLD = "world"
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCount:
-    """What this rank's collectives of one kind over one group add up to."""
+    """Describe what this rank's collectives of one kind over one group add up to."""
 
     group: str
     """As in `RankGrid.groups` (dp_cp: the data parallel ranks, context parallel ones included), or `world`."""
@@ -83,7 +83,7 @@ class CollectiveCount:
 
     @property
     def moved_bytes(self) -> float:
-        """What this rank sends for it: see `moved_bytes`."""
+        """Return what this rank sends for it: see `moved_bytes`."""
         return moved_bytes(self.kind, self.message_bytes, self.ranks)
 
 
@@ -150,7 +150,7 @@ def methods_replaced(
 
 
 def moved_bytes(kind: str, message_bytes: float, ranks: int) -> float:
-    """What one of `ranks` ranks sends for a message by the best algorithm, a ring, in which each sends as much.
+    """Return what one of `ranks` ranks sends for a message by the best algorithm, a ring in which each sends as much.
 
     The factors are those of the bus bandwidth in NVIDIA's nccl-tests (doc/PERFORMANCE.md): an all-gather, a
     reduce-scatter and an all-to-all send (n - 1) / n of the whole tensor, an all-reduce, which is the first two, twice

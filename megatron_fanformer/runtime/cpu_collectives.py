@@ -78,7 +78,7 @@ def _through_memory(
 
 
 def _operation(options: Any) -> _Operation | None:
-    """What joins two operands; None where that is left to gloo."""
+    """Return what joins two operands; None where that is left to gloo."""
     operation = getattr(options, "reduceOp", None)
     if operation == dist.ReduceOp.SUM:
         return torch.add
@@ -86,7 +86,7 @@ def _operation(options: Any) -> _Operation | None:
 
 
 def _fit(lists: list[_Tensors], ranks: int, *, is_sum: bool) -> bool:
-    """Whether all are blocks on the CPU, a whole of the type of its part and `ranks` times as large."""
+    """Return whether all are blocks on the CPU, a whole of the type of its part and `ranks` times as large."""
     for tensors in zip(*lists, strict=True):
         kind = tensors[0].dtype
         if not all(each.device.type == "cpu" and each.dtype == kind and each.is_contiguous() for each in tensors):
@@ -120,12 +120,12 @@ class CollectiveThroughMemory(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         """Take what the other ranks wrote, piece by piece."""
         while self._buffers is not None:
-            self._memory.hear()
+            self._memory.wait()
             self._advance()
         return True
 
     def is_completed(self) -> bool:
-        """Whether it was waited for: nothing goes on by itself."""
+        """Return whether it was waited for: nothing goes on by itself."""
         return self._buffers is None
 
 

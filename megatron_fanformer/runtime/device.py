@@ -66,7 +66,7 @@ def torch_device(kind: DeviceKind) -> "torch.device":
 
 
 def cache_folder() -> Path:
-    """Where this user's programs keep what they can fetch again: the XDG base directories' cache."""
+    """Return where this user's programs keep what they can fetch again: the XDG base directories' cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron-fanformer"
 
 
@@ -76,7 +76,7 @@ def hide_gpus() -> None:
 
 
 def has_bf16_matrix_units(device: DeviceKind) -> bool:
-    """Whether bf16 matrix products are faster than float32 here: every supported GPU, CPUs with AMX or AVX512-BF16.
+    """Return whether bf16 matrix products are faster than float32: every supported GPU, CPUs with AMX or AVX512-BF16.
 
     A CPU whose units oneDNN may not use, by ONEDNN_MAX_CPU_ISA, computes them some fifty times slower than float32.
     """
@@ -90,7 +90,7 @@ def has_bf16_matrix_units(device: DeviceKind) -> bool:
 
 
 def has_fused_gradient_kernel() -> bool:
-    """Whether megatron-core's own layers can add a weight gradient into its buffer inside the product.
+    """Return whether megatron-core's own layers can add a weight gradient into its buffer inside the product.
 
     On a GPU by the kernel that NVIDIA's apex brings; on a CPU by what `megatron_cpu` puts in its place.
     """
@@ -100,14 +100,14 @@ def has_fused_gradient_kernel() -> bool:
 
 
 def has_gpu() -> bool:
-    """Whether torch finds a usable GPU."""
+    """Return whether torch finds a usable GPU."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed, and a GPU to run it on."""
+    """Return whether Transformer Engine is installed, and a GPU to run it on."""
     import torch
 
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
@@ -142,7 +142,7 @@ def _cuda_version() -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankAddress:
-    """Which rank this process is, as its launcher says, and where the ranks meet."""
+    """Describe which rank this process is, as its launcher says, and where the ranks meet."""
 
     rank: int
     world_size: int
@@ -176,12 +176,12 @@ def rank_number() -> int:
 
 
 def store_is_hosted() -> bool:
-    """Whether this process's launcher hosts the store at the ranks' address, as torchrun's agent does."""
+    """Return whether this process's launcher hosts the store at the ranks' address, as torchrun's agent does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def node_name() -> str:
-    """What the launcher of the ranks calls this machine: Slurm's own name for it, else the host's."""
+    """Return what the launcher of the ranks calls this machine: Slurm's own name for it, else the host's."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -252,7 +252,7 @@ def rank_environment(
 
 
 def launched_here() -> bool:
-    """Whether this process is a rank that `launch` started, which reports failures to the user itself."""
+    """Return whether this process is a rank that `launch` started, which reports failures to the user itself."""
     return LAUNCHED_HERE in os.environ and "RANK" in os.environ
 
 
@@ -262,7 +262,7 @@ def launcher_process() -> int | None:
 
 
 def launched_by_torchrun() -> bool:
-    """Whether this process is a rank that torch's elastic agent started."""
+    """Return whether this process is a rank that torch's elastic agent started."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ and not launched_here()
 
 
@@ -272,7 +272,7 @@ def found_by_launcher() -> Path | None:
 
 
 def error_file() -> Path | None:
-    """Where this rank's launcher, ours or torchrun, expects its error; None if nowhere."""
+    """Return where this rank's launcher, ours or torchrun, expects its error; None if nowhere."""
     return Path(os.environ[ERROR_FILE]) if os.environ.get(ERROR_FILE) else None
 
 
@@ -300,8 +300,8 @@ def keep_freed_memory() -> None:
     """
     global _is_kept
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    is_told = any(name in os.environ for name in KEEPING) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
-    if mallopt is None or is_told:
+    is_set = any(name in os.environ for name in KEEPING) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    if mallopt is None or is_set:
         return
     for parameter, value in KEEPING.values():
         mallopt(parameter, value)
@@ -370,7 +370,7 @@ def prepare_megatron(*, on_cpu: bool = False) -> None:
     megatron_cpu.install()
 
 
-def let_late_collectives_fail() -> None:
+def enable_collective_timeouts() -> None:
     """Have a collective of NCCL that exceeds its group's limit raise where it is waited for; before any group is made.
 
     Else torch's watchdog ends the whole process.

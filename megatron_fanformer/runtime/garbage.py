@@ -7,7 +7,7 @@ from contextlib import contextmanager
 _is_kept = False
 
 
-def keep_what_there_is() -> None:
+def freeze_gc() -> None:
     """Collect, and have no later collection look through what stays: for a process that does one run after another.
 
     torch and megatron-core are half a second of each collection.
@@ -19,7 +19,7 @@ def keep_what_there_is() -> None:
 
 
 @contextmanager
-def collected_by_hand() -> Iterator[None]:
+def manual_gc() -> Iterator[None]:
     """No automatic garbage collection: ranks would each pause at a different moment, and wait for each other."""
     gc.collect()
     if not _is_kept:  # by whoever does several runs, and is not to have it undone

@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_fanformer.errors import FanformerError, Interrupted
 from megatron_fanformer.runtime import device as devices
-from megatron_fanformer.runtime.launch import PeerFailed, end_now, tell_end
+from megatron_fanformer.runtime.launch import PeerFailed, end_now, print_end
 
 MAIN_RANK = 0
 BEAT_SECONDS = 1.0
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Activity:
-    """What this rank is doing. The training loop writes it, and the threads read it."""
+    """Describe what this rank is doing. The training loop writes it, and the threads read it."""
 
     step: int = 0
     doing: str = "starting"
@@ -62,7 +62,7 @@ class Activity:
 _activity = Activity()
 
 
-def tell(doing: str, *, step: int | None = None, in_step: bool = True) -> None:
+def mark(doing: str, *, step: int | None = None, in_step: bool = True) -> None:
     """Note what this rank begins to do, in the step that it was told last; costs an assignment or two."""
     _activity.doing, _activity.in_step = doing, in_step
     if step is not None:
@@ -70,19 +70,19 @@ def tell(doing: str, *, step: int | None = None, in_step: bool = True) -> None:
     _activity.progress += 1
 
 
-def tell_progress() -> None:
+def mark_progress() -> None:
     """Note that this rank still gets on with what it told last."""
     _activity.progress += 1
 
 
-def tell_step_took(seconds: float) -> None:
+def mark_step_took(seconds: float) -> None:
     """Note how long a step took, which the limit follows."""
     _activity.step_seconds.append(seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Beat:
-    """What a rank wrote."""
+    """Describe what a rank wrote."""
 
     number: int
     host: str
@@ -169,7 +169,7 @@ class Heartbeat:
         self._over.set()
         self._threads[0].join(2 * self._interval)  # longer only if the store does not answer
 
-    def wait_until_heard(self) -> None:
+    def wait_until_read(self) -> None:
         """After `stop`, let the others hear of it: the store may end with this process."""
         time.sleep((LATE_BEATS + 2) * self._interval if self._rank == MAIN_RANK else 0.0)
 
@@ -229,12 +229,12 @@ class Heartbeat:
             error = self.judge(time.monotonic())
             if error is not None and not self._over.is_set():
                 self.stop(error.exit_code, str(error))
-                if error.is_told_elsewhere:
-                    self.wait_until_heard()
+                if error.already_reported:
+                    self.wait_until_read()
                 self._end(error)
 
     def judge(self, now: float) -> FanformerError | None:
-        """What is wrong with another rank, if anything is, at a time in seconds."""
+        """Return what is wrong with another rank, if anything is, at a time in seconds."""
         self._awake += min(now - self._judged, 2 * self._interval)
         self._judged = now
         if self._activity.progress != self._progress:
@@ -257,7 +257,7 @@ class Heartbeat:
                 error = PeerFailed(end[1])  # which names the rank
                 error.exit_code = end[0]
                 # Of all ranks that a signal reached, rank 0 alone tells the user of it.
-                error.is_told_elsewhere = self._rank != MAIN_RANK or end[0] != Interrupted.exit_code
+                error.already_reported = self._rank != MAIN_RANK or end[0] != Interrupted.exit_code
                 return error
         return None
 
@@ -325,11 +325,11 @@ _beating: list[Heartbeat] = []
 """This process's, while it is among ranks."""
 
 
-def tell_stopped(message: str) -> None:
+def report_stopped(message: str) -> None:
     """Before a signal ends this process with no step in progress: tell the user, and the other ranks, which end too."""
     stopped = Interrupted(message)
-    stopped.is_told_elsewhere = devices.rank_number() != MAIN_RANK  # a launcher sends it to all
-    tell_end(stopped)
+    stopped.already_reported = devices.rank_number() != MAIN_RANK  # a launcher sends it to all
+    print_end(stopped)
     for beats in _beating:
         beats.stop(stopped.exit_code, message)
-        beats.wait_until_heard()
+        beats.wait_until_read()

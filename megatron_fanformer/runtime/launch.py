@@ -29,7 +29,7 @@ from megatron_fanformer.errors import FanformerError, InputError, Interrupted
 from megatron_fanformer.processes import SAVE_SIGNAL, end_with_owner, end_with_parent, signals_held, signals_to
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.config import RuntimeConfig
-from megatron_fanformer.terminal import tell
+from megatron_fanformer.terminal import print_stderr
 
 STOP_GRACE_SECONDS = 600  # how long a rank may take to save after a signal to stop, and to end after another ended
 FAILURE_GRACE_SECONDS = 0.5  # ranks that fail together end together
@@ -71,7 +71,7 @@ class RankFailed(FanformerError):
 
 
 class PeerFailed(FanformerError):
-    """What is wrong with another rank, which the message names."""
+    """Describe what is wrong with another rank, which the message names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,27 +87,27 @@ class _Rank:
         """Its exit code, negative for a signal; None while it is running."""
         return self.process.poll()
 
-    def told_when_stopped(self, *, run_is_over: bool = False) -> str | None:
+    def stop_message(self, *, run_is_over: bool = False) -> str | None:
         """What it said when a signal ended it before the steps, or after the last one; None unless one has then."""
-        told = self._told() if self.code == Interrupted.exit_code else None
-        if told is None or (RUN_IS_OVER in told["extraInfo"]) != run_is_over:
+        record = self._error_record() if self.code == Interrupted.exit_code else None
+        if record is None or (RUN_IS_OVER in record["extraInfo"]) != run_is_over:
             return None
-        return str(told["message"])
+        return str(record["message"])
 
-    def _told(self) -> dict[str, Any] | None:
+    def _error_record(self) -> dict[str, Any] | None:
         try:
             return dict(json.loads(self.error.read_text())["message"])
         except (OSError, ValueError):  # it could not say
             return None
 
     def failure(self, *, was_stopping: bool) -> RankFailed:
-        """How it failed, once it has."""
-        code, told = self.process.returncode, self._told()
-        if told is None:
+        """Return how it failed, once it has."""
+        code, record = self.process.returncode, self._error_record()
+        if record is None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             return RankFailed(f"rank {self.number}: {how}", max(code, 1), was_stopping=was_stopping)
-        blamed = "" if told["extraInfo"].get("names_rank") else f"rank {self.number}: "
-        message, stack = blamed + told["message"], told["extraInfo"]["py_callstack"]
+        blamed = "" if record["extraInfo"].get("names_rank") else f"rank {self.number}: "
+        message, stack = blamed + record["message"], record["extraInfo"]["py_callstack"]
         return RankFailed(message, max(code, 1), stack, was_stopping=was_stopping)
 
 
@@ -128,9 +128,9 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, foun
         file = Path(folder) / "found"
         file.write_bytes(pickle.dumps(found))
         store = hosted_store(LOOPBACK, 0, wait_for_workers=False)  # it answers while this is running
-        heard: deque[signal.Signals] = deque()
+        signals: deque[signal.Signals] = deque()
         ranks: list[_Rank] = []
-        with signals_to(heard.append):
+        with signals_to(signals.append):
             try:
                 with signals_held():  # by the ranks, until they listen
                     for number in range(num_ranks):
@@ -139,7 +139,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], *, threads: int, foun
                             number, num_ranks, threads=threads, store_port=store.port, found=file, error=error
                         )
                         ranks.append(_Rank(number=number, process=_started(arguments, environment), error=error))
-                _wait_for(ranks, heard)
+                _wait_for(ranks, signals)
             finally:
                 for rank in ranks:
                     rank.process.kill()
@@ -154,13 +154,13 @@ def _started(arguments: Sequence[str], environment: dict[str, str]) -> "subproce
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
-def _wait_for(ranks: list[_Rank], heard: "deque[signal.Signals]") -> None:
+def _wait_for(ranks: list[_Rank], signals: "deque[signal.Signals]") -> None:
     """Wait until all ranks have ended, and pass signals on. Raises like `launch_ranks`."""
     stop: signal.Signals | None = None
     stopped, deadline = 0.0, float("inf")
     while any(rank.code is None for rank in ranks):
-        while heard:
-            number = heard.popleft()
+        while signals:
+            number = signals.popleft()
             if number == SAVE_SIGNAL:
                 ranks[0].process.send_signal(SAVE_SIGNAL)  # which tells the others
             elif stop is None:
@@ -181,16 +181,16 @@ def _wait_for(ranks: list[_Rank], heard: "deque[signal.Signals]") -> None:
                 1,
                 was_stopping=True,
             )
-        if any(rank.code not in (None, 0, Interrupted.exit_code) or rank.told_when_stopped() for rank in ranks):
+        if any(rank.code not in (None, 0, Interrupted.exit_code) or rank.stop_message() for rank in ranks):
             break
         time.sleep(POLL_SECONDS)
-    _tell_how_they_ended(ranks, stop)
+    _report_endings(ranks, stop)
 
 
-def _tell_how_they_ended(ranks: list[_Rank], stop: signal.Signals | None) -> None:
+def _report_endings(ranks: list[_Rank], stop: signal.Signals | None) -> None:
     """Raise what the end of the ranks, or of the first of them, means; nothing if the run is over."""
     name = stop.name if stop else "a signal to a rank"
-    if before_steps := _first(rank.told_when_stopped() for rank in ranks):  # in the loop, they save
+    if before_steps := _first(rank.stop_message() for rank in ranks):  # in the loop, they save
         _wait_at_most(FAILURE_GRACE_SECONDS, ranks)
         raise Interrupted(before_steps.replace(signal.SIGTERM.name, name, 1) if stop else before_steps)
     failed = [rank for rank in ranks if rank.code not in (None, 0, Interrupted.exit_code)]
@@ -198,12 +198,12 @@ def _tell_how_they_ended(ranks: list[_Rank], stop: signal.Signals | None) -> Non
         _wait_at_most(FAILURE_GRACE_SECONDS, ranks)
         raise failed[0].failure(was_stopping=stop is not None)
     if any(rank.code for rank in ranks):
-        over = _first(rank.told_when_stopped(run_is_over=True) for rank in ranks)
+        over = _first(rank.stop_message(run_is_over=True) for rank in ranks)
         raise Interrupted(over or f"stopped on {name}, saved; run the same command to continue")
 
 
-def _first(told: Iterable[str | None]) -> str | None:
-    return next(filter(None, told), None)
+def _first(record: Iterable[str | None]) -> str | None:
+    return next(filter(None, record), None)
 
 
 def _wait_at_most(seconds: float, ranks: list[_Rank]) -> None:
@@ -216,7 +216,7 @@ def _wait_at_most(seconds: float, ranks: list[_Rank]) -> None:
 
 
 def read_found() -> Any:
-    """What this rank's launcher found; None where another program launched it."""
+    """Return what this rank's launcher found; None where another program launched it."""
     file = devices.found_by_launcher()
     return None if file is None else pickle.loads(file.read_bytes())
 
@@ -239,7 +239,7 @@ def report_failure() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if getattr(error, "is_told_elsewhere", False) or any(sign in str(error) for sign in PEER_FAILURE_SIGNS):
+        if getattr(error, "already_reported", False) or any(sign in str(error) for sign in PEER_FAILURE_SIGNS):
             # Not this rank's own failure: the peer's is the one that the user must see, and is about to be noticed.
             time.sleep(PEER_FAILURE_WAIT_SECONDS)
         if not isinstance(error, Interrupted) or error.run_is_over:  # else the launcher knows what to say
@@ -251,16 +251,16 @@ def end_now(error: FanformerError) -> NoReturn:
     """End this rank from a thread, with an error: its main thread may be waiting for another rank for ever."""
     try:
         logger.error("ended by %s", error, extra={"file_only": True})
-        tell_end(error)
+        print_end(error)
     finally:  # also where the line cannot be written
         os._exit(error.exit_code)
 
 
-def tell_end(error: FanformerError) -> None:
+def print_end(error: FanformerError) -> None:
     """Leave an error where the launcher finds it, or print it where there is no launcher of ours to."""
     _leave_for_launcher(error)
-    if not (devices.launched_here() or error.is_told_elsewhere):
-        tell(f"megatron-fanformer: {error}")
+    if not (devices.launched_here() or error.already_reported):
+        print_stderr(f"megatron-fanformer: {error}")
 
 
 def _leave_for_launcher(error: Exception) -> None:

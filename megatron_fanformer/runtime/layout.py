@@ -44,7 +44,7 @@ the earlier names."""
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the model and the data are spread over ranks."""
+    """Configure how the model and the data are spread over ranks."""
 
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer's matrices."""
@@ -98,7 +98,7 @@ class ParallelConfig:
         return self.virtual_pipeline_model_parallel_size or 1
 
     def recomputes(self, module: RecomputeModule) -> bool:
-        """Whether that part of a layer is recomputed by itself."""
+        """Return whether that part of a layer is recomputed by itself."""
         return self.recompute_granularity == "selective" and module in self.recompute_modules
 
     def overlaps(self, *, pays: bool) -> tuple[bool, bool]:
@@ -219,7 +219,7 @@ class ParallelConfig:
 
 
 def context_chunks(rank: int, size: int) -> tuple[int, int]:
-    """Which two of the 2 * size equal chunks of a sequence a context parallel rank holds.
+    """Return which two of the 2 * size equal chunks of a sequence a context parallel rank holds.
 
     One from each end, as Megatron assigns them, so that every rank has an equal share of the causal attention.
     """

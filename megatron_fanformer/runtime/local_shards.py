@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def local_shards(sharded_state: dict[str, Any]) -> Iterator["ShardedTensor"]:
-    """Every shard of a sharded state dict, with its global name, shape and offset; factories are expanded.
+    """Return every shard of a sharded state dict, with its global name, shape and offset; factories are expanded.
 
     Their data are views of the parameters.
     """

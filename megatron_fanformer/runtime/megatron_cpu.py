@@ -36,7 +36,7 @@ def install() -> None:
 
 
 def adapt(*, with_engine: bool = False) -> None:
-    """What `install` does, whether or not torch finds a GPU.
+    """Do what `install` does, whether or not torch finds a GPU.
 
     Args:
         with_engine: Transformer Engine is there, over something that computes on a CPU; it stays visible.
@@ -225,7 +225,7 @@ def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where its first element is; not by `data_ptr`, which simulated tensors do not have."""
+    """Return where its first element is; not by `data_ptr`, which simulated tensors do not have."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 

@@ -67,7 +67,7 @@ class RankGrid:
 
     @property
     def sharding_metadata(self) -> dict[str, Any]:
-        """What megatron-core asks when it names shards: one name per layer."""
+        """Return what megatron-core asks when it names shards: one name per layer."""
         return {
             "non_homogeneous_layers": True,
             "dp_cp_group": self.groups.dp_cp,
@@ -75,7 +75,7 @@ class RankGrid:
 
     @property
     def has_fused_gradient_kernel(self) -> bool:
-        """Whether layers that are not Transformer Engine's can add weight gradients inside the product, too."""
+        """Return whether layers that are not Transformer Engine's can add weight gradients inside the product, too."""
         return devices.has_fused_gradient_kernel()
 
     @property
@@ -85,7 +85,7 @@ class RankGrid:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that writes what is written once."""
+        """Return whether this is the rank that writes what is written once."""
         return self.rank == 0
 
 
@@ -129,7 +129,7 @@ def process_group(config: RuntimeConfig, address: devices.RankAddress | None) ->
 
 @contextmanager
 def cpu_kernels_of(config: RuntimeConfig, kind: devices.DeviceKind) -> Iterator[None]:
-    """All ranks of the process group compute by this project's kernels for a CPU, or none does.
+    """Decide whether all ranks of the process group compute by this project's kernels for a CPU, or none does.
 
     Otherwise weights that ranks share would drift apart.
 

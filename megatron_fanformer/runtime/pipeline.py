@@ -49,7 +49,7 @@ def run_schedule(
     Returns:
         What was reported of each micro batch, in order; nothing on ranks that do not have the last stage.
     """
-    heartbeat.tell("loading samples")
+    heartbeat.mark("loading samples")
     first = next(batches)
     if "document_ids" in first:  # what stages send one another is as long as their one row
         micro_batch_size, seq_length = 1, micro_batch_size * seq_length
@@ -71,7 +71,7 @@ def run_schedule(
 
 def _forward_step(grid: RankGrid, of_losses: OfLosses, batches: Batches, stage: Any) -> tuple[Tensor, Any]:
     device = grid.torch_device
-    heartbeat.tell("loading samples")
+    heartbeat.mark("loading samples")
     batch = dict(next(batches))
     packed = None
     if (document_ids := batch.pop("document_ids", None)) is not None:
@@ -79,7 +79,7 @@ def _forward_step(grid: RankGrid, of_losses: OfLosses, batches: Batches, stage: 
     batch = {name: own_positions(tensor, grid).to(device, non_blocking=True) for name, tensor in batch.items()}
     loss_mask = batch["loss_mask"]
     rows = batch if packed is None else {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
-    heartbeat.tell("forward")
+    heartbeat.mark("forward")
     output = stage(
         rows["tokens"],
         rows["position_ids"],
@@ -88,7 +88,7 @@ def _forward_step(grid: RankGrid, of_losses: OfLosses, batches: Batches, stage: 
         loss_mask=rows["loss_mask"],  # the loss head takes the gradient of the losses' sum over it
         packed_seq_params=packed,
     )
-    heartbeat.tell("backward" if torch.is_grad_enabled() else "forward")
+    heartbeat.mark("backward" if torch.is_grad_enabled() else "forward")
     return output, lambda losses, **_: of_losses(losses.view_as(loss_mask), loss_mask)
 
 

@@ -3,7 +3,7 @@
 `RankPool().run(n, function, *arguments)` runs a module-level function on the first n ranks, in a process group of n
 that is made for the job, and returns what each rank returned.
 
-Ranks on a CPU are forks of one process, the nursery, which imports for all of them and does nothing else. On a GPU
+Ranks on a CPU are forks of one process, the fork_server, which imports for all of them and does nothing else. On a GPU
 each imports for itself: a fork cannot use CUDA once it has been looked for.
 """
 
@@ -27,7 +27,7 @@ from megatron_fanformer.errors import FanformerError
 from megatron_fanformer.processes import end_with_owner
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.config import DEFAULT_RUNTIME
-from megatron_fanformer.runtime.garbage import keep_what_there_is
+from megatron_fanformer.runtime.garbage import freeze_gc
 
 CONTEXT = multiprocessing.get_context("spawn")
 END_SECONDS = 5
@@ -43,7 +43,7 @@ class JobFailed(FanformerError):
 
 
 class _Setting(NamedTuple):
-    """What the ranks of a pool have in common."""
+    """Describe what the ranks of a pool have in common."""
 
     device: devices.DeviceKind
     backend: str
@@ -71,7 +71,7 @@ class RankPool:
         self._setting = _Setting(device, backend or DEFAULT_RUNTIME.backend(device), prepare or _adapt_to_cpu)
         self._has_nursery = device == "cpu" or prepare is not None  # else on real GPUs
         self._job_seconds = job_seconds
-        self._processes: list[Any] = []  # the nursery, or the ranks
+        self._processes: list[Any] = []  # the fork_server, or the ranks
         self._nursery: Any = None  # the connection to it
         self._ranks: list[Any] = []  # the connections to them
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -79,7 +79,7 @@ class RankPool:
 
     @property
     def device(self) -> devices.DeviceKind:
-        """What the ranks run on."""
+        """Return the device that the ranks run on."""
         return self._setting.device
 
     def __enter__(self) -> "RankPool":
@@ -144,7 +144,7 @@ class RankPool:
                 if self._nursery is None:
                     self._nursery, nurses = CONTEXT.Pipe()
                     with nurses:
-                        self._start_process(_bear_ranks, nurses)
+                        self._start_process(_fork_ranks, nurses)
                     self._nursery.send(function)
                 with suppress(OSError):  # it has ended: the rank will not answer
                     self._nursery.send(rank)
@@ -163,28 +163,28 @@ def _adapt_to_cpu() -> None:
     megatron_cpu.install()
 
 
-def _bear_ranks(setting: _Setting, connection: Any) -> None:
-    """The nursery's whole life: it forks a rank whenever it is sent one, and ends after the last of them."""
+def _fork_ranks(setting: _Setting, connection: Any) -> None:
+    """The fork_server's whole life: it forks a rank whenever it is sent one, and ends after the last of them."""
     _begin(setting)
-    nursery = os.getpid()
+    fork_server = os.getpid()
     with suppress(EOFError, OSError):  # the pool is gone
         connection.recv()  # the first job's function, and so all that it imports
-        keep_what_there_is()  # ranks share it, and do not look through it after every job
+        freeze_gc()  # ranks share it, and do not look through it after every job
         while True:
             rank, descriptor = connection.recv(), reduction.recv_handle(connection)
             if os.fork() == 0:
-                _live(setting, connection, Connection(descriptor), rank, nursery)
+                _live(setting, connection, Connection(descriptor), rank, fork_server)
             os.close(descriptor)
     with suppress(ChildProcessError):
         while True:
             os.wait()
 
 
-def _live(setting: _Setting, of_nursery: Any, connection: Any, rank: int, nursery: int) -> NoReturn:
-    """A forked rank, which is never to return into what its nursery does."""
+def _live(setting: _Setting, of_nursery: Any, connection: Any, rank: int, fork_server: int) -> NoReturn:
+    """A forked rank, which is never to return into what its fork_server does."""
     try:
         of_nursery.close()
-        end_with_owner(nursery)
+        end_with_owner(fork_server)
         _serve(setting, connection, rank)
     except BaseException:
         traceback.print_exc()
@@ -219,7 +219,7 @@ def _serve(setting: _Setting, connection: Any, rank: int) -> None:
                 connection.send((False, traceback.format_exc(limit=LAST_FRAMES)))
                 os._exit(1)  # the process group may be in any state
             if len(sys.modules) > modules:
-                keep_what_there_is()  # the modules that it imported, among others
+                freeze_gc()  # the modules that it imported, among others
 
 
 def _run_job(

@@ -35,24 +35,26 @@ class GroupMemory:
         weakref.WeakKeyDictionary()
     )
 
-    def __init__(self, rank: int, buffers: list[torch.Tensor], said: list[int], heard: list[int], seconds: float):
+    def __init__(
+        self, rank: int, buffers: list[torch.Tensor], outgoing: list[int], incoming: list[int], seconds: float
+    ):
         """Use memory that is connected.
 
         Args:
             buffers: bytes [2, PIECE_BYTES] of each rank.
-            said: descriptors of the pipes to the other ranks.
-            heard: of the pipes from them.
+            outgoing: descriptors of the pipes to the other ranks.
+            incoming: of the pipes from them.
             seconds: how long they may be silent.
         """
         self.rank, self.size = rank, len(buffers)
-        self._buffers, self._said, self._heard, self._seconds = buffers, said, heard, seconds
-        self._polls = [select.poll() for _ in heard]
-        for poll, pipe in zip(self._polls, heard, strict=True):
+        self._buffers, self._outgoing, self._incoming, self._seconds = buffers, outgoing, incoming, seconds
+        self._polls = [select.poll() for _ in incoming]
+        for poll, pipe in zip(self._polls, incoming, strict=True):
             poll.register(pipe, select.POLLIN)
         self._turn = 0
         self.is_in_use = False
         """Whether a collective is going on."""
-        weakref.finalize(self, _close, [*said, *heard])
+        weakref.finalize(self, _close, [*outgoing, *incoming])
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "GroupMemory | None":
@@ -63,7 +65,7 @@ class GroupMemory:
         return cls._of_group[group]
 
     def write(self, written: Written) -> Buffers:
-        """Write this rank's share, and tell the others; what to read once they told, too (see `hear`).
+        """Write this rank's share, and tell the others; what to read once they told, too (see wait).
 
         Raises:
             RuntimeError: one of them has ended.
@@ -73,19 +75,19 @@ class GroupMemory:
         for begin, tensor in written:
             buffers[self.rank].view(tensor.dtype)[begin : begin + tensor.numel()].copy_(tensor)
         try:
-            for pipe in self._said:
+            for pipe in self._outgoing:
                 os.write(pipe, b"\0")
         except BrokenPipeError:
             raise RuntimeError(PEER_HAS_ENDED) from None
         return buffers
 
-    def hear(self) -> None:
+    def wait(self) -> None:
         """Wait until all others have written.
 
         Raises:
             RuntimeError: one of them has ended, or is silent for too long.
         """
-        for poll, pipe in zip(self._polls, self._heard, strict=True):
+        for poll, pipe in zip(self._polls, self._incoming, strict=True):
             if not poll.poll(1000 * self._seconds):
                 raise RuntimeError(f"another rank has been silent for {self._seconds:.0f} seconds")
             if not os.read(pipe, 1):
@@ -100,7 +102,7 @@ def _connect(gloo: Any) -> GroupMemory | None:
     rank, size = gloo.rank(), gloo.size()
     key = secrets.randbits(62)
     own = [-1] * (1 + size)  # the memory, and where each rank is to write
-    heard = []
+    incoming = []
     with contextlib.suppress(OSError, AttributeError):  # not allowed here, too many, not on this system
         own[0] = os.memfd_create(_NAME)
         os.write(own[0], key.to_bytes(8, "little"))
@@ -108,24 +110,24 @@ def _connect(gloo: Any) -> GroupMemory | None:
         for other in range(size):
             if other != rank:
                 pipe, own[1 + other] = os.pipe()
-                heard.append(pipe)
+                incoming.append(pipe)
     places = torch.zeros(size, 2 + len(own), dtype=torch.int64)
     gloo.allgather([list(places)], [torch.tensor([os.getpid(), key, *own])]).wait()
-    buffers, said = [], []
+    buffers, outgoing = [], []
     with contextlib.suppress(OSError):
         for other, (process, theirs, memory, *pipes) in enumerate(places.tolist()):
             buffers.append(_map(process, memory, theirs))
             if other != rank:
-                said.append(os.open(f"/proc/{process}/fd/{pipes[rank]}", os.O_WRONLY))
-    is_connected = torch.tensor([len(buffers) == size and len(said) == size - 1], dtype=torch.uint8)
+                outgoing.append(os.open(f"/proc/{process}/fd/{pipes[rank]}", os.O_WRONLY))
+    is_connected = torch.tensor([len(buffers) == size and len(outgoing) == size - 1], dtype=torch.uint8)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
     gloo.allreduce([is_connected], options).wait()  # and no key is read any more
     _close([descriptor for descriptor in own if descriptor >= 0])
     if not is_connected:
-        _close([*heard, *said])
+        _close([*incoming, *outgoing])
         return None
-    return GroupMemory(rank, buffers, said, heard, gloo.options._timeout.total_seconds())
+    return GroupMemory(rank, buffers, outgoing, incoming, gloo.options._timeout.total_seconds())
 
 
 def _map(process: int, descriptor: int, key: int) -> torch.Tensor:

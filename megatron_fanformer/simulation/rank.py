@@ -98,8 +98,8 @@ def problems(config: RunConfig, data_parallel_size: int) -> list[str]:
     }
     refused = [
         f"{name} is for GPUs alone, and cannot be simulated; set it to {remedy}"
-        for name, (is_asked_for, remedy) in for_gpus.items()
-        if is_asked_for
+        for name, (is_requested, remedy) in for_gpus.items()
+        if is_requested
     ]
     return refused or config.section_problems(leaving=["data"]) or config.joint_problems(data_parallel_size)
 

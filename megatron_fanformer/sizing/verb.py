@@ -51,7 +51,7 @@ def _price(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What `plan` takes."""
+    """Describe what `plan` takes."""
 
     config: Path
     """Configuration file (YAML)."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.pipeline import Batches
 from megatron_fanformer.training.recovery import BadSteps, EventLog
-from megatron_fanformer.training.step import StepResult, Sums, own_numbers
+from megatron_fanformer.training.step import StepResult, Sums, local_loss_and_grad_norm
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class StepBatches:
             pass
 
 
-class Attempts:
+class StepRetrier:
     """The computation of a run's steps, up to the update of the weights; every rank has one.
 
     Args:
@@ -65,14 +65,14 @@ class Attempts:
         fault = self._bad_steps.fault_in(result.loss, result.grad_norm)
         if fault is None or not self._again:
             return result, fault
-        own = [own_numbers(self._stages, sums)]
+        own = [local_loss_and_grad_norm(self._stages, sums)]
         result, sums = self._attempt(iter(batches))
-        own.append(own_numbers(self._stages, sums))
+        own.append(local_loss_and_grad_norm(self._stages, sums))
         still = self._bad_steps.fault_in(result.loss, result.grad_norm)
-        self._tell(step, fault, still, own)
+        self._log_fault(step, fault, still, own)
         return result, still
 
-    def _tell(self, step: int, first: str, second: str | None, own: list[tuple[float, float]]) -> None:
+    def _log_fault(self, step: int, first: str, second: str | None, own: list[tuple[float, float]]) -> None:
         """Say which ranks computed otherwise when the step was repeated; a collective call."""
         ranks: list[Any] = [own]
         if self._grid.world_size > 1:

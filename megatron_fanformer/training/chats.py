@@ -12,11 +12,11 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.training.config import RunConfig
 
 
-def with_steps(config: RunConfig, *, tell: Callable[[str], None] = lambda _: None) -> RunConfig:
+def with_steps(config: RunConfig, *, report: Callable[[str], None] = lambda _: None) -> RunConfig:
     """The configuration with `training.epochs` as `train_iters`, where it is of chats; else as it is.
 
     Args:
-        tell: is called with a line about the samples that the conversations make, and one about the steps.
+        report: is called with a line about the samples that the conversations make, and one about the steps.
 
     Raises:
         InputError: there are no such files, or no conversations to train or to validate on.
@@ -27,11 +27,11 @@ def with_steps(config: RunConfig, *, tell: Callable[[str], None] = lambda _: Non
     training = config.training
     validation_conversations(config.data)  # refused now, where there are none
     packing = pack(training_conversations(config.data).lengths, config.model.seq_length, seed=training.seed)
-    tell(packing.in_words())
+    report(packing.in_words())
     if training.epochs is None:
         return config
     steps = math.ceil(training.epochs * len(packing) / training.global_batch_size)
-    tell(f"{training.epochs:g} epochs are {steps:,} steps of {training.global_batch_size:,} samples")
+    report(f"{training.epochs:g} epochs are {steps:,} steps of {training.global_batch_size:,} samples")
     return with_train_iters(config, steps)
 
 
@@ -41,7 +41,7 @@ def with_train_iters(config: RunConfig, steps: int) -> RunConfig:
 
 
 def template_file(run: Path) -> Path:
-    """Where a run keeps the template of its chats, for its checkpoints."""
+    """Return where a run keeps the template of its chats, for its checkpoints."""
     return run / CHAT_TEMPLATE_JINJA
 
 

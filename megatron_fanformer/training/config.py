@@ -111,7 +111,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All that determines a run."""
+    """Hold all that determines a run."""
 
     model: FANformerConfig
     """The model's shape; `preset` names one of the paper's sizes to start from."""
@@ -224,43 +224,43 @@ class RunConfig:
         ]
 
 
-def tell_on_stderr(notice: str) -> None:
+def print_on_stderr(notice: str) -> None:
     """Print a notice where errors go."""
-    terminal.tell(f"megatron-fanformer: {notice}")
+    terminal.print_stderr(f"megatron-fanformer: {notice}")
 
 
 def load_config(
-    file: Path, overrides: Sequence[str] = (), *, tell: Callable[[str], None] = tell_on_stderr
+    file: Path, overrides: Sequence[str] = (), *, report: Callable[[str], None] = print_on_stderr
 ) -> RunConfig:
     """Read a configuration file, apply `--section.field VALUE` overrides, and build the RunConfig.
 
     Args:
-        tell: is called with one line about fields that have another name now.
+        report: is called with one line about fields that have another name now.
 
     Raises:
         InputError: the file cannot be read, a key is unknown, or a value has the wrong type.
     """
     values, in_file = moved_names(read_values(file), MOVED_FIELDS)
     changes, on_line = moved_names(read_overrides(overrides, advice=advice), MOVED_FIELDS)
-    _tell_moved([*in_file, *on_line], tell)
+    _report_moved([*in_file, *on_line], report)
     return _built(overlaid(values, changes))
 
 
-def config_from_dict(values: dict[str, Any], *, tell: Callable[[str], None] = tell_on_stderr) -> RunConfig:
+def config_from_dict(values: dict[str, Any], *, report: Callable[[str], None] = print_on_stderr) -> RunConfig:
     """Build the RunConfig from nested plain values, `model.preset` included.
 
     Raises:
         InputError: keys are unknown or missing, or values have a wrong type; one line each.
     """
     values, moved = moved_names(values, MOVED_FIELDS)
-    _tell_moved(moved, tell)
+    _report_moved(moved, report)
     return _built(values)
 
 
-def _tell_moved(names: list[str], tell: Callable[[str], None]) -> None:
+def _report_moved(names: list[str], report: Callable[[str], None]) -> None:
     if names:
         now = ", ".join(f"{name} is now {MOVED_FIELDS[name]}" for name in dict.fromkeys(names))
-        tell(f"{now}; use the new name, since only this version still reads the earlier one")
+        report(f"{now}; use the new name, since only this version still reads the earlier one")
 
 
 def _built(values: dict[str, Any]) -> RunConfig:
@@ -270,7 +270,7 @@ def _built(values: dict[str, Any]) -> RunConfig:
 
 
 def _with_documents_apart(values: dict[str, Any]) -> dict[str, Any]:
-    """For fine-tuning the fields of `data` that keep conversations apart are on, unless they are stated."""
+    """Turn on the fields of `data` that keep conversations apart in fine-tuning, unless they are stated."""
     data = values.get("data")
     if not isinstance(data, dict) or data.get("format") != "sft":
         return values

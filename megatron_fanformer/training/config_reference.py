@@ -34,7 +34,7 @@ def run_sections() -> Iterator[tuple[str, str, list[FieldDescription]]]:
 
 
 def field_list(width: int = WIDTH) -> str:
-    """Every field with its type, default and docstring, by sections, for a terminal of that many columns."""
+    """Return every field with its type, default and docstring, by sections, for a terminal of that many columns."""
     lines: list[str] = []
     for name, text, fields in run_sections():
         lines += [*wrapped(f"{name}: {text}", width), ""]

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluation:
-    """What is measured of a run's model, and at which steps; every rank has one.
+    """Describe what is measured of a run's model, and at which steps; every rank has one.
 
     Args:
         survey: the tasks and the perplexity sets.
@@ -60,11 +60,11 @@ class Evaluation:
         self.was_stopped = False  # the latest one
 
     def is_due(self, step: int) -> bool:
-        """Whether anything is measured after a step."""
+        """Return whether anything is measured after a step."""
         return any(self._is_due(step, interval) for interval in (self._validation_interval, self._interval))
 
     def metrics(self, step: int, stages: list[Any], valid: Mapping[str, Any]) -> dict[str, float]:
-        """What is due after a step, under the names of the metrics; where it is stopped, what was whole by then.
+        """Return what is due after a step, under the metrics' names; where it is stopped, what was whole by then.
 
         Args:
             stages: the chunks of this rank's stage, their weights up to date.
@@ -154,7 +154,7 @@ class Evaluation:
 
 
 def downstream_metrics(task: TaskRequests, found: Mapping[str, Metric]) -> dict[str, float]:
-    """What a run logs of a task, by OLMo's names: its own metric, and bits per byte where it is another."""
+    """Return what a run logs of a task, by OLMo's names: its own metric, and bits per byte where it is another."""
     metrics = {}
     for metric in dict.fromkeys((task.metric, BITS_PER_BYTE)):
         if metric in found:

@@ -18,7 +18,7 @@ def fp8_problems(
     micro_batch_size: int,
     kernels: KernelsConfig = DEFAULT_KERNELS,
 ) -> list[str]:
-    """What keeps a model's products from being in FP8, one line each; empty without FP8."""
+    """Return what keeps a model's products from being in FP8, one line each; empty without FP8."""
     if precision.fp8 is None:
         return []
     return [
@@ -77,7 +77,7 @@ def _layer_problems(
 
 
 def fp8_machine_problems(precision: PrecisionConfig, device: devices.DeviceKind) -> list[str]:
-    """What keeps this machine from FP8 products, one line each; empty without FP8."""
+    """Return what keeps this machine from FP8 products, one line each; empty without FP8."""
     if precision.fp8 is None:
         return []
     remedy = "set it to null"

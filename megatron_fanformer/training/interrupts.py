@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Interrupts(NamedTuple):
-    """What this rank, or any rank, is asked for."""
+    """Describe what this rank, or any rank, is asked for."""
 
     stop: bool = False
     """Save and end, with exit code 5: a signal."""
@@ -33,7 +33,7 @@ class Interrupts(NamedTuple):
 
 
 class InterruptListener:
-    """What this rank is asked for.
+    """Describe what this rank is asked for.
 
     Args:
         save_file: the file that asks for a save, which is removed once it is saved; None: no file.
@@ -46,7 +46,7 @@ class InterruptListener:
         started = time.monotonic() - seconds_since_start(devices.launcher_process() or os.getpid())
         self._end = started + 60 * (float("inf") if minutes is None else minutes)
 
-    def hear(self, number: signal.Signals) -> None:
+    def note_signal(self, number: signal.Signals) -> None:
         """Note a signal."""
         if number == SAVE_SIGNAL:
             self._save = True
@@ -54,7 +54,7 @@ class InterruptListener:
             self._stop = True
 
     def now(self) -> Interrupts:
-        """What this rank is asked for so far."""
+        """Return what this rank is asked for so far."""
         if self._file is not None and not self._file_granted:
             self._file_seen = os.path.lexists(self._file)
         return Interrupts(stop=self._stop, end=time.monotonic() > self._end, save=self._save or self._file_seen)
@@ -77,7 +77,7 @@ class InterruptListener:
 
 
 def share(interrupts: Interrupts, grid: RankGrid) -> Interrupts:
-    """What any rank is asked for; a collective call."""
+    """Return what any rank is asked for; a collective call."""
     counts = torch.tensor(interrupts, dtype=torch.float64, device=grid.torch_device)
     dist.all_reduce(counts)
     return Interrupts(*(count > 0 for count in counts.tolist()))

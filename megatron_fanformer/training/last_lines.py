@@ -12,7 +12,7 @@ from typing import Any
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.data.chat_template import find_template, refuse_spaces_between
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_fanformer.errors import FanformerError, noting
+from megatron_fanformer.errors import FanformerError, collect_problems
 from megatron_fanformer.processes import seconds_since_start
 from megatron_fanformer.terminal import fitted, width
 from megatron_fanformer.training.loggers.progress_line import clock
@@ -27,7 +27,7 @@ SKIPPED_STEPS = TOTALS["skipped"]
 VALIDATION_PREFIX = f"{store.VALIDATION_LOSS}/"
 
 
-def tell_last_lines(run: Path) -> None:
+def print_summary(run: Path) -> None:
     """Print them. Nothing keeps a run that is saved from ending well: what cannot be read is left out."""
     with suppress(FanformerError, OSError):
         for line in last_lines(run, seconds_since_start(os.getpid())):
@@ -68,15 +68,15 @@ def last_lines(run: Path, seconds: float) -> list[str]:
 
 def _losses(metrics: dict[str, Any]) -> str:
     losses = {name: loss for name, loss in metrics.items() if name.startswith(VALIDATION_PREFIX)}
-    told = ", ".join(f"{loss:.4f} ({name.removeprefix(VALIDATION_PREFIX)})" for name, loss in losses.items())
-    return f"validation loss {told}; " if told else ""
+    listed = ", ".join(f"{loss:.4f} ({name.removeprefix(VALIDATION_PREFIX)})" for name, loss in losses.items())
+    return f"validation loss {listed}; " if listed else ""
 
 
 def _next_commands(run: Path, checkpoint: Path, config: dict[str, Any]) -> list[list[str]]:
     """Those that this run's folder has all for."""
     commands = [["inspect", str(run)]]
     file = store.attached_tokenizer(checkpoint)
-    tokenizer = None if file is None else noting([], lambda: load_tokenizer(file))
+    tokenizer = None if file is None else collect_problems([], lambda: load_tokenizer(file))
     if tokenizer is not None:
         room = config["model"]["seq_length"] - len(tokenizer.encode(PROMPT))
         if config["data"].get("format") == "sft" and _can_chat(tokenizer):
@@ -92,6 +92,6 @@ def _next_commands(run: Path, checkpoint: Path, config: dict[str, Any]) -> list[
 
 def _can_chat(tokenizer: Tokenizer) -> bool:
     problems: list[str] = []
-    noting(problems, lambda: find_template(tokenizer.path))
-    noting(problems, lambda: refuse_spaces_between(tokenizer))
+    collect_problems(problems, lambda: find_template(tokenizer.path))
+    collect_problems(problems, lambda: refuse_spaces_between(tokenizer))
     return not problems

@@ -46,19 +46,19 @@ def choose_for_machine(config: RunConfig, grid: RankGrid) -> tuple[RunConfig, li
 
 
 def choice_lines(choices: list[Choice]) -> list[str]:
-    """What the user is told of them, in as few lines as it takes."""
+    """Return the notice about them, in as few lines as it takes."""
     news = [choice for choice in choices if choice.is_news]
     if not news:
         return []
     groups = itertools.groupby(news, key=lambda choice: (choice.value, choice.reason))
-    told = "; ".join(
+    text = "; ".join(
         f"{', '.join(choice.field for choice in alike)} {_shown(value)} ({reason})" for (value, reason), alike in groups
     )
-    return textwrap.wrap(f"chosen here: {told}", LINE_WIDTH, subsequent_indent="  ")
+    return textwrap.wrap(f"chosen here: {text}", LINE_WIDTH, subsequent_indent="  ")
 
 
 def attention_notice(config: RunConfig, grid: RankGrid) -> str | None:
-    """What the user must know of the attention that Transformer Engine chose in a step before, if anything."""
+    """Return what the user must know of the attention that Transformer Engine chose in a step before, if anything."""
     if grid.device != "cuda" or chosen_engine_attention() != "unfused":
         return None
     if config.kernels.attention_backend != "auto" or config.dtype(grid.device).itemsize != 2:

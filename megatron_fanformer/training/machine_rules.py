@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def machine_problems(config: RunConfig) -> list[str]:
-    """What keeps this machine from running a configuration, one line each."""
+    """Return what keeps this machine from running a configuration, one line each."""
     try:
         device = devices.resolve_device(config.runtime.device)
     except InputError as error:
@@ -37,7 +37,7 @@ def machine_problems(config: RunConfig) -> list[str]:
 def backend_problems(
     parallel: ParallelConfig, kernels: KernelsConfig, backend: str, device: devices.DeviceKind
 ) -> list[str]:
-    """What ranks on that device cannot send each other, one line each."""
+    """Return what ranks on that device cannot send each other, one line each."""
     if device == "cpu" and backend == "nccl":
         return [
             "runtime.distributed_backend is nccl, but this run is on the CPU, where ranks have gloo; set it to null"
@@ -57,7 +57,7 @@ def backend_problems(
 
 
 def _sends(parallel: ParallelConfig, kernels: KernelsConfig) -> Iterator[str]:
-    """What is sent from rank to rank, and the remedy. gloo's collectives do take GPU tensors."""
+    """Return what is sent from rank to rank, and the remedy. gloo's collectives do take GPU tensors."""
     if parallel.pipeline_model_parallel_size > 1:
         yield "pipeline stages do; set it to null, or parallel.pipeline_model_parallel_size to 1"
     if parallel.context_parallel_size > 1 and _has_engine(kernels) and parallel.cp_comm_type in (None, "p2p"):
@@ -68,7 +68,7 @@ def _sends(parallel: ParallelConfig, kernels: KernelsConfig) -> Iterator[str]:
 
 
 def kernel_problems(kernels: KernelsConfig) -> list[str]:
-    """What keeps this machine from the kernels that were asked for, one line each."""
+    """Return what keeps this machine from the configured kernels, one line each."""
     return list(_kernel_problems(kernels))
 
 
@@ -90,19 +90,19 @@ def _kernel_problems(kernels: KernelsConfig) -> Iterator[str]:
 
 
 def _has_fused_gradients(kernels: KernelsConfig) -> bool:
-    """Whether this machine's layers can add weight gradients inside the product."""
+    """Return whether this machine's layers can add weight gradients inside the product."""
     return _has_engine(kernels) or devices.has_fused_gradient_kernel()
 
 
 def _has_engine(kernels: KernelsConfig) -> bool:
-    """Whether the layers are Transformer Engine's here."""
+    """Return whether the layers are Transformer Engine's here."""
     return kernels.transformer_impl != "local" and devices.has_transformer_engine()
 
 
 def engine_problems(
     model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, dtype: "torch.dtype"
 ) -> list[str]:
-    """What the layers that this machine has, the Engine's or local ones, cannot compute, one line each."""
+    """Return what the layers that this machine has, the Engine's or local ones, cannot compute, one line each."""
     number_format = str(dtype).removeprefix("torch.")
     return layer_problems(
         model, parallel, kernels, with_engine=_has_engine(kernels), in_fp32=number_format == "float32"
@@ -112,7 +112,7 @@ def engine_problems(
 def layer_problems(
     model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, *, with_engine: bool, in_fp32: bool
 ) -> list[str]:
-    """What the Engine's layers, or the local ones, cannot compute, one line each."""
+    """Return what the Engine's layers, or the local ones, cannot compute, one line each."""
     if with_engine:
         return list(_engine_problems(model, parallel, kernels, in_fp32=in_fp32))
     return list(_local_problems(parallel, kernels))

@@ -59,7 +59,7 @@ class OptimizerConfig:
 
 
 class UpdateRule(OptimizerStates, ABC):
-    """How a run's weights are updated, what is kept of each for that, and how a checkpoint has it.
+    """Describe how a run's weights are updated, what is kept of each for that, and how a checkpoint has it.
 
     megatron-core shards, clips and keeps main weights for any of them, with `torch_class` in the place of its Adam.
     The distributed optimizer cuts main weights into flat ranges: what an update has to know of a weight's shape or name

@@ -66,7 +66,7 @@ class PhaseHealth:
             if isinstance(module, FANSelfAttention | FANValueAttention)
         ]
         self._read: list[_LayerPhases] = []
-        self._told: set[tuple[str, int]] = set()
+        self._reported: set[tuple[str, int]] = set()
 
     def _is_due(self, step: int) -> bool:
         return self._interval is not None and step % self._interval == 0
@@ -84,18 +84,18 @@ class PhaseHealth:
             yield
 
     def report_if_due(self, step: int) -> dict[str, list[float]]:
-        """By name of the metric, a number for each layer, if this step was read; a collective call then."""
+        """Return by metric a number for each layer, if this step was read; a collective call then."""
         if not self._is_due(step):
             return {}
         sums, largest = self._over_all_ranks()
         self._read = []
         metrics = _metrics(sums, largest)
         if self._grid.is_main:
-            self._tell(step, metrics)
+            self._log_findings(step, metrics)
         return metrics
 
     def _over_all_ranks(self) -> tuple[Tensor, Tensor]:
-        """What `_LayerPhases` has of every layer, [layers, ...] each, on the CPU."""
+        """Return what `_LayerPhases` has of every layer, [layers, ...] each, on the CPU."""
         device = self._grid.torch_device
         sums = torch.zeros(self._layers, BINS + 2 * self._units + 2, dtype=torch.float64, device=device)
         largest = torch.zeros(self._layers, self._units, dtype=torch.float32, device=device)
@@ -106,7 +106,7 @@ class PhaseHealth:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return sums.cpu(), largest.cpu()
 
-    def _tell(self, step: int, metrics: dict[str, list[float]]) -> None:
+    def _log_findings(self, step: int, metrics: dict[str, list[float]]) -> None:
         """Say which layers have passed a threshold since the last look."""
         reasons = {
             "health/dead_units": "no longer change from token to token",
@@ -114,7 +114,7 @@ class PhaseHealth:
         }
         for name, reason in reasons.items():
             shares = {layer: share for layer, share in enumerate(metrics[name]) if share > TOLD_SHARE}
-            if new := [layer for layer in shares if (name, layer) not in self._told]:
+            if new := [layer for layer in shares if (name, layer) not in self._reported]:
                 worst = max(new, key=shares.__getitem__)
                 logger.warning(
                     "step %d  of the periodic units of layer %s more than %.0f%% %s (%.3g%% in layer %d); see "
@@ -126,11 +126,11 @@ class PhaseHealth:
                     100 * shares[worst],
                     worst,
                 )
-            self._told = {told for told in self._told if told[0] != name} | {(name, layer) for layer in shares}
+            self._reported = {pair for pair in self._reported if pair[0] != name} | {(name, layer) for layer in shares}
 
 
 class _LayerPhases:
-    """What this rank has seen of one layer's phases in the step."""
+    """Describe what this rank has seen of one layer's phases in the step."""
 
     def __init__(self, attention: FANSelfAttention | FANValueAttention, units: int, grid: RankGrid) -> None:
         self.number = attention.layer_number - 1
@@ -166,7 +166,7 @@ class _LayerPhases:
             self.counts += bins.flatten().bincount(minlength=BINS)
 
     def _periodic(self) -> Iterator[tuple[slice, slice]]:
-        """Which of this rank's rows are periodic, and which of the layer's units they are, output by output."""
+        """Return which of this rank's rows are periodic, and which of the layer's units they are, output by output."""
         shard = self.fan.shard
         row = unit = 0
         for periodic, linear in shard.outputs:
@@ -184,7 +184,7 @@ class _LayerPhases:
 
 
 def _metrics(sums: Tensor, largest: Tensor) -> dict[str, list[float]]:
-    """By name, a number for each layer, of what all ranks have seen together."""
+    """Return by name a number for each layer, of what all ranks have seen together."""
     units = largest.shape[1]
     counts, cos, sin, squares = sums.split([BINS, units, units, 2], dim=1)
     tokens = counts.sum(1, keepdim=True) / units
@@ -202,7 +202,7 @@ def _metrics(sums: Tensor, largest: Tensor) -> dict[str, list[float]]:
 
 
 def _percentile(counts: Tensor, percent: int) -> Tensor:
-    """By layer, the middle of the bin in which that share of the counts [layers, bins] is reached."""
+    """Return by layer the middle of the bin in which that share of the counts [layers, bins] is reached."""
     reached = counts.cumsum(1)
     ranks = (reached[:, -1:] * percent / 100).ceil_()
     bins = torch.searchsorted(reached, ranks).squeeze(1)

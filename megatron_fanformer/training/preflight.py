@@ -26,14 +26,14 @@ from megatron_fanformer.training.chats import with_steps
 from megatron_fanformer.training.config import UNSTATED, RunConfig, by_dotted_names
 from megatron_fanformer.training.machine_rules import machine_problems
 from megatron_fanformer.training.recovery import RecoveryConfig, read_events
-from megatron_fanformer.training.run_log import told_if_slow
+from megatron_fanformer.training.run_log import log_if_slow
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """What a run starts from: decided once, for all its ranks."""
+    """Describe what a run starts from: decided once, for all its ranks."""
 
     resumed: Path | None
     """The run's own checkpoint that it resumes from."""
@@ -68,7 +68,7 @@ class CheckedSettings(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run's last step is saved, so that a start has nothing left to do.
+        """Return whether the run's last step is saved, so that a start has nothing left to do.
 
         Where the run has a mirror, it has: to copy what is not there yet.
         """
@@ -108,7 +108,7 @@ def check_settings(config: RunConfig, world_size: int | None) -> CheckedSettings
     found += of_sections
     if not of_sections:
         try:
-            config = with_steps(config, tell=logger.info)
+            config = with_steps(config, report=logger.info)
         except InputError as error:
             found.append(str(error))
         found += config.joint_problems(data_parallel_size)
@@ -143,7 +143,7 @@ def check_machine_and_data(checked: CheckedSettings) -> RunStart:
     config, resuming, loaded, evaluation = checked
     if found := machine_problems(config):
         raise InputError("\n".join(found))
-    with told_if_slow("reading the indices of the token files"):
+    with log_if_slow("reading the indices of the token files"):
         data = survey_data(config.data, config.model.vocab_size)
     if not config.data.is_chats:  # those have been packed
         train_samples, valid_samples = drawn_samples(config)
@@ -154,7 +154,7 @@ def check_machine_and_data(checked: CheckedSettings) -> RunStart:
 
 
 def find_start(config: RunConfig) -> RunStart:
-    """What a run starts from, without checking that it fits.
+    """Return what a run starts from, without checking that it fits.
 
     Raises:
         InputError, CorruptError: a file that it would start from is missing or damaged.
@@ -179,7 +179,7 @@ def _evaluation(config: RunConfig) -> EvaluationSurvey:
 def _identity(
     config: RunConfig, data: DataSurvey, resumed: Path | None, *, allowed: Sequence[str] | None
 ) -> DataIdentity:
-    """Which data a run has from here on, and what of them has changed; raises like `resumed_identity`."""
+    """Return which data a run has from here on, and what of them has changed; raises like `resumed_identity`."""
     train_samples, valid_samples = drawn_samples(config)
     is_repeated = not config.data.is_chats and SampleCounts(data, config.model.seq_length).repeats_pairs(
         config.data, train_samples=train_samples, valid_samples=valid_samples
@@ -258,7 +258,7 @@ def _starting_points(config: RunConfig) -> tuple[_Resuming, Path | None]:
     except InputError as error:
         raise InputError(f"training.run_dir: {error}") from None
     if config.checkpoint.mirror is not None:
-        with told_if_slow(f"looking for a newer checkpoint on {redacted(config.checkpoint.mirror)}"):
+        with log_if_slow(f"looking for a newer checkpoint on {redacted(config.checkpoint.mirror)}"):
             fetch_newer(config.checkpoint.mirror, run, use_earlier=config.recovery.use_earlier_checkpoint)
     resuming = _resuming(store.checkpoints_to_resume(run), config.recovery)
     if resuming.checkpoint or not config.checkpoint.load:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.remote import asked, is_url, url_problem
+from megatron_fanformer.checkpoint.remote import is_url, query_remote, url_problem
 from megatron_fanformer.errors import CorruptError, InputError, redacted
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.model.config import PRESETS, FANformerConfig
@@ -76,11 +76,11 @@ def _checkpoint_and_model(values: dict[str, Any]) -> tuple[str, FANformerConfig]
 
 
 def _model_on_another_store(url: str) -> FANformerConfig:
-    """By the configuration of a run or of a checkpoint there, which is all that is fetched."""
+    """Read the model from the configuration of a run or checkpoint there, which is all that is fetched."""
     if problem := url_problem("checkpoint.load", url):
         raise InputError(problem)
     folder_url = url.rstrip("/").removesuffix(f"/{store.CHECKPOINTS}")
-    content = asked(folder_url, lambda remote: remote.fetch_record(store.CONFIG))
+    content = query_remote(folder_url, lambda remote: remote.fetch_record(store.CONFIG))
     if content is None:
         raise InputError(f"checkpoint.load: {folder_url} has no {store.CONFIG}; name a run or a checkpoint")
     with tempfile.TemporaryDirectory() as folder:

@@ -35,7 +35,7 @@ TOTALS: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryConfig:
-    """What a run does by itself about damage, and about steps whose numbers are bad."""
+    """Configure what a run does by itself about damage, and about steps whose numbers are bad."""
 
     use_earlier_checkpoint: bool = True
     """If the newest checkpoint is damaged, resume from the newest sound one; false: refuse (exit code 3)."""
@@ -79,7 +79,7 @@ class RecoveryConfig:
 
 
 def read_events(run: Path) -> Iterator[dict[str, Any]]:
-    """What a run has done about damage and bad numbers, the oldest first; lines that are not events are left out."""
+    """Return what a run has done about damage and bad numbers, the oldest first; other lines are left out."""
     try:
         lines = regular_file(run / RECOVERY).read_bytes().splitlines()
     except OSError:
@@ -118,7 +118,7 @@ class EventLog:
             self._skipped.add(step)
 
     def totals(self) -> dict[str, int]:
-        """What has happened so far, for the metrics; nothing that has not."""
+        """Return what has happened so far, for the metrics; nothing that has not."""
         return {TOTALS[event]: count for event, count in self._counts.items()}
 
 
@@ -151,7 +151,7 @@ class BadSteps:
         self._to_skip.update({int(step): str(reason) for step, reason in steps.items()})
 
     def fault_in(self, loss: float, grad_norm: float) -> str | None:
-        """What is wrong with a step's numbers; None if nothing is."""
+        """Return what is wrong with a step's numbers; None if nothing is."""
         numbers = (
             ("loss", loss, self._losses, self._config.spiky_loss_factor),
             ("gradient norm", grad_norm, self._norms, self._config.spiky_grad_norm_factor),
@@ -179,13 +179,13 @@ class BadSteps:
         self._last_bad = max(self._last_bad, step)
 
     @property
-    def are_too_many(self) -> bool:
-        """Whether skipping has not helped: the run must go back, or end."""
+    def limit_reached(self) -> bool:
+        """Return whether skipping has not helped: the run must go back, or end."""
         return len(self.in_a_row) >= max(1, self._config.max_bad_steps_in_a_row)
 
     @property
     def may_rewind(self) -> bool:
-        """Whether the run may go back once more."""
+        """Return whether the run may go back once more."""
         return self._config.max_bad_steps_in_a_row > 0 and self._rewinds < self._config.max_rewinds
 
     def note_rewind(self) -> dict[int, str]:
@@ -205,7 +205,7 @@ class BadSteps:
             self._rewinds = 0
 
     def medians(self) -> dict[str, list[float]]:
-        """What the running medians are taken over, for a checkpoint; empty where no spikes are looked for."""
+        """Return what the running medians are taken over, for a checkpoint; empty where no spikes are looked for."""
         return {"losses": list(self._losses), "grad_norms": list(self._norms)} if self._losses else {}
 
     def set_medians(self, saved: dict[str, list[float]]) -> None:

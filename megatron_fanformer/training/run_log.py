@@ -108,7 +108,7 @@ def run_log(rank: int) -> Iterator[RunLog]:
 
 
 @contextmanager
-def told_if_slow(doing: str) -> Iterator[None]:
+def log_if_slow(doing: str) -> Iterator[None]:
     """Around a part of a run's start: tells the user what it is, once it has taken a second."""
     timer = threading.Timer(SLOW_SECONDS, logger.info, [doing])
     timer.daemon = True

@@ -67,7 +67,7 @@ class MicroBatch(NamedTuple):
 def step_micro_batches(
     config: RunConfig, dataset_length: int, step: int, data_parallel_size: int
 ) -> Iterator[MicroBatch]:
-    """Every micro batch that a step takes from a dataset, on all ranks, in the order of the samples."""
+    """Return every micro batch that a step takes from a dataset, on all ranks, in the order of the samples."""
     orders = [
         sample_numbers(
             dataset_length,

@@ -22,7 +22,7 @@ STOPPED_MIRROR_SECONDS = 60.0  # after a signal to stop, whose sender may not wa
 logger = logging.getLogger(__name__)
 
 
-class Saves:
+class Checkpointer:
     """Writes a run's checkpoints one at a time, and copies them to the mirror if the run has one.
 
     Every rank makes one, and makes the same calls in the same order.
@@ -63,35 +63,35 @@ class Saves:
             keep=self._config.checkpoint.keep,
             async_save=self._config.checkpoint.async_save,
             fully_parallel=self._config.checkpoint.fully_parallel_save,
-            spared=lambda: self._mirror.spared,
+            in_use=lambda: self._mirror.in_use,
         )
 
     def save(self, step: int, **state: Any) -> None:
         """Save the state of a step, after an earlier one is published: see `CheckpointSaver.save`."""
         self.publish_if_written(step, blocking=True)
-        heartbeat.tell("saving", in_step=False)
+        heartbeat.mark("saving", in_step=False)
         self._listener.begin_save()
-        self._tell(step, self._saver.save(step=step, **state))
+        self._log_saved(step, self._saver.save(step=step, **state))
 
     def publish_if_written(self, step: int, *, blocking: bool) -> None:
         """Give a checkpoint that was being written its name, once it is; `blocking` waits for that."""
         if blocking:
-            heartbeat.tell("waiting for the checkpoint's writers", in_step=False)
-        self._tell(step, self._saver.finish_due(blocking=blocking))
+            heartbeat.mark("waiting for the checkpoint's writers", in_step=False)
+        self._log_saved(step, self._saver.finish_due(blocking=blocking))
 
     def copy(self, step: int) -> None:
         """Copy the checkpoint of a step, which is there, to the mirror."""
         self._mirror.offer(self._checkpoints / store.checkpoint_name(step))
 
-    def hear_of_copies(self) -> None:
+    def poll_uploads(self) -> None:
         """Take note of what was copied since; never waits."""
-        self._mirror.hear()
+        self._mirror.poll()
 
     def finish_copies(self, *, was_stopped: bool) -> None:
         """Wait until all is copied; after a signal for a minute at most, else until one comes."""
         if not self._has_mirror:
             return
-        heartbeat.tell("waiting for the mirror", in_step=False)
+        heartbeat.mark("waiting for the mirror", in_step=False)
         seconds = STOPPED_MIRROR_SECONDS if was_stopped else float("inf")
         on_main(lambda: self._mirror.finish(lambda: not was_stopped and self._listener.now().stop, seconds))
 
@@ -101,7 +101,7 @@ class Saves:
             self._saver.close()
         self._mirror.close()
 
-    def _tell(self, step: int, published: Path | None) -> None:
+    def _log_saved(self, step: int, published: Path | None) -> None:
         if published is not None:
             self._note_saved()
             logger.info("step %d  saved %s", step, published)  # possibly of an earlier step

@@ -16,7 +16,7 @@ from megatron_fanformer.model.layouts import layout_text
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.launch import RankFailed, launch_ranks, read_found, refuse_ranks_without_gpu
 from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.training.config import RunConfig, load_config, tell_on_stderr
+from megatron_fanformer.training.config import RunConfig, load_config, print_on_stderr
 from megatron_fanformer.training.preflight import (
     CheckedSettings,
     RunStart,
@@ -57,7 +57,7 @@ def start_run(file: Path, overrides: Sequence[str], arguments: Sequence[str], lo
         if checked is None:
             return None
         ranks = config.parallel.resolve_data_parallel_size(None) * config.parallel.model_parallel_size
-        _tell_start(config.parallel, ranks, " on this machine")
+        _log_start(config.parallel, ranks, " on this machine")
         start = check_machine_and_data(checked)
         refuse_ranks_without_gpu(
             ranks,
@@ -94,7 +94,7 @@ def _unless_complete(config: RunConfig, world_size: int | None) -> CheckedSettin
     return None
 
 
-def _tell_start(parallel: ParallelConfig, ranks: int, place: str = "") -> None:
+def _log_start(parallel: ParallelConfig, ranks: int, place: str = "") -> None:
     """The first sign of life, before torch is imported."""
     sizes = {name: getattr(parallel, name) for name in DEGREES}
     sizes["data_parallel_size"] = ranks // parallel.model_parallel_size
@@ -143,14 +143,14 @@ def run_rank(
     """
     is_launched_here = devices.launched_here()
     quiet = address.rank != 0 or is_launched_here
-    tell = _tell_nothing if quiet else tell_on_stderr  # reported already
+    report = _report_nothing if quiet else print_on_stderr  # reported already
     with run_log(address.rank) as started:
-        config = load_config(file, overrides, tell=tell)
+        config = load_config(file, overrides, report=report)
         if found := [*config.parallel.problems(), *config.runtime.problems()]:
             raise InputError("\n".join(found))
         config.parallel.resolve_data_parallel_size(address.world_size)
         if not is_launched_here:
-            _tell_start(config.parallel, address.world_size)
+            _log_start(config.parallel, address.world_size)
         from megatron_fanformer.runtime.agreement import on_main
         from megatron_fanformer.runtime.parallel import process_group, rank_grid
 
@@ -190,5 +190,5 @@ def _train(config: RunConfig, grid: "RankGrid", start: RunStart, log: RunLog) ->
         trainer.close(failed=failed)
 
 
-def _tell_nothing(_notice: str) -> None:
-    """For ranks whose launcher, or first rank, has reported it."""
+def _report_nothing(_notice: str) -> None:
+    """Report nothing, for ranks whose launcher, or first rank, has reported it."""

@@ -31,7 +31,7 @@ from megatron_fanformer.training.interrupts import Interrupts
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one step showed, the same on every rank."""
+    """Describe what one step showed, the same on every rank."""
 
     loss: float
     """Mean cross entropy per token, in nats."""
@@ -39,7 +39,7 @@ class StepResult:
     """Global gradient norm before clipping."""
     tokens: int
     """Tokens that the loss was taken over."""
-    asked: Interrupts
+    interrupts: Interrupts
     """What any rank was asked for before the step's numbers were summed."""
 
 
@@ -54,7 +54,7 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """How a step's samples reach one replica."""
+    """Describe how a step's samples reach one replica."""
 
     num_micro_batches: int
     micro_batch_size: int
@@ -139,17 +139,17 @@ def attempt_step(
     grid: RankGrid,
     shape: StepShape,
     *,
-    asked: Callable[[], Interrupts] = Interrupts,
+    listen: Callable[[], Interrupts] = Interrupts,
 ) -> tuple[StepResult, Sums]:
     """`train_step` up to the update: what the step shows, its gradients in the buffers.
 
     Args:
-        asked: says, after backward, what this rank was asked for; all ranks learn of it with the loss.
+        listen: says, after backward, what this rank was asked for; all ranks learn of it with the loss.
     """
-    sums = compute_gradients(stages, optimizer, batches, grid, shape, asked=asked)
+    sums = compute_gradients(stages, optimizer, batches, grid, shape, listen=listen)
     grad_norm = gradient_norm(optimizer)
     loss, tokens, interrupts = read_sums(sums)
-    return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens, asked=interrupts), sums
+    return StepResult(loss=loss, grad_norm=grad_norm, tokens=tokens, interrupts=interrupts), sums
 
 
 def compute_gradients(
@@ -159,7 +159,7 @@ def compute_gradients(
     grid: RankGrid,
     shape: StepShape,
     *,
-    asked: Callable[[], Interrupts] = Interrupts,
+    listen: Callable[[], Interrupts] = Interrupts,
 ) -> Sums:
     """Leave the gradients of the next global batch in the buffers; returns its sums for `read_sums`."""
     for stage in stages:
@@ -175,7 +175,7 @@ def compute_gradients(
         seq_length=shape.seq_length,
         forward_only=False,
     )
-    return _sum_over_ranks(reports, grid, asked())
+    return _sum_over_ranks(reports, grid, listen())
 
 
 def read_sums(sums: Sums) -> tuple[float, int, Interrupts]:
@@ -184,7 +184,7 @@ def read_sums(sums: Sums) -> tuple[float, int, Interrupts]:
     return loss / max(tokens, 1.0), int(tokens), Interrupts(*(count > 0 for count in interrupts))
 
 
-def own_numbers(stages: list[DistributedDataParallel], sums: Sums) -> tuple[float, float]:
+def local_loss_and_grad_norm(stages: list[DistributedDataParallel], sums: Sums) -> tuple[float, float]:
     """This rank's own mean loss (0 where another rank has it), and the norm of the gradients in its buffers.
 
     They are compared with those of another attempt at the same step, to find the rank that computed otherwise.
@@ -196,7 +196,7 @@ def own_numbers(stages: list[DistributedDataParallel], sums: Sums) -> tuple[floa
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
     """The global norm of the gradients in the buffers, before clipping; waits for the device."""
-    heartbeat.tell("gradient norm")
+    heartbeat.mark("gradient norm")
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
@@ -206,7 +206,7 @@ def update_weights(optimizer: MegatronOptimizer, grad_norm: float) -> None:
 
     (The optimizer's own `step` would compute the norm again, and spread one that is not finite.)
     """
-    heartbeat.tell("update")
+    heartbeat.mark("update")
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
@@ -230,6 +230,6 @@ def _sum_over_ranks(reports: list[dict[str, Tensor]], grid: RankGrid, interrupts
         sums[:2] = own
     if any(interrupts):  # else there is nothing to copy to the device
         sums[2:] = torch.tensor(interrupts)
-    heartbeat.tell("summing the loss")
+    heartbeat.mark("summing the loss")
     dist.all_reduce(sums)
     return Sums(sums, own)

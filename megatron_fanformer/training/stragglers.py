@@ -171,7 +171,7 @@ class Waits:
             self._events.append((began_event, ended_event))
 
     def seconds(self) -> float:
-        """All of them together; waits for the device."""
+        """Return the seconds of all of them together; wait for the device."""
         for _, ended in self._events:  # they may be on several streams
             ended.synchronize()
         return self._host_seconds + sum(began.elapsed_time(ended) for began, ended in self._events) / 1000

@@ -18,11 +18,11 @@ from megatron_fanformer.processes import signals_to
 from megatron_fanformer.runtime import heartbeat
 from megatron_fanformer.runtime.agreement import on_main
 from megatron_fanformer.runtime.device import return_freed_memory
-from megatron_fanformer.runtime.garbage import collected_by_hand
+from megatron_fanformer.runtime.garbage import manual_gc
 from megatron_fanformer.runtime.parallel import RankGrid
 from megatron_fanformer.runtime.pipeline import Batches
 from megatron_fanformer.runtime.seeding import seed_everything
-from megatron_fanformer.training.attempts import Attempts, StepBatches
+from megatron_fanformer.training.attempts import StepBatches, StepRetrier
 from megatron_fanformer.training.chats import template_file, with_train_iters, write_template
 from megatron_fanformer.training.config import RunConfig
 from megatron_fanformer.training.evaluation import Evaluation
@@ -34,9 +34,9 @@ from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.phase_health import PhaseHealth
 from megatron_fanformer.training.preflight import RunStart, find_start
 from megatron_fanformer.training.recovery import BadSteps, EventLog
-from megatron_fanformer.training.run_log import told_if_slow
+from megatron_fanformer.training.run_log import log_if_slow
 from megatron_fanformer.training.samples import run_batches, run_datasets
-from megatron_fanformer.training.saves import Saves
+from megatron_fanformer.training.saves import Checkpointer
 from megatron_fanformer.training.schedule import build_scheduler
 from megatron_fanformer.training.step import (
     StepResult,
@@ -84,10 +84,10 @@ class Trainer:
         )
         minutes = config.training.exit_duration_in_mins
         self._listener = InterruptListener(self.run / store.SAVE_FILE, minutes) if grid.is_main else InterruptListener()
-        self._asked = Interrupts()  # of any rank, at the end of the current step
-        self._tell_what_is_begun()
+        self._interrupts = Interrupts()  # of any rank, at the end of the current step
+        self._log_startup()
         seed_everything(config.training.seed, graphable=config.kernels.cuda_graph_impl != "none")
-        with told_if_slow("building the model"):
+        with log_if_slow("building the model"):
             self._build()
         self._measure_steps()
         self._start_or_resume()
@@ -111,7 +111,7 @@ class Trainer:
             Interrupted: a signal came before the end, or during the last evaluation; the checkpoint is saved.
             DivergenceError: the loss or the gradient norm is not finite.
         """
-        with signals_to(self._listener.hear, is_last=True), collected_by_hand():
+        with signals_to(self._listener.note_signal, is_last=True), manual_gc():
             stopping: Stopping | None = None
             notice: str | None = None
             while not (stopping or self._is_over):
@@ -139,19 +139,19 @@ class Trainer:
         else:
             metrics.update(self._phases.report_if_due(self.step))
             metrics.update(self._step_metrics.of_weights_if_due(self.step, self._optimizer))
-        if self._bad_steps.are_too_many:
+        if self._bad_steps.limit_reached:
             self._go_back()
-            return "signal" if self._asked.stop else None
+            return "signal" if self._interrupts.stop else None
         metrics.update(self._stragglers.report_if_due(self.step))
         try:
             metrics.update(self._evaluate_if_due())
         finally:  # where its evaluation ends the run, too
             self._log(metrics)
         stopping = self._shall_stop()
-        if self._save_if_due(force=stopping is not None or self._asked.save):
+        if self._save_if_due(force=stopping is not None or self._interrupts.save):
             stopping = stopping or self._shall_stop()
         self._saves.publish_if_written(self.step, blocking=stopping is not None or self._is_over)
-        self._saves.hear_of_copies()
+        self._saves.poll_uploads()
         if self.step % GARBAGE_INTERVAL == 0:
             gc.collect()
             return_freed_memory()
@@ -170,23 +170,23 @@ class Trainer:
         """Take the next step, or skip it; returns its metrics."""
         started = time.monotonic()
         self.step += 1
-        heartbeat.tell("learning rate", step=self.step)
+        heartbeat.mark("learning rate", step=self.step)
         self._scheduler.step(1)
         batches = StepBatches(self._batches, self._shape.num_micro_batches)
         self.consumed_samples += self.config.training.global_batch_size
         if reason := self._bad_steps.reason_to_skip(self.step):
             batches.skip()
-            self._asked = share(self._listener.now(), self.grid)
+            self._interrupts = share(self._listener.now(), self.grid)
             return self._skipped(reason)
         result, fault = self._attempts.take(self.step, batches)
-        self._asked = result.asked
+        self._interrupts = result.interrupts
         if fault is not None:
             self._bad_steps.note_bad(self.step, fault)
             return self._skipped(fault)
         update_weights(self._optimizer, result.grad_norm)
         self._bad_steps.note_good(self.step, result.loss, result.grad_norm)
         self.last_step_seconds = time.monotonic() - started
-        heartbeat.tell_step_took(self.last_step_seconds)
+        heartbeat.mark_step_took(self.last_step_seconds)
         return {
             **self._step_metrics.of_step(
                 result,
@@ -200,7 +200,7 @@ class Trainer:
     def _attempt_step(self, batches: Batches) -> tuple[StepResult, Sums]:
         parts = (self._wrapped, self._optimizer, batches, self.grid, self._shape)
         with self._phases.reading(self.step):
-            return attempt_step(*parts, asked=self._listener.now)
+            return attempt_step(*parts, listen=self._listener.now)
 
     def _skipped(self, reason: str) -> dict[str, Any]:
         logger.info("step %d  skipped: %s", self.step, reason)
@@ -229,7 +229,7 @@ class Trainer:
             raise DivergenceError(
                 f"{steps}: {bad[last]}, and {why}; lower optimizer.lr, or inspect the steps' documents"
             )
-        heartbeat.tell("going back", in_step=False)
+        heartbeat.mark("going back", in_step=False)
         skipped = self._bad_steps.note_rewind()
         self._resume(before)
         self._events.add("rewound", self.step, skipped=skipped)
@@ -246,7 +246,7 @@ class Trainer:
     # -- what is periodic
 
     def _evaluate_if_due(self) -> dict[str, float]:
-        """What is measured after this step besides training."""
+        """Measure what is due after this step besides training."""
         if not self._evaluation.is_due(self.step):
             return {}
         try:
@@ -255,7 +255,7 @@ class Trainer:
         except DivergenceError:
             self._saves.publish_if_written(self.step, blocking=True)  # of an earlier step, and sound
             raise
-        self._ask_again()
+        self._share_again()
         return metrics
 
     def _save_if_due(self, *, force: bool) -> bool:
@@ -280,16 +280,18 @@ class Trainer:
                 config=self._resolved_config(),
                 attachments=self._attachments(),
             )
-        self._ask_again()
+        self._share_again()
         return True
 
-    def _is_asked_to_stop(self) -> bool:
+    def _stop_requested(self) -> bool:
         return share(self._listener.now(), self.grid).stop
 
-    def _ask_again(self) -> None:
-        """What came during an evaluation or a save is not to wait for another step; what is agreed on stays so."""
+    def _share_again(self) -> None:
+        """Share again what came during an evaluation or a save, so that it need not wait for another step."""
         new = share(self._listener.now(), self.grid)
-        self._asked = self._asked._replace(stop=self._asked.stop or new.stop, end=self._asked.end or new.end)
+        self._interrupts = self._interrupts._replace(
+            stop=self._interrupts.stop or new.stop, end=self._interrupts.end or new.end
+        )
 
     @property
     def consumed_tokens(self) -> int:
@@ -304,16 +306,16 @@ class Trainer:
         """Why to end after this step, the same on all ranks; None to continue."""
         if self._is_over:
             return "signal" if self._evaluation.was_stopped else None  # else there is nothing left to stop
-        if self._asked.stop:
+        if self._interrupts.stop:
             return "signal"
-        if self._asked.end:
+        if self._interrupts.end:
             return "exit_duration_in_mins"
         interval = self.config.training.exit_interval
         return "exit_interval" if interval is not None and self.step % interval == 0 else None
 
     # -- the start
 
-    def _tell_what_is_begun(self) -> None:
+    def _log_startup(self) -> None:
         parameters, steps = self.config.model.num_parameters, self.config.training.steps
         logger.info("a model of %s parameters, %s steps, in %s", f"{parameters:,}", f"{steps:,}", self.run)
         for line in choice_lines(self._choices):
@@ -339,7 +341,7 @@ class Trainer:
         if loaded:
             from megatron_fanformer.checkpoint.training_state import load_weights  # as in `Saves._saver`
 
-            with told_if_slow(f"loading the weights of {loaded}"):
+            with log_if_slow(f"loading the weights of {loaded}"):
                 load_weights(loaded, self._stages, grid)
             logger.debug("starts with the weights of %s", loaded)
         self._wrapped = wrap_stages(self._stages, config.parallel)
@@ -350,7 +352,7 @@ class Trainer:
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         )
         self._scheduler = self._build_scheduler()
-        self._saves = Saves(
+        self._saves = Checkpointer(
             config,
             grid,
             self._listener,
@@ -363,7 +365,7 @@ class Trainer:
             seq_length=config.model.seq_length,
         )
         self._evaluation = Evaluation(
-            config, self._start.evaluation, grid, self._shape, shall_stop=self._is_asked_to_stop
+            config, self._start.evaluation, grid, self._shape, shall_stop=self._stop_requested
         )
 
     def _measure_steps(self) -> None:
@@ -392,7 +394,7 @@ class Trainer:
         past = list(self._start.events)
         self._events = EventLog(self.run, past, writes=self.grid.is_main)
         self._bad_steps = BadSteps(self.config.recovery, past)
-        self._attempts = Attempts(
+        self._attempts = StepRetrier(
             self._attempt_step,
             self._wrapped,
             self.grid,
@@ -417,7 +419,7 @@ class Trainer:
         damaged = [] if damaged is None else damaged
         for checkpoint in candidates:
             try:
-                with told_if_slow(f"loading {checkpoint}"):
+                with log_if_slow(f"loading {checkpoint}"):
                     self._load_checkpoint(checkpoint)
                 break
             except CorruptError as error:
@@ -452,7 +454,7 @@ class Trainer:
 
     def _load_data(self) -> None:
         started = time.monotonic()
-        with told_if_slow("finding the order of the samples"):
+        with log_if_slow("finding the order of the samples"):
             self._data = run_datasets(self.config, self._start.data)
         logger.debug("built the datasets in %.1f s", time.monotonic() - started)
         self._batches = run_batches(

@@ -12,7 +12,7 @@ from megatron_fanformer.terminal import show, width
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What `train` takes."""
+    """Describe what `train` takes."""
 
     config: Path
     """Configuration file (YAML)."""
@@ -24,7 +24,7 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOptions:
-    """What `config` takes."""
+    """Describe what `config` takes."""
 
     schema: bool = option(False, exclusive="shown")
     """Print the JSON schema of configuration files."""
@@ -36,13 +36,13 @@ class ConfigOptions:
 
 
 def _train(options: TrainOptions) -> None:
-    from megatron_fanformer.runtime.heartbeat import tell_stopped
+    from megatron_fanformer.runtime.heartbeat import report_stopped
     from megatron_fanformer.runtime.launch import end_with_launcher, report_failure
 
-    with ended_by_stop_signals(tell_stopped):  # from before what takes seconds to import
+    with ended_by_stop_signals(report_stopped):  # from before what takes seconds to import
         end_with_launcher()
         device.prepare_libraries()
-        from megatron_fanformer.training.last_lines import tell_last_lines
+        from megatron_fanformer.training.last_lines import print_summary
         from megatron_fanformer.training.start import run_rank, start_run
 
         address = device.rank_address()
@@ -52,7 +52,7 @@ def _train(options: TrainOptions) -> None:
             with report_failure():
                 run = run_rank(options.config, options.overrides, address, options.log_file)
         if run is not None:
-            tell_last_lines(run)
+            print_summary(run)
 
 
 def _config(options: ConfigOptions) -> None:

@@ -9,7 +9,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.manifest import MANIFEST, check_files, read_manifest
-from megatron_fanformer.checkpoint.mirror import Told
+from megatron_fanformer.checkpoint.mirror import UploadStatus
 
 WEIGHTS = "__0_0.distcp"
 
@@ -138,7 +138,7 @@ class Heard:
     """Stands for the connection of the copying process."""
 
     def __init__(self) -> None:
-        self.told: list[Told] = []
+        self.told: list[UploadStatus] = []
 
-    def send(self, told: Told) -> None:
+    def send(self, told: UploadStatus) -> None:
         self.told.append(told)

@@ -19,7 +19,7 @@ import pytest
 
 from megatron_fanformer.checkpoint import attempts, mirror, remote, store
 from megatron_fanformer.checkpoint.manifest import MANIFEST, read_manifest
-from megatron_fanformer.checkpoint.mirror import Mirror, Told
+from megatron_fanformer.checkpoint.mirror import Mirror, UploadStatus
 from megatron_fanformer.checkpoint.remote import RemoteRun
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.processes import STOP_SIGNALS
@@ -210,10 +210,10 @@ def test_one_is_copied_at_a_time_and_the_newest_is_next(mirrored: tuple[Mirror, 
     made, failed = mirrored
     for step in (1, 2, 3):  # before its process has begun
         made.offer(save(tmp_path / "run", step))
-    assert made.spared == (store.checkpoint_name(1),)
+    assert made.in_use == (store.checkpoint_name(1),)
     made.finish(lambda: False)
     assert there(tmp_path / "there") == step_names(1, 3)
-    assert not failed and not made.spared
+    assert not failed and not made.in_use
 
 
 def test_a_checkpoint_is_spared_until_the_last_attempt_to_copy_it(
@@ -222,18 +222,18 @@ def test_a_checkpoint_is_spared_until_the_last_attempt_to_copy_it(
     made, failed = mirrored
     name = store.checkpoint_name(1)
     made.offer(save(tmp_path / "run", 1))
-    made._note(Told("failed", name, reason="the store does not answer", attempt=1))
-    assert failed == [name] and made.spared == (name,)
-    made._note(Told("given up", name, reason="the store does not answer"))
-    assert failed == [name, name] and made.spared == ()
+    made._note(UploadStatus("failed", name, reason="the store does not answer", attempt=1))
+    assert failed == [name] and made.in_use == (name,)
+    made._note(UploadStatus("given up", name, reason="the store does not answer"))
+    assert failed == [name, name] and made.in_use == ()
 
 
 def test_a_checkpoint_that_is_being_copied_is_not_removed(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    spared = save(run, 1)
+    in_use = save(run, 1)
     for step in (2, 3):
         folder = store.temporary_folder(run / store.CHECKPOINTS, step)
-        store.publish_checkpoint(folder, run / store.CHECKPOINTS, step, {}, 1, spared=(spared.name,))
+        store.publish_checkpoint(folder, run / store.CHECKPOINTS, step, {}, 1, in_use=(in_use.name,))
     assert [path.name for path in store._steps(run / store.CHECKPOINTS)] == step_names(1, 3)
 
 
@@ -268,7 +268,7 @@ def test_a_process_that_is_killed_while_it_is_idle_has_failed_at_nothing(
     assert made._process is not None
     made._process.kill()
     made._process.join()
-    made.hear()
+    made.poll()
     assert not failed
     made.offer(save(tmp_path / "run", 2))
     made.finish(lambda: False)
@@ -289,7 +289,7 @@ def test_a_process_that_cannot_be_started_is_told(
         patch.setattr("multiprocessing.context.SpawnProcess.start", refused)
         made.offer(save(tmp_path / "run", 1))
         made.finish(lambda: False)
-    assert failed == step_names(1) and not made.spared
+    assert failed == step_names(1) and not made.in_use
     assert held[0].issuperset(STOP_SIGNALS) and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
     made.offer(save(tmp_path / "run", 2))
     made.finish(lambda: False)

@@ -90,7 +90,7 @@ def assert_told(said: str) -> None:
     assert "was not written" in said and "; free space" in said, said
 
 
-class Saves:
+class Checkpointer:
     """A run after its first step, and what it comes to."""
 
     def __init__(self, things: Things, folder: Path, is_async: bool) -> None:
@@ -143,7 +143,7 @@ KINDS: tuple[Kind, ...] = ("full", "broken", "short")
 
 @pytest.mark.parametrize("is_async", SYNC)
 def test_some_calls_of_a_save_fail(is_async: bool, things: Things, tmp_path: Path) -> None:
-    saves = Saves(things, tmp_path, is_async)
+    saves = Checkpointer(things, tmp_path, is_async)
     chance = random.Random(SEED)
     assert any([saves.try_with(chance.randrange(1, saves.number // 2), chance.choice(KINDS)) for _ in range(SOME)])
 
@@ -153,7 +153,7 @@ def test_some_calls_of_a_save_fail(is_async: bool, things: Things, tmp_path: Pat
 @pytest.mark.parametrize("is_async", SYNC)
 def test_every_call_of_a_save_fails(is_async: bool, things: Things, tmp_path: Path) -> None:
     """Each in one of the ways; a call and the ones beside it, which write the same file, in all of them."""
-    saves = Saves(things, tmp_path, is_async)
+    saves = Checkpointer(things, tmp_path, is_async)
     ends = [saves.try_with(target, KINDS[target % len(KINDS)]) for target in range(1, saves.number + 1, STRIDE)]
     assert any(ends)
 

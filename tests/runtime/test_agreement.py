@@ -37,7 +37,7 @@ def failure(kind: type[Exception]) -> tuple[str, str, bool]:
 
     with pytest.raises(Exception) as caught:
         on_main(fail)
-    return type(caught.value).__name__, str(caught.value), getattr(caught.value, "is_told_elsewhere", False)
+    return type(caught.value).__name__, str(caught.value), getattr(caught.value, "already_reported", False)
 
 
 def test_a_value_reaches_every_rank(run_on_ranks: RunOnRanks) -> None:

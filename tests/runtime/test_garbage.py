@@ -11,7 +11,7 @@ from megatron_fanformer.runtime import garbage
 def test_a_run_collects_by_itself_again_when_it_is_over(fails: bool) -> None:
     frozen = gc.get_freeze_count()
     try:
-        with garbage.collected_by_hand():
+        with garbage.manual_gc():
             assert not gc.isenabled()
             if fails:
                 raise KeyError

@@ -133,12 +133,12 @@ def test_a_rank_that_a_signal_ended_before_the_first_step_ends_the_others_at_onc
     ranks.beats[2].beat()
     assert ranks.live(5, silent=(2,), stuck=(0, 1)) == {0: "stopped on SIGUSR1"}
     error = ranks.beats[0].judge(ranks.now)
-    assert error is not None and (error.exit_code, error.is_told_elsewhere) == (5, False)
+    assert error is not None and (error.exit_code, error.already_reported) == (5, False)
     ranks.beats[0]._ending = (5, "stopped on SIGUSR1")
     ranks.beats[0].beat()
     assert ranks.live(5, silent=(0, 2), stuck=(1,)) == {1: "stopped on SIGUSR1"}
     error = ranks.beats[1].judge(ranks.now)
-    assert error is not None and (error.exit_code, error.is_told_elsewhere) == (5, True)
+    assert error is not None and (error.exit_code, error.already_reported) == (5, True)
 
 
 def test_the_first_beats_are_taken_all_at_once() -> None:

@@ -173,7 +173,7 @@ def test_a_second_ctrl_c_before_the_first_step_is_not_answered(
     process: Any = SimpleNamespace(poll=lambda: next(codes, Interrupted.exit_code), send_signal=lambda _number: None)
     rank = launch._Rank(number=0, process=process, error=tmp_path / "error.json")
     monkeypatch.setenv(ERROR_FILE, str(rank.error))
-    launch.tell_end(Interrupted("stopped on SIGTERM before a step"))
+    launch.print_end(Interrupted("stopped on SIGTERM before a step"))
     capsys.readouterr()
     with run_log(rank=0), pytest.raises(Interrupted, match=r"^stopped on SIGINT before a step$"):
         launch._wait_for([rank], deque([signal.SIGINT, signal.SIGINT]))

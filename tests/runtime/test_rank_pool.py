@@ -45,7 +45,7 @@ def tell_and_wait_for_ever() -> None:
 
 
 def import_nothing() -> None:
-    """In the place of megatron-core, which takes a rank's nursery seconds: that is of the pool that all tests share."""
+    """In the place of megatron-core, which takes a rank's fork_server seconds: that is of the pool that all tests share."""
 
 
 def test_a_failed_job_names_its_rank_and_the_pool_goes_on() -> None:

@@ -464,9 +464,9 @@ def test_a_new_checkpoint_behind_a_good_step_lets_a_run_go_back_again() -> None:
     steps = BadSteps(RecoveryConfig(max_bad_steps_in_a_row=1, max_rewinds=1), [])
     for bad in (4, 8):
         steps.note_bad(bad, "the loss is inf")
-        assert (steps.are_too_many, steps.may_rewind) == (True, True)
+        assert (steps.limit_reached, steps.may_rewind) == (True, True)
         assert steps.note_rewind() == {bad: "the loss is inf"}
-        assert (steps.are_too_many, steps.may_rewind) == (False, False)
+        assert (steps.limit_reached, steps.may_rewind) == (False, False)
         for good in (bad - 1, bad + 1):  # the first once more
             assert not steps.may_rewind
             steps.note_good(good, 1.0, 1.0)
@@ -512,7 +512,7 @@ def test_the_rank_whose_numbers_alone_are_not_finite_is_named(
 ) -> None:
     """By rank: the norms of its gradients at both attempts."""
     numbers = iter([(2.0, norm) for norm in norms[0]])
-    monkeypatch.setattr(attempts, "own_numbers", lambda *_: next(numbers))
+    monkeypatch.setattr(attempts, "local_loss_and_grad_norm", lambda *_: next(numbers))
     monkeypatch.setattr(
         attempts.dist,
         "all_gather_object",
@@ -522,7 +522,7 @@ def test_the_rank_whose_numbers_alone_are_not_finite_is_named(
     log = EventLog(tmp_path / "run", [], writes=False)
     grid: Any = SimpleNamespace(world_size=2)
     bad = BadSteps(RecoveryConfig(), [])
-    computed = attempts.Attempts(lambda _: (result, Mock()), [], grid, bad_steps=bad, events=log, again=True)
+    computed = attempts.StepRetrier(lambda _: (result, Mock()), [], grid, bad_steps=bad, events=log, again=True)
     with caplog.at_level(logging.INFO, "megatron_fanformer"):
         computed.take(7, attempts.StepBatches(iter([]), 0))
     assert f"({says})" in caplog.text

@@ -16,7 +16,7 @@ from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.runtime.device import NOTICES, quieten_libraries
 from megatron_fanformer.training import run_log as run_log_module
 from megatron_fanformer.training.loggers.registry import LoggingConfig
-from megatron_fanformer.training.run_log import log_file, run_log, told_if_slow
+from megatron_fanformer.training.run_log import log_file, log_if_slow, run_log
 from tests.generation.making import write_tokenizer
 from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import VOCAB_SIZE, small_run, write_config, write_tokens
@@ -110,10 +110,10 @@ def test_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         info = run_log_module.logger.info
         monkeypatch.setattr(run_log_module.logger, "info", lambda line: (info(line), written.set()))
         monkeypatch.setattr(run_log_module, "SLOW_SECONDS", 0.01)
-        with told_if_slow("reading slowly"):
+        with log_if_slow("reading slowly"):
             assert written.wait(PATIENCE_SECONDS)
         monkeypatch.setattr(run_log_module, "SLOW_SECONDS", PATIENCE_SECONDS)
-        with told_if_slow("reading fast"):
+        with log_if_slow("reading fast"):
             pass
     assert capsys.readouterr().out == "reading slowly\n"
 

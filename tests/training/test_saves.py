@@ -3,12 +3,12 @@
 from typing import Any
 from unittest.mock import Mock, call
 
-from megatron_fanformer.training.saves import Saves
+from megatron_fanformer.training.saves import Checkpointer
 
 
 def test_a_save_begins_once_the_one_before_is_published() -> None:
     """Two that are written at a time would share what the writers hold, and may be published in either order."""
-    saves: Any = Saves.__new__(Saves)
+    saves: Any = Checkpointer.__new__(Checkpointer)
     order = Mock()
     order.saver.finish_due.return_value = order.saver.save.return_value = "step-00000002"
     saves._saver, saves._listener, saves._mirror, saves._note_saved = order.saver, order.listener, order.mirror, Mock()

@@ -134,7 +134,7 @@ def start_here(file: Path) -> dict[str, Any]:
         try:
             start.run_rank(file, [], address(dist.get_rank(), dist.get_world_size()))
         except Exception as error:
-            code, told = getattr(error, "exit_code", None), getattr(error, "is_told_elsewhere", None)
+            code, told = getattr(error, "exit_code", None), getattr(error, "already_reported", None)
             found["error"] = (type(error).__name__, str(error), code, told)
     return {**found, "read": bytes_read() - before}
 

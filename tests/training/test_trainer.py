@@ -302,7 +302,7 @@ def stop_when_one_rank_is_asked(values: dict[str, Any], asked_rank: int, step: i
 
         def ask(*_: Any) -> None:
             if trainer.step == step and grid.rank == asked_rank:
-                trainer._listener.hear(signal.SIGTERM)
+                trainer._listener.note_signal(signal.SIGTERM)
 
         asking = trainer._wrapped[0].register_forward_pre_hook(ask)
         with pytest.raises(Interrupted):

@@ -41,7 +41,7 @@ OPTIONS = ("output", *SHORT, "write_data")
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentOptions:
-    """What `experiment` takes."""
+    """Describe what `experiment` takes."""
 
     name: str | None = argument(None, metavar="NAME")
     """lipschitz, mod, holes, cost, inference or logic; without one, they are listed with their minutes."""
@@ -168,9 +168,9 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _experiment(options: ExperimentOptions) -> None:
-    from megatron_fanformer.runtime.heartbeat import tell_stopped
+    from megatron_fanformer.runtime.heartbeat import report_stopped
 
-    with ended_by_stop_signals(tell_stopped, outcome="before the end; the same command keeps the runs that are done"):
+    with ended_by_stop_signals(report_stopped, outcome="before the end; the same command keeps the runs that are done"):
         from megatron_fanformer.checkpoint.remote import on_this_machine
 
         local = options.checkpoint and tuple(map(on_this_machine, options.checkpoint))

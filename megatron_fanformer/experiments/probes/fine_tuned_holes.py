@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_fanformer.data.chat_template import ChatTemplate, encode_chat, find_template, refuse_spaces_between
 from megatron_fanformer.data.tokenizer import Tokenizer
-from megatron_fanformer.errors import InputError, noting
+from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.experiments.probes import hole_pairs
 from megatron_fanformer.experiments.probes.outcome import Log, Measured
 from megatron_fanformer.experiments.probes.settings import HolesSettings, Task
@@ -81,8 +81,8 @@ def _formed(name: str, settings: HolesSettings, problems: list[str]) -> dict[Tas
     source, tokenizer = find_model_and_tokenizer(name, None, of_this)
     template = None
     if source is not None and tokenizer is not None:
-        template = noting(of_this, lambda: find_template(tokenizer.path, eod_id=source.end_of_text_id))
-        noting(of_this, lambda: refuse_spaces_between(tokenizer))
+        template = collect_problems(of_this, lambda: find_template(tokenizer.path, eod_id=source.end_of_text_id))
+        collect_problems(of_this, lambda: refuse_spaces_between(tokenizer))
     problems += of_this
     if tokenizer is None or template is None or of_this:
         return {}

@@ -29,7 +29,7 @@ from typing import Any
 from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
 from megatron_fanformer.configuration import build, nested, overlaid, read_values
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.training.config import RunConfig, TrainingConfig, advice, config_from_dict, tell_on_stderr
+from megatron_fanformer.training.config import RunConfig, TrainingConfig, advice, config_from_dict, print_on_stderr
 
 BETWEEN = ","  # the names of a cell's points
 _POINT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
@@ -239,7 +239,7 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
     notices: dict[str, None] = {}  # the same ones in every cell
     for name, points, values in _cells(config, base):
         try:
-            of_cell = config_from_dict(values, tell=lambda notice: notices.update({notice: None}))
+            of_cell = config_from_dict(values, report=lambda notice: notices.update({notice: None}))
             cell = Cell(name=name, points=points, config=of_cell)
             found = _run_problems(cell.config, needs_data=needs_data)
         except InputError as error:
@@ -251,7 +251,7 @@ def read_sweep(file: Path, *, needs_data: bool) -> Sweep:
     if problems:
         raise InputError("\n".join(_in_cells(problem, names, config.num_cells) for problem, names in problems.items()))
     for notice in notices:
-        tell_on_stderr(notice)
+        print_on_stderr(notice)
     sweep = Sweep(file=file, config=config, cells=cells)
     if found := list(_report_problems(sweep)):
         raise InputError("\n".join(found))

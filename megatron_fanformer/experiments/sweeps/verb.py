@@ -11,7 +11,7 @@ from megatron_fanformer.runtime import device
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """What `sweep` takes."""
+    """Describe what `sweep` takes."""
 
     file: Path = argument(metavar="FILE")
     """The sweep (YAML), such as examples/sweeps/variants.yaml."""
@@ -27,9 +27,9 @@ class SweepOptions:
 
 
 def _sweep(options: SweepOptions) -> None:
-    from megatron_fanformer.runtime.heartbeat import tell_stopped
+    from megatron_fanformer.runtime.heartbeat import report_stopped
 
-    with ended_by_stop_signals(tell_stopped):
+    with ended_by_stop_signals(report_stopped):
         device.prepare_libraries()
         from megatron_fanformer.experiments.sweeps.command import sweep
 

@@ -37,7 +37,7 @@ Json: TypeAlias = dict[str, Any]
 
 
 def verify(source: Checkpoint, used: set[str], destination: Checkpoint, grid: RankGrid) -> Json:
-    """All checks by name; each says whether it `passed`, and what it saw.
+    """Return all checks by name; each says whether it `passed`, and what it saw.
 
     Args:
         used: the names of the source's tensors that the conversion has read.
@@ -49,12 +49,12 @@ def verify(source: Checkpoint, used: set[str], destination: Checkpoint, grid: Ra
 
 
 def failures(checks: Json) -> str:
-    """What the failed checks say, in one line; empty where none failed."""
+    """Return what the failed checks say, in one line; empty where none failed."""
     return "; ".join(f"{name}: {check['said']}" for name, check in checks.items() if not check["passed"])
 
 
 def seen(checks: Json, width: int | None) -> list[str]:
-    """What checks that have passed saw, as a table for a terminal of that width; None: any."""
+    """Return what checks that have passed saw, as a table for a terminal of that width; None: any."""
     names, round_trip, logits = (checks[name] for name in ("names", "round_trip", "logits"))
     tensors = f"{names['source_tensors']:,} tensors"
     rounded = f", rounded to {round_trip['rounded_to'].removeprefix('torch.')}" if round_trip["rounded_to"] else ""
@@ -73,10 +73,10 @@ def seen(checks: Json, width: int | None) -> list[str]:
 def _names(source: Checkpoint, used: set[str], destination: Checkpoint, run: set[str]) -> Json:
     """`run` names what the destination's own model requested, which is independent of the table."""
     unused = [name for name in source.tensors if name not in used]
-    not_asked_for = [name for name in destination.tensors if run and name not in run]
+    unexpected = [name for name in destination.tensors if run and name not in run]
     said = [
         f"{text}: {listed(names)}"
-        for text, names in (("unused", unused), ("written, but not the model's", not_asked_for))
+        for text, names in (("unused", unused), ("written, but not the model's", unexpected))
         if names
     ]
     return {
@@ -85,7 +85,7 @@ def _names(source: Checkpoint, used: set[str], destination: Checkpoint, run: set
         "source_tensors": len(source.tensors),
         "destination_tensors": len(destination.tensors),
         "unused": unused,
-        "not_the_models": not_asked_for,
+        "not_the_models": unexpected,
     }
 
 
@@ -93,7 +93,7 @@ def _names(source: Checkpoint, used: set[str], destination: Checkpoint, run: set
 
 
 def _dtype(source: Checkpoint, destination: Checkpoint) -> torch.dtype | None:
-    """What the source is rounded to before it is compared; None where nothing was rounded."""
+    """Return what the source is rounded to before it is compared; None where nothing was rounded."""
     before, after = (_types(checkpoint.tensors.meta) for checkpoint in (source, destination))
     return None if before == after or len(after) != 1 else after.pop()
 

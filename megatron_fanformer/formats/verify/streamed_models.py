@@ -166,7 +166,7 @@ def _assembled(load: Load, parts: list[_Part], number: _Counter) -> Tensor:
 
 
 def _make_up(tensor: Tensor, parts: list[Tensor]) -> bool:
-    """Whether contiguous parts of a tensor, one after the other, are all of it."""
+    """Return whether contiguous parts of a tensor, one after the other, are all of it."""
     ends = [tensor.data_ptr()]
     for part in parts:
         if not part.is_contiguous() or part.data_ptr() != ends[-1]:
