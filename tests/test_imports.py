@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fanformer.model.placements import PLACEMENTS
+
 PACKAGE = "megatron_fanformer"
 ROOT = Path(__file__).parent.parent / PACKAGE
 
@@ -191,14 +193,14 @@ def imports_follow_the_table(root: Path) -> list[str]:
 def files_import_in_no_circle(root: Path) -> list[str]:
     """One line a circle; imports in functions and those for types alone count, too.
 
-    A verb's record alone may import what it runs in the function that runs it: that reads the verb's options.
+    Two may import late what reads them: a verb's record what it runs, and a placement the modules that it builds.
     """
     read = {
         path: [
             found
             for line, module in imported_modules(root, path, tree)
             if (found := _file_of(root, _inside_package(module))) is not None
-            and not (path.stem in ("verb", "verbs") and _is_in_a_function(tree, line))
+            and not (_runs_or_builds_others(path) and _is_late(tree, line))
         ]
         for path, tree in sources(root)
     }
@@ -214,9 +216,14 @@ def files_import_in_no_circle(root: Path) -> list[str]:
             return found
 
 
-def _is_in_a_function(tree: ast.Module, line: int) -> bool:
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-    return any(each.lineno <= line <= (each.end_lineno or 0) for each in functions)
+def _runs_or_builds_others(path: Path) -> bool:
+    return path.stem in ("verb", "verbs") or path.parts[:2] == ("model", "placements")
+
+
+def _is_late(tree: ast.Module, line: int) -> bool:
+    """Return whether a line is in a function, or under `if TYPE_CHECKING`."""
+    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.If))
+    return any(each.lineno <= line <= (each.end_lineno or 0) for each in blocks)
 
 
 def _file_of(root: Path, module: str | None) -> Path | None:
@@ -294,20 +301,6 @@ def model_chooses_no_device(root: Path) -> list[str]:
     return found
 
 
-def placements_are_asked(root: Path) -> list[str]:
-    """Nobody compares a placement with a name: its object, in `model/placements.py`, knows what follows from it."""
-    found = []
-    for path, tree in sources(root):
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Compare):
-                continue
-            sides = [node.left, *node.comparators]
-            is_placement = any((_last_name(side) or "").endswith("placement") for side in sides)
-            if is_placement and any(isinstance(each, ast.Constant) for side in sides for each in ast.walk(side)):
-                found.append(f"{path}:{node.lineno}: compares a placement with a name")
-    return found
-
-
 def build_alone_names_gpt_model(root: Path) -> list[str]:
     found = []
     for path, tree in sources(root):
@@ -317,6 +310,24 @@ def build_alone_names_gpt_model(root: Path) -> list[str]:
             name = node.name if isinstance(node, ast.alias) else _last_name(node)
             if name == "GPTModel":
                 found.append(f"{path}:{node.lineno}: names GPTModel")
+    return found
+
+
+def placements_are_asked_and_not_compared(root: Path) -> list[str]:
+    """What follows from a placement's name stands in `model/placements` and, for exports, in the tables of hf."""
+    found = []
+    for path, tree in sources(root):
+        if path.parts[:2] == ("model", "placements"):
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Compare | ast.Match):
+                continue
+            compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node.subject, *node.cases]
+            parts = [part for each in compared for part in ast.walk(getattr(each, "pattern", each)) if part is not node]
+            words = {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+            names = [str(_last_name(part)) for part in parts]
+            if "qk_and_v" in words or (words & PLACEMENTS.keys() and any("placement" in name for name in names)):
+                found.append(f"{path}:{node.lineno}: compares a placement with its name")
     return found
 
 
@@ -357,9 +368,15 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (files_are_short, "data/a.py", "x = 1\n" * (MAX_LINES + 1)),
     (model_chooses_no_device, "model/a.py", "import torch\nx = torch.zeros(1, device='cuda:0')"),
     (model_chooses_no_device, "model/a.py", "import torch\ntorch.cuda.is_available()"),
+    (placements_are_asked_and_not_compared, "model/a.py", 'if fan.placement == "none":\n    pass'),
+    (placements_are_asked_and_not_compared, "hf/a.py", 'x = config.fan_placement in ("qkv", "ffn")'),
+    (placements_are_asked_and_not_compared, "planning/a.py", 'x = 1 if "qk_and_v" != name else 2'),
+    (
+        placements_are_asked_and_not_compared,
+        "formats/a.py",
+        'match model.fan.placement:\n    case "ffn":\n        pass',
+    ),
     (build_alone_names_gpt_model, "training/a.py", "from megatron.core.models.gpt import GPTModel as Model"),
-    (placements_are_asked, "planning/a.py", "a = fan.placement == 'ffn'"),
-    (placements_are_asked, "hf/a.py", "a = config.fan_placement in ('qkv', 'qk_and_v')"),
     (build_alone_names_gpt_model, "model/a.py", "from megatron.core.models import gpt\ngpt.GPTModel"),
 ]
 RULES = list(dict.fromkeys(rule for rule, _, _ in PLANTED))
@@ -380,6 +397,8 @@ INNOCENT = [
     ("runtime/device.py", "import os\nrank = os.environ.get('RANK')"),
     ("runtime/parallel.py", "import os\nos.environ['OMP_NUM_THREADS'] = '1'"),
     ("__main__.py", "from megatron_fanformer.cli import main"),
+    ("model/placements/ffn.py", 'is_mine = fan.placement == "ffn"'),
+    ("experiments/variants.py", 'FANConfig(placement="none") if fan.activation == "none" else fan'),
 ]
 
 

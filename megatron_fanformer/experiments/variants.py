@@ -19,6 +19,7 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.fan_of_tensors import Shape, fan_of_tensors
 from megatron_fanformer.formats.name_table import Format
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, as_transformer, with_same_parameters
+from megatron_fanformer.model.placements import PLACEMENTS
 
 Equal = Literal["parameters", "dimension"]
 
@@ -42,7 +43,7 @@ class Variant:
     @property
     def is_periodic(self) -> bool:
         """Return whether it has cos and sin."""
-        return self.fan.place.has_fan and self.fan.p_ratio > 0
+        return PLACEMENTS[self.fan.placement].is_fanformer and self.fan.p_ratio > 0
 
 
 VARIANTS: dict[str, Variant] = {
@@ -98,9 +99,9 @@ def _variant(size: FANformerConfig, variant: Variant, equal: Equal, multiple: in
     if variant.is_periodic:
         fan = dataclasses.replace(fan, p_ratio=size.fan.p_ratio)
     model = dataclasses.replace(as_transformer(size), fan=fan)
-    if equal == "dimension" or not fan.place.has_fan:
+    if equal == "dimension" or not model.placement.is_fanformer:
         return model
-    return with_same_parameters(model, 4 * multiple if fan.in_ffn else multiple)
+    return with_same_parameters(model, model.placement.ffn_unit * multiple)
 
 
 def variant_fields(model: FANformerConfig) -> dict[str, Any]:
@@ -112,7 +113,7 @@ def variant_fields(model: FANformerConfig) -> dict[str, Any]:
 def variant_of(model: FANformerConfig) -> str | None:
     """Return the variant that a model is, by its fields of `model.fan`; None if the paper's table has no such."""
     fan = model.fan
-    if not fan.place.has_fan:
+    if not model.placement.is_fanformer:
         return "transformer"
     kind = (fan.placement, fan.activation, int(fan.p_ratio * model.hidden_size) > 0)
     kinds = {(each.fan.placement, each.fan.activation, each.is_periodic): name for name, each in VARIANTS.items()}

@@ -82,11 +82,10 @@ def convert_checkpoint(
         raise InputError(f"{destination} already exists; name a folder that does not, or remove it")
     shard_bytes(max_shard_size)  # refused before anything is read
     opened = open_checkpoint(source, config)
-    if to == "reference" and opened.config.fan.place.reference_block is None:
+    if to == "reference" and opened.config.placement.reference_fields is None:
         raise InputError(
-            f"the model in {source} has FAN layers in place of its MLP (placement "
-            f"{opened.config.fan.placement}), which the authors' format has "
-            "not; convert it to hf or megatron"
+            f"the model in {source} has {opened.config.placement.in_words} (placement {opened.config.fan.placement}), "
+            "which the authors' format has not; convert it to hf or megatron"
         )
     own = tokenizer_file(tokenizer) if tokenizer else None
     extras = Extras(

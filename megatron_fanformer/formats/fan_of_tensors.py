@@ -7,21 +7,20 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from megatron_fanformer.errors import CorruptError
-from megatron_fanformer.formats.name_table import NAME_TABLE, Format
+from megatron_fanformer.formats.name_table import Format, layer_row
 from megatron_fanformer.formats.p_ratio import inferred_p_ratio
-from megatron_fanformer.model.placements import placement_with
+from megatron_fanformer.model.placements import PLACEMENTS, PlacementName, all_tensors
 
 Shape = tuple[int, ...]
 
 LAYER = "layers.{layer}."
-NORM, FAN, V_FAN = "input_layernorm", "self_attention.fan.linear", "self_attention.fan.v_linear"
-QK, FFN_IN, FFN_OUT = "self_attention.linear_qk", "mlp.linear_fc1", "mlp.linear_fc2"
+NEEDED = {"input_layernorm", "mlp.linear_fc1", "mlp.linear_fc2"}
 
 
 class SeenFAN(NamedTuple):
     """The fields of `model.fan` that tensors tell."""
 
-    placement: str
+    placement: PlacementName
     p_ratio: float | None
     """None without FAN."""
     v_p_ratio: float | None
@@ -40,33 +39,27 @@ def fan_of_tensors(shapes: Mapping[str, Shape], format: Format = "megatron") -> 
         CorruptError: there is no whole layer among them, or they are of no p_ratio.
     """
     layer = _first_layer(shapes, format)
-    if missing := {NORM, FFN_IN, FFN_OUT} - layer.keys():
+    if missing := NEEDED - layer.keys():
         raise CorruptError(
             f"the {format} weights have no {', '.join(sorted(missing))} in layer 0; name all tensors of a model"
         )
-    hidden_size, ffn_hidden_size = layer[NORM][0], layer[FFN_OUT][1]
-    values, in_ffn = layer.get(V_FAN), layer[FFN_IN][0] != 2 * ffn_hidden_size  # which a SwiGLU's gate and up have
-    place = placement_with(in_attention=FAN in layer, has_own_values=values is not None, in_ffn=in_ffn)
-    if place is None:
-        raise CorruptError(f"the {format} weights have FAN layers where no placement has them; name a FANformer's")
-    if not place.has_fan:
-        return SeenFAN(place.name, None, None, None)
-    name, width = (FAN, hidden_size) if place.in_attention else (FFN_IN, ffn_hidden_size)
-    return SeenFAN(
-        placement=place.name,
-        p_ratio=inferred_p_ratio(layer[name][0], width, None),
-        v_p_ratio=inferred_p_ratio(values[0], layer[QK][0] - hidden_size, None) if values else None,
-        bias=f"{name}.bias" in layer,
-    )
+    of_fan = {name for each in PLACEMENTS.values() for name in each.own_tensors} & layer.keys()
+    for name, placement in PLACEMENTS.items():
+        if placement.own_tensors == of_fan and placement.fits(layer):
+            ratios = [inferred_p_ratio(rows, width, None) for rows, width in placement.seen_maps(layer)]
+            p_ratio, v_p_ratio, *_ = *ratios, None, None
+            has_bias = any(tensor.endswith(".bias") for tensor in layer)  # which only FAN has
+            return SeenFAN(name, p_ratio, v_p_ratio, has_bias if placement.is_fanformer else None)
+    raise CorruptError(f"the {format} weights have {', '.join(sorted(of_fan))} in layer 0, and no placement has")
 
 
 def _first_layer(shapes: Mapping[str, Shape], format: Format) -> dict[str, Shape]:
     """Shapes of layer 0 by Megatron's names (without .weight), those of a tensor in parts put together by rows."""
     layer: dict[str, Shape] = {}
-    for row in NAME_TABLE:
+    for row in map(layer_row, all_tensors()):
         (megatron,) = row.megatron.names
-        names = [name.format(layer=0, att_proj="att_proj.linear") for name in row.naming(format).names]
-        if LAYER in megatron and names and all(name in shapes for name in names):
+        names = [name.format(layer=0) for name in row.naming(format).names]
+        if names and all(name in shapes for name in names):
             rows = sum(shapes[name][0] for name in names)
             layer[megatron.partition(LAYER)[2].removesuffix(".weight")] = (rows, *shapes[names[0]][1:])
     return layer

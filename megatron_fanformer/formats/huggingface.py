@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.model_card import Card, model_card
+from megatron_fanformer.formats.name_table import layer_row, names_in
 from megatron_fanformer.formats.p_ratio import inferred_p_ratio
 from megatron_fanformer.formats.recognition import CONFIG_JSON, recognise
 from megatron_fanformer.formats.tokenizer_files import write_tokenizer
@@ -27,9 +28,6 @@ from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.placements import PLACEMENTS
 
 MODEL_CARD = "README.md"
-FAN_WEIGHT = "model.layers.0.self_attn.fan.weight"
-V_FAN_WEIGHT = "model.layers.0.self_attn.v_fan.weight"
-FFN_FAN_WEIGHT = "model.layers.0.mlp.fan_1.weight"
 AUTO_MAP = {
     "AutoConfig": "configuration_fanformer.FANformerConfig",
     "AutoModel": "modeling_fanformer.FANformerModel",
@@ -130,27 +128,21 @@ def _stated_config(folder: Path) -> HuggingFaceConfig:
 
 
 def _checked_config(folder: Path, stated: HuggingFaceConfig, tensors: Mapping[str, Tensor]) -> FANformerConfig:
-    known = meta_of(tensors)
-    place = PLACEMENTS[stated.fan_placement]  # one of them, by its own rules
-    if place.in_ffn and FFN_FAN_WEIGHT in known:
-        inferred_p_ratio(known[FFN_FAN_WEIGHT].shape[0], stated.intermediate_size, stated.p_ratio)
-    if place.in_attention and FAN_WEIGHT in known:
-        inferred_p_ratio(known[FAN_WEIGHT].shape[0], stated.hidden_size, stated.p_ratio)
-    if place.has_own_values and V_FAN_WEIGHT in known:
-        groups = stated.num_key_value_heads or stated.num_attention_heads
-        rows = known[V_FAN_WEIGHT].shape[0]
-        inferred_p_ratio(rows, groups * stated.head_dim, _v_p_ratio(stated), "v_p_ratio")
     if not isinstance(stated.rope_theta, int | float) or stated.rope_theta % 1:
         raise InputError(f"the model in {folder} has rope_theta {stated.rope_theta}, which must be a whole number")
-    config = from_huggingface_config(stated)
+    config, known = from_huggingface_config(stated), meta_of(tensors)
     if found := config.stated_problems():
         raise InputError(f"the model in {folder} cannot be built: {'; '.join(found)}")
+    for fan_map in config.placement.maps(config):
+        (name,) = names_in(layer_row(config.placement.tensor(fan_map.tensor)), 0, "hf")
+        if name in known:
+            inferred_p_ratio(known[name].shape[0], fan_map.width, fan_map.p_ratio, fan_map.field)
     return config
 
 
 def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = None) -> HuggingFaceConfig:
     """transformers' configuration of the same model, without vocabulary padding."""
-    values_own = {"v_p_ratio": config.fan.value_p_ratio} if config.fan.place.has_own_values else {}
+    values_own = {"v_p_ratio": config.fan.value_p_ratio} if config.placement.has_own_values else {}
     return HuggingFaceConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

@@ -30,7 +30,6 @@ from megatron_fanformer.formats import foreign_names
 from megatron_fanformer.formats.fan_of_tensors import fan_of_tensors
 from megatron_fanformer.formats.transforms import vocabulary_multiple
 from megatron_fanformer.model.config import FANformerConfig
-from megatron_fanformer.model.placements import PLACEMENTS
 
 SPEC = ["megatron_fanformer.model.layer_spec", "fanformer_layer_spec"]
 LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,9})\.)?(.+)", re.ASCII)
@@ -226,7 +225,7 @@ def _fan(folder: Path, arguments: Arguments, stated: Mapping[str, Any], shapes: 
     of_user = stated.get("fan") or {}
     if not isinstance(of_user, dict):
         return of_user  # refused with the rest
-    if PLACEMENTS[seen.placement].has_fan and arguments.get("spec") != SPEC and "activation" not in of_user:
+    if seen.p_ratio is not None and arguments.get("spec") != SPEC and "activation" not in of_user:
         spec = arguments.get("spec")
         named = " ".join(map(str, spec)) if isinstance(spec, list) else "not known"
         raise InputError(

@@ -28,7 +28,7 @@ class Card(NamedTuple):
 
 def model_card(config: FANformerConfig, card: Card) -> str:
     """The card as Markdown; `receipt_section` follows it."""
-    is_fanformer = config.fan.place.has_fan
+    is_fanformer = config.placement.is_fanformer
     fan = f"FAN with p_ratio {config.fan.p_ratio:g}, placement {config.fan.placement}" if is_fanformer else "no FAN"
     kind = "FANformer" if is_fanformer else "Transformer"
     return f"""---

@@ -1,11 +1,13 @@
-"""The one table of tensor names, and what follows from it: every conversion, in either direction.
+"""The names of tensors, and what follows from it: every conversion, in either direction.
 
 Each row names a tensor as Megatron, the reference and transformers have it. Megatron's form is the hub: a `Naming`
 holds a row's names in another format, and an invertible transform from Megatron's tensor to those of these names.
-No converter has names of its own. docs/conversion.md holds the table as `name_table_markdown` renders it.
+A layer's tensors are those of the model's placement (`model.placements`); no converter has names of its own.
+docs/conversion.md holds the table of all as `name_table_markdown` renders it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,38 +19,10 @@ from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats import transforms
 from megatron_fanformer.formats.transforms import Transform
 from megatron_fanformer.model.config import FANformerConfig
+from megatron_fanformer.model.placements.base import H, LayerTensor, Size
 
 Format = Literal["megatron", "reference", "hf"]
 MOST_NAMES_SHOWN = 12
-
-SIZES: dict[str, Callable[[FANformerConfig], int]] = {
-    "h": lambda config: config.hidden_size,
-    "V": lambda config: config.padded_vocab_size,
-    "P + G": lambda config: config.periodic_size + config.linear_size,
-    "Pv + Gv": lambda config: config.value_size - int(config.fan.value_p_ratio * config.value_size),
-    "(n + 2k) d": lambda config: config.qkv_rows,
-    "(n + k) d": lambda config: config.qkv_rows,
-    "n d": lambda config: config.num_attention_heads * config.kv_channels,
-    "f": lambda config: config.ffn_hidden_size,
-    "2f": lambda config: 2 * config.ffn_hidden_size,
-    "P1 + G1": lambda config: config.ffn_maps[0][0],
-    "P2 + G2": lambda config: config.ffn_maps[1][0],
-}
-"""The sizes in the table's shapes."""
-
-CONDITIONS: dict[str, Callable[[FANformerConfig], bool]] = {
-    "always": lambda _: True,
-    "with FAN": lambda config: config.has_fan,
-    "with FAN and its bias": lambda config: config.has_fan and config.fan.bias,
-    "at placement qk_and_v": lambda config: config.fan.place.has_own_values,
-    "at placement qk_and_v, with bias": lambda config: config.fan.place.has_own_values and config.fan.bias,
-    "at placement ffn": lambda config: config.fan.in_ffn,
-    "at placement ffn, with bias": lambda config: config.fan.in_ffn and config.fan.bias,
-    "not at placement ffn": lambda config: not config.fan.in_ffn,
-    "not at placement qk_and_v": lambda config: not config.fan.place.has_own_values,
-    "untied": lambda config: config.untie_embeddings_and_output_weights,
-}
-"""When a model has a row's tensors."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +42,10 @@ class Row:
 
     megatron: Naming
     """Has one name. Its transform is the identity, except for the vocabulary's padding."""
-    shape: tuple[str, ...]
-    """Of Megatron's tensor; keys of `SIZES`."""
+    shape: tuple[Size, ...]
+    """Of Megatron's tensor."""
     reference: Naming
     hf: Naming
-    present: str = "always"
-    """A key of `CONDITIONS`."""
 
     def naming(self, format: Format) -> Naming:
         """The row as a format has it."""
@@ -81,109 +53,46 @@ class Row:
 
     def hub(self, config: FANformerConfig, dtype: torch.dtype = torch.float32) -> Tensor:
         """Megatron's tensor on the meta device."""
-        return torch.empty([SIZES[size](config) for size in self.shape], dtype=dtype, device="meta")
+        return torch.empty([size.of(config) for size in self.shape], dtype=dtype, device="meta")
 
     @property
     def is_vocabulary(self) -> bool:
         """Return whether the tensor has one row per token id, and rows of padding."""
-        return self.shape[0] == "V"
+        return self.shape[0].symbol == "V"
 
 
-_LAYER, _BLOCK, _HF = "decoder.layers.{layer}.", "transformer.blocks.{layer}.", "model.layers.{layer}."
-_ATTENTION, _FAN, _HF_ATTENTION = _LAYER + "self_attention.", _BLOCK + "att_proj.fanlayer.", _HF + "self_attn."
-
-
-def _same(megatron: str, shape: tuple[str, ...], reference: str, hf: str, present: str = "always") -> Row:
-    return Row(Naming((megatron,)), shape, Naming((reference,)), Naming((hf,)), present)
-
-
-def _vocabulary(megatron: str, reference: str, hf: str, present: str = "always") -> Row:
+def _vocabulary(megatron: str, reference: str, hf: str) -> Row:
     return Row(
         Naming((megatron,), transforms.VOCABULARY_PADDED),
-        ("V", "h"),
+        (Size("V", lambda config: config.padded_vocab_size), H),
         Naming((reference,), transforms.VOCABULARY_PADDED),
         Naming((hf,), transforms.VOCABULARY_TRIMMED),
-        present,
     )
 
 
-def _fan(megatron: str, shape: tuple[str, ...], reference: str, hf: str, present: str) -> Row:
-    rows = transforms.FAN_ROWS
-    return Row(
-        Naming((_ATTENTION + megatron,)),
-        shape,
-        Naming((reference,), rows),
-        Naming((_HF_ATTENTION + hf,), rows),
-        present,
-    )
-
-
-def _ffn_fan(megatron: str, shape: tuple[str, ...], hf: str, present: str) -> Row:
-    rows = transforms.FAN_ROWS
-    return Row(Naming((f"{_LAYER}mlp.{megatron}",)), shape, Naming(()), Naming((f"{_HF}mlp.{hf}",), rows), present)
-
-
-NAME_TABLE = (
-    _vocabulary("embedding.word_embeddings.weight", "transformer.wte.weight", "model.embed_tokens.weight"),
-    _same(_LAYER + "input_layernorm.weight", ("h",), _BLOCK + "attn_norm.weight", _HF + "input_layernorm.weight"),
-    _fan("fan.linear.weight", ("P + G", "h"), _FAN + "input_linear.weight", "fan.weight", "with FAN"),
-    _fan("fan.linear.bias", ("P + G",), _FAN + "input_linear.bias", "fan.bias", "with FAN and its bias"),
-    _fan(
-        "fan.v_linear.weight",
-        ("Pv + Gv", "h"),
-        _BLOCK + "v_fan.input_linear.weight",
-        "v_fan.weight",
-        "at placement qk_and_v",
-    ),
-    _fan(
-        "fan.v_linear.bias",
-        ("Pv + Gv",),
-        _BLOCK + "v_fan.input_linear.bias",
-        "v_fan.bias",
-        "at placement qk_and_v, with bias",
-    ),
-    Row(
-        Naming((_ATTENTION + "linear_qkv.weight",)),
-        ("(n + 2k) d", "h"),
-        Naming((_BLOCK + "{att_proj}.weight",), transforms.QKV_STACKED),
-        Naming(tuple(f"{_HF_ATTENTION}{part}_proj.weight" for part in "qkv"), transforms.QKV_SEPARATE),
-        "not at placement qk_and_v",
-    ),
-    Row(
-        Naming((_ATTENTION + "linear_qk.weight",)),
-        ("(n + k) d", "h"),
-        Naming((_BLOCK + "att_proj.linear.weight",), transforms.QK_STACKED),
-        Naming(tuple(f"{_HF_ATTENTION}{part}_proj.weight" for part in "qk"), transforms.QK_SEPARATE),
-        "at placement qk_and_v",
-    ),
-    _same(_ATTENTION + "linear_proj.weight", ("h", "n d"), _BLOCK + "attn_out.weight", _HF_ATTENTION + "o_proj.weight"),
-    _same(
-        _LAYER + "pre_mlp_layernorm.weight",
-        ("h",),
-        _BLOCK + "ff_norm.weight",
-        _HF + "post_attention_layernorm.weight",
-    ),
-    Row(
-        Naming((_LAYER + "mlp.linear_fc1.weight",)),
-        ("2f", "h"),
-        Naming((_BLOCK + "ff_proj.weight",), transforms.GATE_UP_SWAPPED),
-        Naming((_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"), transforms.GATE_UP_SEPARATE),
-        "not at placement ffn",
-    ),
-    _same(
-        _LAYER + "mlp.linear_fc2.weight",
-        ("h", "f"),
-        _BLOCK + "ff_out.weight",
-        _HF + "mlp.down_proj.weight",
-        "not at placement ffn",
-    ),
-    _ffn_fan("linear_fc1.weight", ("P1 + G1", "h"), "fan_1.weight", "at placement ffn"),
-    _ffn_fan("linear_fc1.bias", ("P1 + G1",), "fan_1.bias", "at placement ffn, with bias"),
-    _ffn_fan("linear_fc2.weight", ("P2 + G2", "f"), "fan_2.weight", "at placement ffn"),
-    _ffn_fan("linear_fc2.bias", ("P2 + G2",), "fan_2.bias", "at placement ffn, with bias"),
-    _same("decoder.final_layernorm.weight", ("h",), "transformer.ln_f.weight", "model.norm.weight"),
-    _vocabulary("output_layer.weight", "transformer.ff_out.weight", "lm_head.weight", "untied"),
+EMBEDDING = _vocabulary("embedding.word_embeddings.weight", "transformer.wte.weight", "model.embed_tokens.weight")
+FINAL_NORM = Row(
+    Naming(("decoder.final_layernorm.weight",)),
+    (H,),
+    Naming(("transformer.ln_f.weight",)),
+    Naming(("model.norm.weight",)),
 )
+HEAD = _vocabulary("output_layer.weight", "transformer.ff_out.weight", "lm_head.weight")
+
+
+@functools.cache
+def layer_row(tensor: LayerTensor) -> Row:
+    """Return the row of a tensor that every layer has."""
+
+    def naming(layer: str, names: tuple[str, ...], transform: str = transforms.IDENTITY.name) -> Naming:
+        return Naming(tuple(layer + name for name in names), transforms.BY_NAME[transform])
+
+    return Row(
+        naming("decoder.layers.{layer}.", (tensor.name,)),
+        tensor.shape,
+        naming("transformer.blocks.{layer}.", tensor.reference, tensor.reference_transform),
+        naming("model.layers.{layer}.", tensor.hf, tensor.hf_transform),
+    )
 
 
 def expected_shapes(config: FANformerConfig, format: Format) -> dict[str, tuple[int, ...]]:
@@ -191,7 +100,7 @@ def expected_shapes(config: FANformerConfig, format: Format) -> dict[str, tuple[
     shapes = {}
     for row, layer in rows_of(config):
         parts = row.naming(format).transform.split(row.hub(config), config)
-        names = names_in(row, layer, config, format)
+        names = names_in(row, layer, format)
         shapes.update({name: tuple(part.shape) for name, part in zip(names, parts, strict=True)})
     return shapes
 
@@ -224,9 +133,9 @@ def convert(
     places: dict[str, tuple[Row, int | None]] = {}
     meta: dict[str, Tensor] = {}
     for row, layer in rows_of(config):
-        stored = known[names_in(row, layer, config, source)[0]].dtype
+        stored = known[names_in(row, layer, source)[0]].dtype
         parts = row.naming(target).transform.split(row.hub(goal, dtype or stored), goal)
-        for name, part in zip(names_in(row, layer, goal, target), parts, strict=True):
+        for name, part in zip(names_in(row, layer, target), parts, strict=True):
             places[name], meta[name] = (row, layer), part
     made: dict[str, Tensor] = {}
 
@@ -234,9 +143,9 @@ def convert(
         if name not in made:
             row, layer = places[name]
             made.clear()
-            hub = row.naming(source).transform.join([tensors[n] for n in names_in(row, layer, config, source)], config)
+            hub = row.naming(source).transform.join([tensors[n] for n in names_in(row, layer, source)], config)
             parts = row.naming(target).transform.split(hub, goal)
-            made.update(zip(names_in(row, layer, goal, target), parts, strict=True))
+            made.update(zip(names_in(row, layer, target), parts, strict=True))
         part = made.pop(name)
         return part if dtype is None else part.to(dtype)
 
@@ -245,16 +154,17 @@ def convert(
 
 def rows_of(config: FANformerConfig) -> Iterator[tuple[Row, int | None]]:
     """The rows that a model has, each with the number of its layer (None where it belongs to none)."""
-    for row in NAME_TABLE:
-        if CONDITIONS[row.present](config):
-            layers = range(config.num_layers) if "{layer}" in row.megatron.names[0] else [None]
-            yield from ((row, layer) for layer in layers)
+    yield EMBEDDING, None
+    for tensor in config.placement.tensors(config.fan):
+        yield from ((layer_row(tensor), layer) for layer in range(config.num_layers))
+    yield FINAL_NORM, None
+    if config.untie_embeddings_and_output_weights:
+        yield HEAD, None
 
 
-def names_in(row: Row, layer: int | None, config: FANformerConfig, format: Format) -> list[str]:
+def names_in(row: Row, layer: int | None, format: Format) -> list[str]:
     """The names of a row's tensors in a format."""
-    att_proj = "att_proj.linear" if config.has_fan else "att_proj"
-    return [name.format(layer=layer, att_proj=att_proj) for name in row.naming(format).names]
+    return [name.format(layer=layer) for name in row.naming(format).names]
 
 
 def _check(known: Mapping[str, Tensor], config: FANformerConfig, source: Format) -> None:

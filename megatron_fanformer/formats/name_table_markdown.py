@@ -4,7 +4,9 @@
 """
 
 from megatron_fanformer import markdown
-from megatron_fanformer.formats.name_table import NAME_TABLE, Naming, Row
+from megatron_fanformer.formats.name_table import EMBEDDING, FINAL_NORM, HEAD, Naming, Row, layer_row
+from megatron_fanformer.model.placements import PLACEMENTS, all_tensors
+from megatron_fanformer.model.placements.base import LayerTensor
 
 COLUMNS = ("Megatron", "shape", "present", "reference", "Hugging Face")
 BEGIN, END = "<!-- the table of names: rendered, do not edit -->", "<!-- end of the table of names -->"
@@ -12,13 +14,27 @@ BEGIN, END = "<!-- the table of names: rendered, do not edit -->", "<!-- end of 
 
 def render() -> str:
     """Rows of Markdown: the names in the three formats, and the transform where it moves rows."""
-    return markdown.table(COLUMNS, map(_cells, NAME_TABLE))
+    return markdown.table(COLUMNS, [_cells(row, present) for row, present in rows()])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def rows() -> list[tuple[Row, str]]:
+    """Return the rows of all models, each with when a model has its tensors."""
+    of_layers = [(layer_row(tensor), _present(tensor, names)) for tensor, names in all_tensors().items()]
+    return [(EMBEDDING, "always"), *of_layers, (FINAL_NORM, "always"), (HEAD, "untied")]
+
+
+def _present(tensor: LayerTensor, names: list[str]) -> str:
+    others = [name for name in PLACEMENTS if name not in names]
+    bias = ", with bias" if tensor.is_bias else ""
+    if len(others) > 1:
+        return f"at placement {' or '.join(names)}{bias}"
+    return f"not at placement {others[0]}{bias}" if others else f"always{bias}"
+
+
+def _cells(row: Row, present: str) -> tuple[str, ...]:
     (name,) = row.megatron.names
-    shape = ", ".join(row.shape)
-    return _name(name), f"[{shape}]", row.present, _form(row.reference), _form(row.hf)
+    shape = ", ".join(size.symbol for size in row.shape)
+    return _name(name), f"[{shape}]", present, _form(row.reference), _form(row.hf)
 
 
 def _form(form: Naming) -> str:

@@ -15,17 +15,16 @@ from torch import Tensor
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.formats.name_table import layer_row, names_in
 from megatron_fanformer.formats.p_ratio import inferred_p_ratio
 from megatron_fanformer.formats.recognition import CONFIG_JSON
 from megatron_fanformer.formats.transforms import vocabulary_multiple
 from megatron_fanformer.formats.weight_files import SAFETENSORS, open_weights, write_safetensors
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
-from megatron_fanformer.model.placements import FANFORMER, SEQUENTIAL, placement_with
+from megatron_fanformer.model.placements import PLACEMENTS
 
 WRAP_PREFIX = "model."
-FAN_WEIGHT = "transformer.blocks.0.att_proj.fanlayer.input_linear.weight"
-FAN_BIAS = "transformer.blocks.0.att_proj.fanlayer.input_linear.bias"
-V_FAN_WEIGHT = "transformer.blocks.0.v_fan.input_linear.weight"
+SEQUENTIAL, FANFORMER = "sequential", "fanformer"
 OPTIMIZER_FILES = ("optim.pt", "optim.safetensors", "optim", "train.pt", "trainer.pt", "other.pt")
 
 
@@ -195,30 +194,27 @@ def _unwrapped(tensors: LazyTensors) -> LazyTensors:
 
 
 def _fan(fields: Mapping[str, Any], shapes: Mapping[str, Tensor]) -> FANConfig:
-    own_values = fields.get("block_type") == FANFORMER
-    place = placement_with(in_attention=bool(fields.get("use_ATF")) or own_values, has_own_values=own_values)
-    assert place is not None, "all of the authors' models are placements here"
-    if not place.has_fan:
-        return FANConfig(placement=place.name)
-    for name in (FAN_WEIGHT, V_FAN_WEIGHT)[: 1 + own_values]:
-        if name not in shapes:
-            raise CorruptError(f"the configuration says that the model has FAN, but the weights have no {name}")
-    p_ratio = inferred_p_ratio(shapes[FAN_WEIGHT].shape[0], fields["d_model"], fields.get("p_ratio"))
+    block_type = fields.get("block_type", SEQUENTIAL)
+    said = {"block_type": block_type, "use_ATF": bool(fields.get("use_ATF")) or block_type == FANFORMER}
+    placement = next(each for each in PLACEMENTS.values() if each.reference_fields == said)
+    model = _config(fields, FANConfig(placement=placement.name))
+    if model.stated_problems() or not placement.is_fanformer:  # the caller refuses problems
+        return model.fan
+    maps = placement.maps(model)
+    names = [names_in(layer_row(placement.tensor(each.tensor)), 0, "reference")[0] for each in maps]
+    if missing := [name for name in names if name not in shapes]:
+        raise CorruptError(f"the configuration says that the model has FAN, but the weights have no {missing[0]}")
+    stated = (fields.get("p_ratio"), None)  # they have no field for the p_ratio of the values' own layer
+    rows, widths = [shapes[name].shape[0] for name in names], [each.width for each in maps]
+    p_ratio, *others = map(inferred_p_ratio, rows, widths, stated)
+    values = [own for own in others if int(own * widths[1]) != int(p_ratio * widths[1])]
     return FANConfig(
         p_ratio=p_ratio,
         activation="gelu" if fields.get("attention_activation") == "gelu" else "none",
-        bias=FAN_BIAS in shapes,
-        placement=place.name,
-        v_p_ratio=_v_p_ratio(fields, shapes, p_ratio) if own_values else None,
+        bias=names[0].replace(".weight", ".bias") in shapes,
+        placement=placement.name,
+        v_p_ratio=values[0] if values else None,
     )
-
-
-def _v_p_ratio(fields: Mapping[str, Any], shapes: Mapping[str, Tensor], p_ratio: float) -> float | None:
-    """p_ratio of the values' FAN layer, None where it is the same; the reference has no field for it."""
-    groups = 1 if fields.get("multi_query_attention") else fields.get("n_kv_heads") or fields["n_heads"]
-    width = groups * (fields["d_model"] // fields["n_heads"])
-    actual = inferred_p_ratio(shapes[V_FAN_WEIGHT].shape[0], width, None)
-    return None if int(p_ratio * width) == int(actual * width) else actual
 
 
 def _config(fields: Mapping[str, Any], fan: FANConfig) -> FANformerConfig:
@@ -240,8 +236,10 @@ def _config(fields: Mapping[str, Any], fan: FANConfig) -> FANformerConfig:
 
 
 def _fields(config: FANformerConfig, end_of_text_id: int | None) -> dict[str, Any]:
+    of_fan = config.placement.reference_fields
+    assert of_fan is not None, "`convert` refuses a model that the authors have not"
     fields = {
-        "block_type": config.fan.place.reference_block,
+        "block_type": of_fan["block_type"],
         "d_model": config.hidden_size,
         "n_heads": config.num_attention_heads,
         "n_kv_heads": config.num_query_groups,
@@ -253,7 +251,7 @@ def _fields(config: FANformerConfig, end_of_text_id: int | None) -> dict[str, An
         "max_sequence_length": config.seq_length,
         "vocab_size": config.vocab_size,
         "embedding_size": config.padded_vocab_size,
-        "use_ATF": config.has_fan,
+        "use_ATF": of_fan["use_ATF"],
         "p_ratio": config.fan.p_ratio,
         "attention_activation": None if config.fan.activation == "none" else config.fan.activation,
         "attention_dropout": 0.0,

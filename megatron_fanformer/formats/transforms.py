@@ -117,3 +117,6 @@ VOCABULARY_PADDED = Transform(
 VOCABULARY_TRIMMED = Transform(
     "padding trimmed", lambda hub, config: (resize_vocabulary(hub, config.vocab_size),), _only_part
 )
+
+_OF_LAYERS = (IDENTITY, FAN_ROWS, QKV_SEPARATE, QKV_STACKED, QK_SEPARATE, QK_STACKED, GATE_UP_SEPARATE, GATE_UP_SWAPPED)
+BY_NAME = {transform.name: transform for transform in _OF_LAYERS}

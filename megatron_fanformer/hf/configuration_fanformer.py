@@ -20,25 +20,6 @@ if _installed < _oldest:  # of an export this file is read first: before anythin
     )
 
 FAN_ACTIVATIONS = ("none", "gelu")
-
-
-class FANPlacement(NamedTuple):
-    """Describe where a model has FAN projections."""
-
-    in_attention: bool = False
-    """One in front of queries, keys and values."""
-    has_own_values: bool = False
-    """The values are the output of another one, with no matrix after it."""
-    in_ffn: bool = False
-    """Two in place of SwiGLU."""
-
-
-FAN_PLACEMENTS = {
-    "qkv": FANPlacement(in_attention=True),
-    "qk_and_v": FANPlacement(in_attention=True, has_own_values=True),
-    "ffn": FANPlacement(in_ffn=True),
-    "none": FANPlacement(),
-}
 # For attention and SwiGLU only: FAN's rows are [p | g], and a plain split would give one rank p and another g, so every
 # rank keeps the whole map.
 TP_PLAN = {
@@ -56,6 +37,24 @@ OWN_VALUES_TP_PLAN = {
     "layers.*.self_attn.q_proj": "colwise_gather_output",
     "layers.*.self_attn.k_proj": "colwise_gather_output",
     "layers.*.self_attn.o_proj": "rowwise_split_input",
+}
+# FAN layers in place of the MLP are whole on every rank, as all FAN maps are.
+FFN_TP_PLAN = {name: style for name, style in TP_PLAN.items() if ".mlp." not in name}
+
+
+class Placement(NamedTuple):
+    """Describe what a placement of FAN decides of a configuration."""
+
+    tp_plan: dict[str, str] = TP_PLAN
+    has_v_p_ratio: bool = False
+    """Whether the values have a FAN projection of their own."""
+
+
+FAN_PLACEMENTS = {
+    "qkv": Placement(),
+    "qk_and_v": Placement(OWN_VALUES_TP_PLAN, has_v_p_ratio=True),
+    "ffn": Placement(FFN_TP_PLAN),
+    "none": Placement(),
 }
 
 
@@ -120,12 +119,8 @@ class FANformerConfig(transformers.PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        places = FAN_PLACEMENTS.get(self.fan_placement, FANPlacement())  # another one is refused below
-        plan = OWN_VALUES_TP_PLAN if places.has_own_values else TP_PLAN
-        # FAN layers in place of the MLP are whole on every rank, as all FAN maps are.
-        self.base_model_tp_plan = {
-            name: style for name, style in plan.items() if not (places.in_ffn and ".mlp." in name)
-        }
+        if self.fan_placement in tuple(FAN_PLACEMENTS):
+            self.base_model_tp_plan = FAN_PLACEMENTS[self.fan_placement].tp_plan
         super().__post_init__(**kwargs)
         problems = self._problems()
         if problems:
@@ -140,11 +135,6 @@ class FANformerConfig(transformers.PreTrainedConfig):
     def value_p_ratio(self) -> float:
         """`v_p_ratio` resolved."""
         return self.p_ratio if self.v_p_ratio is None else self.v_p_ratio
-
-    @property
-    def places(self) -> FANPlacement:
-        """`fan_placement` resolved."""
-        return FAN_PLACEMENTS[self.fan_placement]
 
     def _problems(self) -> list[str]:
         found = []
@@ -164,11 +154,13 @@ class FANformerConfig(transformers.PreTrainedConfig):
                 found.append(f"{name} {ratio} must lie in [0, 0.5], since both cos and sin of p are used")
         if self.fan_activation not in FAN_ACTIVATIONS:
             found.append(f"fan_activation {self.fan_activation!r} must be one of {FAN_ACTIVATIONS}")
-        if self.fan_placement not in FAN_PLACEMENTS:
+        if self.fan_placement not in tuple(FAN_PLACEMENTS):
             found.append(f"fan_placement {self.fan_placement!r} must be one of {tuple(FAN_PLACEMENTS)}")
-        elif self.v_p_ratio is not None and not self.places.has_own_values:
+        of_values = [name for name, placement in FAN_PLACEMENTS.items() if placement.has_v_p_ratio]
+        if self.v_p_ratio is not None and self.fan_placement not in of_values:
             found.append(
-                f"v_p_ratio {self.v_p_ratio} applies only to fan_placement 'qk_and_v', not {self.fan_placement!r}"
+                f"v_p_ratio {self.v_p_ratio} applies only to fan_placement {' or '.join(map(repr, of_values))}, not "
+                f"{self.fan_placement!r}"
             )
         if getattr(self, "rope_parameters", None):
             found.append(

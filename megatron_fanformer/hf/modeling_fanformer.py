@@ -109,10 +109,7 @@ def eager_attention_forward(
 
 
 class FANformerAttention(nn.Module):
-    """Self-attention whose queries, keys and values are projected from FAN's output.
-
-    At placement `qk_and_v` the values are the output of a FAN of their own instead.
-    """
+    """Self-attention of a Transformer; the classes below say what its queries, keys and values are made of."""
 
     def __init__(self, config: FANformerConfig, layer_idx: int) -> None:
         super().__init__()
@@ -123,19 +120,22 @@ class FANformerAttention(nn.Module):
         self.num_key_value_groups = heads // groups
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
-        value_size = groups * self.head_dim
-        self.has_fan, self.has_own_values, _ = config.places
-        if self.has_fan:
-            self.fan_activation = FANActivation(config, config.hidden_size, config.p_ratio)
-            self.fan = nn.Linear(config.hidden_size, sum(self.fan_activation.sizes), bias=config.fan_bias)
+        self.add_inputs(config)
         self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, value_size, bias=False)
-        if self.has_own_values:
-            self.v_fan_activation = FANActivation(config, value_size, config.value_p_ratio)
-            self.v_fan = nn.Linear(config.hidden_size, sum(self.v_fan_activation.sizes), bias=config.fan_bias)
-        else:
-            self.v_proj = nn.Linear(config.hidden_size, value_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=False)
+        self.add_values(config, groups * self.head_dim)
         self.o_proj = residual_linear(heads * self.head_dim, config.hidden_size, layer_idx)
+
+    def add_inputs(self, config: FANformerConfig) -> None:
+        """Add what comes before queries and keys: nothing."""
+
+    def add_values(self, config: FANformerConfig, value_size: int) -> None:
+        """Add what makes the values: a matrix."""
+        self.v_proj = nn.Linear(config.hidden_size, value_size, bias=False)
+
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[b, s, h] -> [b, s, n d], [b, s, k d] twice."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def forward(
         self,
@@ -147,10 +147,8 @@ class FANformerAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """[b, s, h] -> [b, s, h] and, if the implementation returns them, the weights [b, n, s, t]."""
         shape = hidden_states.shape[:-1]
-        x = self.fan_activation(self.fan(hidden_states)) if self.has_fan else hidden_states
-        values = self.v_fan_activation(self.v_fan(hidden_states)) if self.has_own_values else self.v_proj(x)
         query, key, value = (
-            heads.view(*shape, -1, self.head_dim).transpose(1, 2) for heads in (self.q_proj(x), self.k_proj(x), values)
+            heads.view(*shape, -1, self.head_dim).transpose(1, 2) for heads in self.queries_keys_values(hidden_states)
         )
         query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         if past_key_values is not None:
@@ -160,6 +158,33 @@ class FANformerAttention(nn.Module):
         )
         out, weights = attention(self, query, key, value, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
         return self.o_proj(out.reshape(*shape, -1)), weights
+
+
+class FANformerFANAttention(FANformerAttention):
+    """Self-attention whose queries, keys and values are projected from FAN's output."""
+
+    def add_inputs(self, config: FANformerConfig) -> None:
+        """Add the FAN map."""
+        self.fan_activation = FANActivation(config, config.hidden_size, config.p_ratio)
+        self.fan = nn.Linear(config.hidden_size, sum(self.fan_activation.sizes), bias=config.fan_bias)
+
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[b, s, h] -> [b, s, n d], [b, s, k d] twice."""
+        return super().queries_keys_values(self.fan_activation(self.fan(x)))
+
+
+class FANformerFANValueAttention(FANformerFANAttention):
+    """The same, whose values are the output of a FAN of their own instead."""
+
+    def add_values(self, config: FANformerConfig, value_size: int) -> None:
+        """Add the values' FAN map."""
+        self.v_fan_activation = FANActivation(config, value_size, config.value_p_ratio)
+        self.v_fan = nn.Linear(config.hidden_size, sum(self.v_fan_activation.sizes), bias=config.fan_bias)
+
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[b, s, h] -> [b, s, n d], [b, s, k d] twice."""
+        x_f = self.fan_activation(self.fan(x))
+        return self.q_proj(x_f), self.k_proj(x_f), self.v_fan_activation(self.v_fan(x))
 
 
 def residual_linear(in_features: int, out_features: int, layer_idx: int, *, bias: bool = False) -> nn.Linear:
@@ -187,7 +212,7 @@ class FANformerMLP(nn.Module):
 
 
 class FANformerFANLayers(nn.Module):
-    """Two FAN layers in place of SwiGLU, at placement `ffn`."""
+    """Two FAN layers in place of SwiGLU."""
 
     def __init__(self, config: FANformerConfig, layer_idx: int) -> None:
         super().__init__()
@@ -203,15 +228,24 @@ class FANformerFANLayers(nn.Module):
         return self.activation_2(self.fan_2(x))
 
 
+LAYER_PARTS: dict[str, tuple[type[FANformerAttention], type[nn.Module]]] = {
+    "qkv": (FANformerFANAttention, FANformerMLP),
+    "qk_and_v": (FANformerFANValueAttention, FANformerMLP),
+    "ffn": (FANformerAttention, FANformerFANLayers),
+    "none": (FANformerAttention, FANformerMLP),
+}
+"""Attention and MLP of each placement; `FAN_PLACEMENTS` has what else it decides."""
+
+
 class FANformerDecoderLayer(GradientCheckpointingLayer):
     """Attention and SwiGLU (or two FAN layers), each after its norm and added to the residual stream."""
 
     def __init__(self, config: FANformerConfig, layer_idx: int) -> None:
         super().__init__()
         self.input_layernorm = FANformerRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = FANformerAttention(config, layer_idx)
+        attention, mlp = LAYER_PARTS[config.fan_placement]
+        self.self_attn = attention(config, layer_idx)
         self.post_attention_layernorm = FANformerRMSNorm(config.hidden_size, config.rms_norm_eps)
-        mlp = FANformerFANLayers if config.places.in_ffn else FANformerMLP
         self.mlp = mlp(config, layer_idx)
 
     def forward(self, hidden_states: Tensor, **kwargs: Unpack[TransformersKwargs]) -> Tensor:

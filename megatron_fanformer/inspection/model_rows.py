@@ -15,7 +15,7 @@ def model_rows(config: FANformerConfig) -> list[tuple[str, str]]:
         heads += f", {config.query_groups} query groups"
     head = "untied head" if config.untie_embeddings_and_output_weights else "tied head"
     return [
-        ("model", f"{config.fan.place.model}: {config.num_layers} layers, h {config.hidden_size}, {heads}"),
+        ("model", f"{config.placement.title}: {config.num_layers} layers, h {config.hidden_size}, {heads}"),
         ("", f"d_ff {config.ffn_hidden_size}, sequences of {config.seq_length} tokens, {head}"),
         ("", f"vocabulary {config.vocab_size:,}, padded to {config.padded_vocab_size:,}"),
         ("FAN", _fan(config)),
@@ -50,12 +50,12 @@ def text_row(facts: dict[str, Any]) -> tuple[str, str]:
 
 def _fan(config: FANformerConfig) -> str:
     fan = config.fan
-    if not fan.place.has_fan:
+    if not config.placement.is_fanformer:
         return "none"
     values = f", of the values {fan.v_p_ratio:g}" if fan.v_p_ratio is not None else ""
     activation = f", activation {fan.activation}" if fan.activation != "none" else ""
     bias = "" if fan.bias else ", no bias"
-    first = config.sharded_fan_outputs[0]
-    of_ffn = "" if fan.in_attention else " in the first layer"
-    rows = f"{first.periodic} periodic and {first.rows - first.periodic} linear rows{of_ffn}"
+    first, *_ = config.placement.maps(config)
+    periodic = int(first.p_ratio * first.width)
+    rows = f"{periodic} periodic and {first.width - 2 * periodic} linear rows{config.placement.rows_are_of}"
     return f"p_ratio {fan.p_ratio:g}{values}, placement {fan.placement}: {rows}{activation}{bias}"

@@ -3,14 +3,12 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fanformer.model.config import FANformerConfig, PrecisionConfig
-from megatron_fanformer.model.fan_ffn import already_activated
 from megatron_fanformer.model.initialization import initialize
 from megatron_fanformer.model.kernels import DEFAULT_KERNELS, KernelsConfig
 from megatron_fanformer.model.layer_spec import block_spec, resolve_transformer_impl
@@ -45,7 +43,7 @@ def transformer_config(
         num_query_groups=model.query_groups,
         kv_channels=model.kv_channels,
         add_bias_linear=False,
-        **_ffn_fields(model, grid),
+        **model.placement.mlp_fields(on_cpu=grid.device == "cpu"),
         normalization="RMSNorm",
         layernorm_epsilon=model.layernorm_epsilon,
         hidden_dropout=0.0,
@@ -78,19 +76,6 @@ def transformer_config(
         embedding_init_method=_leave_as_it_is,
         use_cpu_initialization=grid.device == "cpu",
     )
-
-
-def _ffn_fields(model: FANformerConfig, grid: RankGrid) -> dict[str, Any]:
-    if model.fan.in_ffn:
-        return {"activation_func": already_activated}
-    return {
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        # A GPU's SwiGLU is fused, by the Engine or torch's compiler; a CPU uses the local layers' own, for which
-        # `use_te_activation_func` is megatron-core's switch, despite its name.
-        "bias_activation_fusion": grid.device != "cpu",
-        "use_te_activation_func": grid.device == "cpu",
-    }
 
 
 def _pipeline_fields(parallel: ParallelConfig, grid: RankGrid) -> dict[str, Any]:

@@ -5,14 +5,13 @@ authors' published configurations. Field names are Megatron's where Megatron has
 """
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.placements import PLACEMENTS, Output, Placement
+from megatron_fanformer.model.placements import PLACEMENTS, TRANSFORMER, Placement, PlacementName
 
 PAPER_VOCAB_SIZE = 50_280  # allenai/gpt-neox-olmo-dolma-v1_5
 PAPER_P_RATIO = 0.25
@@ -42,7 +41,7 @@ class FANConfig:
     """Applied to the linear rows `g` alone; `gelu` is the original FAN."""
     bias: bool = True
     """Whether the map has a bias."""
-    placement: str = "qkv"
+    placement: PlacementName = "qkv"
     """`qkv`: Q, K and V are projected from X_F (the paper's); `qk_and_v`: Q and K are, and V comes from a FAN layer of
     its own; `ffn`: two FAN layers replace the feed-forward network (docs/experiments.md#variants); `none`: an ordinary
     Transformer."""
@@ -54,24 +53,9 @@ class FANConfig:
         """`v_p_ratio` resolved."""
         return self.p_ratio if self.v_p_ratio is None else self.v_p_ratio
 
-    @property
-    def place(self) -> Placement:
-        """`placement` resolved: what follows from it."""
-        return PLACEMENTS[self.placement]
-
-    @property
-    def in_attention(self) -> bool:
-        """Return whether there is a FAN map in front of attention."""
-        return self.place.in_attention
-
-    @property
-    def in_ffn(self) -> bool:
-        """Return whether two FAN layers take the place of the feed-forward network."""
-        return self.place.in_ffn
-
-    def outputs(self, hidden_size: int, value_size: int) -> list[Output]:
-        """The outputs of attention's FAN map: X_F, and the values where a FAN layer makes them."""
-        return self.place.attention_outputs(hidden_size, value_size, self.p_ratio, self.v_p_ratio)
+    def outputs(self, hidden_size: int, value_size: int) -> list[tuple[int, float]]:
+        """Width and p_ratio of the outputs of attention's FAN map: X_F, and the values where a FAN layer makes them."""
+        return PLACEMENTS[self.placement].outputs(self, hidden_size, value_size)
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
@@ -81,11 +65,12 @@ class FANConfig:
             for name in ("p_ratio", "v_p_ratio")
             if (value := getattr(self, name)) is not None and not 0.0 <= value <= 0.5
         ]
-        if self.placement not in PLACEMENTS:
-            near = difflib.get_close_matches(self.placement, PLACEMENTS, n=1)
-            remedy = f"did you mean {near[0]}?" if near else "choose one of them"
-            return [*found, f"model.fan.placement is {self.placement!a}, not {', '.join(PLACEMENTS)}; {remedy}"]
-        return [*found, *self.place.field_problems(self.v_p_ratio)]
+        if self.v_p_ratio is not None and not PLACEMENTS[self.placement].has_own_values:
+            found.append(
+                f"model.fan.v_p_ratio is {self.v_p_ratio}, but at placement {self.placement} the values have no FAN "
+                "layer of their own; set it to null, or placement to qk_and_v"
+            )
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +141,14 @@ class FANformerConfig:
         return self.num_query_groups or self.num_attention_heads
 
     @property
+    def placement(self) -> Placement:
+        """Return all that follows from `fan.placement`."""
+        return PLACEMENTS[self.fan.placement]
+
+    @property
     def has_fan(self) -> bool:
         """Return whether there is a FAN map in front of attention."""
-        return self.fan.in_attention
+        return self.placement.is_in_attention
 
     @property
     def periodic_size(self) -> int:
@@ -168,7 +158,8 @@ class FANformerConfig:
     @property
     def periodic_units(self) -> int:
         """Periodic rows of attention's FAN map in a layer, the values' included; 0 without one."""
-        return sum(output.periodic for output in self.fan.outputs(self.hidden_size, self.value_size))
+        outputs = self.fan.outputs(self.hidden_size, self.value_size)
+        return sum(int(p_ratio * width) for width, p_ratio in outputs)
 
     @property
     def linear_size(self) -> int:
@@ -183,44 +174,28 @@ class FANformerConfig:
     @property
     def fan_rows(self) -> int:
         """Rows of attention's FAN map in a layer, the values' included; 0 without one."""
-        return sum(output.rows for output in self.fan.outputs(self.hidden_size, self.value_size))
+        return sum(width for width, _ in self.fan.outputs(self.hidden_size, self.value_size)) - self.periodic_units
 
     @property
     def qkv_rows(self) -> int:
         """Rows of the matrix behind FAN: of Q, K and V, or of Q and K alone (placement qk_and_v)."""
-        return self.fan.place.projected_rows(self.num_attention_heads * self.kv_channels, self.value_size)
+        return self.placement.qkv_rows(self)
 
     @property
-    def sharded_fan_outputs(self) -> list[Output]:
-        """The FAN outputs whose maps' rows tensor parallel ranks share (in the `column` form).
-
-        In place of the MLP that is the first layer's; ranks share the columns of the second map, and so no row of it.
-        """
-        of_ffn = self.fan.place.ffn_outputs(self.hidden_size, self.ffn_hidden_size, self.fan.p_ratio)
-        return [*self.fan.outputs(self.hidden_size, self.value_size), *of_ffn[:1]]
+    def sharded_fan_outputs(self) -> list[tuple[int, float]]:
+        """Width and p_ratio of the FAN outputs whose maps' rows tensor parallel ranks share (in the `column` form)."""
+        return [(each.width, each.p_ratio) for each in self.placement.maps(self)]
 
     @property
     def ffn_maps(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Rows and columns of the feed-forward network's two matrices."""
-        return self.fan.place.ffn_maps(self.hidden_size, self.ffn_hidden_size, self.fan.p_ratio)
+        return self.placement.ffn_maps(self)
 
     @property
     def num_parameters(self) -> int:
         """Weights of the whole model, vocabulary padding included, tied ones counted once."""
         embeddings = self.padded_vocab_size * self.hidden_size * (1 + self.untie_embeddings_and_output_weights)
-        return embeddings + self.num_layers * self._layer_parameters + self.hidden_size
-
-    @property
-    def _layer_parameters(self) -> int:
-        h = self.hidden_size
-        attention = self.qkv_rows * h + h * self.num_attention_heads * self.kv_channels
-        has_ffn_bias = self.fan.in_ffn and self.fan.bias
-        ffn = sum(rows * (columns + has_ffn_bias) for rows, columns in self.ffn_maps)
-        return attention + self._fan_parameters + ffn + 2 * h
-
-    @property
-    def _fan_parameters(self) -> int:
-        return self.fan_rows * (self.hidden_size + self.fan.bias)
+        return embeddings + self.num_layers * self.placement.parameters(self) + self.hidden_size
 
     def problems(self) -> list[str]:
         """Rules of the shape that this configuration breaks, one line each; empty if it can be built."""
@@ -278,7 +253,7 @@ def nearest_p_ratio(p_ratio: float, width: int, ranks: int) -> float | None:
 
 def as_transformer(config: FANformerConfig) -> FANformerConfig:
     """The Transformer of the same shape: no FAN projection."""
-    return dataclasses.replace(config, fan=dataclasses.replace(config.fan, placement="none"))
+    return dataclasses.replace(config, fan=dataclasses.replace(config.fan, placement=TRANSFORMER))
 
 
 def with_same_parameters(config: FANformerConfig, multiple: int = FFN_MULTIPLE) -> FANformerConfig:
@@ -290,9 +265,9 @@ def with_same_parameters(config: FANformerConfig, multiple: int = FFN_MULTIPLE) 
     Args:
         multiple: what d_ff is rounded to.
     """
-    h, fan = config.hidden_size, config.fan
-    missing = as_transformer(config)._layer_parameters - config._layer_parameters
-    exact = config.ffn_hidden_size + missing / fan.place.ffn_parameters_a_channel(h, fan.p_ratio, fan.bias)
+    twin, own = as_transformer(config), config.placement
+    missing = twin.placement.parameters(twin) - own.parameters(config)
+    exact = config.ffn_hidden_size + missing / own.parameters_of_ffn_unit(config)
     return dataclasses.replace(config, ffn_hidden_size=max(1, round(exact / multiple)) * multiple)
 
 

@@ -65,7 +65,7 @@ class FANProjection(MegatronModule):
         outputs = fan.outputs(config.hidden_size, config.num_query_groups * config.kv_channels)
         # A T-th of the rows of each kind in the `column` form, all of them in the `sequence` form.
         rank, ranks = (tp_group.rank(), tp_group.size()) if form == "column" else (0, 1)
-        self.shard = FANShard.of_rank(rank, ranks, [FANOutput.of_width(made.width, made.p_ratio) for made in outputs])
+        self.shard = FANShard.of_rank(rank, ranks, [FANOutput.of_width(*output) for output in outputs])
         self.activation = Activation(self.shard, tp_group, fan.activation == "gelu", recompute)
         self._checkpoint: CheckpointWithoutOutput | None = None
         rows = sum(self.shard.whole(number).rows for number in range(len(self.shard.outputs)))

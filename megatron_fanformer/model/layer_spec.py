@@ -16,7 +16,6 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -24,18 +23,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.model.attention import FANSelfAttention, FANSelfAttentionSubmodules, FANValueAttention
 from megatron_fanformer.model.config import FANConfig
-from megatron_fanformer.model.fan_ffn import FANFeedForwardBackend
 from megatron_fanformer.model.kernels import TransformerImpl
 from megatron_fanformer.model.local_layers import (
     ActivatedColumnParallelLinear,
-    LocalBackend,
     ReplicatedLinear,
     RMSNorm,
     TorchCoreAttention,
 )
-from megatron_fanformer.model.placements import LOCAL_ONLY
+from megatron_fanformer.model.placements import PLACEMENTS
 from megatron_fanformer.runtime.layout import FANForm
 
 
@@ -130,35 +126,17 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _attention(
-    fan: FANConfig,
-    fan_form: FANForm,
-    recompute_fan: bool,
-    *,
-    linear_qkv: type[torch.nn.Module],
-    fan_linear: type[torch.nn.Module] | None,
-    core_attention: type[torch.nn.Module],
-    linear_proj: type[torch.nn.Module],
-) -> ModuleSpec:
-    """The self-attention of a placement, out of these layers."""
+def _attention(fan: FANConfig, fan_form: FANForm, recompute_fan: bool, **parts: type[torch.nn.Module]) -> ModuleSpec:
+    """Return the self-attention of a placement, out of these layers."""
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
-    parts = {"linear_qkv": linear_qkv, "core_attention": core_attention, "linear_proj": linear_proj}
-    if not fan.in_attention:
-        return ModuleSpec(module=SelfAttention, params=params, submodules=SelfAttentionSubmodules(**parts))
-    return ModuleSpec(
-        module=FANValueAttention if fan.place.has_own_values else FANSelfAttention,
-        params={**params, "fan": fan, "fan_form": fan_form, "recompute_fan": recompute_fan},
-        submodules=FANSelfAttentionSubmodules(**parts, fan_linear=fan_linear),
-    )
-
-
-def _is_column(fan: FANConfig, fan_form: FANForm) -> bool:
-    """Return whether what follows FAN has its whole input on every rank."""
-    return fan.in_attention and fan_form == "column"
+    of_fan = {"fan": fan, "fan_form": fan_form, "recompute_fan": recompute_fan}
+    spec: ModuleSpec = PLACEMENTS[fan.placement].attention(params, of_fan, parts)
+    return spec
 
 
 def _local_layer(fan: FANConfig, fan_form: FANForm, recompute_fan: bool) -> ModuleSpec:
-    is_column = _is_column(fan, fan_form)
+    placement = PLACEMENTS[fan.placement]
+    is_column = placement.is_in_attention and fan_form == "column"  # what follows FAN has its whole input on every rank
     attention = _attention(
         fan,
         fan_form,
@@ -175,21 +153,19 @@ def _local_layer(fan: FANConfig, fan_form: FANForm, recompute_fan: bool) -> Modu
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=_local_ffn(fan),
+            mlp=placement.local_mlp(fan),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def _local_ffn(fan: FANConfig) -> ModuleSpec:
-    if fan.in_ffn:
-        return get_mlp_module_spec_for_backend(backend=FANFeedForwardBackend(fan))
-    return get_mlp_module_spec_for_backend(backend=LocalBackend(), use_te_activation_func=True)
-
-
 def _transformer_engine_layer(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, recompute_fan: bool) -> ModuleSpec:
-    if fan.in_ffn:
-        raise InputError(f"model.fan.placement is {fan.placement}, {LOCAL_ONLY}; set kernels.transformer_impl to local")
+    placement = PLACEMENTS[fan.placement]
+    if not placement.has_engine_layers:
+        raise InputError(
+            f"model.fan.placement is {fan.placement}, whose FAN layers are local ones alone; set "
+            "kernels.transformer_impl to local"
+        )
     from megatron.core.extensions.transformer_engine import (
         TEColumnParallelLinear,
         TEDotProductAttention,
@@ -206,9 +182,9 @@ def _transformer_engine_layer(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, 
     if not fp8_fan:
         fan_column = te_layers.BF16FANTELayerNormColumnParallelLinear
         fan_replicated = te_layers.BF16ReplicatedTELinear
-    is_sequence = fan.in_attention and fan_form == "sequence"
+    is_sequence = placement.is_in_attention and fan_form == "sequence"
     linear_qkv = TELayerNormColumnParallelLinear
-    if fan.in_attention:
+    if placement.is_in_attention:
         linear_qkv = te_layers.WholeInputTEColumnParallelLinear
     attention = _attention(
         fan,
@@ -220,7 +196,7 @@ def _transformer_engine_layer(fan: FANConfig, fan_form: FANForm, fp8_fan: bool, 
         linear_proj=TERowParallelLinear,
     )
     # The norm is inside the column parallel map that reads it; checkpoints name it as the local layer does.
-    normed_map = "fan.linear" if fan.in_attention else "linear_qkv"
+    normed_map = "fan.linear" if placement.is_in_attention else "linear_qkv"
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

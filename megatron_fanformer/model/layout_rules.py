@@ -27,7 +27,7 @@ def _tensor_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
         )
     groups = model.query_groups
     if groups != model.num_attention_heads and groups % tensor:
-        if model.fan.place.has_own_values:
+        if model.placement.has_own_values:
             yield f"{size} does not divide model.num_query_groups {groups}; choose one of {_divisors_of(groups)}"
         elif tensor % groups:
             yield (
@@ -42,17 +42,19 @@ def _tensor_problems(model: FANformerConfig, tensor: int) -> Iterator[str]:
 def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[str]:
     tensor = parallel.tensor_model_parallel_size
     if parallel.recomputes("fan"):
-        keeps_g = model.fan.activation == "gelu"
-        yield from model.fan.place.recompute_problems(
-            ranks=tensor, keeps_g=keeps_g, fan_rows=model.fan_rows, h=model.hidden_size
-        )
-    yield from model.fan.place.form_problems(parallel.fan_form)
+        yield from model.placement.recompute_problems(model, tensor)
     if parallel.fan_form == "sequence":  # every rank holds the whole map
+        if model.placement.fan_forms and parallel.fan_form not in model.placement.fan_forms:
+            yield (
+                f"parallel.fan_form is sequence at model.fan.placement {model.fan.placement}, whose maps tensor "
+                "parallel ranks share; set it to column"
+            )
         return
-    for output in model.sharded_fan_outputs:
-        width, p_ratio, name = output
-        linear = output.rows - output.periodic
-        if output.periodic % tensor == 0 and linear % tensor == 0:
+    for _, field, width, p_ratio in model.placement.maps(model):
+        name = "p_ratio" if getattr(model.fan, field) is None else field
+        periodic = int(p_ratio * width)
+        linear = width - 2 * periodic
+        if periodic % tensor == 0 and linear % tensor == 0:
             continue
         nearest = nearest_p_ratio(p_ratio, width, tensor)
         remedy = (
@@ -61,8 +63,8 @@ def _fan_problems(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[
             else f"the nearest valid model.fan.{name} is {nearest}"
         )
         yield (
-            f"parallel.tensor_model_parallel_size {tensor} does not divide the FAN map's {output.periodic} periodic "
-            f"and {linear} linear rows (model.fan.{name} {p_ratio}); {remedy}"
+            f"parallel.tensor_model_parallel_size {tensor} does not divide the FAN map's {periodic} periodic and "
+            f"{linear} linear rows (model.fan.{name} {p_ratio}); {remedy}"
         )
 
 

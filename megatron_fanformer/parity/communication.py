@@ -12,16 +12,15 @@ from typing import Any
 
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, PrecisionConfig
 from megatron_fanformer.model.layout_rules import layout_problems
+from megatron_fanformer.model.placements import TRANSFORMER
 from megatron_fanformer.parity.reordering import Reordering
 from megatron_fanformer.parity.trial import TrialConfig, prepared
 from megatron_fanformer.planning.communication import ComparedRow, communication, side_by_side
 from megatron_fanformer.planning.job import Job
 from megatron_fanformer.runtime.collectives import CollectiveCount, count_collectives, moved_bytes
-from megatron_fanformer.runtime.layout import ParallelConfig
+from megatron_fanformer.runtime.layout import FANForm, ParallelConfig
 from megatron_fanformer.training.optimizers import OPTIMIZERS
 from megatron_fanformer.training.step import train_step
-
-TRANSFORMER, COLUMN, SEQUENCE, FFN = "Transformer", "FAN column", "FAN sequence", "FAN layers for the FFN"
 
 Variant = tuple[FANformerConfig, ParallelConfig]
 
@@ -95,17 +94,16 @@ def count_step(trial: TrialConfig, layout: ParallelConfig) -> tuple[int, list[Co
 
 def _variants(small: FANformerConfig, full: FANformerConfig, layout: ParallelConfig) -> dict[str, Variant]:
     """A Transformer and each FAN form, of the small model, as far as the layout is legal for them at full size."""
-    fan = small.fan if small.fan.place.has_fan else FANConfig()
-    column = dataclasses.replace(layout, fan_form="column")
-    candidates = {TRANSFORMER: (FANConfig(placement="none"), column)}
-    if fan.in_ffn:
-        candidates[FFN] = (fan, column)
-    else:
-        candidates |= {COLUMN: (fan, column), SEQUENCE: (fan, dataclasses.replace(layout, fan_form="sequence"))}
+    if not small.placement.is_fanformer:
+        small = dataclasses.replace(small, fan=FANConfig())
+    transformer = dataclasses.replace(small, fan=FANConfig(placement=TRANSFORMER))
+    forms: dict[str, FANForm] = {title: form for form, title in small.placement.fan_forms.items()}
+    candidates = {transformer.placement.title: (transformer, dataclasses.replace(layout, fan_form="column"))}
+    candidates |= {title: (small, dataclasses.replace(layout, fan_form=form)) for title, form in forms.items()}
     return {
-        name: (dataclasses.replace(small, fan=own_fan), own_layout)
-        for name, (own_fan, own_layout) in candidates.items()
-        if not own_layout.problems() and not layout_problems(dataclasses.replace(full, fan=own_fan), own_layout)
+        name: (model, own_layout)
+        for name, (model, own_layout) in candidates.items()
+        if not own_layout.problems() and not layout_problems(dataclasses.replace(full, fan=model.fan), own_layout)
     }
 
 

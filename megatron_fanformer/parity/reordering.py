@@ -49,41 +49,39 @@ class Reordering:
     def sample(self, position: int) -> int:
         """Return which sample is at a position of the stream: permuted within each global batch."""
         batch, place = divmod(position, self.global_batch_size)
-        order = self._order("samples", self.global_batch_size)
+        order = self.order("samples", self.global_batch_size)
         return position if order is None else batch * self.global_batch_size + int(order[place])
 
     @property
     def vocabulary(self) -> Tensor | None:
         """The order of the embedding's rows, padding included."""
-        return self._order("vocabulary", self.model.padded_vocab_size)
+        return self.order("vocabulary", self.model.padded_vocab_size)
 
     @property
     def hidden(self) -> Tensor | None:
-        """The order of the residual stream's coordinates, into which at placement `ffn` a FAN layer writes."""
-        if self.model.fan.in_ffn:
-            return self._features("stream", self.model.hidden_size)
-        return self._order("hidden", self.model.hidden_size)
+        """The order of the residual stream's coordinates."""
+        return self.model.placement.stream_order(self)
 
     @property
     def x_f(self) -> Tensor | None:
         """The order of X_F's coordinates."""
-        return self._features("x_f", self.model.hidden_size)
+        return self.features("x_f", self.model.hidden_size)
 
-    def _features(self, what: str, width: int) -> Tensor | None:
+    def features(self, what: str, width: int) -> Tensor | None:
         """The order of what a FAN layer makes, so wide: cos and sin move together."""
         periodic, linear = self._units(what, width)
         if periodic is None or linear is None:
             return None
         return torch.cat([periodic, len(periodic) + periodic, 2 * len(periodic) + linear])
 
-    def _fan_rows(self, what: str, width: int) -> Tensor | None:
+    def fan_rows(self, what: str, width: int) -> Tensor | None:
         """The order of the rows [p | g] that make it."""
         periodic, linear = self._units(what, width)
         return None if periodic is None or linear is None else torch.cat([periodic, len(periodic) + linear])
 
     def _units(self, what: str, width: int) -> tuple[Tensor | None, Tensor | None]:
         periodic = int(self.model.fan.p_ratio * width)
-        return self._order(f"{what}, p", periodic), self._order(f"{what}, g", width - 2 * periodic)
+        return self.order(f"{what}, p", periodic), self.order(f"{what}, g", width - 2 * periodic)
 
     def _axes(self, name: str) -> Permutations:
         for part, axes in self._rules().items():
@@ -92,56 +90,35 @@ class Reordering:
         return [self.hidden]  # a norm
 
     def _rules(self) -> dict[str, Permutations]:
-        hidden, h = self.hidden, self.model.hidden_size
+        hidden, placement = self.hidden, self.model.placement
         return {
             "word_embeddings.weight": [self.vocabulary, hidden],
             "output_layer.weight": [self.vocabulary, hidden],
-            "fan.linear.weight": [self._fan_rows("x_f", h), hidden],
-            "fan.linear.bias": [self._fan_rows("x_f", h)],
-            # Rows of the values' own map are channels of heads, and stay where those need them.
-            "fan.v_linear.weight": [None, hidden],
-            "fan.v_linear.bias": [None],
-            "linear_qkv.weight": [self._qkv_rows(), self.x_f if self.model.has_fan else hidden],
-            "linear_qk.weight": [None, self.x_f],
+            **placement.attention_orders(self),
             "linear_proj.weight": [hidden, self._attention_channels()],
-            **self._ffn_rules(),
+            **placement.mlp_orders(self),
         }
 
-    def _ffn_rules(self) -> dict[str, Permutations]:
-        h, f = self.model.hidden_size, self.model.ffn_hidden_size
-        if not self.model.fan.in_ffn:
-            return {
-                "linear_fc1.weight": [self._gate_and_up(), self.hidden],
-                "linear_fc2.weight": [self.hidden, self._order("ffn", f)],
-            }
-        inner, outer = self._fan_rows("ffn", f), self._fan_rows("stream", h)
-        return {
-            "linear_fc1.weight": [inner, self.hidden],
-            "linear_fc1.bias": [inner],
-            "linear_fc2.weight": [outer, self._features("ffn", f)],
-            "linear_fc2.bias": [outer],
-        }
-
-    def _groups(self) -> Tensor | None:
-        # Of own values a channel says whether it is a cosine, a sine or linear: its head cannot move.
-        return None if self.model.fan.place.has_own_values else self._order("groups", self.model.query_groups)
-
-    def _qkv_rows(self) -> Tensor | None:
-        return self._blocks(self._groups(), self.model.qkv_rows)
+    def qkv_rows(self) -> Tensor | None:
+        """Return the order of the rows of QKV, which query groups move with."""
+        return self._blocks(self.model.placement.group_order(self), self.model.qkv_rows)
 
     def _attention_channels(self) -> Tensor | None:
-        return self._blocks(self._groups(), self.model.num_attention_heads * self.model.kv_channels)
+        channels = self.model.num_attention_heads * self.model.kv_channels
+        return self._blocks(self.model.placement.group_order(self), channels)
 
     @staticmethod
     def _blocks(order: Tensor | None, rows: int) -> Tensor | None:
         """The order of `rows` rows, of which each query group has an equal number."""
         return None if order is None else torch.arange(rows).view(len(order), -1)[order].flatten()
 
-    def _gate_and_up(self) -> Tensor | None:
-        order = self._order("ffn", self.model.ffn_hidden_size)
+    def gate_and_up(self) -> Tensor | None:
+        """Return the order of the rows of a SwiGLU's gate and up."""
+        order = self.order("ffn", self.model.ffn_hidden_size)
         return None if order is None else torch.cat([order, len(order) + order])
 
-    def _order(self, what: str, size: int) -> Tensor | None:
+    def order(self, what: str, size: int) -> Tensor | None:
+        """Return an order of so many, by the name of what they are; None for the original."""
         if self.number == 0:
             return None
         return torch.randperm(size, generator=generator_for(self.number, what))

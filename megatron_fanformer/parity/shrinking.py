@@ -89,12 +89,14 @@ def _with_rows_that_divide(model: FANformerConfig, small: FANformerConfig, unit:
     """p_ratios for which the small FAN maps' rows divide as the large ones' do, and are not 0 where those are not."""
     fan = small.fan
     replaced: dict[str, Any] = {}
-    second = "v_p_ratio" if fan.place.has_own_values else "p_ratio"
-    for output, full, name in zip(
-        small.sharded_fan_outputs, model.sharded_fan_outputs, ("p_ratio", second), strict=False
+    for (width, p_ratio), (full_width, _), name in zip(
+        small.sharded_fan_outputs,
+        model.sharded_fan_outputs,
+        ("p_ratio", "v_p_ratio"),
+        strict=False,
     ):
-        width, p_ratio, periodic = output.width, output.p_ratio, output.periodic
-        if int(p_ratio * full.width) and not periodic:
+        periodic = int(p_ratio * width)
+        if int(p_ratio * full_width) and not periodic:
             replaced[name] = nearest_p_ratio(unit / width, width, unit)
         elif periodic % unit or (width - 2 * periodic) % unit:
             replaced[name] = nearest_p_ratio(p_ratio, width, unit)

@@ -105,34 +105,10 @@ def weights(model: FANformerConfig, parallel: ParallelConfig, chunk: Chunk) -> l
 
 def layer_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[Weight]:
     """Return what one tensor parallel rank holds of a layer."""
-    h, ranks, is_sharded = model.hidden_size, parallel.tensor_model_parallel_size, parallel.sequence_parallel
-    qkv = Weight("self_attention.linear_qkv.weight", model.qkv_rows // ranks * h)
-    fan = list(_fan_weights(model, parallel))
-    yield Weight("input_layernorm.weight", h, is_sharded)
-    yield Weight("self_attention.linear_proj.weight", model.num_attention_heads // ranks * model.kv_channels * h)
-    if model.fan.place.has_own_values:  # its attention makes the FAN layer first
-        yield from (*fan, qkv._replace(name="self_attention.linear_qk.weight"))
-    else:
-        yield from (qkv, *fan)
-    yield Weight("pre_mlp_layernorm.weight", h, is_sharded)
-    (rows, _), (rows_2, columns_2) = model.ffn_maps
-    has_ffn_bias = model.fan.in_ffn and model.fan.bias
-    yield Weight("mlp.linear_fc1.weight", rows // ranks * h)
-    if has_ffn_bias:
-        yield Weight("mlp.linear_fc1.bias", rows // ranks)
-    yield Weight("mlp.linear_fc2.weight", rows_2 * columns_2 // ranks)
-    if has_ffn_bias:
-        yield Weight("mlp.linear_fc2.bias", rows_2, is_sharded)
-
-
-def _fan_weights(model: FANformerConfig, parallel: ParallelConfig) -> Iterator[Weight]:
-    if not model.has_fan:
-        return
-    is_replicated = parallel.fan_form == "sequence"
-    rows = model.fan_rows if is_replicated else model.fan_rows // parallel.tensor_model_parallel_size
-    yield Weight("self_attention.fan.linear.weight", rows * model.hidden_size, is_replicated)
-    if model.fan.bias:
-        yield Weight("self_attention.fan.linear.bias", rows, is_replicated)
+    yield Weight("input_layernorm.weight", model.hidden_size, parallel.sequence_parallel)
+    yield from itertools.starmap(Weight, model.placement.attention_weights(model, parallel))
+    yield Weight("pre_mlp_layernorm.weight", model.hidden_size, parallel.sequence_parallel)
+    yield from itertools.starmap(Weight, model.placement.mlp_weights(model, parallel))
 
 
 class GradientBuffer(NamedTuple):

@@ -8,7 +8,8 @@ f inner size of the MLP, k rows of the FAN map, q, v and o the widths of queries
 makes, each of one tensor parallel rank where so named.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -96,6 +97,13 @@ class LayerShapes:
     def gathered(self) -> int:
         """The stream of all ranks, where an operation of its own makes it."""
         return self.whole(self.hidden) if self.is_sharded else 0
+
+    @property
+    def product_bytes(self) -> int:
+        """Of a number of a product that torch sums: in float32, with the gradient and cos or sin copied for that."""
+        if not self.job.on_cpu:
+            return 0
+        return (3 if self.element < FLOAT else 1) * FLOAT
 
     def statistics(self) -> int:
         """A norm's, one number a token."""
@@ -196,23 +204,17 @@ class _FAN(NamedTuple):
 def _fan_sizes(shapes: LayerShapes) -> _FAN:
     model = shapes.job.model
     outputs = model.fan.outputs(model.hidden_size, model.value_size)
-    linear = sum(output.rows - output.periodic for output in outputs)
+    periodic = [int(p_ratio * width) for width, p_ratio in outputs]
+    linear = sum(width for width, _ in outputs) - 2 * sum(periodic)
     tokens = shapes.tokens if shapes.is_column else shapes.part_tokens
     return _FAN(
         x_f=shapes.of_fan(model.hidden_size),
-        made=sum(shapes.of_fan(output.width) for output in outputs),
+        made=sum(shapes.of_fan(width) for width, _ in outputs),
         kept_g=shapes.of_fan(linear) if model.fan.activation == "gelu" else 0,
         own_pre=shapes.of_fan(shapes.fan_rows),
         gathered_pre=shapes.of_fan(model.fan_rows) if shapes.is_column and shapes.tensor > 1 else 0,
-        temporaries=tokens * max(output.periodic for output in outputs) * _floats_of_products(shapes) * FLOAT,
+        temporaries=tokens * max(periodic) * shapes.product_bytes,
     )
-
-
-def _floats_of_products(shapes: LayerShapes) -> int:
-    """Torch takes sums of products in float32, of gradients and of cos or sin that it copies for that."""
-    if not shapes.job.on_cpu:
-        return 0
-    return 3 if shapes.element < FLOAT else 1
 
 
 def _fan_with_product(shapes: LayerShapes) -> Operation:
@@ -296,7 +298,7 @@ def _attention(shapes: LayerShapes) -> Iterator[Operation]:
 def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
     """Return what attention is given; what it keeps of that; and what it keeps of its own copies."""
     queries, keys = shapes.whole(shapes.queries), shapes.whole(shapes.values)
-    values, is_view = _values(shapes)
+    values, is_view = shapes.job.model.placement.kept_values(shapes)
     given = queries + keys + values
     if shapes.job.has_ring:  # whose first buffer is a copy of keys and values
         return given, queries, 2 * keys
@@ -307,18 +309,6 @@ def _attention_inputs(shapes: LayerShapes) -> tuple[int, int, int]:
     if shapes.queries > shapes.values:  # keys and values are repeated for the queries that share them
         return given, queries, 2 * queries
     return given, given, 0
-
-
-def _values(shapes: LayerShapes) -> tuple[int, bool]:
-    """Bytes of the tensor that values lie in, beyond what FAN keeps; and whether they are a view of a wider one."""
-    job = shapes.job
-    if not job.model.fan.place.has_own_values:
-        # QKV's output: of all ranks, where query groups are fewer than they.
-        ranks = shapes.tensor if job.model.query_groups < shapes.tensor else 1
-        return shapes.whole(shapes.qkv) * ranks, True
-    if job.parallel.recomputes("fan") or not shapes.is_column:
-        return shapes.whole(shapes.values), False
-    return 0, shapes.tensor > 1
 
 
 def _whole_sequence(shapes: LayerShapes) -> int:
@@ -341,7 +331,7 @@ def _whole_sequence(shapes: LayerShapes) -> int:
 
 def _mlp(shapes: LayerShapes) -> list[Operation]:
     """Norm, first map, and what follows. (The Engine's norm is inside the first map, and its statistics with it.)"""
-    parallel, stream = shapes.job.parallel, shapes.stream
+    parallel, stream, placement = shapes.job.parallel, shapes.stream, shapes.job.model.placement
     (rows, _), _ = shapes.job.model.ffn_maps
     statistics = shapes.statistics()
     normed = shapes.kept_input(shapes.part_tokens, shapes.hidden, is_fp8=shapes.is_fp8)
@@ -356,7 +346,7 @@ def _mlp(shapes: LayerShapes) -> list[Operation]:
         backward=shapes.column_parallel_backward(rows // shapes.tensor)
         + (2 * shapes.quantised(shapes.tokens, rows // shapes.tensor) if shapes.is_fp8 else 0),
     )
-    *between, last = _after_first_map(shapes)
+    *between, last = itertools.starmap(Operation, placement.after_first_map(shapes))
     if parallel.recomputes("layernorm") and not shapes.is_engine:  # held twice again
         norm, first, last = (
             norm._replace(saved=stream, freed=stream),
@@ -364,70 +354,13 @@ def _mlp(shapes: LayerShapes) -> list[Operation]:
             last._replace(remade=2 * stream),
         )
     if parallel.recomputes("mlp"):
-        made = 0 if shapes.job.model.fan.in_ffn else stream  # what the MLP makes, unless that is kept for backward
+        made = 0 if placement.keeps_mlp_output else stream  # what the MLP makes, unless that is kept for backward
         remade = last.remade + sum(operation.saved for operation in between) + last.saved + made
         if shapes.is_engine:
             remade, first = remade + first.saved, _made_again(first)
         first = first._replace(freed=first.freed + made)
         between, last = [*map(_made_again, between)], _made_again(last)._replace(remade=remade)
     return [norm, first, *between, last]
-
-
-def _after_first_map(shapes: LayerShapes) -> list[Operation]:
-    if shapes.job.model.fan.in_ffn:
-        return _fan_layers(shapes)
-    stream, inner = shapes.stream, shapes.inner
-    swiglu = Operation("SwiGLU", saved=shapes.whole(2 * inner), backward=stream + shapes.whole(3 * inner))
-    gradient_copies = 2 * shapes.quantised(shapes.tokens, shapes.hidden) if shapes.is_fp8 else 0
-    second = Operation(
-        "second map of the MLP",
-        saved=shapes.kept_input(shapes.tokens, inner, is_fp8=shapes.is_fp8),
-        backward=stream
-        + shapes.gathered
-        + shapes.whole(inner)
-        + shapes.weight_gradient(shapes.hidden, inner)
-        + gradient_copies,
-    )
-    return [swiglu, second]
-
-
-def _fan_layers(shapes: LayerShapes) -> list[Operation]:
-    """Two FAN layers in place of the SwiGLU, local ones: the features of the first, the second map, its features.
-
-    Each keeps its features alone, which the second map reads, and g in front of a GELU.
-    """
-    stream, inner = shapes.stream, shapes.inner
-    (rows, _), (rows_2, _) = shapes.job.model.ffn_maps
-    rows //= shapes.tensor
-    second_gradients = shapes.part(rows_2) + (shapes.whole(rows_2) if shapes.is_sharded else 0)
-    return [
-        Operation(
-            "features of the first FAN layer",
-            saved=shapes.whole(inner) + _kept_g(shapes, shapes.whole, inner),
-            backward=stream + shapes.whole(inner + rows) + _passes(shapes, shapes.tokens, inner),
-        ),
-        Operation(
-            "second map of the MLP",
-            saved=0,
-            backward=stream + second_gradients + shapes.whole(inner) + shapes.weight_gradient(rows_2, inner),
-        ),
-        Operation(
-            "features of the second FAN layer",
-            saved=shapes.part(shapes.hidden) + _kept_g(shapes, shapes.part, shapes.hidden),
-            backward=stream + shapes.part(rows_2) + _passes(shapes, shapes.part_tokens, shapes.hidden),
-        ),
-    ]
-
-
-def _kept_g(shapes: LayerShapes, size: Callable[[int], int], width: int) -> int:
-    """The linear rows' output in front of a GELU, of a FAN layer that is so wide on this rank."""
-    fan = shapes.job.model.fan
-    return size(width - 2 * int(fan.p_ratio * width)) if fan.activation == "gelu" else 0
-
-
-def _passes(shapes: LayerShapes, tokens: int, width: int) -> int:
-    """Return what the activation's backward holds besides, of a FAN layer that is so wide on this rank."""
-    return tokens * int(shapes.job.model.fan.p_ratio * width) * _floats_of_products(shapes) * FLOAT
 
 
 def _made_again(operation: Operation) -> Operation:

@@ -104,9 +104,9 @@ def _before_heads(step: StepTraffic) -> Iterator[tuple[str, str, str, int]]:
     if step.has_column_fan:
         # p | g of all ranks, k wide, in place of X_F; QKV, whose input is then whole, neither gathers nor sums.
         yield "all-gather", "reduce-scatter", PRE_ACTIVATION, _pre_activation_bytes(step)
-    elif model.fan.place.has_own_values:
+    elif width := model.placement.exchanged_values(model):
         # A rank made all values of its part of the sequence, [c / T, b, v], and needs its own heads' of the whole.
-        values_bytes = step.activation_bytes // step.tensor_ranks * model.value_size
+        values_bytes = step.activation_bytes // step.tensor_ranks * width
         yield "all-to-all", "all-to-all", "values, from tokens to heads", values_bytes
     if model.query_groups < step.tensor_ranks:
         # Megatron gathers the whole output of QKV, and each rank takes its own heads out of it.

@@ -120,7 +120,7 @@ def layer_operations(
     own_tokens = m // ranks if sequence_parallel else m  # of norms and residuals
     heads, values = model.num_attention_heads * model.kv_channels // ranks, -(-model.value_size // ranks)
     is_sharded = fan_form == "column"
-    fan = _fan(model, m if is_sharded else m // ranks, e, ranks if is_sharded else 1) if model.has_fan else ()
+    fan = _fan(model, m if is_sharded else m // ranks, e, ranks if is_sharded else 1) if model.fan_rows else ()
     rotated = 2 * (heads + values)
     return (
         *fan,
@@ -131,7 +131,10 @@ def layer_operations(
         # Norms: x read, y written; x, its gradient and y's.
         _element_wise("norms", m=own_tokens, widths=(2 * 2 * h, 2 * 3 * h), e=e, kernels=2, module="layernorm"),
         _element_wise("rotary embedding", m=m, widths=(rotated, rotated), e=e),
-        *_ffn_activations(model, m, own_tokens, e, ranks),
+        *(
+            _element_wise(name, m=number, widths=widths, e=e, module="mlp")
+            for name, number, widths in model.placement.mlp_activations(model, m, own_tokens, ranks)
+        ),
         # Two sums, and of their gradients.
         _element_wise("residuals", m=own_tokens, widths=(2 * 3 * h, 2 * 3 * h), e=e, kernels=2),
     )
@@ -161,7 +164,7 @@ def head_operation(
 def _fan(model: FANformerConfig, m: int, e: int, ranks: int) -> Iterator[Operation]:
     """The FAN map, sharded over so many ranks, and its activation."""
     yield _product("FAN map", m, model.hidden_size, model.fan_rows // ranks, e)
-    made = sum(output.width for output in model.fan.outputs(model.hidden_size, model.value_size))
+    made = sum(width for width, _ in model.fan.outputs(model.hidden_size, model.value_size))
     # Forward reads p | g and writes X_F; backward reads its gradient and the cos and sin in it, and writes p | g's.
     both = (model.fan_rows + made, model.fan_rows + made + 2 * model.periodic_units)
     yield _element_wise("FAN activation", m=m, widths=both, e=e, module="fan")
@@ -172,18 +175,6 @@ def _ffn_products(model: FANformerConfig, m: int, e: int, ranks: int) -> Iterato
     (rows, columns), (rows_2, columns_2) = model.ffn_maps
     yield _product("MLP", m, columns, rows // ranks, e, module="mlp")
     yield _product("MLP", m, columns_2 // ranks, rows_2, e, module="mlp")
-
-
-def _ffn_activations(model: FANformerConfig, m: int, own_tokens: int, e: int, ranks: int) -> Iterator[Operation]:
-    """SwiGLU; or both FAN layers' activations, of a rank's features, and of its tokens."""
-    f = model.ffn_hidden_size // ranks
-    if not model.fan.in_ffn:
-        yield _element_wise("SwiGLU", m=m, widths=(3 * f, 5 * f), e=e, module="mlp")
-        return
-    for tokens, width in ((m, f), (own_tokens, model.hidden_size)):
-        periodic = int(model.fan.p_ratio * width)
-        both = 2 * width - periodic
-        yield _element_wise("FAN activation", m=tokens, widths=(both, both + 2 * periodic), e=e, module="mlp")
 
 
 def _attention(model: FANformerConfig, m: int, e: int, heads: int, values: int, *, has_scores: bool) -> Operation:

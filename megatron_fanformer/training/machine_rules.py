@@ -134,10 +134,19 @@ def _local_problems(parallel: ParallelConfig, kernels: KernelsConfig) -> Iterato
 def _engine_problems(
     model: FANformerConfig, parallel: ParallelConfig, kernels: KernelsConfig, *, in_fp32: bool
 ) -> Iterator[str]:
-    yield from model.fan.place.engine_problems(fused_single_qkv_rope=kernels.fused_single_qkv_rope)
+    if not model.placement.has_engine_layers:
+        yield (
+            f"model.fan.placement is {model.fan.placement}, whose FAN layers are local ones alone, but the layers here "
+            "are Transformer Engine's; set kernels.transformer_impl to local"
+        )
     size = parallel.context_parallel_size
     if size > 1 and in_fp32:
         yield (
             f"parallel.context_parallel_size is {size} in float32, but Transformer Engine's attention over context "
             "parallel ranks is of 16 bits alone; set the dtype to bf16, or kernels.transformer_impl to local"
+        )
+    if kernels.fused_single_qkv_rope and model.placement.has_own_values:
+        yield (
+            f"kernels.fused_single_qkv_rope is true at model.fan.placement {model.fan.placement}, whose values are in "
+            "another tensor than queries and keys; set it to false"
         )

@@ -56,7 +56,7 @@ class PhaseHealth:
     """
 
     def __init__(self, stages: list[Any], model: FANformerConfig, grid: RankGrid, *, interval: int | None) -> None:
-        self._units = model.periodic_units
+        self._units = model.periodic_units if model.has_fan else 0  # of attention
         self._interval = interval if self._units else None
         self._layers, self._grid = model.num_layers, grid
         self._attentions = [

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats.huggingface import to_huggingface_config
-from megatron_fanformer.formats.name_table import CONDITIONS, NAME_TABLE, convert, expected_shapes, names_in, rows_of
+from megatron_fanformer.formats.name_table import convert, expected_shapes, names_in, rows_of
+from megatron_fanformer.formats.name_table_markdown import rows
 from megatron_fanformer.formats.p_ratio import inferred_p_ratio
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
@@ -126,13 +127,13 @@ def test_the_table_counts_every_parameter(config):
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
 def test_every_tensor_of_a_model_stands_in_the_table_once(config):
     for form in ("megatron", "hf", *(("reference",) if config in WITH_REFERENCE.values() else ())):
-        names = [name for row, layer in rows_of(config) for name in names_in(row, layer, config, form)]
+        names = [name for row, layer in rows_of(config) for name in names_in(row, layer, form)]
         assert len(names) == len(set(names)) == len(expected_shapes(config, form))
 
 
 def test_every_row_is_some_models():
-    present = {row.present for config in SHAPES.values() for row, _ in rows_of(config)}
-    assert present == {row.present for row in NAME_TABLE} == set(CONDITIONS)
+    of_models = {row for config in SHAPES.values() for row, _ in rows_of(config)}
+    assert of_models == {row for row, _ in rows()}
 
 
 def test_every_row_of_a_model_is_made_once_and_only_when_it_is_asked_for():

@@ -1,101 +1,105 @@
-"""A placement that the package does not have, in one record: FAN in front of attention and in place of the MLP, too.
+"""A placement of one file trains, is counted, exported and read back."""
 
-It is registered here, and in the table of exports; then it trains in two layouts, is counted, exported and read back.
-"""
-
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from megatron_fanformer.checkpoint import store
-from megatron_fanformer.formats.checkpoints import open_checkpoint
-from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.formats.fan_of_tensors import fan_of_tensors
-from megatron_fanformer.hf.configuration_fanformer import FAN_PLACEMENTS, FANPlacement
+from megatron_fanformer.formats.huggingface import to_huggingface_config
+from megatron_fanformer.formats.name_table import expected_shapes
+from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
-from megatron_fanformer.model.placements import PLACEMENTS, Placement
-from megatron_fanformer.planning.gradient_buffers import layer_weights
-from megatron_fanformer.runtime.layout import ParallelConfig
-from megatron_fanformer.training.metrics import read_metrics
-from tests.small_runs import VOCAB_SIZE, small_run, write_tokens
+from megatron_fanformer.model.layout_rules import layout_problems
+from megatron_fanformer.planning import roofline
+from megatron_fanformer.planning.flops import forward_flops_per_token
+from megatron_fanformer.planning.gradient_buffers import first_stage_elements
+from megatron_fanformer.runtime.parallel import ParallelConfig
+from megatron_fanformer.runtime.seeding import generator_for
+from tests.model.toy_placement import NAME, built_shapes, registered, train
 from tests.tiny import tiny_model
-from tests.training.test_trainer import train
+from tests.training.layouts import gather
+from tests.whole_models import export_huggingface, hf_to_megatron, read_huggingface
 
-EVERYWHERE = Placement(name="everywhere", model="FANformer with FAN layers for its MLP", in_attention=True, in_ffn=True)
-STEPS = 3
-RunOnRanks = Callable[..., list[Any]]
-SAME = 1e-5  # relative: float32 sums in another order
+STEPS = 2
+# Without padding, and untied, so that an export's tensors are all of the model's.
+MODEL = tiny_model(
+    vocab_size=128, seq_length=64, untie_embeddings_and_output_weights=True, fan=FANConfig(placement=NAME)
+)
 
 
-@contextmanager
-def registered() -> Iterator[None]:
-    """The placement's two entries, for the block."""
-    with ExitStack() as stack:
-        stack.enter_context(patch.dict(PLACEMENTS, {EVERYWHERE.name: EVERYWHERE}))
-        stack.enter_context(patch.dict(FAN_PLACEMENTS, {EVERYWHERE.name: FANPlacement(in_attention=True, in_ffn=True)}))
+@pytest.fixture(autouse=True)
+def placement() -> Iterator[None]:
+    with registered():
         yield
 
 
-def train_everywhere(values: dict[str, Any]) -> int:
-    """Run a configuration of the placement; the weights of this rank's stages."""
-    with registered():
-        _, after = train(values)
-        return sum(shard[-1].numel() for shard in after)
+def weights() -> dict[str, torch.Tensor]:
+    return {
+        name: 0.2 * torch.randn(shape, generator=generator_for(0, name)) + (1.0 if "layernorm" in name else 0.0)
+        for name, shape in expected_shapes(MODEL, "megatron").items()
+    }
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, run_on_ranks: RunOnRanks) -> dict[int, tuple[Path, int]]:
-    """A run at each tensor parallel size, and the weights that a rank of it has."""
-    folder = tmp_path_factory.mktemp("everywhere")
-    tokens, made = write_tokens(folder / "tokens"), {}
-    for ranks in (1, 2):
-        run = folder / f"tp{ranks}"
-        values = small_run(
-            tokens,
-            run,
-            model={"fan": {"placement": EVERYWHERE.name}},
-            parallel={"tensor_model_parallel_size": ranks},
-            training={"train_iters": STEPS},
-            schedule={"lr_warmup_iters": 0},
-        )
-        made[ranks] = (run, run_on_ranks(ranks, train_everywhere, values)[0])
-    return made
+def test_it_trains_alike_on_one_rank_and_on_two(run_on_ranks: Any) -> None:
+    stream = torch.randint(MODEL.vocab_size, (STEPS, 4, 65), generator=torch.Generator().manual_seed(1))
+    (one,) = run_on_ranks(1, train, MODEL, weights(), stream, ParallelConfig(), 5e-3)
+    two = ParallelConfig(tensor_model_parallel_size=2)
+    ranks = run_on_ranks(2, train, MODEL, weights(), stream, two, 5e-3)
+    assert one.losses[0] != one.losses[1]
+    for rank in ranks:
+        assert rank.losses == pytest.approx(one.losses, rel=1e-6)
+        assert rank.grad_norms == pytest.approx(one.grad_norms, rel=1e-5)
+    trained, whole = gather([rank.weights for rank in ranks]), gather([one.weights])
+    assert trained.keys() == whole.keys() == weights().keys()
+    for name, weight in whole.items():
+        assert torch.allclose(trained[name], weight, atol=1e-4), name
 
 
-def test_layouts_train_the_same_model(runs: dict[int, tuple[Path, int]]) -> None:
-    alone, split = ([entry["loss"] for entry in read_metrics(runs[ranks][0])] for ranks in (1, 2))
-    assert len(alone) == STEPS and split == pytest.approx(alone, rel=SAME)
+def test_its_formula_counts_what_is_built(run_on_ranks: Any) -> None:
+    (shapes,) = run_on_ranks(1, built_shapes, MODEL)
+    assert shapes == expected_shapes(MODEL, "megatron")
+    built = sum(shape.numel() for shape in shapes.values())
+    assert built == MODEL.num_parameters == first_stage_elements(MODEL, ParallelConfig(), MODEL.num_layers)
+    operations = roofline.layer_operations(MODEL, tokens=1, element_bytes=4)
+    head = roofline.head_operation(MODEL, tokens=1, element_bytes=4)
+    layers = MODEL.num_layers * sum(operation.forward.flops for operation in operations)
+    assert layers + head.forward.flops == forward_flops_per_token(MODEL)
 
 
-def test_it_is_counted(runs: dict[int, tuple[Path, int]]) -> None:
-    with registered():
-        model = FANformerConfig.from_dict(store.saved_config(store.complete_checkpoints(runs[1][0])[-1])["model"])
-        assert model.num_parameters == runs[1][1]
-        layers = sum(weight.elements for weight in layer_weights(model, ParallelConfig()))
-        others = model.padded_vocab_size * model.hidden_size + model.hidden_size
-        assert model.num_layers * layers + others == model.num_parameters
+def test_an_export_comes_back_equal_to_the_bit(tmp_path: Path) -> None:
+    export_huggingface(MODEL, weights(), tmp_path / "export", dtype=torch.float32)
+    config, tensors = read_huggingface(tmp_path / "export")
+    assert (config.fan, config.num_parameters) == (MODEL.fan, MODEL.num_parameters)
+    back = hf_to_megatron(tensors, config)
+    assert back.keys() == weights().keys()
+    assert all(torch.equal(back[name], weight) for name, weight in weights().items())
 
 
-def test_it_goes_out_and_comes_back(runs: dict[int, tuple[Path, int]], tmp_path: Path) -> None:
-    with registered():
-        convert_checkpoint(runs[2][0], tmp_path / "hf", to="hf")
-        convert_checkpoint(tmp_path / "hf", tmp_path / "back", to="megatron")
-        before, after = open_checkpoint(runs[1][0]), open_checkpoint(tmp_path / "back")
-        assert after.config.fan == before.config.fan
-        split = open_checkpoint(runs[2][0])
-        assert split.tensors.keys() == after.tensors.keys()
-        for name in split.tensors:
-            rows = VOCAB_SIZE if "word_embeddings" in name else None  # an export has no padding
-            assert torch.equal(split.tensors[name][:rows], after.tensors[name][:rows]), name
-        seen = fan_of_tensors({name: tuple(tensor.shape) for name, tensor in after.tensors.items()})
-        assert seen.placement == EVERYWHERE.name
+def test_the_export_computes_what_is_trained(run_on_ranks: Any, tmp_path: Path) -> None:
+    stream = torch.randint(MODEL.vocab_size, (1, 4, 65), generator=torch.Generator().manual_seed(2))
+    (trained,) = run_on_ranks(1, train, MODEL, weights(), stream, ParallelConfig(), 5e-3)
+    export_huggingface(MODEL, weights(), tmp_path / "export", dtype=torch.float32)
+    model = FANformerForCausalLM.from_pretrained(tmp_path / "export")
+    assert model.config.to_dict()["fan_placement"] == to_huggingface_config(MODEL).fan_placement == NAME
+    assert model(stream[0], labels=stream[0]).loss.item() == pytest.approx(trained.losses[0], rel=1e-6)
 
 
-def test_without_its_entry_it_is_refused() -> None:
-    (problem,) = tiny_model(fan=FANConfig(placement="everywhere")).problems()
-    assert problem.startswith("model.fan.placement is 'everywhere', not qkv, qk_and_v, ffn, none; ")
+def test_its_tensors_show_it() -> None:
+    shapes = {name: tuple(shape) for name, shape in expected_shapes(MODEL, "hf").items()}
+    assert fan_of_tensors(shapes, "hf") == (NAME, 0.25, None, True)
+
+
+def test_configurations_and_layouts_are_checked() -> None:
+    assert FANformerConfig.from_dict({"fan": {"placement": NAME}, **_sizes()}).fan == MODEL.fan
+    (said,) = layout_problems(MODEL, ParallelConfig(fan_form="sequence"))
+    assert said.startswith(f"parallel.fan_form is sequence at model.fan.placement {NAME}")
+
+
+def _sizes() -> dict[str, Any]:
+    return {
+        name: getattr(MODEL, name)
+        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+    }

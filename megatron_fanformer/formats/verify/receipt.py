@@ -108,7 +108,7 @@ def _round_trip(source: Checkpoint, destination: Checkpoint) -> Json:
         name
         for row, layer in rows_of(source.config)
         if row.is_vocabulary
-        for name in names_in(row, layer, source.config, source.format)
+        for name in names_in(row, layer, source.format)
     }
     rows = min(_vocabulary_rows(source), _vocabulary_rows(destination))
     different = []
@@ -138,7 +138,7 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
 
 def _vocabulary_rows(checkpoint: Checkpoint) -> int:
     row = next(row for row, _ in rows_of(checkpoint.config) if row.is_vocabulary)
-    (name,) = names_in(row, None, checkpoint.config, checkpoint.format)
+    (name,) = names_in(row, None, checkpoint.format)
     return checkpoint.tensors.meta[name].shape[0] if name in checkpoint.tensors else 0
 
 
@@ -148,7 +148,7 @@ def vocabulary(source: Checkpoint, destination: Checkpoint) -> Json:
     dropped = {}
     for row, layer in rows_of(source.config) if after < before else ():
         if row.is_vocabulary:
-            (name,) = names_in(row, layer, source.config, source.format)
+            (name,) = names_in(row, layer, source.format)
             dropped[name] = "zero" if not source.tensors[name][after:].any() else "not zero"
     return {
         "tokens": source.config.vocab_size,

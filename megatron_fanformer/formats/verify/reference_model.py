@@ -6,6 +6,7 @@ Shapes: b batch, s sequence, h hidden size, n query heads, k query groups, d hea
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -50,15 +51,8 @@ def _fan(config: FANformerConfig, block: Load, name: str, x: Tensor, width: int)
 
 
 def _attention(config: FANformerConfig, block: Load, x: Tensor) -> Tensor:
-    query_size, value_size = config.num_attention_heads * config.kv_channels, config.value_size
-    if not config.has_fan:
-        q, k, v = (x @ block("att_proj.weight").T).split([query_size, value_size, value_size], dim=-1)
-    else:
-        rows = _fan(config, block, "att_proj.fanlayer", x, config.hidden_size) @ block("att_proj.linear.weight").T
-        q, k, v = rows[..., :query_size], rows[..., query_size:][..., :value_size], rows[..., query_size + value_size :]
-        if config.fan.place.has_own_values:
-            v = _fan(config, block, "v_fan", x, value_size)
-    q, k, v = (part.unflatten(-1, (-1, config.kv_channels)).transpose(1, 2) for part in (q, k, v))
+    qkv = config.placement.reference_qkv(config, block, x, partial(_fan, config, block))
+    q, k, v = (part.unflatten(-1, (-1, config.kv_channels)).transpose(1, 2) for part in qkv)
     q, k = _rotate(config, q), _rotate(config, k)
     share = config.num_attention_heads // config.query_groups
     k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)

@@ -1,0 +1,322 @@
+"""What a placement of FAN in the layer decides: its tensors, its formulas, its modules, its rules.
+
+`Placement` is an ordinary Transformer's layer; each placement of FAN is a class that overrides what differs, and
+`PLACEMENTS` holds one object of each by its name in `model.fan.placement`. Configuration is checked before torch is
+imported, so these modules import it, and Megatron, inside the methods that build or compute.
+
+Formulas return plain numbers, which planning/ gives their types; what they read of a layer's sizes is passed in.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from megatron_fanformer.runtime.layout import FANForm
+
+if TYPE_CHECKING:
+    from megatron_fanformer.model.config import FANConfig, FANformerConfig
+
+Shape = tuple[int, ...]
+Rows = tuple[int, int]
+"""Rows of a FAN map, and the width of what they make."""
+
+
+class Size(NamedTuple):
+    """One size in the shape of a tensor."""
+
+    symbol: str
+    """In the table of names (docs/conversion.md)."""
+    of: Callable[["FANformerConfig"], int]
+
+
+class LayerTensor(NamedTuple):
+    """A tensor of every layer, by its names within the layer in the three formats."""
+
+    name: str
+    """In Megatron."""
+    shape: tuple[Size, ...]
+    """Of Megatron's tensor."""
+    reference: tuple[str, ...]
+    """In the authors' format; empty where that cannot express it."""
+    hf: tuple[str, ...]
+    reference_transform: str = "as it is"
+    """How it becomes those; a name in `formats.transforms`."""
+    hf_transform: str = "as it is"
+    is_bias: bool = False
+    """Whether it is there only if FAN maps have a bias."""
+
+
+class FANMap(NamedTuple):
+    """The rows of a FAN output that tensor parallel ranks share (in the `column` form)."""
+
+    tensor: str
+    """Megatron's name of the weight whose rows they are."""
+    field: str
+    """Of `model.fan`, for its p_ratio."""
+    width: int
+    """Of the output."""
+    p_ratio: float
+
+
+H = Size("h", lambda model: model.hidden_size)
+F = Size("f", lambda model: model.ffn_hidden_size)
+GATE_AND_UP = Size("2f", lambda model: 2 * model.ffn_hidden_size)
+QUERIES = Size("n d", lambda model: model.num_attention_heads * model.kv_channels)
+QKV_ROWS = Size("(n + 2k) d", lambda model: model.qkv_rows)
+
+QKV_PARTS = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
+
+
+def linear_qkv(reference: str) -> LayerTensor:
+    """Return the matrix of queries, keys and values, which the authors name by what is in front of it."""
+    return LayerTensor(
+        "self_attention.linear_qkv.weight",
+        (QKV_ROWS, H),
+        (reference,),
+        QKV_PARTS,
+        "all q, then all k, then all v",
+        "separate q, k and v",
+    )
+
+
+INPUT_NORM = LayerTensor("input_layernorm.weight", (H,), ("attn_norm.weight",), ("input_layernorm.weight",))
+PROJECTION = LayerTensor(
+    "self_attention.linear_proj.weight", (H, QUERIES), ("attn_out.weight",), ("self_attn.o_proj.weight",)
+)
+MLP_NORM = LayerTensor("pre_mlp_layernorm.weight", (H,), ("ff_norm.weight",), ("post_attention_layernorm.weight",))
+SWIGLU = (
+    LayerTensor(
+        "mlp.linear_fc1.weight",
+        (GATE_AND_UP, H),
+        ("ff_proj.weight",),
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        "up, then gate",
+        "separate gate and up",
+    ),
+    LayerTensor("mlp.linear_fc2.weight", (H, F), ("ff_out.weight",), ("mlp.down_proj.weight",)),
+)
+
+
+class Placement:
+    """Placement `none`: an ordinary Transformer, h + attn(norm(h)), then h + mlp(norm(h)) with a SwiGLU."""
+
+    name: ClassVar[str] = "none"
+    title: ClassVar[str] = "Transformer"
+    is_fanformer: ClassVar[bool] = False
+    """Whether there is FAN anywhere in the layer."""
+    is_in_attention: ClassVar[bool] = False
+    """Whether there is a FAN map in front of attention."""
+    attention_tensors: ClassVar[tuple[LayerTensor, ...]] = (linear_qkv("att_proj.weight"),)
+    """Of what comes before core attention."""
+    mlp_tensors: ClassVar[tuple[LayerTensor, ...]] = SWIGLU
+    own_tensors: ClassVar[frozenset[str]] = frozenset()
+    """FAN maps of names that no other tensor has, by which a model's tensors show the placement."""
+    in_words: ClassVar[str] = title
+    """What the layer has, in a sentence."""
+    reference_fields: ClassVar[Mapping[str, Any] | None] = {"block_type": "sequential", "use_ATF": False}
+    """What the authors' configuration says of it; None: they have no such model."""
+    fan_forms: ClassVar[Mapping[FANForm, str]] = {}
+    """The tensor parallel forms of its FAN maps, `column` first, and what a comparison of layouts calls each."""
+    has_own_values: ClassVar[bool] = False
+    """Whether a FAN layer makes the values, which then lie in another tensor than queries and keys."""
+    has_engine_layers: ClassVar[bool] = True
+    """Whether Transformer Engine's layers can compute it."""
+    keeps_mlp_output: ClassVar[bool] = False
+    """Whether the MLP's backward reads what the MLP made."""
+    rows_are_of: ClassVar[str] = ""
+    """Which layer's rows `maps` has, where there are several; for people."""
+    ffn_unit: ClassVar[int] = 1
+    """What d_ff is rounded to, in units of a SwiGLU's, so that the ranks which divide that divide its rows, too."""
+
+    # -- tensors
+
+    def tensors(self, fan: "FANConfig") -> list[LayerTensor]:
+        """Return a layer's tensors, in the order of conversions."""
+        return [tensor for tensor in self.all_tensors() if fan.bias or not tensor.is_bias]
+
+    def all_tensors(self) -> list[LayerTensor]:
+        """Return these and all biases."""
+        return [INPUT_NORM, *self.attention_tensors, PROJECTION, MLP_NORM, *self.mlp_tensors]
+
+    def tensor(self, name: str) -> LayerTensor:
+        """Return the tensor of a layer that Megatron calls so."""
+        return next(each for each in self.all_tensors() if each.name == name)
+
+    def outputs(self, fan: "FANConfig", hidden_size: int, value_size: int) -> list[tuple[int, float]]:
+        """Return width and p_ratio of the outputs of attention's FAN map; none without one."""
+        return []
+
+    def maps(self, model: "FANformerConfig") -> list[FANMap]:
+        """Return the FAN maps of a layer whose rows tensor parallel ranks share."""
+        return []
+
+    def seen_maps(self, layer: Mapping[str, Shape]) -> list[Rows]:
+        """Return the rows and widths of `maps`, of the shapes of a layer's tensors (named without `.weight`)."""
+        return []
+
+    def fits(self, layer: Mapping[str, Shape]) -> bool:
+        """Return whether a layer with just `own_tensors` of FAN is one of this placement."""
+        return True
+
+    def reference_qkv(self, model: "FANformerConfig", block: Callable[[str], Any], x: Any, fan: Any) -> Sequence[Any]:
+        """Return queries, keys and values [b, s, ...] of x by the authors' equations.
+
+        Args:
+            block: loads a tensor by its name in the authors' block.
+            fan: a FAN layer, called with the name of its map, x, and its width.
+        """
+        return self._split(model, x @ block("att_proj.weight").T)
+
+    @staticmethod
+    def _split(model: "FANformerConfig", rows: Any) -> Sequence[Any]:
+        queries = model.num_attention_heads * model.kv_channels
+        parts: Sequence[Any] = rows.split(
+            [queries, *[model.value_size] * ((model.qkv_rows - queries) // model.value_size)], dim=-1
+        )
+        return parts
+
+    # -- formulas
+
+    def parameters(self, model: "FANformerConfig") -> int:
+        """Return the weights of a layer."""
+        return sum(math.prod(size.of(model) for size in tensor.shape) for tensor in self.tensors(model.fan))
+
+    def qkv_rows(self, model: "FANformerConfig") -> int:
+        """Return the rows of the matrix that makes queries, keys and values (those that FAN does not make)."""
+        return model.num_attention_heads * model.kv_channels + 2 * model.value_size
+
+    def ffn_maps(self, model: "FANformerConfig") -> tuple[Rows, Rows]:
+        """Return rows and columns of the MLP's two matrices."""
+        h, f = model.hidden_size, model.ffn_hidden_size
+        return (2 * f, h), (h, f)
+
+    def parameters_of_ffn_unit(self, model: "FANformerConfig") -> float:
+        """Return the weights that one more of d_ff adds to a layer."""
+        return 3 * model.hidden_size
+
+    def attention_weights(self, model: "FANformerConfig", parallel: Any) -> Iterator[tuple[str, int, bool]]:
+        """Yield what a tensor parallel rank holds of attention, in the order in which its modules are made.
+
+        That is the name, the elements, and whether its gradient is of the rank's own tokens.
+        """
+        h, ranks = model.hidden_size, parallel.tensor_model_parallel_size
+        yield "self_attention.linear_proj.weight", model.num_attention_heads // ranks * model.kv_channels * h, False
+        yield "self_attention.linear_qkv.weight", model.qkv_rows // ranks * h, False
+
+    def mlp_weights(self, model: "FANformerConfig", parallel: Any) -> Iterator[tuple[str, int, bool]]:
+        """Yield the same of the MLP."""
+        (rows, columns), (rows_2, columns_2) = model.ffn_maps
+        yield "mlp.linear_fc1.weight", rows // parallel.tensor_model_parallel_size * columns, False
+        yield "mlp.linear_fc2.weight", rows_2 * columns_2 // parallel.tensor_model_parallel_size, False
+
+    def exchanged_values(self, model: "FANformerConfig") -> int:
+        """Return the width of values that each rank makes of its tokens (`sequence` form) for the heads of others."""
+        return 0
+
+    def mlp_activations(
+        self, model: "FANformerConfig", tokens: int, own_tokens: int, ranks: int
+    ) -> Iterator[tuple[str, int, tuple[int, int]]]:
+        """Yield each element-wise step of the MLP: name, tokens, and numbers moved of a token in forward and backward.
+
+        Args:
+            own_tokens: of this rank, under sequence parallelism.
+        """
+        f = model.ffn_hidden_size // ranks
+        yield "SwiGLU", tokens, (3 * f, 5 * f)
+
+    def kept_values(self, shapes: Any) -> tuple[int, bool]:
+        """Return the bytes of the tensor that values lie in, and whether they are a view of a wider one.
+
+        What FAN keeps anyway does not count.
+
+        Args:
+            shapes: the rank's `planning.layer_memory.LayerShapes`.
+        """
+        # QKV's output: of all ranks, where query groups are fewer than they.
+        ranks = shapes.tensor if shapes.job.model.query_groups < shapes.tensor else 1
+        return shapes.whole(shapes.qkv) * ranks, True
+
+    def after_first_map(self, shapes: Any) -> Iterator[tuple[str, int, int]]:
+        """Yield the MLP's operations after its first map: name, bytes kept for backward, bytes held by it besides."""
+        stream, inner = shapes.stream, shapes.inner
+        yield "SwiGLU", shapes.whole(2 * inner), stream + shapes.whole(3 * inner)
+        gradient_copies = 2 * shapes.quantised(shapes.tokens, shapes.hidden) if shapes.is_fp8 else 0
+        yield (
+            "second map of the MLP",
+            shapes.kept_input(shapes.tokens, inner, is_fp8=shapes.is_fp8),
+            stream
+            + shapes.gathered
+            + shapes.whole(inner)
+            + shapes.weight_gradient(shapes.hidden, inner)
+            + gradient_copies,
+        )
+
+    # -- modules
+
+    def attention(self, params: dict[str, Any], fan_params: dict[str, Any], parts: dict[str, Any]) -> Any:
+        """Return the ModuleSpec of self-attention.
+
+        Args:
+            params: of Megatron's self-attention.
+            fan_params: of one with FAN, besides.
+            parts: the layers it is made of; `fan_linear` is the FAN map's.
+        """
+        from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        own = {name: part for name, part in parts.items() if name != "fan_linear"}
+        return ModuleSpec(module=SelfAttention, params=params, submodules=SelfAttentionSubmodules(**own))
+
+    def local_mlp(self, fan: "FANConfig") -> Any:
+        """Return the ModuleSpec of the MLP of local layers."""
+        from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+
+        from megatron_fanformer.model.local_layers import LocalBackend
+
+        return get_mlp_module_spec_for_backend(backend=LocalBackend(), use_te_activation_func=True)
+
+    def mlp_fields(self, *, on_cpu: bool) -> dict[str, Any]:
+        """Return what the MLP needs of megatron-core's configuration."""
+        from torch.nn.functional import silu
+
+        return {
+            "gated_linear_unit": True,
+            "activation_func": silu,
+            # A GPU's SwiGLU is fused, by the Engine or torch's compiler; a CPU uses the local layers' own, for which
+            # `use_te_activation_func` is megatron-core's switch, despite its name.
+            "bias_activation_fusion": not on_cpu,
+            "use_te_activation_func": on_cpu,
+        }
+
+    # -- rules
+
+    def recompute_problems(self, model: "FANformerConfig", tensor: int) -> Iterator[str]:
+        """Yield why naming `fan` in recompute_modules saves nothing at that tensor parallel size, one line each."""
+        yield self._nothing_to_recompute("remove it")
+
+    def _nothing_to_recompute(self, instead: str) -> str:
+        return (
+            f"parallel.recompute_modules has fan, but model.fan.placement is {self.name}, so that there is "
+            f"no FAN map in front of attention to recompute; {instead}"
+        )
+
+    # -- the same model with its numbers in another order (parity/reordering.py; `order` is its Reordering)
+
+    def stream_order(self, order: Any) -> Any:
+        """Return the order of the residual stream's coordinates."""
+        return order.order("hidden", order.model.hidden_size)
+
+    def group_order(self, order: Any) -> Any:
+        """Return the order of the query groups."""
+        return order.order("groups", order.model.query_groups)
+
+    def attention_orders(self, order: Any) -> dict[str, list[Any]]:
+        """Return the order of each axis of the tensors in front of core attention."""
+        return {"linear_qkv.weight": [order.qkv_rows(), order.hidden]}
+
+    def mlp_orders(self, order: Any) -> dict[str, list[Any]]:
+        """Return the order of each axis of the MLP's tensors."""
+        return {
+            "linear_fc1.weight": [order.gate_and_up(), order.hidden],
+            "linear_fc2.weight": [order.hidden, order.order("ffn", order.model.ffn_hidden_size)],
+        }

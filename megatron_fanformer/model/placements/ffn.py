@@ -1,0 +1,147 @@
+"""Placement `ffn`: two FAN layers in place of the MLP, h + FAN_2(FAN_1(norm(h))), and attention as a Transformer's.
+
+`model/fan_ffn.py` has the layers, and their source.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron_fanformer.model.placements.attention import fan_tensors
+from megatron_fanformer.model.placements.base import F, FANMap, H, Placement, Rows, Shape, Size
+from megatron_fanformer.runtime.layout import FANForm
+
+if TYPE_CHECKING:
+    from megatron_fanformer.model.config import FANConfig, FANformerConfig
+
+ROWS_1 = Size("P1 + G1", lambda model: model.ffn_maps[0][0])
+ROWS_2 = Size("P2 + G2", lambda model: model.ffn_maps[1][0])
+FIRST, SECOND = "mlp.linear_fc1", "mlp.linear_fc2"
+
+
+class FFN(Placement):
+    """Two FAN layers in place of the MLP."""
+
+    name = "ffn"
+    title = "Transformer with FAN layers for its MLP"
+    in_words = "FAN layers in place of its MLP"
+    is_fanformer = True
+    mlp_tensors = (
+        *fan_tensors(FIRST, (ROWS_1, H), None, "mlp.fan_1"),
+        *fan_tensors(SECOND, (ROWS_2, F), None, "mlp.fan_2"),
+    )
+    reference_fields = None
+    fan_forms: ClassVar[Mapping[FANForm, str]] = {"column": "FAN layers for the FFN"}
+    has_engine_layers = False
+    keeps_mlp_output = True
+    rows_are_of = " in the first layer"
+    ffn_unit = 4
+
+    def maps(self, model: "FANformerConfig") -> list[FANMap]:
+        """Return the first layer's: ranks share the columns of the second map, and so no row of it."""
+        return [FANMap(f"{FIRST}.weight", "p_ratio", model.ffn_hidden_size, model.fan.p_ratio)]
+
+    def seen_maps(self, layer: Mapping[str, Shape]) -> list[Rows]:
+        """Return the first layer's, as wide as what the second reads."""
+        return [(layer[FIRST][0], layer[SECOND][1])]
+
+    def fits(self, layer: Mapping[str, Shape]) -> bool:
+        """Return whether the first map has not the rows of a SwiGLU's gate and up."""
+        return layer[FIRST][0] != 2 * layer[SECOND][1]
+
+    def ffn_maps(self, model: "FANformerConfig") -> tuple[Rows, Rows]:
+        """Return (1 - p_ratio) f rows of h columns, and (1 - p_ratio) h rows of f."""
+        h, f, p_ratio = model.hidden_size, model.ffn_hidden_size, model.fan.p_ratio
+        return (f - int(p_ratio * f), h), (h - int(p_ratio * h), f)
+
+    def parameters_of_ffn_unit(self, model: "FANformerConfig") -> float:
+        """Return those of the share of rows that one more of the width takes."""
+        return (1 - model.fan.p_ratio) * (2 * model.hidden_size + model.fan.bias)
+
+    def mlp_weights(self, model: "FANformerConfig", parallel: Any) -> Iterator[tuple[str, int, bool]]:
+        """Yield also the biases, the second of which acts on each rank's own tokens."""
+        first, second = super().mlp_weights(model, parallel)
+        (rows, _), (rows_2, _) = model.ffn_maps
+        yield first
+        if model.fan.bias:
+            yield f"{FIRST}.bias", rows // parallel.tensor_model_parallel_size, False
+        yield second
+        if model.fan.bias:
+            yield f"{SECOND}.bias", rows_2, parallel.sequence_parallel
+
+    def mlp_activations(
+        self, model: "FANformerConfig", tokens: int, own_tokens: int, ranks: int
+    ) -> Iterator[tuple[str, int, tuple[int, int]]]:
+        """Yield the first layer's, of a rank's features, and the second's, of a rank's tokens."""
+        for number, width in ((tokens, model.ffn_hidden_size // ranks), (own_tokens, model.hidden_size)):
+            periodic = int(model.fan.p_ratio * width)
+            both = 2 * width - periodic
+            yield "FAN activation", number, (both, both + 2 * periodic)
+
+    def after_first_map(self, shapes: Any) -> Iterator[tuple[str, int, int]]:
+        """Yield the features of the first layer, the second map, its features.
+
+        Each layer keeps its features alone, which the second map reads, and g in front of a GELU.
+        """
+        stream, inner = shapes.stream, shapes.inner
+        (rows, _), (rows_2, _) = shapes.job.model.ffn_maps
+        rows //= shapes.tensor
+        yield (
+            "features of the first FAN layer",
+            shapes.whole(inner) + self._kept_g(shapes, shapes.whole, inner),
+            stream + shapes.whole(inner + rows) + self._passes(shapes, shapes.tokens, inner),
+        )
+        second_gradients = shapes.part(rows_2) + (shapes.whole(rows_2) if shapes.is_sharded else 0)
+        yield (
+            "second map of the MLP",
+            0,
+            stream + second_gradients + shapes.whole(inner) + shapes.weight_gradient(rows_2, inner),
+        )
+        yield (
+            "features of the second FAN layer",
+            shapes.part(shapes.hidden) + self._kept_g(shapes, shapes.part, shapes.hidden),
+            stream + shapes.part(rows_2) + self._passes(shapes, shapes.part_tokens, shapes.hidden),
+        )
+
+    @staticmethod
+    def _kept_g(shapes: Any, size: Callable[[int], int], width: int) -> int:
+        """Return the linear rows' output in front of a GELU, of a layer that is so wide on this rank."""
+        fan = shapes.job.model.fan
+        return size(width - 2 * int(fan.p_ratio * width)) if fan.activation == "gelu" else 0
+
+    @staticmethod
+    def _passes(shapes: Any, tokens: int, width: int) -> int:
+        """Return what the activation's backward holds besides, of a layer that is so wide on this rank."""
+        return tokens * int(shapes.job.model.fan.p_ratio * width) * shapes.product_bytes
+
+    def local_mlp(self, fan: "FANConfig") -> Any:
+        """Return megatron-core's MLP of two FAN layers."""
+        from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+
+        from megatron_fanformer.model.fan_ffn import FANFeedForwardBackend
+
+        return get_mlp_module_spec_for_backend(backend=FANFeedForwardBackend(fan))
+
+    def mlp_fields(self, *, on_cpu: bool) -> dict[str, Any]:
+        """Return that nothing acts between the two."""
+        from megatron_fanformer.model.fan_ffn import already_activated
+
+        return {"activation_func": already_activated}
+
+    def recompute_problems(self, model: "FANformerConfig", tensor: int) -> Iterator[str]:
+        """Yield what recomputes these layers."""
+        yield self._nothing_to_recompute("name mlp in its place")
+
+    def stream_order(self, order: Any) -> Any:
+        """Return that of a FAN layer's features, which are written into the stream."""
+        return order.features("stream", order.model.hidden_size)
+
+    def mlp_orders(self, order: Any) -> dict[str, list[Any]]:
+        """Return the rows of both layers, and the features of the first."""
+        width = order.model.ffn_hidden_size
+        inner, outer = order.fan_rows("ffn", width), order.fan_rows("stream", order.model.hidden_size)
+        return {
+            "linear_fc1.weight": [inner, order.hidden],
+            "linear_fc1.bias": [inner],
+            "linear_fc2.weight": [outer, order.features("ffn", width)],
+            "linear_fc2.bias": [outer],
+        }

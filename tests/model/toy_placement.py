@@ -1,0 +1,130 @@
+"""A placement that the package does not have, as one file: FAN in front of the MLP's SwiGLU, h + mlp(X_F(norm(h))).
+
+It is what a new placement costs: the object, the modules it builds, and the class of the exports' model.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
+
+from megatron_fanformer.hf import configuration_fanformer, modeling_fanformer
+from megatron_fanformer.hf.modeling_fanformer import FANActivation, FANformerAttention, FANformerMLP
+from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from megatron_fanformer.model.fan_layer import FANProjection
+from megatron_fanformer.model.local_layers import ActivatedColumnParallelLinear, LocalBackend
+from megatron_fanformer.model.placements import PLACEMENTS
+from megatron_fanformer.model.placements.attention import FAN_ROWS, fan_tensors
+from megatron_fanformer.model.placements.base import SWIGLU, FANMap, H, Placement, Rows, Shape
+
+NAME = "mlp_input"
+FAN = "mlp.linear_fc1.fan.linear"
+
+
+class MLPInput(Placement):
+    """FAN in front of the MLP."""
+
+    name = NAME
+    title = "Transformer with FAN in front of its MLP"
+    in_words = "FAN in front of its MLP"
+    is_fanformer = True
+    mlp_tensors = (*fan_tensors(FAN, (FAN_ROWS, H), None, "mlp.fan"), *SWIGLU)
+    own_tensors = frozenset({FAN})
+    reference_fields = None
+    fan_forms: ClassVar[Mapping[Any, str]] = {"column": "FAN in front of the MLP"}
+    has_engine_layers = False
+
+    def outputs(self, fan: FANConfig, hidden_size: int, value_size: int) -> list[tuple[int, float]]:
+        return [(hidden_size, fan.p_ratio)]
+
+    def maps(self, model: FANformerConfig) -> list[FANMap]:
+        return [FANMap(f"{FAN}.weight", "p_ratio", model.hidden_size, model.fan.p_ratio)]
+
+    def seen_maps(self, layer: Mapping[str, Shape]) -> list[Rows]:
+        return [(layer[FAN][0], layer["input_layernorm"][0])]
+
+    def mlp_weights(self, model: FANformerConfig, parallel: Any) -> Iterator[tuple[str, int, bool]]:
+        first, second = super().mlp_weights(model, parallel)
+        rows = model.fan_rows // parallel.tensor_model_parallel_size
+        biases = [(f"{FAN}.bias", rows, False)] if model.fan.bias else []
+        yield from (first, (f"{FAN}.weight", rows * model.hidden_size, False), *biases, second)
+
+    def local_mlp(self, fan: FANConfig) -> Any:
+        return get_mlp_module_spec_for_backend(backend=_Backend(fan), use_te_activation_func=True)
+
+
+class _Backend(LocalBackend):
+    def __init__(self, fan: FANConfig) -> None:
+        self._fan = fan
+
+    def column_parallel_linear(self) -> Any:
+        return ModuleSpec(module=FANThenLinear, params={"fan": self._fan})
+
+
+class FANThenLinear(ActivatedColumnParallelLinear):
+    """The MLP's first map, which reads X_F."""
+
+    def __init__(self, *args: Any, fan: FANConfig, config: Any, tp_group: Any, **kwargs: Any) -> None:
+        super().__init__(*args, config=config, tp_group=tp_group, **kwargs)
+        self.fan = FANProjection(config, fan=fan, form="column", linear=ColumnParallelLinear, tp_group=tp_group)
+        self.activation = self.fan.activation
+
+    def forward(self, x_sbh: Tensor) -> tuple[Tensor, None]:
+        product_sbo, _ = super().forward(self.fan.pre_activation(x_sbh))
+        return product_sbo, None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        own = {key: value for key, value in state.items() if not key.startswith(f"{prefix}fan.")}
+        return own | self.fan.sharded_state_dict(f"{prefix}fan.", sharded_offsets, metadata)
+
+
+class HuggingFaceMLP(FANformerMLP):
+    """The same for transformers."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.fan_activation = FANActivation(config, config.hidden_size, config.p_ratio)
+        self.fan = nn.Linear(config.hidden_size, sum(self.fan_activation.sizes), bias=config.fan_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.fan_activation(self.fan(x)))
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """Within it there is the placement: the entries that a new file needs, in the package's table and the exports'."""
+    names = FANConfig.__annotations__["placement"]
+    PLACEMENTS[NAME] = MLPInput()
+    FANConfig.__annotations__["placement"] = Literal[tuple(PLACEMENTS)]  # as of the import of model.placements
+    configuration_fanformer.FAN_PLACEMENTS[NAME] = configuration_fanformer.Placement()
+    modeling_fanformer.LAYER_PARTS[NAME] = (FANformerAttention, HuggingFaceMLP)
+    try:
+        yield
+    finally:
+        for table in (PLACEMENTS, configuration_fanformer.FAN_PLACEMENTS, modeling_fanformer.LAYER_PARTS):
+            del table[NAME]
+        FANConfig.__annotations__["placement"] = names
+
+
+def built_shapes(model: FANformerConfig) -> dict[str, torch.Size]:
+    """Return the parameters of the built model, on one rank."""
+    from megatron_fanformer.model.build import build_stages
+    from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
+
+    with registered(), rank_grid(ParallelConfig(), "cpu") as grid:
+        (stage,) = build_stages(model, ParallelConfig(), grid, dtype=torch.float32, seed=0)
+        return {name: parameter.shape for name, parameter in stage.named_parameters()}
+
+
+def train(*arguments: Any) -> Any:
+    """Train as `train_stream` does, where there is the placement."""
+    from tests.training.layouts import train_stream
+
+    with registered():
+        return train_stream(*arguments)
