@@ -98,7 +98,7 @@ def set_groups(optimizer: Any, groups: list[dict[str, Any]], names: Collection[s
 
 
 def _stored_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Every group with the common step, which an optimizer does not count where this rank has no weights of a group."""
+    """Return every group with the common step, which an optimizer does not count where it has none of its weights."""
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     step = max(group.get("step", 0) for group in groups)
     return [{**group, "step": step} for group in groups]

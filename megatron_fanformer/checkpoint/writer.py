@@ -21,7 +21,7 @@ LOGGER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
 class ResultsFile:
-    """What a writer did, for the rank to read after the writer's end; has the two methods of a queue that are used.
+    """Keep what a writer did for the rank to read after its end; has the two methods of a queue that are used.
 
     It is an unnamed file, which a fork inherits. megatron-core's own is a queue in a server process, which takes
     seconds to start, imports `__main__` again, and is killed by a signal sent to a run's whole process group:

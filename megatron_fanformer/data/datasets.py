@@ -103,7 +103,7 @@ def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datas
 
 @dataclass(frozen=True)
 class _TokenIds:
-    """All that GPTDataset needs from a tokenizer; `unique_identifiers` goes into the names of cached indices."""
+    """Stand in for a tokenizer with all that GPTDataset needs; `unique_identifiers` goes into names of cached indices."""
 
     eod: int
     vocab_size: int

@@ -63,7 +63,7 @@ class EvaluationJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Jobs:
-    """All of a command's."""
+    """Hold all jobs of a command."""
 
     jobs: list[EvaluationJob]
     """In the order of the checkpoints."""

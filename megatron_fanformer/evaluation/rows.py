@@ -181,7 +181,7 @@ class RowBatch:
 
 
 def batches_of_rows(lengths: np.ndarray, stages: list[Any], grid: RankGrid, batch_tokens: int) -> Iterator[RowBatch]:
-    """All rows, the longest first: those of a batch are of about one length, and too little memory shows at once."""
+    """Return all rows, the longest first: a batch's are of about one length, and too little memory shows at once."""
     pipeline_stages, replicas = grid.groups.pp.size(), grid.data_parallel_size
     most_micro_batches = MICRO_BATCHES_A_STAGE * pipeline_stages if pipeline_stages > 1 else 1
     count_unit, length_unit = micro_batch_multiple(stages, grid), length_multiple(stages, grid)

@@ -128,7 +128,7 @@ def write_checkpoint(
 
 
 def _attachments(run: Path, extras: Extras) -> list[Path]:
-    """What goes into the checkpoint besides the weights; the chat template is written into the run's folder for it."""
+    """Return what goes into the checkpoint besides weights; the chat template is written into the run's folder."""
     if extras.tokenizer is None or extras.chat_template is None:
         return [extras.tokenizer] if extras.tokenizer else []
     template = run / CHAT_TEMPLATE_JINJA

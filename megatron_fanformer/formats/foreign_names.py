@@ -458,7 +458,7 @@ OLMO = (
 
 
 def answer(plain_name: str) -> str | None:
-    """What a setting of another trainer is here, or why it is not there, as a clause; None for names of no other."""
+    """Return what another trainer's setting is here, or why it is not there, as a clause; None: not a name of one."""
     row = row_of(plain_name)
     return None if row is None else row.answer
 

@@ -103,7 +103,7 @@ print(tokenizer.decode(answer, skip_special_tokens=True))
 
 
 def receipt_section(content: dict[str, Any] | None) -> str:
-    """How the weights were converted, and what the receipt, which is next to the card, says; None: there is none."""
+    """Return how the weights were converted, and what the receipt next to the card says; None: there is none."""
     known = versions()
     made_with = ", ".join(f"{name} {known[name]}" for name in TOLD_VERSIONS)
     if content is None:

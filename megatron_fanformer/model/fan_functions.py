@@ -31,7 +31,7 @@ class Exchanged(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """How p | g of all ranks become [cos p, sin p, g] of each output, whole on each rank, and gradients come back."""
+    """Make [cos p, sin p, g] of each output, whole on each rank, of all ranks' p | g, and bring gradients back."""
 
     shard: FANShard
     group: dist.ProcessGroup | None

@@ -55,7 +55,7 @@ def to_gradient(
 def _over_vocabulary(
     greatest_c: Tensor, sum_c: Tensor, label_c: Tensor, is_own: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """For the whole vocabulary, [sum of exponentials, label's logit], less the largest one; and this rank's factor."""
+    """Return [sum of exponentials, label's logit] of the vocabulary, less the largest one, and this rank's factor."""
     if group.size() == 1:
         return torch.stack([sum_c, label_c - greatest_c]), torch.ones_like(sum_c)
     whole_c = greatest_c.clone()

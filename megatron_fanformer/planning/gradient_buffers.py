@@ -200,7 +200,7 @@ def gradient_buffer(
 
 
 def limits_buckets(parallel: ParallelConfig, stage: int, chunk: Chunk) -> bool:
-    """Whether a chunk's buckets are limited in size: later stages and chunks have time enough to send all at once."""
+    """Return whether a chunk's buckets are limited in size: later stages have time enough to send all at once."""
     return bool(parallel.overlap_grad_reduce) and stage == 0 and chunk.number == 0
 
 

@@ -60,7 +60,7 @@ class Job:
 
     @property
     def has_ring(self) -> bool:
-        """Whether context parallel ranks send keys and values round, as the Engine does unless told otherwise."""
+        """Return whether context parallel ranks send keys and values in a ring, as the Engine does by default."""
         is_sent = self.layers == "transformer_engine" and self.parallel.cp_comm_type in (None, "p2p")
         return is_sent and self.parallel.context_parallel_size > 1
 

@@ -141,7 +141,7 @@ def layer_operations(job: Job) -> list[Operation]:
 
 
 def norm_backward(shapes: LayerShapes) -> int:
-    """What a norm's backward holds beside the stream's gradient: two of its own; on a CPU one, and float32 copies."""
+    """Return what a norm's backward holds beside the stream's gradient: two tensors; on a CPU one, and float32 copies."""
     width = shapes.part_tokens * shapes.hidden
     if shapes.is_engine or not shapes.job.on_cpu:
         return 2 * width * shapes.element

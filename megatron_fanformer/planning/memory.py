@@ -170,7 +170,7 @@ def _fp8_copies(job: Job, chunk: Chunk) -> int:
 
 
 def _dummy_gradients(shapes: LayerShapes, held: list[Chunk]) -> int:
-    """Where products add weight gradients themselves, autograd gets one tensor of each shape, kept for all layers."""
+    """Return the bytes of the one tensor of each shape that autograd gets where products add weight gradients."""
     if not shapes.is_fused:
         return 0
     hidden = shapes.hidden

@@ -88,7 +88,7 @@ class _Rank:
         return self.process.poll()
 
     def stop_message(self, *, run_is_over: bool = False) -> str | None:
-        """What it said when a signal ended it before the steps, or after the last one; None unless one has then."""
+        """Return its message if a signal ended it before the first step, or after the last one; else None."""
         record = self._error_record() if self.code == Interrupted.exit_code else None
         if record is None or (RUN_IS_OVER in record["extraInfo"]) != run_is_over:
             return None

@@ -286,7 +286,7 @@ def by_dotted_names(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def advice(name: str) -> str | None:
-    """What to tell about a name that is no field of RunConfig: another trainer's, or a field's in another section."""
+    """Return the advice for a name that is not a field of RunConfig: another trainer's, or one of another section."""
     plain = foreign_names.plain(name)
     same = [field.name for field in described_fields(RunConfig) if field.name.rpartition(".")[2] == plain]
     return f"did you mean {' or '.join(same)}?" if same else foreign_names.answer(plain)

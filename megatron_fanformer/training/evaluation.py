@@ -98,7 +98,7 @@ class Evaluation:
     def _due(
         self, step: int, stages: list[Any], valid: Mapping[str, Any]
     ) -> list[tuple[str, Callable[[], dict[str, float]]]]:
-        """What is measured after a step, in order, the same on all ranks: what it is, and the call that measures it."""
+        """Return what is measured after a step, in order, the same on all ranks: its name, and the call for it."""
         due: list[tuple[str, Callable[[], dict[str, float]]]] = []
         if self._is_due(step, self._validation_interval):
             for name, dataset in valid.items():
@@ -122,7 +122,7 @@ class Evaluation:
     def _perplexity_metrics(
         self, step: int, stages: list[Any], of_set: PerplexitySet, losses: dict[str, SetLoss]
     ) -> dict[str, float]:
-        """Of all sets so far, whose losses are kept in `losses`: a group's mean is there with the last of its sets."""
+        """Return the metrics of all sets so far, whose losses are in `losses`; a group's mean comes with its last set."""
         losses |= perplexity_of_sets(
             stages, [of_set], self._grid, batch_tokens=self._batch_tokens, shall_stop=self._shall_stop
         )

@@ -57,7 +57,7 @@ def _disagreements(stated: dict[str, Any], shape: dict[str, Any], prefix: str, c
 
 
 def _checkpoint_and_model(values: dict[str, Any]) -> tuple[str, FANformerConfig]:
-    """What the run starts from: its own newest checkpoint where it has begun, as for `checkpoint.load` itself."""
+    """Return what the run starts from: its own newest checkpoint once it has begun, as for `checkpoint.load`."""
     run, load = _text(values, "training", "run_dir"), _text(values, "checkpoint", "load")
     for checkpoint in reversed(store.complete_checkpoints(Path(run))) if run else ():
         try:

@@ -74,7 +74,7 @@ class StepMetrics:
 
 
 def _peak_flops_per_second(config: RunConfig, grid: RankGrid) -> float | None:
-    """What all chips of the run could compute, in the format of its products, by the data sheet; None if not known."""
+    """Return the peak rate of the run's chips in the format of its products, by the data sheet; None if unknown."""
     if grid.device != "cuda" or (chip := machine_of_device(torch.cuda.get_device_name())) is None:
         return None
     number_format = "fp8" if config.precision.fp8 else config.precision.dtype
