@@ -103,7 +103,7 @@ def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datas
 
 @dataclass(frozen=True)
 class _TokenIds:
-    """Stand in for a tokenizer with all that GPTDataset needs; `unique_identifiers` goes into names of cached indices."""
+    """Stand in for a tokenizer in GPTDataset; `unique_identifiers` goes into names of cached indices."""
 
     eod: int
     vocab_size: int

@@ -100,7 +100,7 @@ class LayerShapes:
 
     @property
     def product_bytes(self) -> int:
-        """Of a number of a product that torch sums: in float32, with the gradient and cos or sin copied for that."""
+        """Return the bytes of a number that torch sums: float32, with the gradient and cos or sin copied for it."""
         if not self.job.on_cpu:
             return 0
         return (3 if self.element < FLOAT else 1) * FLOAT
@@ -141,7 +141,7 @@ def layer_operations(job: Job) -> list[Operation]:
 
 
 def norm_backward(shapes: LayerShapes) -> int:
-    """Return what a norm's backward holds beside the stream's gradient: two tensors; on a CPU one, and float32 copies."""
+    """Return what a norm's backward holds beside the stream's gradient: two tensors; on a CPU one and copies."""
     width = shapes.part_tokens * shapes.hidden
     if shapes.is_engine or not shapes.job.on_cpu:
         return 2 * width * shapes.element

@@ -63,7 +63,7 @@ class StepTraffic:
 
     @property
     def boundary_bytes(self) -> int:
-        """Return the bytes that a stage sends to the next: [c, b, h], or under sequence parallelism this rank's part."""
+        """Return the bytes that a stage sends to the next: [c, b, h], or with sequence parallelism this rank's part."""
         return self.hidden_bytes // (self.tensor_ranks if self.parallel.sequence_parallel else 1)
 
     @property

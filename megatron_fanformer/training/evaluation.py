@@ -122,7 +122,7 @@ class Evaluation:
     def _perplexity_metrics(
         self, step: int, stages: list[Any], of_set: PerplexitySet, losses: dict[str, SetLoss]
     ) -> dict[str, float]:
-        """Return the metrics of all sets so far, whose losses are in `losses`; a group's mean comes with its last set."""
+        """Return the metrics of all sets so far, with losses in `losses`; a group's mean comes with its last set."""
         losses |= perplexity_of_sets(
             stages, [of_set], self._grid, batch_tokens=self._batch_tokens, shall_stop=self._shall_stop
         )
