@@ -379,7 +379,7 @@ def _cached(remote: RemoteRun, name: str, cache: Path, report: Callable[[str], N
     digest = hashlib.sha256(remote.manifest_of(name)).hexdigest()[:16]
     folder = cache / digest
     if not (folder / name).is_dir():
-        print_stderr(f"fetching {name} of {remote.url} to {folder}")
+        report(f"fetching {name} of {remote.url} to {folder}")
         try:
             remote.fetch(name, folder)
         except InputError:

@@ -15,7 +15,7 @@ from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.model.layout_rules import layout_problems
 from megatron_fanformer.planning import roofline
 from megatron_fanformer.planning.flops import forward_flops_per_token
-from megatron_fanformer.planning.gradient_buffers import first_stage_elements
+from megatron_fanformer.planning.gradient_buffers import first_stage_weights
 from megatron_fanformer.runtime.parallel import ParallelConfig
 from megatron_fanformer.runtime.seeding import generator_for
 from tests.model.toy_placement import NAME, built_shapes, registered, train
@@ -62,7 +62,8 @@ def test_its_formula_counts_what_is_built(run_on_ranks: Any) -> None:
     (shapes,) = run_on_ranks(1, built_shapes, MODEL)
     assert shapes == expected_shapes(MODEL, "megatron")
     built = sum(shape.numel() for shape in shapes.values())
-    assert built == MODEL.num_parameters == first_stage_elements(MODEL, ParallelConfig(), MODEL.num_layers)
+    held = first_stage_weights(MODEL, ParallelConfig(), MODEL.num_layers)
+    assert built == MODEL.num_parameters == sum(weight.elements for weight in held)
     operations = roofline.layer_operations(MODEL, tokens=1, element_bytes=4)
     head = roofline.head_operation(MODEL, tokens=1, element_bytes=4)
     layers = MODEL.num_layers * sum(operation.forward.flops for operation in operations)
