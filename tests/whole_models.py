@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_fanformer.checkpoint import megatron_versions
@@ -13,8 +14,22 @@ from megatron_fanformer.formats import huggingface, reference
 from megatron_fanformer.formats.name_table import convert
 from megatron_fanformer.formats.weight_files import open_weights
 from megatron_fanformer.model.config import FANformerConfig
+from tests.plain_model import plain_logits
 
 Tensors = dict[str, Tensor]
+
+SAME_LOGITS = 2e-5
+"""Absolute, of float32 against the authors' float32, unless theirs are further from float64's."""
+
+
+def logits_bound(case: Path) -> float:
+    """Return how far logits may lie from a reference case's: as far as those lie from float64's, 5e-6 to 6e-5.
+
+    Another order of sums is rounded in another way: of the CPU's product library, or of tensor parallel shards.
+    """
+    weights, expected = load_file(case / "model.safetensors"), load_file(case / "expected.safetensors")
+    exact = plain_logits({name: w.double() for name, w in weights.items()}, expected["input_ids"], heads=4)
+    return max(SAME_LOGITS, float((expected["logits"] - exact).abs().max()))
 
 
 def read_full_tensors(checkpoint: Path) -> Tensors:

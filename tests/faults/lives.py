@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megatron_fanformer.runtime.heartbeat import BEAT_SECONDS
 from megatron_fanformer.training.metrics import METRICS, read_metrics
 from tests.patience import PATIENCE_SECONDS
@@ -59,6 +61,12 @@ class Run:
         goal = self.steps + number
         self.wait_until(lambda: self.steps >= goal)
         self.ranks = rank_processes(self.process.pid)
+
+    def let_compute(self, rank: int, seconds: float) -> None:
+        """Wait until a rank has had so much time of a CPU."""
+        process = psutil.Process(self.ranks[rank])
+        goal = sum(process.cpu_times()[:2]) + seconds
+        self.wait_until(lambda: sum(process.cpu_times()[:2]) >= goal)
 
     def kill(self, rank: int, number: signal.Signals) -> None:
         assert self.process.poll() is None, self.process.communicate()
@@ -143,7 +151,7 @@ def slow_rank(run: Run) -> None:
         run.kill(1, signal.SIGSTOP)
         time.sleep(0.9)
         run.kill(1, signal.SIGCONT)
-        time.sleep(0.1)
+        run.let_compute(1, 0.02)  # by its own time: on a busy machine a tenth of a second may hold none of it
     run.wait_for_steps(3)
     run.process.terminate()
 

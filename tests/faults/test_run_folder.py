@@ -110,6 +110,8 @@ def put_foreign_ids(file: Path) -> None:
 
 def spoil_during_training(values: dict[str, Any], file: Path, spoil: Callable[[Path], None]) -> tuple[int, str]:
     """Train, and spoil a file after two steps; exit code and message of the error that follows."""
+    import torch.distributed as dist
+
     from megatron_fanformer.training.trainer import Trainer
 
     config = config_from_dict(values)
@@ -120,6 +122,7 @@ def spoil_during_training(values: dict[str, Any], file: Path, spoil: Callable[[P
             trainer.take_step()
             if grid.rank == 0:
                 spoil(file)
+            dist.barrier()  # else another rank may have read its next samples before
             trainer.train()
         except FanformerError as error:
             return error.exit_code, str(error)

@@ -111,8 +111,8 @@ def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-ATTEMPTS = 3
-"""gloo's threads may hold on to a tensor for a moment after it was waited for, which adds to what is held."""
+ATTEMPTS = 12
+"""gloo's threads may hold on to a tensor after it was waited for, on a busy machine for long, which adds to the peak."""
 
 
 @pytest.mark.parametrize("name", ALL)
