@@ -145,13 +145,16 @@ def pause_rank(run: Run) -> None:
 
 
 def slow_rank(run: Run) -> None:
-    """One rank runs a tenth of the time, for twice the limit; the run must go on, and is then told to stop."""
+    """One rank runs a tenth of the time, for twice the limit; the run must go on, and is then told to stop.
+
+    Not from its first step: what a run imports after that takes seconds at this rate, without a sign of progress.
+    """
     end = time.monotonic() + 2 * LIMIT_SECONDS
     while time.monotonic() < end:
         run.kill(1, signal.SIGSTOP)
         time.sleep(0.9)
         run.kill(1, signal.SIGCONT)
-        run.let_compute(1, 0.02)  # by its own time: on a busy machine a tenth of a second may hold none of it
+        run.let_compute(1, 0.05)  # by its own time: on a busy machine a tenth of a second may hold none of it
     run.wait_for_steps(3)
     run.process.terminate()
 
@@ -243,7 +246,7 @@ FAULTS: dict[str, Fault] = {
         seconds=LIMIT_SECONDS + 5,
     ),
     "paused rank": Fault(do=pause_rank, code=5, line=SAVED, seconds=30),
-    "slow rank": Fault(do=slow_rank, code=5, line=SAVED, seconds=30),
+    "slow rank": Fault(do=slow_rank, steps=3, code=5, line=SAVED, seconds=30),
     "three signals": Fault(do=terminate_thrice, code=5, line=f"stopped on SIGTERM, {SAVED}", seconds=30),
     "a signal to a rank": Fault(do=terminate_one_rank, code=5, line=f"a signal to a rank, {SAVED}", seconds=30),
     "asked to save": Fault(do=ask_for_saves, code=5, line=SAVED, seconds=30),

@@ -112,7 +112,7 @@ def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 ATTEMPTS = 12
-"""gloo's threads may hold on to a tensor after it was waited for, on a busy machine for long, which adds to the peak."""
+"""gloo's threads may hold on to a tensor after it was waited for, on a busy machine for long, and adds to the peak."""
 
 
 @pytest.mark.parametrize("name", ALL)
