@@ -9,7 +9,6 @@ field, which is read from the source.
 import ast
 import copy
 import dataclasses
-import difflib
 import functools
 import inspect
 import json
@@ -27,7 +26,7 @@ import msgspec
 import yaml
 
 from megatron_fanformer.durable_files import regular_file
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, did_you_mean
 
 Config = TypeVar("Config")
 
@@ -116,13 +115,8 @@ def _unknown_keys(values: Mapping[str, Any], known: Mapping[str, Any], prefix: s
     for key in values:
         if key not in known:
             name = f"{prefix}{key!s:.{MOST_SHOWN}}"
-            yield f"unknown configuration key {name}; {advice(name) or _nearest(str(key), known, prefix)}"
-
-
-def _nearest(key: str, known: Mapping[str, Any], prefix: str) -> str:
-    """The key most like it; where none is, all of them: one that has nothing in common would be taken for an answer."""
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean {prefix}{near[0]}?" if near else f"the keys here are {', '.join(known)}"
+            remedy = did_you_mean(str(key), known, f"the keys here are {', '.join(known)}", prefix=prefix)
+            yield f"unknown configuration key {name}; {advice(name) or remedy}"
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -4,10 +4,11 @@ A message is one line of the form `VALUE, RULE; REMEDY`: what was found, the rul
 no credentials: see `redacted`.
 """
 
+import difflib
 import re
 import sys
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -91,3 +92,14 @@ def collect_problems(problems: list[str], read: Callable[[], _T]) -> _T | None:
     except InputError as error:
         problems += str(error).splitlines()
         return None
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, prefix: str = "") -> str:
+    """Return the remedy for an unknown name: the known one most like it.
+
+    Args:
+        otherwise: the remedy where none is: one that has nothing in common would be taken for an answer.
+        prefix: of the known names, where they are shown.
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {prefix}{near[0]}?" if near else otherwise

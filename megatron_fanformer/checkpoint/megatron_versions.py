@@ -65,7 +65,7 @@ def prepare_save(sharded_state: dict[str, Any], folder: Path, strategy: Any, *, 
 
 
 def save_strategy(group: "dist.ProcessGroup | None") -> Any:
-    """Return how to save state dicts of one structure; the ranks of `group` share the writing of what they share."""
+    """Return how to save state dicts of one structure; ranks of `group` divide the writing of what all have."""
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
     if group is None or group.size() == 1:
         return strategy

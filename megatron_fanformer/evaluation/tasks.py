@@ -5,11 +5,10 @@ among them, divide by a continuation's length without the space that it begins w
 library itself reports for either is with the space, in its version 0.9.0 (docs/evaluation.md).
 """
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_fanformer.errors import InputError
+from megatron_fanformer.errors import InputError, did_you_mean
 
 SUBJECTS = ("stem", "humanities", "social_sciences", "other")
 LANGUAGES = (
@@ -155,8 +154,7 @@ def _meant(name: str) -> str:
     """Return the remedy for an unknown name."""
     if name == ULOGIC:
         return "request it from `evaluate` by --ulogic FILE"
-    nearest = difflib.get_close_matches(name, [*GROUPS, *TASKS], n=1)
-    return f"did you mean {nearest[0]}?" if nearest else f"the groups are {', '.join(GROUPS)}"
+    return did_you_mean(name, [*GROUPS, *TASKS], f"the groups are {', '.join(GROUPS)}")
 
 
 def resolve(names: Sequence[str]) -> list[Task]:

@@ -3,12 +3,12 @@
 A new one is a file with a subclass of `UpdateRule`, and an entry of `OPTIMIZERS`.
 """
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megatron_fanformer.errors import did_you_mean
 from megatron_fanformer.planning.gradient_buffers import EMBEDDING, OptimizerStates
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a configuration is checked before
@@ -42,7 +42,10 @@ class OptimizerConfig:
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
-        found = [] if self.name in OPTIMIZERS else [f"optimizer.name is {self.name!a}, {_known_names(self.name)}"]
+        found = []
+        if self.name not in OPTIMIZERS:
+            remedy = did_you_mean(self.name.lower(), OPTIMIZERS, f"name {', '.join(OPTIMIZERS)}")
+            found.append(f"optimizer.name is {self.name!a}, which is no optimizer here; {remedy}")
         found += [
             f"optimizer.{name} is {getattr(self, name)}; it must not be negative"
             for name in ("lr", "weight_decay", "clip_grad")
@@ -156,9 +159,3 @@ class AdamW(UpdateRule):
 
 OPTIMIZERS: dict[str, UpdateRule] = {"adamw": AdamW()}
 """By `optimizer.name`."""
-
-
-def _known_names(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1)
-    remedy = f"did you mean {near[0]}?" if near else f"name {', '.join(OPTIMIZERS)}"
-    return f"which is no optimizer here; {remedy}"
