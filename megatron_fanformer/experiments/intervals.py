@@ -1,4 +1,4 @@
-"""95% intervals over seeds: Student's t, and differences paired by seed.
+"""95% intervals over seeds, and tests of several differences at once: Student's t, Holm's correction.
 
 Runs of one seed see the same samples in the same order, so that their losses move together: a difference is taken seed
 by seed. With five seeds, t is wide (2.78 standard errors on either side) and needs losses that are about normal; the
@@ -13,6 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 LEVEL = 0.95
+FEWEST_SEEDS = 3
+"""Fewer give an interval that a fourth seed often leaves: with two, t is 12.7 standard errors on either side."""
+FEWEST_STEPS = 50
+"""Fewer are a warm-up: losses of such runs say nothing about trained models."""
 STEPS = 200_001  # of the angle over which the density is summed; the quantiles are exact to six digits
 
 
@@ -45,3 +49,45 @@ def mean_of(values: Sequence[float]) -> Mean:
         return Mean(mean, None)
     half = t_quantile(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return Mean(mean, (mean - half, mean + half))
+
+
+def too_little(*, seeds: int, steps: int, fewest_seeds: int = FEWEST_SEEDS, fewest_steps: int = FEWEST_STEPS) -> str:
+    """Describe why so many seeds and steps show nothing, whatever the numbers say; empty where they can."""
+    if seeds < fewest_seeds:
+        return f"{seeds} {'seed is' if seeds == 1 else 'seeds are'} fewer than {fewest_seeds}: inconclusive"
+    return f"{steps:,} steps are fewer than {fewest_steps:,}: inconclusive" if steps < fewest_steps else ""
+
+
+def p_value(values: Sequence[float]) -> float:
+    """Return the two-sided p of a mean of 0, by Student's t.
+
+    Args:
+        values: one for each seed, at least two.
+    """
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    mean = abs(float(np.mean(values)))
+    return _outside(mean / error, len(values) - 1) if error > 0 else float(mean == 0)
+
+
+def _outside(t: float, freedom: int) -> float:
+    """Return the probability that Student's t is further from 0: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    angle = math.atan2(t, math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    term, total = (cosine, 0.0) if freedom % 2 else (1.0, 0.0)
+    for power in range(1 if freedom % 2 else 0, freedom - 1, 2):
+        total += term
+        term *= cosine**2 * (power + 1) / (power + 2)
+    inside = 2 / math.pi * (angle + sine * total) if freedom % 2 else sine * total
+    return max(0.0, 1 - inside)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p values adjusted for their number: one below 5% is called with all of them in 5% of null families.
+
+    Holm, "A simple sequentially rejective multiple test procedure", Scandinavian Journal of Statistics 6, 1979.
+    """
+    adjusted, least = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        least = max(least, min(1.0, (len(p_values) - rank) * p_values[place]))
+        adjusted[place] = least
+    return adjusted

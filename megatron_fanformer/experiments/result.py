@@ -44,7 +44,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     same_settings: bool = False
     """Whether it was measured as the paper did: model, data and length."""
     shows: bool | None
-    """Whether the paper's effect shows, by a rule that was fixed beforehand; None: inconclusive."""
+    """Whether the effect shows, by a rule that was fixed beforehand; None: inconclusive."""
+    exploratory: bool = False
+    """Whether it is no comparison that was stated beforehand, so that nothing shows by it."""
     sentence: str
     """In plain words, the rule and its outcome."""
 

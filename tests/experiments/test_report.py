@@ -144,6 +144,21 @@ def test_a_planted_crossing_is_found_where_it_is_and_runs_are_paired_by_seed(tmp
     assert read_result(tmp_path / "out") == result
     of_one_seed = compare_runs(runs[:2], tmp_path / "one")
     assert [finding.shows for finding in of_one_seed.findings] == [None, None]
+    turned = compare_runs([*runs[1::2], *runs[::2]], tmp_path / "turned")
+    assert [(finding.shows, finding.exploratory, finding.paper) for finding in turned.findings] == [
+        (None, True, None)
+    ] * 2
+
+
+def test_a_few_steps_show_nothing(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / f"{placement}{seed}", placement=placement, seed=seed, losses=losses)
+        for placement, losses in (("none", [0.0] * 49), ("qkv", [1.0] * 25 + [-1.0] * 24))
+        for seed in (1, 2, 3)
+    ]
+    result = compare_runs(runs, tmp_path / "out")
+    assert [finding.shows for finding in result.findings] == [None, None]
+    assert "49 steps are fewer than 50" in result.findings[0].sentence
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:

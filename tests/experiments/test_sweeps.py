@@ -170,6 +170,7 @@ def test_a_cell_that_fails_is_passed_over_and_named_with_its_error(
     assert [finding.name for finding in result.findings] == ["scaling in parameters: loss of other, less usual's"]
     (finding,) = result.findings
     assert finding.ours == 0 and finding.interval is None and finding.shows is None
+    assert "1 seed is fewer than 3" in finding.sentence
 
 
 def test_a_report_holds_the_planted_difference_and_saving(tmp_path: Path, tokens: str) -> None:
@@ -180,26 +181,38 @@ def test_a_report_holds_the_planted_difference_and_saving(tmp_path: Path, tokens
     result, cells, _ = reported(file)
     assert len(cells.splitlines()) == 1 + 2 * 4 * 3
     (saved,) = result.findings
-    assert saved.paper == "69.2%" and saved.shows is True and saved.interval[1] < 100
+    assert saved.paper == "69.2%" and saved.shows is None and saved.interval[1] < 100
+    assert "10 steps are fewer than 50: inconclusive" in saved.sentence
     by_point = {tuple(row[:2]): row for row in result.tables[0].rows}
     for size in ("d16", "d24", "d32", "d48"):
         of_fan, of_transformer = (by_point[name, size][5] for name in ("fanformer", "transformer"))
         assert of_fan - of_transformer == pytest.approx(-0.05, abs=4e-3)
-    changed(file, report={"compare": "architecture", "baseline": "transformer", "paper": {}})
+    of_report = {"compare": "architecture", "baseline": "transformer", "fewest_steps": 10}
+    changed(file, report={**of_report, "over": "parameters"})
+    assert reported(file)[0].findings[0].shows is True
+    changed(file, report=of_report)
     (differing,) = reported(file)[0].findings
     assert differing.interval[0] <= differing.ours <= differing.interval[1] < 0 and differing.shows is True
     assert differing.ours == pytest.approx(-0.05, abs=2e-3)
 
 
 def test_all_that_is_wrong_with_a_file_is_told_before_any_cell_starts(tmp_path: Path, tokens: str) -> None:
-    report = {"compare": "depth", "baseline": "x", "average_steps": 5}
+    report = {"compare": "depth", "baseline": "x", "average_steps": 5, "by": ["breadth"], "primary": [["a", "a"]]}
     file = write_sweep(
         tmp_path, tokens, seeds=0, axes={"size": {"a b": {"model.hidden_size": 8}, "c": 3}}, report=report
     )
     with pytest.raises(InputError) as wrong:
         read_sweep(file, needs_data=False)
     lines = str(wrong.value).splitlines()
-    for part in ("seeds is 0", "'a b'", "axes.size.c", "report.compare is depth", "average_steps"):
+    for part in (
+        "seeds is 0",
+        "'a b'",
+        "axes.size.c",
+        "report.compare is depth",
+        "average_steps",
+        "breadth",
+        "['a', 'a']",
+    ):
         assert [line for line in lines if part in line], part
     axes = {"size": {"ok": {}, "odd": {"model.hidden_size": 30}, "typo": {"model.hiden_size": 32}}}
     report = {"compare": "size", "baseline": "ok"}

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.intervals import Mean, mean_of, t_quantile
+from megatron_fanformer.experiments.intervals import Mean, mean_of, t_quantile, too_little
 from megatron_fanformer.experiments.report.page import write_folder
 from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine
 from megatron_fanformer.pictures import drawn
@@ -25,6 +25,7 @@ SMOOTHED_SHARE = 0.05  # of the steps, over which a difference is averaged
 PART = 0.2  # of the steps: the first are "early", the last "late"
 PICTURE, CSV = "dynamics.png", "difference.csv"
 OF_A_SEED = ("training.run_dir", "training.seed")
+PLACEMENT, NO_FAN = "model.fan.placement", "none"
 NOT_LEARNT = ("checkpoint", "logging", "runtime")  # sections that do not decide what is learnt
 
 
@@ -43,6 +44,8 @@ class Dynamics:
     """[seeds, n]"""
     window: int
     """Steps that are averaged."""
+    is_the_papers: bool
+    """Whether A is a Transformer and B has FAN layers, of which the paper says something."""
 
     @property
     def crossings(self) -> list[int | None]:
@@ -134,6 +137,7 @@ def read_dynamics(runs: Sequence[Path]) -> Dynamics:
         differences=_smoothed(b - a, window),
         raw=b - a,
         window=window,
+        is_the_papers=[fields.get(PLACEMENT) == NO_FAN for fields in identities] == [True, False],
     )
 
 
@@ -175,22 +179,28 @@ def _smoothed(rows: np.ndarray, window: int) -> np.ndarray:
 def _findings(found: Dynamics) -> Iterator[Finding]:
     for late, name, sign, claim in ((False, "early", 1, "higher at first"), (True, "late", -1, "lower at the end")):
         value, interval = found.part(late=late)
-        shows = None if interval is None else (interval[0] > 0 if sign > 0 else interval[1] < 0)
-        if interval is None:
-            outcome = "one seed gives no interval, so that this is inconclusive"
+        side = "above" if sign > 0 else "below"
+        claim = f"The paper has FANformer's loss {claim}: it shows if the interval lies {side} 0."
+        short = too_little(seeds=len(found.seeds), steps=len(found.steps))
+        shows = None
+        if interval is None or short:
+            outcome = short
         else:
+            if found.is_the_papers:
+                shows = interval[0] > 0 if sign > 0 else interval[1] < 0
             outcome = f"the 95% interval over {len(found.seeds)} seeds is {interval[0]:+.4f} to {interval[1]:+.4f}"
         yield Finding(
             name=f"training dynamics: B's loss, less A's, {name}",
-            paper="above 0" if sign > 0 else "below 0",
+            paper=f"{side} 0" if found.is_the_papers else None,
             ours=value,
             interval=interval,
             unit="nats per token",
             shows=shows,
+            exploratory=not found.is_the_papers,
             sentence=(
                 f"Over the {'last' if late else 'first'} {PART:.0%} of the steps the loss of B ({found.names[1]}) is "
-                f"{value:+.4f} nats per token off that of A ({found.names[0]}); {outcome}. The paper has FANformer's "
-                f"loss {claim}: it is said to show if the interval lies {'above' if sign > 0 else 'below'} 0."
+                f"{value:+.4f} nats per token off that of A ({found.names[0]}); {outcome}. "
+                + (claim if found.is_the_papers else "The paper says nothing of these two.")
             ),
         )
 

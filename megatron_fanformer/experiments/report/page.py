@@ -21,7 +21,7 @@ Experiments = Sequence[tuple[Path, Result]]
 """Folders and what they have."""
 
 README = "README.md"
-FINDING_COLUMNS = ("finding", "paper", "ours", "95% interval", "settings", "the paper's effect")
+FINDING_COLUMNS = ("finding", "paper", "ours", "95% interval", "settings", "the effect")
 CAVEATS = (
     "An interval is over the seeds or the samples of this experiment, not over data sets, sizes or recipes.",
     "Of twenty effects that are not there, one shows at 95%: a page of many findings is to be read with that in mind.",
@@ -141,7 +141,9 @@ def summary_of(experiments: Experiments) -> Table:
             "–" if finding.ours is None else f"{shown(finding.ours)} {finding.unit}",
             _interval(finding),
             "the paper's" if finding.same_settings else "our own",
-            {True: "shows", False: "does not show", None: "inconclusive"}[finding.shows],
+            "exploratory"
+            if finding.exploratory
+            else {True: "shows", False: "does not show", None: "inconclusive"}[finding.shows],
         ]
         for _, result in experiments
         for finding in result.findings

@@ -7,12 +7,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.sweeps.file import LOSS, Cell, Sweep
+from megatron_fanformer.errors import DivergenceError, InputError
+from megatron_fanformer.experiments.sweeps.config import LOSS
+from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
 from megatron_fanformer.training.config import UNSTATED
 from megatron_fanformer.training.metrics import read_metrics
 
 State = Literal["complete", "failed", "begun", "to come"]
+DIVERGED = f"exit code {DivergenceError.exit_code}"  # a line of a cell's .failed
 DETERMINING = ("model", "data", "optimizer", "schedule", "training")
 """The sections of a configuration that decide what a run learns, up to rounding."""
 
@@ -27,6 +29,8 @@ class Outcome:
     """The last that is in its metrics; 0 before the first."""
     failure: str | None
     """The error that its last run ended with."""
+    diverged: bool
+    """Whether that was a loss that diverged, which a rate that is too high gives again at every try."""
     loss: float | None
     """By the sweep's metric; None unless it is complete."""
     seconds: float
@@ -62,7 +66,7 @@ def outcome(cell: Cell, metric: str, *, average_steps: int = 1) -> Outcome:
         average_steps: how many of the last steps the loss is the mean of, where it is the training loss.
     """
     metrics = _metrics(cell)
-    failure = cell.failure.read_text().strip() if cell.failure.is_file() else None
+    failure = cell.failure.read_text().splitlines() if cell.failure.is_file() else None
     state: State = "begun" if metrics else "to come"
     if is_complete(cell):
         state = "complete"
@@ -73,7 +77,8 @@ def outcome(cell: Cell, metric: str, *, average_steps: int = 1) -> Outcome:
         cell=cell,
         state=state,
         step=metrics[-1]["step"] if metrics else 0,
-        failure=failure if state == "failed" else None,
+        failure=failure[0] if failure and state == "failed" else None,
+        diverged=state == "failed" and failure is not None and DIVERGED in failure[1:],
         loss=_loss(metrics, metric, average_steps) if state == "complete" else None,
         seconds=sum(entry.get("step_seconds", 0.0) for entry in metrics),
         flops_per_second=float(np.median(speeds)) if speeds else None,
@@ -81,7 +86,7 @@ def outcome(cell: Cell, metric: str, *, average_steps: int = 1) -> Outcome:
 
 
 def outcomes(sweep: Sweep) -> list[Outcome]:
-    """Return the state and result of each cell.
+    """Return the state and result of each cell, of those too that no best point was chosen for.
 
     Raises:
         InputError: runs in the folder are of other configurations than the file's.

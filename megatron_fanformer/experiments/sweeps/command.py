@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.experiments.sweeps.cells import Outcome, groups_of, outcomes, parameters_of
+from megatron_fanformer.experiments.sweeps.cells import Group, Outcome, groups_of, outcomes, parameters_of
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep, read_sweep
+from megatron_fanformer.experiments.sweeps.tuning import choices, in_play
 from megatron_fanformer.experiments.sweeps.verb import SweepOptions
 from megatron_fanformer.planning.flops import training_flops_per_token
 from megatron_fanformer.planning.machines import Machine, load_machine
@@ -21,6 +22,10 @@ def sweep(options: SweepOptions) -> None:
         Interrupted: a signal stopped it.
         CellsFailed: cells failed.
     """
+    if options.jobs < 1:
+        raise InputError(f"--jobs is {options.jobs}; it must be at least 1")
+    if options.jobs > 1 and (options.action != "run" or options.slurm is not None):
+        raise InputError("--jobs has no effect here; use it with run, without --slurm")
     if options.slurm is not None and options.action != "run":
         raise InputError(f"--slurm has no effect with {options.action}; use it with run")
     if options.gpu is not None and options.action != "dry-run":
@@ -37,14 +42,26 @@ def sweep(options: SweepOptions) -> None:
         case "run":
             from megatron_fanformer.experiments.sweeps.run import run_sweep
 
-            run_sweep(found, lambda line: show([line]))
+            run_sweep(found, lambda line: show([line]), jobs=options.jobs)
             print(f"all cells are complete; sweep {options.file} report")
         case "status":
-            show(f"{each.cell.name}: {each}" for each in outcomes(found))
+            show(_status_lines(found))
         case "report":
             from megatron_fanformer.experiments.sweeps.report import summary, write_report
 
             show(summary(found.folder, write_report(found)))
+
+
+def _status_lines(found: Sweep) -> Iterator[str]:
+    done = outcomes(found)
+    yield from (f"{each.cell.name}: {each}" for each in in_play(found, done))
+    for choice in choices(found, done):
+        at = ", ".join(choice.points.values())
+        if choice.best is None:
+            yield f"{at}: its best point is chosen once its cells above have ended"
+        else:
+            edge = ", at the edge: a better one may lie beyond" if choice.is_at_the_edge else ""
+            yield f"{at}: {choice.best} is best{edge}"
 
 
 def _plan_lines(found: Sweep, machine: Machine | None, gpus: int) -> Iterator[str]:
@@ -54,25 +71,38 @@ def _plan_lines(found: Sweep, machine: Machine | None, gpus: int) -> Iterator[st
     rows: list[Row] = []
     whole: list[float | None] = []
     flops = 0
-    for group in groups_of(done):
-        cell = group.cell
+    for points, cell, seeds in _planned(found, groups_of(done)):
         seconds = _seconds(cell, machine, gpus, rate)
-        whole += [seconds] * found.config.seeds
-        flops += _flops(cell) * found.config.seeds
+        whole += [seconds] * seeds
+        flops += _flops(cell) * seeds
         own = (f"{parameters_of(cell):,}", f"{cell.tokens:,}", f"{_flops(cell):.2e}", _duration(seconds))
-        rows.append((*group.points.values(), str(found.config.seeds), *own))
+        rows.append((*points, str(seeds), *own))
     numbers = ("seeds", "parameters", "tokens", "FLOPs", "time")
     align = "l" * len(found.config.axes) + "r" * len(numbers)
     yield from table((*found.config.axes, *numbers), rows, align=align, width=width())
-    complete = sum(each.state == "complete" for each in done)
+    complete = sum(each.state == "complete" for each in in_play(found, done))
     time = _duration(None if None in whole else sum(filter(None, whole)))
-    yield f"{len(done)} cells, {complete} of them complete; {flops:.2e} FLOPs, {time} one after the other"
+    cells = found.config.num_cells
+    yield f"{cells} cells, {complete} of them complete; {flops:.2e} FLOPs, {time} one after the other"
     if machine is not None:
         yield f"time: by formula, on {gpus} x {machine.name}"
     elif rate is not None:
         yield f"time: by the {rate:.2e} FLOP/s of the steps in {found.folder}, without starts and evaluations"
     else:
         yield "time: not known before a cell has begun; --gpu estimates it for a machine"
+
+
+def _planned(found: Sweep, groups: Sequence[Group]) -> Iterator[tuple[list[str], Cell, int]]:
+    """Yield points, a cell and a number of seeds: of tuning, and of the best points, by a cell of the same cost."""
+    tune = found.config.tune
+    for group in groups:
+        yield list(group.points.values()), group.cell, found.config.tune_seeds if tune else found.config.seeds
+    if tune is not None:
+        first = next(iter(found.config.axes[tune.axis]))
+        for group in groups:
+            if group.points[tune.axis] == first:
+                points = {**group.points, tune.axis: "the best"}
+                yield list(points.values()), group.cell, found.config.seeds
 
 
 def _flops(cell: Cell) -> int:

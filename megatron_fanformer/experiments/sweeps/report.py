@@ -10,18 +10,21 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.fits import Fit, Interval, Saving, fit_together, saving
-from megatron_fanformer.experiments.intervals import Mean, mean_of
+from megatron_fanformer.experiments.intervals import Mean, mean_of, too_little
 from megatron_fanformer.experiments.report.page import README, write_folder
 from megatron_fanformer.experiments.result import Cell as TableCell
 from megatron_fanformer.experiments.result import Finding, Result, Table, this_machine
 from megatron_fanformer.experiments.sweeps.cells import Group, Outcome, groups_of, outcomes, parameters_of, size_of
-from megatron_fanformer.experiments.sweeps.file import FITTED, Sweep
+from megatron_fanformer.experiments.sweeps.comparisons import comparisons, findings
+from megatron_fanformer.experiments.sweeps.config import FITTED
+from megatron_fanformer.experiments.sweeps.file import Sweep
+from megatron_fanformer.experiments.sweeps.tuning import choices, compared, in_play
 from megatron_fanformer.pictures import drawn, set_logarithmic
 from megatron_fanformer.planning.flops import training_flops_per_token
 
@@ -31,26 +34,24 @@ MISSING = "Cells without a loss"  # the title of their table
 FEWEST_SIZES = 4  # three parameters of a power law need one more, to be a fit
 
 
-class Difference(NamedTuple):
-    """A point of the compared axis, less the baseline, over the seeds and other points that both have."""
-
-    mean: Mean
-    pairs: int
-
-
 def write_report(sweep: Sweep) -> Result:
     """Write result.json, pictures, cells.csv and README.md into the sweep's folder.
 
     Raises:
         InputError: no cell is complete.
     """
-    found = outcomes(sweep)
-    groups = groups_of(found)
+    found = in_play(sweep, outcomes(sweep))
+    groups = groups_of(compared(sweep, found))
     if not any(group.losses for group in groups):
         raise InputError(f"no cell of {sweep.folder} has {sweep.metric} at its last step; use run, or status")
     fits = _fits(sweep, groups) if sweep.config.report.over in FITTED else {}
-    findings = list(_savings(sweep, groups, fits) if fits else _findings(sweep, _differences(sweep, groups)))
-    tables = [_table_of_groups(sweep, groups), *_table_of_fits(sweep, fits), *_table_of_missing(found)]
+    steps = min(cell.config.training.steps for cell in sweep.cells)
+    if fits:
+        said = list(_savings(sweep, groups, fits, steps))
+    else:
+        said = list(findings(sweep.config, comparisons(sweep.config, groups), steps=steps))
+    tables = [_table_of_groups(sweep, groups), *_table_of_fits(sweep, fits)]
+    tables += [*_table_of_choices(sweep, found), *_table_of_missing(found)]
     picture = law_picture(sweep, groups, fits) if sweep.config.report.over in FITTED else points_picture(sweep, groups)
     result = Result(
         experiment=sweep.config.experiment,
@@ -61,72 +62,12 @@ def write_report(sweep: Sweep) -> Result:
         },
         machine=this_machine(),
         seconds=sum(each.seconds for each in found),
-        findings=findings,
+        findings=said,
         tables=tables,
         pictures=[PICTURE],
     )
     write_folder(sweep.folder, result, {PICTURE: picture, CSV: _csv(sweep, found)})
     return result
-
-
-# -- differences
-
-
-def _differences(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Difference]:
-    """Return the differences by point of the compared axis, of those that share a seed with the baseline."""
-    compare, baseline = sweep.config.report.compare, sweep.config.report.baseline
-
-    def losses_of(point: str) -> dict[tuple[object, ...], float]:
-        return {
-            (seed, *(value for axis, value in group.points.items() if axis != compare)): loss
-            for group in groups
-            if group.points[compare] == point
-            for seed, loss in group.losses.items()
-        }
-
-    of_baseline = losses_of(baseline)
-    found = {}
-    for point in dict.fromkeys(group.points[compare] for group in groups):
-        own = losses_of(point)
-        by_seed: dict[object, list[float]] = {}
-        for key in own.keys() & of_baseline.keys():
-            by_seed.setdefault(key[0], []).append(own[key] - of_baseline[key])
-        if point != baseline and by_seed:
-            # Differences of one seed at several sizes are not independent: their mean is one value.
-            means = [math.fsum(by_seed[seed]) / len(by_seed[seed]) for seed in sorted(by_seed, key=str)]
-            found[point] = Difference(mean_of(means), sum(map(len, by_seed.values())))
-    return found
-
-
-def _findings(sweep: Sweep, differences: dict[str, Difference]) -> Iterator[Finding]:
-    report = sweep.config.report
-    for point, ((mean, interval), pairs) in differences.items():
-        paper = None
-        if point in report.paper and report.baseline in report.paper:
-            paper = report.paper[point] - report.paper[report.baseline]
-        expects_lower = paper is None or paper < 0
-        shows = None if interval is None else (interval[1] < 0 if expects_lower else interval[0] > 0)
-        direction = "lower" if mean < 0 else "higher"
-        if interval is None:
-            outcome = "one seed gives no interval, so that this is inconclusive"
-        elif interval[0] <= 0 <= interval[1]:
-            outcome = "the interval has 0 in it: no difference is shown"
-        else:
-            outcome = f"the interval leaves 0 out: {point} is {direction}"
-        yield Finding(
-            name=f"{sweep.config.experiment}: loss of {point}, less {report.baseline}'s",
-            paper=None if paper is None else f"{paper:+.3f}",
-            ours=mean,
-            interval=interval,
-            unit="nats per token",
-            same_settings=report.same_settings,
-            shows=shows,
-            sentence=(
-                f"{point} ends {abs(mean):.4f} nats per token {direction} than {report.baseline} over {pairs} pairs of "
-                f"runs with the same seed; {outcome}. The effect is said to show if the 95% interval over seeds lies "
-                f"{'below' if expects_lower else 'above'} 0."
-            ),
-        )
 
 
 # -- power laws
@@ -151,16 +92,19 @@ def _fits(sweep: Sweep, groups: Sequence[Group]) -> dict[str, Fit]:
     return dict(zip(fitted, fit_together(xs, losses, paired=paired), strict=True)) if fitted else {}
 
 
-def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit]) -> Iterator[Finding]:
+def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit], steps: int) -> Iterator[Finding]:
     report = sweep.config.report
     if report.baseline not in fits:
         return
+    seeds = min(len(group.losses) for group in groups if group.points[report.compare] in fits and group.losses)
+    short = too_little(seeds=seeds, steps=steps, fewest_seeds=report.fewest_seeds, fewest_steps=report.fewest_steps)
     largest = max(size_of(sweep, group.cell) for group in groups if group.points[report.compare] == report.baseline)
     for point, fit in fits.items():
         if point == report.baseline:
             continue
         found = saving(fits[report.baseline], fit, largest)
         is_finite = math.isfinite(found.share)
+        shows = None if short or found.interval is None else found.interval.high is not None and found.interval.high < 1
         yield Finding(
             name=f"{sweep.config.experiment}: {report.over} that {point} needs for {report.baseline}'s loss",
             paper=None if report.paper_saving is None else f"{report.paper_saving:.1%}",
@@ -168,17 +112,19 @@ def _savings(sweep: Sweep, groups: Sequence[Group], fits: dict[str, Fit]) -> Ite
             interval=_percent(found.interval),
             unit=f"% of {report.baseline}'s {report.over}",
             same_settings=report.same_settings,
-            shows=None if found.interval is None else found.interval.high is not None and found.interval.high < 1,
-            sentence=_saving_sentence(sweep, point, found),
+            shows=shows,
+            sentence=_saving_sentence(sweep, point, found, short),
         )
 
 
-def _saving_sentence(sweep: Sweep, point: str, found: Saving) -> str:
+def _saving_sentence(sweep: Sweep, point: str, found: Saving, short: str) -> str:
     report = sweep.config.report
     needs = (
         f"needs {found.share:.1%} of them" if math.isfinite(found.share) else "does not come to that loss by its curve"
     )
-    if found.interval is None:
+    if short:
+        outcome = short
+    elif found.interval is None:
         outcome = "there are too few runs for an interval, so that this is inconclusive"
     elif found.interval.high is not None and found.interval.high < 1:
         outcome = "the interval lies below 100%: a saving is shown"
@@ -229,6 +175,20 @@ def _table_of_fits(sweep: Sweep, fits: dict[str, Fit]) -> list[Table]:
     return [Table(title=title, columns=[sweep.config.report.compare, "of the curve", "value", "from", "to"], rows=rows)]
 
 
+def _table_of_choices(sweep: Sweep, found: Sequence[Outcome]) -> list[Table]:
+    if sweep.config.tune is None:
+        return []
+    axis, seeds = sweep.config.tune.axis, sweep.config.tune_seeds
+    rows: list[list[TableCell]] = [
+        [*choice.points.values(), *choice.losses.values(), choice.best, choice.is_at_the_edge]
+        for choice in choices(sweep, found)
+    ]
+    others = [name for name in sweep.config.axes if name != axis]
+    columns = [*others, *sweep.config.axes[axis], "best", "at the edge"]
+    title = f"{sweep.metric} by {axis}, of {seeds} {'seed' if seeds == 1 else 'seeds'} that no comparison has"
+    return [Table(title=title, columns=columns, rows=rows)]
+
+
 def _table_of_missing(found: Sequence[Outcome]) -> list[Table]:
     missing: list[list[TableCell]] = [[each.cell.name, str(each)] for each in found if each.loss is None]
     return [Table(title=MISSING, columns=["cell", "state"], rows=missing)] if missing else []
@@ -237,15 +197,14 @@ def _table_of_missing(found: Sequence[Outcome]) -> list[Table]:
 def _csv(sweep: Sweep, found: Sequence[Outcome]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["cell", *sweep.config.axes, "seed", "parameters", "tokens", "flops", "state", "step", "loss"])
+    numbers = ["parameters", "tokens", "flops", "state", "step", "loss"]
+    writer.writerow(["cell", *sweep.config.axes, "seed", "tunes", *numbers])
     for each in found:
         model = each.cell.config.model
         flops = training_flops_per_token(model) * each.cell.tokens
-        sizes = [parameters_of(each.cell), each.cell.tokens, flops]
         written = "" if each.loss is None else repr(each.loss)
-        writer.writerow(
-            [each.cell.name, *each.cell.points.values(), each.cell.seed, *sizes, each.state, each.step, written]
-        )
+        named = [each.cell.name, *each.cell.points.values(), each.cell.seed, each.cell.tunes]
+        writer.writerow([*named, parameters_of(each.cell), each.cell.tokens, flops, each.state, each.step, written])
     return text.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""Runs a sweep's cells one after the other, each as a process `megatron-fanformer train`, or as a Slurm array.
+"""Runs a sweep's cells, so many at a time, each as a process `megatron-fanformer train`, or as a Slurm array.
 
 The state of a cell is in its run's folder alone, so that a sweep that is killed at any moment goes on where it was:
 complete cells are left out, one that had begun resumes from its checkpoint. A cell's process ends with the sweep's,
@@ -21,9 +21,10 @@ import yaml
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.durable_files import regular_file, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError, Interrupted
-from megatron_fanformer.experiments.sweeps.cells import is_complete, outcome, refuse_other_runs
+from megatron_fanformer.experiments.sweeps.cells import outcome
 from megatron_fanformer.experiments.sweeps.file import Cell, Sweep
-from megatron_fanformer.processes import SAVE_SIGNAL, end_with_owner, signals_held, signals_to
+from megatron_fanformer.experiments.sweeps.tuning import due
+from megatron_fanformer.processes import SAVE_SIGNAL, end_with_owner, signals_held, signals_to, usable_cores
 
 TRAIN = (sys.executable, "-m", "megatron_fanformer", "train")
 POLL_SECONDS = 0.1
@@ -42,40 +43,29 @@ class CellsFailed(FanformerError):
         self.exit_code = exit_code
 
 
-def run_sweep(sweep: Sweep, log: Callable[[str], None], *, command: Sequence[str] = TRAIN) -> None:
+def run_sweep(sweep: Sweep, log: Callable[[str], None], *, jobs: int = 1, command: Sequence[str] = TRAIN) -> None:
     """Run the cells that are not complete; those that fail are passed over, and named at the end.
 
     Args:
         log: called with a line about each cell.
+        jobs: how many run at once.
         command: what trains a cell, before `--config FILE`.
 
     Raises:
         InputError: another `sweep` runs in the folder, or it has runs of other configurations.
-        Interrupted: a signal stopped it, and the cell that was running has saved.
+        Interrupted: a signal stopped it, and the cells that were running have saved.
         CellsFailed: cells failed.
     """
     with run_lock(sweep.folder):
-        refuse_other_runs(sweep)
-        failed: list[tuple[Cell, int]] = []
-        received: deque[signal.Signals] = deque()
-        with signals_to(received.append):
-            for number, cell in enumerate(sweep.cells, 1):
-                if is_complete(cell):
-                    continue
-                log(f"[{number}/{len(sweep.cells)}] {cell.name}")
-                started = time.monotonic()
-                code = _run_cell(cell, command, received)
-                if code == Interrupted.exit_code or received:
-                    raise Interrupted(
-                        f"stopped in {cell.name}, which goes on where it was; run the same command to continue"
-                    )
-                if code:
-                    failed.append((cell, code))
-                found = outcome(cell, sweep.metric, average_steps=sweep.config.report.average_steps)
-                log(f"    {found} ({time.monotonic() - started:.0f} s)")
+        runs = _Runs(sweep, log, command, jobs)
+        with signals_to(runs.received.append):
+            while cells := [cell for cell in due(sweep) if cell.name not in runs.codes]:
+                runs.run(cells)
+    failed = {name: code for name, code in runs.codes.items() if code}
     if failed:
-        names = ", ".join(cell.name for cell, _ in failed)
-        raise CellsFailed(f"{len(failed)} of {len(sweep.cells)} cells failed: {names}; see their .log", failed[0][1])
+        total = sweep.config.num_cells
+        message = f"{len(failed)} of {total} cells failed: {', '.join(failed)}; see their .log"
+        raise CellsFailed(message, next(iter(failed.values())))
 
 
 def write_configuration(cell: Cell) -> None:
@@ -83,35 +73,73 @@ def write_configuration(cell: Cell) -> None:
     write_atomically(cell.file, yaml.safe_dump(cell.config.as_dict(), sort_keys=False))
 
 
-def _run_cell(cell: Cell, command: Sequence[str], received: "deque[signal.Signals]") -> int:
-    """Train one cell to its end, or until a signal comes; its exit code, 1 where it was killed."""
-    write_configuration(cell)
-    cell.failure.unlink(missing_ok=True)
-    with cell.log.open("ab") as log, signals_held():  # by the child, until it listens
-        process = subprocess.Popen(
-            [*command, "--config", str(cell.file)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a terminal's signals are for this process, which passes them on
-            preexec_fn=functools.partial(end_with_owner, os.getpid()),
-        )
-    passed_on = 0
-    try:
-        while process.poll() is None:
-            for number in list(received)[passed_on:]:
+class _Runs:
+    """The processes of cells, so many at once, each until its end or until a signal comes."""
+
+    def __init__(self, sweep: Sweep, log: Callable[[str], None], command: Sequence[str], jobs: int) -> None:
+        self.received: deque[signal.Signals] = deque()
+        self.codes: dict[str, int] = {}
+        """Exit codes by the names of cells that have ended; 1 of those that were killed."""
+        self._sweep, self._log, self._command, self._jobs = sweep, log, command, jobs
+        self._running: dict[str, tuple[Cell, subprocess.Popen[bytes], float]] = {}
+        self._is_stopped = False
+
+    def run(self, cells: Sequence[Cell]) -> None:
+        """Run cells to their ends. Raises Interrupted once a signal has stopped them."""
+        waiting = deque(cells)
+        try:
+            while (waiting and not self._is_stopped) or self._running:
+                while waiting and len(self._running) < self._jobs and not self._is_stopped:
+                    self._start(waiting.popleft())
+                self._pass_on_signals()
+                for cell, process, started in list(self._running.values()):
+                    if process.poll() is not None:
+                        del self._running[cell.name]
+                        self._end(cell, process.returncode, started)
+                time.sleep(POLL_SECONDS)
+        finally:
+            for _, process, _ in self._running.values():
+                process.kill()
+                process.wait()
+        if self._is_stopped:
+            raise Interrupted("stopped; cells that had begun go on where they were: run the same command to continue")
+
+    def _start(self, cell: Cell) -> None:
+        self._log(f"[{len(self.codes) + len(self._running) + 1}/{self._sweep.config.num_cells}] {cell.name}")
+        write_configuration(cell)
+        cell.failure.unlink(missing_ok=True)
+        environment = dict(os.environ)
+        if self._jobs > 1:
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // self._jobs)))
+        with cell.log.open("ab") as log, signals_held():  # by the child, until it listens
+            process = subprocess.Popen(
+                [*self._command, "--config", str(cell.file)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # a terminal's signals are for this process, which passes them on
+                preexec_fn=functools.partial(end_with_owner, os.getpid()),
+            )
+        self._running[cell.name] = (cell, process, time.monotonic())
+
+    def _pass_on_signals(self) -> None:
+        while self.received:
+            number = self.received.popleft()
+            self._is_stopped |= number != SAVE_SIGNAL
+            for _, process, _ in self._running.values():
                 process.send_signal(number if number == SAVE_SIGNAL else signal.SIGTERM)
-                passed_on += 1
-            time.sleep(POLL_SECONDS)
-    finally:
-        process.kill()
-        process.wait()
-    while SAVE_SIGNAL in received:
-        received.remove(SAVE_SIGNAL)
-    code = 1 if process.returncode < 0 else process.returncode
-    if code not in (0, Interrupted.exit_code) and not received:
-        write_atomically(cell.failure, f"{_error_in(cell.log, process.returncode)}\n")
-    return code
+
+    def _end(self, cell: Cell, code: int, started: float) -> None:
+        if code == Interrupted.exit_code:  # by a signal to it alone: who stops a cell means the sweep
+            self.received.append(signal.SIGTERM)
+            self._pass_on_signals()
+            return
+        if code and not self._is_stopped:
+            write_atomically(cell.failure, f"{_error_in(cell.log, code)}\nexit code {code}\n")
+        self.codes[cell.name] = 1 if code < 0 else code
+        found = outcome(cell, self._sweep.metric, average_steps=self._sweep.config.report.average_steps)
+        self._log(f"    {cell.name}: {found} ({time.monotonic() - started:.0f} s)")
 
 
 def _error_in(log: Path, code: int) -> str:
@@ -129,7 +157,7 @@ def _error_in(log: Path, code: int) -> str:
 
 
 def write_array(sweep: Sweep, script: Path) -> Path:
-    """Write the configurations of all cells that are not complete, and the array's script; returns its path.
+    """Write the configurations of the cells that are due, and the array's script; returns its path.
 
     Args:
         script: starts a single run from the arguments of `train`, as examples/slurm.sh does; its directives are each
@@ -145,8 +173,7 @@ def write_array(sweep: Sweep, script: Path) -> Path:
     directives = [number for number, line in enumerate(lines) if line.startswith(DIRECTIVE)]
     if not directives:
         raise InputError(f"--slurm {script} has no line {DIRECTIVE}; name a script such as slurm.sh")
-    refuse_other_runs(sweep)
-    cells = [cell for cell in sweep.cells if not is_complete(cell)]
+    cells = due(sweep)
     if not cells:
         raise InputError(f"all cells of {sweep.folder} are complete; use report")
     sweep.folder.mkdir(parents=True, exist_ok=True)

@@ -16,8 +16,10 @@ class SweepOptions:
     file: Path = argument(metavar="FILE")
     """The sweep (YAML), such as examples/sweeps/variants.yaml."""
     action: Literal["dry-run", "run", "status", "report"] = argument()
-    """dry-run: list the cells and what they cost; run: train those that are not complete, one after the other; status:
-    how far each is; report: tables, intervals, pictures, result.json in the sweep's folder."""
+    """dry-run: list the cells and what they cost; run: train those that are not complete; status: how far each is;
+    report: tables, intervals, pictures, result.json in the sweep's folder."""
+    jobs: int = option(1, metavar="N")
+    """With run: how many cells are trained at once, as several small models share a GPU."""
     slurm: Path | None = option(None, metavar="SCRIPT")
     """With run: write a Slurm array by this script for one run; start none."""
     gpu: str | None = option(None, metavar="NAME_OR_FILE")

@@ -1,0 +1,145 @@
+"""The comparisons of a sweep's points: differences paired by seed, those stated beforehand corrected for their number.
+
+Runs of one seed see the same samples in the same order, so that their losses move together: a difference is taken seed
+by seed. What was not stated before the runs is exploratory: of twenty such differences that are not there, one has an
+interval without 0.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from megatron_fanformer.experiments.intervals import Mean, holm, mean_of, p_value, too_little
+from megatron_fanformer.experiments.result import Finding
+from megatron_fanformer.experiments.sweeps.cells import Group
+from megatron_fanformer.experiments.sweeps.config import SweepConfig
+
+CALLED = 0.05  # the adjusted p below which a primary comparison shows
+
+
+class Comparison(NamedTuple):
+    """A point of the compared axis, less a baseline, over the seeds and other points that both have."""
+
+    point: str
+    baseline: str
+    at: dict[str, str]
+    """The point of each axis of `report.by`."""
+    mean: Mean
+    seeds: int
+    pairs: int
+    """Of runs; more than the seeds where other axes are averaged over."""
+    p: float | None
+    """Two-sided, by Student's t; None with one seed."""
+    adjusted: float | None
+    """p corrected for the number of primary comparisons; None if it is exploratory or has no p."""
+    is_primary: bool
+
+
+def comparisons(config: SweepConfig, groups: Sequence[Group]) -> list[Comparison]:
+    """Return all comparisons that have runs: of every point with every baseline, and of the primary pairs."""
+    points = list(config.axes[config.report.compare])
+    primary = [(point, baseline) for point, baseline in config.report.primary]
+    pairs = list(primary)
+    seen: set[str] = set()
+    for baseline in (config.report.baseline, *config.report.other_baselines):
+        seen.add(baseline)  # two baselines are compared once
+        pairs += [(point, baseline) for point in points if point not in seen]
+    found = []
+    for at in itertools.product(*(config.axes[axis] for axis in config.report.by)):
+        where = dict(zip(config.report.by, at, strict=True))
+        of_these = [group for group in groups if where.items() <= group.points.items()]
+        for pair in dict.fromkeys(pairs):
+            if (each := _compared(config, of_these, pair, where)) is not None:
+                found.append(each._replace(is_primary=pair in primary))
+    if not primary and len(found) == 1:
+        found = [found[0]._replace(is_primary=True)]
+    tested = {place: each.p for place, each in enumerate(found) if each.is_primary and each.p is not None}
+    for place, adjusted in zip(tested, holm(list(tested.values())), strict=True):
+        found[place] = found[place]._replace(adjusted=adjusted)
+    return found
+
+
+def _compared(
+    config: SweepConfig, groups: Sequence[Group], pair: tuple[str, str], at: dict[str, str]
+) -> Comparison | None:
+    """Return the differences of a pair; None where no seed has both."""
+    apart = (config.report.compare, *((config.tune.axis,) if config.tune else ()))  # arms have rates of their own
+
+    def losses_of(point: str) -> dict[tuple[object, ...], float]:
+        return {
+            (seed, *(value for axis, value in group.points.items() if axis not in apart)): loss
+            for group in groups
+            if group.points[config.report.compare] == point
+            for seed, loss in group.losses.items()
+        }
+
+    own, of_baseline = map(losses_of, pair)
+    by_seed: dict[object, list[float]] = {}
+    for key in own.keys() & of_baseline.keys():
+        by_seed.setdefault(key[0], []).append(own[key] - of_baseline[key])
+    if not by_seed:
+        return None
+    # Differences of one seed at several sizes are not independent: their mean is one value.
+    means = [math.fsum(by_seed[seed]) / len(by_seed[seed]) for seed in sorted(by_seed, key=str)]
+    return Comparison(
+        *pair,
+        at,
+        mean_of(means),
+        seeds=len(means),
+        pairs=sum(map(len, by_seed.values())),
+        p=p_value(means) if len(means) > 1 else None,
+        adjusted=None,
+        is_primary=False,
+    )
+
+
+def findings(config: SweepConfig, compared: Sequence[Comparison], *, steps: int) -> Iterator[Finding]:
+    """Yield what each comparison says, the primary ones first.
+
+    Args:
+        steps: of the shortest cell.
+    """
+    report = config.report
+    number = sum(each.is_primary for each in compared)
+    for each in sorted(compared, key=lambda each: not each.is_primary):
+        paper = None
+        if each.point in report.paper and each.baseline in report.paper:
+            paper = report.paper[each.point] - report.paper[each.baseline]
+        short = too_little(
+            seeds=each.seeds, steps=steps, fewest_seeds=report.fewest_seeds, fewest_steps=report.fewest_steps
+        )
+        shows = None
+        if each.is_primary and not short and each.adjusted is not None:
+            shows = each.adjusted < CALLED and each.mean.value < 0
+        at = "".join(f", {axis} {point}" for axis, point in each.at.items())
+        direction = "lower" if each.mean.value < 0 else "higher"
+        yield Finding(
+            name=f"{config.experiment}: loss of {each.point}, less {each.baseline}'s{at}",
+            paper=None if paper is None else f"{paper:+.3f}",
+            ours=each.mean.value,
+            interval=each.mean.interval,
+            unit="nats per token",
+            same_settings=report.same_settings,
+            shows=shows,
+            exploratory=not each.is_primary,
+            sentence=(
+                f"{each.point} ends {abs(each.mean.value):.4f} nats per token {direction} than {each.baseline}{at} "
+                f"over {each.pairs} pairs of runs with the same seed; {_outcome(each, short)}. " + _rule(each, number)
+            ),
+        )
+
+
+def _outcome(each: Comparison, short: str) -> str:
+    if short or each.mean.interval is None:
+        return short
+    low, high = each.mean.interval
+    interval = f"the 95% interval, {low:+.4f} to {high:+.4f}, {'has 0 in it' if low <= 0 <= high else 'leaves 0 out'}"
+    return interval if each.adjusted is None else f"{interval}, p {each.adjusted:.2g}"
+
+
+def _rule(each: Comparison, number: int) -> str:
+    if not each.is_primary:
+        return "It is exploratory: not among the comparisons stated before the runs."
+    corrected = f", corrected for {number} primary comparisons (Holm)," if number > 1 else ""
+    return f"Stated before the runs: {each.point} is lower. It shows if p{corrected} is below {CALLED:.0%}."

@@ -1,0 +1,199 @@
+"""The comparisons of a sweep: planted effects and nulls, the choice of a tuned axis's points, Holm's p values."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fanformer import cli
+from megatron_fanformer.experiments.intervals import holm, p_value
+from megatron_fanformer.experiments.result import read_result
+from megatron_fanformer.experiments.sweeps.cells import Group, groups_of, outcomes
+from megatron_fanformer.experiments.sweeps.comparisons import Comparison, comparisons, findings
+from megatron_fanformer.experiments.sweeps.config import ReportConfig, SweepConfig, TuneConfig
+from megatron_fanformer.experiments.sweeps.file import Sweep, read_sweep
+from megatron_fanformer.experiments.sweeps.run import run_sweep
+from megatron_fanformer.experiments.sweeps.tuning import choices, compared, due
+from tests.experiments.making import STAND_IN, changed, write_sweep
+from tests.experiments.stand_in import BASE_THAT_FAILS, PLANTED, train
+from tests.small_runs import write_tokens
+
+ARMS = ("transformer", "p0", "fanformer")
+PRIMARY = [["fanformer", "transformer"], ["fanformer", "p0"]]
+SPREAD = 0.02  # of one arm's losses about their seed's
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("tokens") / "tokens")
+
+
+@pytest.mark.parametrize(
+    ("t", "values"),
+    # Student's table: t of 4.303 with two degrees of freedom, 2.776 with four and 2.571 with five leave 5% outside.
+    [(4.303, 3), (2.776, 5), (2.571, 6)],
+)
+def test_p_is_as_published(t: float, values: int) -> None:
+    spread = [(-1.0) ** number for number in range(values - values % 2)] + [0.0] * (values % 2)
+    error = (sum(each**2 for each in spread) / (values - 1) / values) ** 0.5
+    assert p_value([each + t * error for each in spread]) == pytest.approx(0.05, abs=1e-4)
+
+
+def test_holms_p_values_are_the_papers_steps() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.5]) == [1.0, 1.0]
+
+
+def config(**report: Any) -> SweepConfig:
+    fields = {"compare": "arm", "baseline": "transformer", "other_baselines": ["p0"], "primary": PRIMARY, **report}
+    rates = {name: {} for name in ("low", "high")}
+    return SweepConfig(
+        experiment="planted",
+        folder="none",
+        base="none",
+        axes={"arm": dict.fromkeys(ARMS), "lr": rates},
+        tune=TuneConfig(axis="lr"),
+        seeds=5,
+        report=ReportConfig(**fields),
+    )
+
+
+def planted(generator: random.Random, effect: float, *, seeds: int = 5) -> list[Group]:
+    """Groups of three arms, each at a rate of its own: FANformer's losses are lower by `effect` at every seed."""
+    of_seed = {seed: generator.gauss(3.0, 0.1) for seed in range(seeds)}
+    groups = []
+    for arm in ARMS:
+        losses = {
+            seed: mean + generator.gauss(0, SPREAD) - (effect if arm == "fanformer" else 0.0)
+            for seed, mean in of_seed.items()
+        }
+        groups.append(Group({"arm": arm, "lr": generator.choice(["low", "high"])}, None, losses))  # type: ignore[arg-type]
+    return groups
+
+
+def share(of: Callable[[list[Comparison]], bool], effect: float, draws: int) -> float:
+    generator = random.Random(7)
+    return sum(of(comparisons(config(), planted(generator, effect))) for _ in range(draws)) / draws
+
+
+def shown(found: list[Comparison]) -> list[bool]:
+    return [bool(each.shows) for each in findings(config(), found, steps=300) if not each.exploratory]
+
+
+def test_planted_nulls_are_called_at_most_as_often_as_is_said() -> None:
+    """Any of the two primary comparisons, called lower: half of 5%, since the other half would be higher."""
+    called = share(lambda found: any(shown(found)), 0.0, 1000)
+    assert called < 0.025 + 3 * 0.005
+    uncorrected = share(lambda found: any(each.p < 0.05 for each in found if each.is_primary), 0.0, 1000)  # type: ignore[operator]
+    assert uncorrected > 0.05  # what the correction is for: 8%
+
+
+def test_planted_effects_are_found() -> None:
+    """Of two standard deviations of the difference of two runs of one seed, over five seeds."""
+    assert share(lambda found: all(shown(found)), 2 * SPREAD * 2**0.5, 200) > 0.8
+
+
+def test_what_was_not_stated_is_exploratory_and_too_few_seeds_or_steps_show_nothing() -> None:
+    groups = planted(random.Random(1), 1.0)
+    by_pair = {(each.point, each.baseline): each for each in comparisons(config(), groups)}
+    assert list(by_pair) == [*map(tuple, PRIMARY), ("p0", "transformer")]
+    assert by_pair["p0", "transformer"].adjusted is None
+    *primary, other = findings(config(), list(by_pair.values()), steps=50)
+    assert [each.shows for each in primary] == [True, True]
+    assert other.shows is None and other.exploratory and "exploratory" in other.sentence
+    for steps, seeds in ((49, 5), (50, 2)):
+        found = comparisons(config(), planted(random.Random(1), 1.0, seeds=seeds))
+        assert {each.shows for each in findings(config(), found, steps=steps)} == {None}
+    alone = SweepConfig(
+        experiment="one",
+        folder="none",
+        base="none",
+        axes={"arm": dict.fromkeys(ARMS[::2])},
+        seeds=5,
+        report=ReportConfig(compare="arm", baseline="transformer"),
+    )
+    assert [each.is_primary for each in comparisons(alone, groups[::2])] == [True]
+
+
+def test_comparisons_are_made_apart_at_the_points_of_an_axis() -> None:
+    axes = {"arm": dict.fromkeys(ARMS[::2]), "optimizer": dict.fromkeys(("adamw", "muon"))}
+    report = ReportConfig(compare="arm", baseline="transformer", primary=PRIMARY[:1], by=["optimizer"])
+    two = SweepConfig(experiment="two", folder="none", base="none", axes=axes, seeds=4, report=report)
+    losses = {"transformer": 3.0, "fanformer": 2.9}
+    groups = [
+        Group(
+            {"arm": arm, "optimizer": optimizer},
+            None,  # type: ignore[arg-type]
+            {seed: losses[arm] + 0.01 * seed + 0.002 * (-1) ** seed * (arm == "fanformer") for seed in range(4)},
+        )
+        for arm in losses
+        for optimizer in axes["optimizer"]
+    ]
+    adamw, muon = comparisons(two, groups)
+    assert (adamw.at, muon.at) == ({"optimizer": "adamw"}, {"optimizer": "muon"})
+    assert adamw.mean.value == pytest.approx(-0.1) and adamw.adjusted == pytest.approx(2 * adamw.p)  # type: ignore[operator]
+    assert ", optimizer muon" in list(findings(two, [adamw, muon], steps=99))[1].sentence
+
+
+def tuned(place: Path, tokens: str, rates: dict[str, Any], **fields: Any) -> Path:
+    """Two arms over rates: the stand-in's loss is lowest at 0.01 for the Transformer, at 0.02 for FANformer."""
+    axes = {"architecture": {"transformer": {"model.fan.placement": "none"}, "fanformer": {}}, "lr": rates}
+    report = {"compare": "architecture", "baseline": "transformer", "fewest_steps": 10}
+    return write_sweep(place, tokens, axes=axes, tune={"axis": "lr"}, seeds=3, report=report, **fields)
+
+
+RATES = {f"{rate:g}": {"optimizer.lr": rate} for rate in (0.005, 0.01, 0.02, 0.04)}
+
+
+def finished(sweep: Sweep) -> list[str]:
+    """Train what is due, until nothing is; return the names in their order."""
+    names = []
+    while cells := due(sweep):
+        for cell in cells:
+            train(cell.config.as_dict())
+            names.append(cell.name)
+    return names
+
+
+def test_the_best_rate_of_each_arm_is_chosen_first_and_measured_at_seeds_of_its_own(
+    tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tuned(tmp_path, tokens, RATES)
+    sweep = read_sweep(file, needs_data=True)
+    assert sweep.config.num_cells == 2 * 4 + 2 * 3
+    assert [choice.best for choice in choices(sweep, outcomes(sweep))] == [None, None]
+    names = finished(sweep)
+    assert names[:8] == [f"{arm},{rate},seed=1234" for arm in ("fanformer", "transformer") for rate in RATES]
+    chosen = [("fanformer", "0.02"), ("transformer", "0.01")]
+    assert names[8:] == [f"{arm},{rate},seed={seed}" for arm, rate in chosen for seed in (1235, 1236, 1237)]
+    found = outcomes(sweep)
+    (difference,) = comparisons(sweep.config, groups_of(compared(sweep, found)))
+    assert (difference.seeds, difference.pairs) == (3, 3)
+    assert difference.mean.value == pytest.approx(-PLANTED, abs=4e-3)
+    assert cli.main(["sweep", str(file), "report"]) == 0
+    result = read_result(sweep.folder)
+    assert [finding.shows for finding in result.findings] == [True]
+    (table,) = [table for table in result.tables if "that no comparison has" in table.title]
+    assert [row[-2:] for row in table.rows] == [["0.02", False], ["0.01", False]]
+    assert cli.main(["sweep", str(file), "status"]) == 0
+    assert "fanformer: 0.02 is best" in capsys.readouterr().out
+
+
+def test_a_rate_that_diverges_is_not_tried_again_and_one_at_the_edge_is_named(
+    tmp_path: Path, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = {**RATES, "diverges": {"optimizer.lr": 1.0, "model.rotary_base": BASE_THAT_FAILS}}
+    del rates["0.04"], rates["0.02"]
+    file = tuned(tmp_path, tokens, rates)
+    sweep = read_sweep(file, needs_data=True)
+    with pytest.raises(Exception, match=r"2 of 12 cells failed: .*,diverges,seed=1234, .*,diverges,seed=1234;"):
+        run_sweep(sweep, lambda line: None, jobs=3, command=STAND_IN)
+    assert due(sweep) == []
+    assert cli.main(["sweep", str(file), "status"]) == 0
+    shown = capsys.readouterr().out
+    assert "transformer: 0.01 is best\n" in shown and "fanformer: 0.01 is best" in shown
+    changed(file, axes={**sweep.config.axes, "lr": dict(list(RATES.items())[:3])})
+    assert cli.main(["sweep", str(file), "dry-run"]) == 0
+    assert "the best" in capsys.readouterr().out
