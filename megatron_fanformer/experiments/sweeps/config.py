@@ -10,8 +10,8 @@
         p0: {model.fan.p_ratio: 0.0, model.ffn_hidden_size: 277}
         fanformer: {model.ffn_hidden_size: 288}
       lr:
-        1e-3: {optimizer.lr: 1.0e-3}
-        2e-3: {optimizer.lr: 2.0e-3}
+        lr1e-3: {optimizer.lr: 1.0e-3}
+        lr2e-3: {optimizer.lr: 2.0e-3}
     tune: {axis: lr, seeds: 1}              # the best rate of each arm, by runs of one seed
     seeds: 5                                # then as many others at that rate
     report:
@@ -21,7 +21,7 @@
       primary: [[fanformer, transformer], [fanformer, p0]]   # said to be lower, before anything ran
 
 A cell is one point of every axis and one seed. Its configuration is the base, then `changes`, then its points in the
-order of the axes; its name, and that of its run's folder, is made of its points' names: `fanformer,1e-3,seed=1`.
+order of the axes; its name, and that of its run's folder, is made of its points' names: `fanformer,lr1e-3,seed=1`.
 """
 
 import math
