@@ -162,17 +162,21 @@ def _tables() -> dict[str, str]:
 
 
 def _table(fields: list[FieldDescription]) -> str:
-    rows = (
-        [f"`{field.name.rpartition('.')[2]}`", _cell(field.type), _default(field), _cell(field.text)]
-        for field in fields
-    )
-    return markdown.table(["field", "type", "default", "meaning"], rows) + "\n"
+    rows = ([f"`{field.name.rpartition('.')[2]}`", _cell(_default(field)), _cell(field.text)] for field in fields)
+    return markdown.table(["field", "default", "meaning"], rows) + "\n"
 
 
 def _default(field: FieldDescription) -> str:
+    """A field's default and, in parentheses where it does not show them, its type or other choices."""
     if field.default is None:
-        return "–"
-    return f"`{field.default}`" if field.type.startswith("`") and field.default != "null" else _cell(field.default)
+        return f"required ({field.type})"
+    if field.type in ("integer", "number", "text", "true or false"):
+        return field.default
+    choices = field.type.removesuffix(f" or {field.default}").replace("true or false", "boolean").split(", ")
+    shown = f"`{field.default}`"
+    if shown not in choices:
+        return f"{field.default} ({', '.join(choices)})"
+    return f"{shown} ({', '.join(choice for choice in choices if choice != shown)})"
 
 
 def _cell(text: str) -> str:
