@@ -137,9 +137,9 @@ def _arguments(rows: tuple[ForeignName, ...]) -> str:
     others = [[_names(row), f"`{row.field}`", row.note] for row in rows if row.field and row not in same]
     missing = [f"- {_names(row)}: {row.note}" for row in rows if not row.field]
     parts = [
-        f"These have the same name here: {', '.join(f'`{row.field}`' for row in same)}." if same else "",
+        f"The same name: {', '.join(f'`{row.field}`' for row in same)}." if same else "",
         markdown.table(["Megatron-LM", "here", "difference"], others) if others else "",
-        "These have no setting here:\n\n" + "\n".join(missing) if missing else "",
+        "No setting:\n\n" + "\n".join(missing) if missing else "",
     ]
     return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
 
