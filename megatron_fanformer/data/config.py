@@ -28,10 +28,9 @@ class DataConfig:
     """`pretraining`: samples are cut out of the running text; `sft`: whole conversations are packed
     (docs/fine-tuning.md#training)."""
     train_data: list[str] = field(default_factory=list)
-    """Prefixes of token files, `.npy` files, globs, folders, `@FILE`, or weight prefix weight prefix …
-    (docs/data.md#what-a-run-reads); not empty."""
+    """Token files, globs, folders, `@FILE`, or weight file weight file … (docs/data.md#what-a-run-reads); not empty."""
     valid_data: dict[str, list[str]] = field(default_factory=dict)
-    """Validation sets by name, each in the form of `train_data`."""
+    """Validation sets by name, each like `train_data`."""
     split: str | None = None
     """Without `valid_data`: training, validation and test shares of `train_data` by documents, e.g. `"99,1,0"`; not
     with `.npy` files."""

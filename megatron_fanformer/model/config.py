@@ -40,7 +40,7 @@ class FANConfig:
     activation: Literal["none", "gelu"] = "none"
     """Of the linear rows `g`; `gelu` is the original FAN."""
     bias: bool = True
-    """Whether the map has a bias."""
+    """Whether the FAN map has one."""
     placement: PlacementName = "qkv"
     """`qkv`: X_F gives Q, K and V (the paper's); `qk_and_v`: Q and K, and V comes from a FAN layer of its own; `ffn`:
     two FAN layers replace the feed-forward network (docs/experiments.md#variants); `none`: a Transformer."""
@@ -79,23 +79,23 @@ class FANformerConfig:
     num_layers: int
     """Transformer layers."""
     hidden_size: int
-    """Width of the residual stream (d in the paper)."""
+    """Width of the residual stream."""
     ffn_hidden_size: int
     """Inner width of the SwiGLU (d_ff); at placement `ffn`, of the first FAN layer."""
     num_attention_heads: int
-    """Query heads; the head size is `hidden_size` / `num_attention_heads`, an even number."""
+    """Query heads; their size, `hidden_size` / `num_attention_heads`, is even."""
     num_query_groups: int | None = None
     """Key and value heads; null: as many as query heads."""
     vocab_size: int
     """Token ids, before padding."""
     make_vocab_size_divisible_by: int = 128
-    """The embedding is padded to a multiple of this, whatever the layout."""
+    """The embedding is padded to a multiple of this."""
     seq_length: int = 2048
     """Tokens per training sample."""
     rotary_base: int = 10_000
-    """Base of the rotary position embedding."""
+    """Of the rotary positions."""
     layernorm_epsilon: float = 1e-6
-    """Epsilon of every RMSNorm."""
+    """Of every RMSNorm."""
     untie_embeddings_and_output_weights: bool = False
     """Whether the output head has a weight of its own."""
     fan: FANConfig = field(default_factory=FANConfig)
@@ -311,7 +311,7 @@ class PrecisionConfig:
     """Scales are of the current tensor (`tensorwise`), past steps (`delayed`), blocks of 128 (`blockwise`), or blocks
     of 32 in hardware (`mxfp8`, Blackwell)."""
     fp8_amax_history_len: int = 1024
-    """With `delayed`: micro batches in the history of largest values."""
+    """With `delayed`: micro batches in the history."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     """With `delayed`: the history's largest value, or its newest."""
     first_last_layers_bf16: bool = False

@@ -79,8 +79,8 @@ class ParallelConfig:
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in backward: `full` layers, or `recompute_modules`."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """With `full`: `uniform` keeps the input of every `recompute_num_layers` layers, `block` recomputes the first
-    `recompute_num_layers` of a stage."""
+    """With `full`: `uniform` keeps the input of every `recompute_num_layers` layers, `block` recomputes the first so
+    many of a stage."""
     recompute_num_layers: int | None = None
     """With `full`: see `recompute_method`."""
     recompute_modules: list[RecomputeModule] = field(default_factory=lambda: [*DEFAULT_RECOMPUTE_MODULES])

@@ -44,9 +44,9 @@ class RecoveryConfig:
     check_for_spiky_loss: bool = False
     """A step is also bad if its loss or gradient norm is a spike."""
     spiky_loss_factor: float = 2.0
-    """A spike is a loss above this many times the running median."""
+    """A spike is a loss above this many times its running median."""
     spiky_grad_norm_factor: float = 10.0
-    """A spike is a gradient norm above this many times the running median."""
+    """A spike is a gradient norm above this many times its running median."""
     spike_window: int = 100
     """Good steps in the medians; no spikes before a tenth of them."""
     compute_again: bool = True

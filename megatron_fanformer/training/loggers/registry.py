@@ -53,8 +53,8 @@ class LoggingConfig(*_FIELDS):  # type: ignore[misc]  # the table's, whichever t
     straggler_interval: int | None = 100
     """Steps between checks for a slow rank (docs/clusters.md#slow-ranks); null: none."""
     straggler_factor: float = 1.4
-    """The slowest rank is named above this many times the median work of its pipeline stage, if the others wait more
-    than a tenth of a step."""
+    """A rank is named above this many times its pipeline stage's median work, if the others wait more than a tenth of a
+    step."""
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
