@@ -75,7 +75,7 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
             "model.make_vocab_size_divisible_by",
             "whatever the tensor parallel size",
         ),
-        ForeignName("--vocab-size", "model.vocab_size", "token ids, before padding"),
+        ForeignName("--vocab-size", "model.vocab_size"),
         ForeignName("--padded-vocab-size", "model.make_vocab_size_divisible_by", "the padded size follows from it"),
         ForeignName("--hidden-dropout --attention-dropout", None, _NO_DROPOUT),
         ForeignName(
