@@ -110,8 +110,8 @@ def test_the_installed_command_exits_with_the_same_code_and_line(tmp_path: Path,
         (("model.fan.pratio", "0.25"), "unknown configuration key model.fan.pratio; did you mean model.fan.p_ratio?"),
         (
             ("precision.fp8_param_gather", "true"),
-            "unknown configuration key precision.fp8_param_gather; not there, because weights stored in FP8 have other "
-            "tensors in checkpoints, which no other layers could load; leave it out",
+            "unknown configuration key precision.fp8_param_gather; not there, because weights stored in FP8 would load "
+            "in no other layers; leave it out",
         ),
         (("model.hidden_size", "many"), 'model.hidden_size is "many"; it must be an integer'),
         (("model.hidden_size", "2.5"), "model.hidden_size is 2.5; it must be an integer"),

@@ -137,9 +137,9 @@ def _arguments(rows: tuple[ForeignName, ...]) -> str:
     others = [[_names(row), f"`{row.field}`", row.note] for row in rows if row.field and row not in same]
     missing = [f"- {_names(row)}: {row.note}" for row in rows if not row.field]
     parts = [
-        f"These have the same name here: {', '.join(f'`{row.field}`' for row in same)}." if same else "",
+        f"The same name: {', '.join(f'`{row.field}`' for row in same)}." if same else "",
         markdown.table(["Megatron-LM", "here", "difference"], others) if others else "",
-        "These have no setting here:\n\n" + "\n".join(missing) if missing else "",
+        "No setting:\n\n" + "\n".join(missing) if missing else "",
     ]
     return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
 
@@ -162,17 +162,21 @@ def _tables() -> dict[str, str]:
 
 
 def _table(fields: list[FieldDescription]) -> str:
-    rows = (
-        [f"`{field.name.rpartition('.')[2]}`", _cell(field.type), _default(field), _cell(field.text)]
-        for field in fields
-    )
-    return markdown.table(["field", "type", "default", "meaning"], rows) + "\n"
+    rows = ([f"`{field.name.rpartition('.')[2]}`", _cell(_default(field)), _cell(field.text)] for field in fields)
+    return markdown.table(["field", "default", "meaning"], rows) + "\n"
 
 
 def _default(field: FieldDescription) -> str:
+    """A field's default and, in parentheses where it does not show them, its type or other choices."""
     if field.default is None:
-        return "–"
-    return f"`{field.default}`" if field.type.startswith("`") and field.default != "null" else _cell(field.default)
+        return f"required ({field.type})"
+    if field.type in ("integer", "number", "text", "true or false"):
+        return field.default
+    choices = field.type.removesuffix(f" or {field.default}").replace("true or false", "boolean").split(", ")
+    shown = f"`{field.default}`"
+    if shown not in choices:
+        return f"{field.default} ({', '.join(choices)})"
+    return f"{shown} ({', '.join(choice for choice in choices if choice != shown)})"
 
 
 def _cell(text: str) -> str:

@@ -10,21 +10,20 @@ class CheckpointConfig:
     """Configure what is saved, and what a run starts from."""
 
     save_interval: int | None = None
-    """Steps between checkpoints; null: at the end only (and on a signal, and at `exit_interval`)."""
+    """Steps between checkpoints; null: at the end only."""
     keep: int | None = None
-    """How many of the newest checkpoints to keep; null: all."""
+    """How many of the newest to keep; null: all."""
     async_save: bool = False
-    """Continue training while a checkpoint is being written."""
+    """Continue training during a save."""
     fully_parallel_save: bool = True
     """Each replica writes and reads a part of a checkpoint."""
     load: str | None = None
-    """A run's folder or a checkpoint, or its URL, whose weights a new run starts from (step 0, fresh optimizer);
-    ignored if `run_dir` has a checkpoint."""
+    """A run's folder, a checkpoint, or its URL: a new run starts from its weights (step 0, fresh optimizer)."""
     mirror: str | None = None
-    """URL of a folder on another store, such as s3://bucket/run, to which each checkpoint is copied and from which a
-    lost run resumes (docs/checkpoints-and-conversion.md#another-store); null: none."""
+    """URL of a folder on another store, such as s3://bucket/run, to which checkpoints are copied
+    (docs/checkpoints-and-conversion.md#another-store)."""
     mirror_keep: int | None = None
-    """How many of the newest checkpoints to keep there; null: all."""
+    """How many of the newest to keep on the mirror; null: all."""
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""

@@ -25,35 +25,33 @@ class DataConfig:
     """Configure where the samples come from."""
 
     format: Literal["pretraining", "sft"] = "pretraining"
-    """`pretraining`: samples are cut out of the running text; `sft`: conversations of `prepare --chat` are packed whole
+    """`pretraining`: samples are cut out of the running text; `sft`: whole conversations are packed
     (docs/fine-tuning.md#training)."""
     train_data: list[str] = field(default_factory=list)
-    """Prefixes of token files, `.npy` files, globs, folders, `@FILE`, or weight prefix weight prefix …
-    (docs/data.md#what-a-run-reads); must not be empty."""
+    """Token files, globs, folders, `@FILE`, or weight file weight file … (docs/data.md#what-a-run-reads); not empty."""
     valid_data: dict[str, list[str]] = field(default_factory=dict)
-    """Validation sets by name, each in the form of `train_data`."""
+    """Validation sets by name, each like `train_data`."""
     split: str | None = None
-    """Without `valid_data`: training, validation and test shares of `train_data` by documents, e.g. `"99,1,0"`; the
-    validation set is called `validation`; not with `.npy` files."""
+    """Without `valid_data`: training, validation and test shares of `train_data` by documents, e.g. `"99,1,0"`; not
+    with `.npy` files."""
     npy_dtype: NpyType = "uint16"
     """Type of the token ids in `.npy` files without a manifest."""
     tokenizer: str | None = None
-    """The tokenizer of the tokens (a `.model`, a `tokenizer.json`, or a folder with one); copied into every
-    checkpoint."""
+    """A `.model`, a `tokenizer.json`, or a folder with one; copied into every checkpoint."""
     reset_attention_mask: bool = False
-    """Attention stays within documents (docs/fine-tuning.md#attention-within-documents); false: across them, as the
-    paper trains."""
+    """Attention stays within documents (docs/fine-tuning.md#attention-within-documents), not across them as in the
+    paper."""
     reset_position_ids: bool = False
-    """`position_ids` begin at 0 in every document; needs `reset_attention_mask`, and changes no result."""
+    """`position_ids` begin at 0 in every document; changes no result."""
     eod_mask_loss: bool = False
     """No loss where an end of text is read."""
     cache_path: str | None = None
-    """Folder for the sample indices, shared by all nodes; null: `.index_cache` beside the first of `train_data`."""
+    """Folder for the sample indices, shared by all nodes; null: `.index_cache` beside `train_data`."""
     num_workers: int = 0
-    """Loader processes per rank; 0: the rank's own process loads."""
+    """Loader processes per rank; 0: its own."""
     allow_change: list[str] = field(default_factory=list)
-    """What may differ from the data used so far: `train`, `tokenizer`, or names of `valid_data`
-    (docs/data.md#the-same-data-on-resuming). State it for one start: `--data.allow_change "[train]"`."""
+    """What may differ from the data used so far, for one start: `train`, `tokenizer`, or names of `valid_data`
+    (docs/data.md#the-same-data-on-resuming)."""
 
     def problems(self) -> list[str]:
         """Everything that is wrong with it, one line each; no token file is opened."""

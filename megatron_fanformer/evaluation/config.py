@@ -18,17 +18,15 @@ class EvaluationConfig:
     """Tasks and perplexity sets that a run measures as it goes on (docs/evaluation.md#in-the-loop)."""
 
     requests: str | None = None
-    """Request file of `evaluate --prepare`, made with `data.tokenizer`; null: no tasks."""
+    """Request file of `evaluate --prepare`, made with `data.tokenizer`."""
     tasks: list[str] = field(default_factory=list)
-    """Tasks of the request file, or groups (`paper`, `olmo-core-8`, `easy`, `mmlu`); empty: all of its choice tasks."""
+    """Tasks or groups (`paper`, `olmo-core-8`, `easy`, `mmlu`) of the request file; empty: all of its choice tasks."""
     limit: int | None = None
-    """Documents of each task, its first ones; null: all."""
+    """Take the first so many documents of each task; null: all."""
     interval: int | None = None
-    """Steps between evaluations on tasks and perplexity sets; null: `training.eval_interval`. A run's end is evaluated
-    too."""
+    """Steps between evaluations; null: `training.eval_interval`."""
     batch_tokens: int | None = None
-    """About how many tokens a micro batch has in evaluation, padding included; null: `micro_batch_size` ×
-    `seq_length`."""
+    """About how many tokens a micro batch has; null: `micro_batch_size` × `seq_length`."""
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
     """Sets of tokens whose perplexity is measured."""
 

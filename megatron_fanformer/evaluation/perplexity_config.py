@@ -16,20 +16,19 @@ class PerplexityConfig:
     sets: dict[str, list[str]] = field(default_factory=dict)
     """Sets by name: prefixes of pairs, `.npy` files, globs, or folders."""
     groups: list[Group] = field(default_factory=list)
-    """The paper's groups of sets, looked for in `folder`."""
+    """The paper's groups of sets, in `folder`."""
     folder: str | None = None
-    """Where the groups' sets are, as OLMo lays them out (docs/evaluation.md#perplexity-sets)."""
+    """Where the sets of `groups` are, as OLMo lays them out (docs/evaluation.md#perplexity-sets)."""
     chunking: Chunking = "tokens"
-    """`tokens`: each file cut into chunks, across documents, as the paper does; `documents`: each document by
-    itself."""
+    """`tokens`: each file cut into chunks, across documents, as in the paper; `documents`: each by itself."""
     chunk_tokens: int | None = None
-    """Tokens of a chunk, of which all but the first are scored; null: the model's `seq_length`."""
+    """Tokens of a chunk, all but the first scored; null: `seq_length`."""
     batches: int | None = None
-    """Batches of `evaluation.batch_tokens` tokens from the beginning of each set; null: whole sets."""
+    """Batches of `evaluation.batch_tokens` from the beginning of each set; null: whole sets."""
     npy_dtype: NpyType = "uint16"
     """Type of the token ids in `.npy` files without a manifest."""
     eod_id: int | None = None
-    """With `documents`, the id that ends a document in `.npy` files; null: the manifest's, or the tokenizer's."""
+    """With `documents`: the id that ends one in `.npy` files; null: the manifest's or the tokenizer's."""
 
     @property
     def is_empty(self) -> bool:

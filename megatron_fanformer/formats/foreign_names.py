@@ -31,9 +31,9 @@ class ForeignName(NamedTuple):
 _NO_DROPOUT = "there is no dropout"
 _PAPER = "the paper's model has none"
 _DENSE = "layers are dense"
-_FLOAT32_SUMS = "gradients are always summed in float32: sums in bf16 lose what many small terms add"
+_FLOAT32_SUMS = "gradients are always summed in float32"
 _IN_STEPS = "in steps"
-_WEIGHTS_ALONE = "takes weights alone, at step 0; a run resumes from its own run_dir by itself"
+_WEIGHTS_ALONE = "weights alone; a run resumes from its run_dir by itself"
 
 MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
     "Model": (
@@ -55,14 +55,14 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
         ForeignName(
             "--rotary-seq-len-interpolation-factor --use-rope-scaling",
             None,
-            "a model is not extended beyond the length that it was trained at",
+            "a model is not extended beyond its length",
         ),
         ForeignName("--normalization", None, "every norm is an RMSNorm"),
         ForeignName("--norm-epsilon", "model.layernorm_epsilon", "1e-6 by default, not 1e-5"),
-        ForeignName("--apply-layernorm-1p", None, "a norm's weights start at 1 and are stored as they are"),
-        ForeignName("--apply-residual-connection-post-layernorm", None, "norms are no part of the residual stream"),
+        ForeignName("--apply-layernorm-1p", None, "norms store their weights as they are"),
+        ForeignName("--apply-residual-connection-post-layernorm", None, "norms stay out of the residual stream"),
         ForeignName("--qk-layernorm", None, _PAPER),
-        ForeignName("--softmax-type", None, "attention's softmax has no further term"),
+        ForeignName("--softmax-type", None, "the softmax has no further term"),
         ForeignName(
             "--swiglu --squared-relu --openai-gelu --quick-geglu --glu-linear-offset --activation-func-clamp-value",
             None,
@@ -73,21 +73,21 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
         ForeignName(
             "--make-vocab-size-divisible-by",
             "model.make_vocab_size_divisible_by",
-            "is not multiplied by the tensor parallel size",
+            "whatever the tensor parallel size",
         ),
-        ForeignName("--vocab-size", "model.vocab_size", "token ids, before padding"),
+        ForeignName("--vocab-size", "model.vocab_size"),
         ForeignName("--padded-vocab-size", "model.make_vocab_size_divisible_by", "the padded size follows from it"),
         ForeignName("--hidden-dropout --attention-dropout", None, _NO_DROPOUT),
         ForeignName(
             "--init-method-std --init-method-xavier-uniform",
             None,
-            "weights are drawn by the authors' scheme, from widths and depth",
+            "weights are drawn by the authors' scheme",
         ),
         ForeignName("--use-mup", None, "nothing is scaled by the model's width"),
         ForeignName(
             "--use-cpu-initialization --data-parallel-random-init",
             None,
-            "each weight is drawn whole by its name, the same in every layout",
+            "each weight is drawn whole, by its name",
         ),
         ForeignName("--spec", "model.fan.placement", "none is a Transformer"),
         ForeignName("--use-mcore-models", None, "the model is always megatron-core's"),
@@ -103,17 +103,17 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
         ForeignName(
             "--attention-softmax-in-fp32 --no-masked-softmax-fusion",
             None,
-            "the softmax is inside core attention, which is torch's or the Engine's",
+            "core attention does it",
         ),
-        ForeignName("--no-rope-fusion", None, "the fused kernel is used wherever the Engine's layers are on a GPU"),
+        ForeignName("--no-rope-fusion", None, "it is fused with the Engine's layers on a GPU"),
         ForeignName("--no-bias-gelu-fusion --no-bias-swiglu-fusion", None, "SwiGLU is always fused"),
-        ForeignName("--no-bias-dropout-fusion", None, "no layer ends with a bias or with dropout"),
-        ForeignName("--no-persist-layer-norm", None, "the norms are torch's or the Engine's, not apex's"),
+        ForeignName("--no-bias-dropout-fusion", None, "no layer ends with either"),
+        ForeignName("--no-persist-layer-norm", None, "norms are torch's or the Engine's"),
         ForeignName("--no-gradient-accumulation-fusion", "kernels.gradient_accumulation_fusion", "false"),
         ForeignName(
             "--cross-entropy-loss-fusion",
             "kernels.chunked_loss_head",
-            "another kernel, which never holds the logits of a whole micro batch",
+            "never holds all logits",
         ),
         ForeignName("--fp16-lm-cross-entropy", None, "losses are computed in float32"),
         ForeignName("--cuda-graph-impl", "kernels.cuda_graph_impl", "none or local"),
@@ -134,24 +134,22 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
         ForeignName(
             "--account-for-embedding-in-pipeline-split",
             "parallel.num_layers_in_first_pipeline_stage",
-            "the number of layers itself",
+            "as a number of layers",
         ),
         ForeignName(
             "--account-for-loss-in-pipeline-split",
             "parallel.num_layers_in_last_pipeline_stage",
-            "the number of layers itself",
+            "as a number of layers",
         ),
-        ForeignName("--pipeline-model-parallel-layout", None, "only the first and the last stage can be unequal"),
+        ForeignName("--pipeline-model-parallel-layout", None, "only the first and last stages can be unequal"),
         ForeignName(
             "--no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush",
             None,
-            "the interleaved schedule always overlaps its messages, 1F1B never",
+            "the interleaved schedule always overlaps, 1F1B never",
         ),
-        ForeignName(
-            "--microbatch-group-size-per-virtual-pipeline-stage", None, "it is always megatron-core's own choice"
-        ),
+        ForeignName("--microbatch-group-size-per-virtual-pipeline-stage", None, "megatron-core chooses it"),
         ForeignName("--context-parallel-size", "parallel.context_parallel_size"),
-        ForeignName("--cp-comm-type", "parallel.cp_comm_type", "one for all layers: p2p, all_gather or a2a"),
+        ForeignName("--cp-comm-type", "parallel.cp_comm_type", "one for all layers"),
         ForeignName("--hierarchical-context-parallel-sizes", None, "keys and values are exchanged at one level"),
         ForeignName("--sequence-parallel", "parallel.sequence_parallel"),
         ForeignName("--use-distributed-optimizer", "parallel.use_distributed_optimizer", "true by default"),
@@ -163,38 +161,32 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
         ForeignName(
             "--calculate-per-token-loss --ddp-average-in-collective",
             None,
-            "gradients are always divided once, by the tokens of the global batch",
+            "gradients are divided once, by the global batch's tokens",
         ),
         ForeignName(
             "--use-megatron-fsdp --use-torch-fsdp2 --data-parallel-sharding-strategy",
             None,
-            "replicas share the optimizer's state (parallel.use_distributed_optimizer), not weights",
+            "replicas share the optimizer's state, not weights",
         ),
-        ForeignName(
-            "--num-distributed-optimizer-instances", None, "the optimizer's state is shared by all replicas at once"
-        ),
+        ForeignName("--num-distributed-optimizer-instances", None, "all replicas share one state"),
         ForeignName(
             "--tp-comm-overlap",
             None,
-            "the Engine registers buffers over NVLink for it, of sizes and names that do not know the FAN map",
+            "the Engine's buffers for it do not know the FAN map",
         ),
         ForeignName("--recompute-granularity", "parallel.recompute_granularity"),
         ForeignName("--recompute-activations", "parallel.recompute_granularity", "selective"),
         ForeignName("--recompute-method", "parallel.recompute_method"),
         ForeignName("--recompute-num-layers", "parallel.recompute_num_layers"),
         ForeignName("--recompute-modules", "parallel.recompute_modules", "core_attn, layernorm, mlp, and fan"),
-        ForeignName(
-            "--distribute-saved-activations", "parallel.sequence_parallel", "what is kept is then shared by the ranks"
-        ),
-        ForeignName(
-            "--cpu-offloading-num-layers --optimizer-cpu-offload", None, "all that a step needs stays on its device"
-        ),
+        ForeignName("--distribute-saved-activations", "parallel.sequence_parallel", "shards them too"),
+        ForeignName("--cpu-offloading-num-layers --optimizer-cpu-offload", None, "everything stays on its device"),
         ForeignName("--use-tp-pp-dp-mapping", None, "the order of ranks is fixed"),
         ForeignName("--distributed-backend", "runtime.distributed_backend"),
         ForeignName(
             "--distributed-timeout-minutes",
             "runtime.distributed_timeout_minutes",
-            "how long a rank may be silent; by default it follows the step time",
+            "follows the step time by default",
         ),
     ),
     "Number formats": (
@@ -214,14 +206,14 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
         ForeignName(
             "--fp8-param-gather",
             None,
-            "weights stored in FP8 have other tensors in checkpoints, which no other layers could load",
+            "weights stored in FP8 would load in no other layers",
         ),
-        ForeignName("--fp4-format", None, "the narrowest format is FP8 (precision.fp8)"),
+        ForeignName("--fp4-format", None, "FP8 (precision.fp8) is the narrowest format"),
         ForeignName("--fp32-residual-connection", None, "the residual stream has the type of the weights"),
         ForeignName(
             "--use-precision-aware-optimizer --main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype",
             None,
-            "main weights, gradients and both moments are float32",
+            "all of these are float32",
         ),
     ),
     "Batches and length": (
@@ -233,22 +225,20 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
         ForeignName("--seed", "training.seed"),
         ForeignName("--exit-interval", "training.exit_interval"),
         ForeignName("--exit-duration-in-mins", "training.exit_duration_in_mins"),
-        ForeignName("--exit-signal-handler", None, "a run always answers signals: it saves and ends (exit code 5)"),
-        ForeignName("--manual-gc --manual-gc-interval", None, "the loop always takes garbage collection over"),
+        ForeignName("--exit-signal-handler", None, "signals always save and end a run"),
+        ForeignName("--manual-gc --manual-gc-interval", None, "the loop always collects garbage itself"),
         ForeignName("--eval-interval", "training.eval_interval"),
         ForeignName("--eval-iters", "training.eval_iters"),
-        ForeignName(
-            "--rerun-mode", "recovery.compute_again", "a bad step is computed again before anything is done about it"
-        ),
+        ForeignName("--rerun-mode", "recovery.compute_again", "true or false"),
         ForeignName("--no-check-for-nan-in-loss-and-grad", "recovery.check_for_nan_in_loss_and_grad", "false"),
         ForeignName("--check-for-spiky-loss --check-for-large-grads", "recovery.check_for_spiky_loss"),
         ForeignName("--iterations-to-skip", "recovery.iterations_to_skip"),
     ),
     "Optimizer": (
-        ForeignName("--optimizer", "optimizer.name", "adamw by default, which is Megatron's adam"),
+        ForeignName("--optimizer", "optimizer.name", "adamw, which is Megatron's adam"),
         ForeignName("--sgd-momentum", None, "there is no SGD"),
         ForeignName("--lr", "optimizer.lr"),
-        ForeignName("--weight-decay", "optimizer.weight_decay", "0.1 by default; not of embeddings, norms and biases"),
+        ForeignName("--weight-decay", "optimizer.weight_decay", "0.1 by default; of linear weights only"),
         ForeignName(
             "--start-weight-decay --end-weight-decay --weight-decay-incr-style", None, "weight decay is constant"
         ),
@@ -285,62 +275,54 @@ MEGATRON_LM: dict[str, tuple[ForeignName, ...]] = {
         ForeignName("--data-cache-path", "data.cache_path"),
         ForeignName("--sft", "data.format", "sft, on what prepare --chat has written"),
         ForeignName("--num-workers", "data.num_workers", "0 by default, not 2"),
-        ForeignName("--dataloader-type", None, "samples come in one order, which a resumed run continues"),
+        ForeignName("--dataloader-type", None, "there is one order of samples"),
         ForeignName(
             "--reset-attention-mask --dataloader-inter-document-masking",
             "data.reset_attention_mask",
-            "by the end-of-text id; no work is done across documents",
+            "by the end-of-text id",
         ),
-        ForeignName("--reset-position-ids", "data.reset_position_ids", "with data.reset_attention_mask alone"),
+        ForeignName("--reset-position-ids", "data.reset_position_ids", "needs data.reset_attention_mask"),
         ForeignName("--eod-mask-loss", "data.eod_mask_loss"),
-        ForeignName(
-            "--no-create-attention-mask-in-dataloader", None, "no mask is ever made: attention is causal by itself"
-        ),
-        ForeignName("--mock-data", None, "`megatron-fanformer prepare` makes token files of any text"),
-        ForeignName("--tokenizer-type", None, "what a tokenizer is shows in its file (data.tokenizer)"),
+        ForeignName("--no-create-attention-mask-in-dataloader", None, "no mask is ever made"),
+        ForeignName("--mock-data", None, "prepare makes token files of any text"),
+        ForeignName("--tokenizer-type", None, "its file (data.tokenizer) shows it"),
         ForeignName("--tokenizer-model", "data.tokenizer"),
         ForeignName("--vocab-file --merge-file", "data.tokenizer", "a tokenizer.json holds both"),
     ),
     "Checkpoints": (
-        ForeignName("--save", "training.run_dir", "for checkpoints, metrics and configuration"),
+        ForeignName("--save", "training.run_dir", "for metrics too"),
         ForeignName("--save-interval", "checkpoint.save_interval"),
         ForeignName("--save-retain-interval", "checkpoint.keep", "how many of the newest"),
         ForeignName("--load --finetune --pretrained-checkpoint", "checkpoint.load", _WEIGHTS_ALONE),
-        ForeignName("--no-load-optim --no-load-rng", "checkpoint.load", "takes weights alone"),
+        ForeignName("--no-load-optim --no-load-rng", "checkpoint.load", "weights alone"),
         ForeignName("--ckpt-step", "checkpoint.load", "the step's own folder; or its name in checkpoints/latest"),
-        ForeignName("--no-save-optim --no-save-rng", None, "every checkpoint can be resumed from, bit for bit"),
+        ForeignName("--no-save-optim --no-save-rng", None, "every checkpoint can be resumed from"),
         ForeignName("--ckpt-format --auto-detect-ckpt-format", None, "checkpoints are megatron-core's torch_dist"),
         ForeignName("--async-save", "checkpoint.async_save"),
         ForeignName(
             "--ckpt-fully-parallel-save --no-ckpt-fully-parallel-save --ckpt-fully-parallel-load",
             "checkpoint.fully_parallel_save",
-            "true by default, and for reading too",
+            "for reading too",
         ),
-        ForeignName(
-            "--dist-ckpt-optim-fully-reshardable", None, "every checkpoint loads in every layout, optimizer and all"
-        ),
-        ForeignName("--dist-ckpt-strictness", None, "a checkpoint must hold exactly what the model has"),
-        ForeignName(
-            "--use-checkpoint-args", None, "a run's config.yaml is a whole configuration: start from a copy of it"
-        ),
+        ForeignName("--dist-ckpt-optim-fully-reshardable", None, "every checkpoint loads in every layout"),
+        ForeignName("--dist-ckpt-strictness", None, "a checkpoint must hold exactly the model"),
+        ForeignName("--use-checkpoint-args", None, "a run's config.yaml is a whole configuration to copy"),
         ForeignName(
             "--exit-on-missing-checkpoint",
             None,
-            "a checkpoint.load that does not exist is always refused (exit code 2)",
+            "a missing checkpoint.load is always refused",
         ),
-        ForeignName(
-            "--non-persistent-save-interval", None, "every checkpoint is kept until checkpoint.keep removes it"
-        ),
+        ForeignName("--non-persistent-save-interval", None, "only checkpoint.keep removes checkpoints"),
     ),
     "Logging": (
-        ForeignName("--log-interval", "logging.log_interval", "of printed lines; metrics.jsonl has every step"),
-        ForeignName("--tensorboard-dir", "logging.tensorboard", "true or false; the files are in the run's folder"),
+        ForeignName("--log-interval", "logging.log_interval", "of printed lines alone"),
+        ForeignName("--tensorboard-dir", "logging.tensorboard", "in the run's folder"),
         ForeignName("--tensorboard-log-interval", None, "TensorBoard has every step"),
         ForeignName("--wandb-project", "logging.wandb_project"),
         ForeignName("--wandb-exp-name", "logging.wandb_exp_name"),
         ForeignName("--wandb-entity", "logging.wandb_entity"),
-        ForeignName("--log-params-norm", "logging.norm_interval", "every so many steps"),
-        ForeignName("--log-throughput", None, "metrics.jsonl always has tokens_per_second"),
+        ForeignName("--log-params-norm", "logging.norm_interval", "in steps"),
+        ForeignName("--log-throughput", None, "metrics.jsonl always has it"),
         ForeignName(
             "--log-timers-to-tensorboard --timing-log-level",
             None,
@@ -360,10 +342,8 @@ MEGATRON_CORE = (
     ForeignName("num_moe_experts", None, _DENSE),
     ForeignName("add_bias_linear", "model.fan.bias", "FAN's bias is the only one"),
     ForeignName("gated_linear_unit activation_func", None, "every MLP is a SwiGLU"),
-    ForeignName("apply_rope_fusion", None, "the fused kernel is used wherever the Engine's layers are on a GPU"),
-    ForeignName(
-        "overlap_p2p_comm batch_p2p_comm", None, "the interleaved schedule always overlaps its messages, 1F1B never"
-    ),
+    ForeignName("apply_rope_fusion", None, "it is fused with the Engine's layers on a GPU"),
+    ForeignName("overlap_p2p_comm batch_p2p_comm", None, "the interleaved schedule always overlaps, 1F1B never"),
     ForeignName("bucket_size", "parallel.ddp_bucket_size"),
 )
 """Names of megatron-core's own configuration classes, where its arguments have others."""

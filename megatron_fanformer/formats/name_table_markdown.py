@@ -6,9 +6,8 @@
 from megatron_fanformer import markdown
 from megatron_fanformer.formats.name_table import EMBEDDING, FINAL_NORM, HEAD, Naming, Row, layer_row
 from megatron_fanformer.model.placements import PLACEMENTS, all_tensors
-from megatron_fanformer.model.placements.base import LayerTensor
 
-COLUMNS = ("Megatron", "shape", "present", "reference", "Hugging Face")
+COLUMNS = ("Megatron", "shape", "placements", "reference", "Hugging Face")
 BEGIN, END = "<!-- the table of names: rendered, do not edit -->", "<!-- end of the table of names -->"
 
 
@@ -18,17 +17,16 @@ def render() -> str:
 
 
 def rows() -> list[tuple[Row, str]]:
-    """Return the rows of all models, each with when a model has its tensors."""
-    of_layers = [(layer_row(tensor), _present(tensor, names)) for tensor, names in all_tensors().items()]
-    return [(EMBEDDING, "always"), *of_layers, (FINAL_NORM, "always"), (HEAD, "untied")]
+    """Return the rows of all models, each with the placements at which a model has its tensor."""
+    of_layers = [(layer_row(tensor), _present(names)) for tensor, names in all_tensors().items()]
+    return [(EMBEDDING, "all"), *of_layers, (FINAL_NORM, "all"), (HEAD, "all, untied")]
 
 
-def _present(tensor: LayerTensor, names: list[str]) -> str:
+def _present(names: list[str]) -> str:
     others = [name for name in PLACEMENTS if name not in names]
-    bias = ", with bias" if tensor.is_bias else ""
     if len(others) > 1:
-        return f"at placement {' or '.join(names)}{bias}"
-    return f"not at placement {others[0]}{bias}" if others else f"always{bias}"
+        return ", ".join(names)
+    return f"all but {others[0]}" if others else "all"
 
 
 def _cells(row: Row, present: str) -> tuple[str, ...]:

@@ -36,17 +36,16 @@ class FANConfig:
     """The FAN projection, usually in front of the attention's QKV: X_F = [cos p, sin p, g] with [p | g] = W X + b."""
 
     p_ratio: float = PAPER_P_RATIO
-    """Periodic share of the hidden size, in [0, 0.5]; int(p_ratio · hidden_size) rows are `p`."""
+    """Periodic share of the hidden size, in [0, 0.5]: int(p_ratio · hidden_size) rows are `p`."""
     activation: Literal["none", "gelu"] = "none"
-    """Applied to the linear rows `g` alone; `gelu` is the original FAN."""
+    """Of the linear rows `g`; `gelu` is the original FAN."""
     bias: bool = True
-    """Whether the map has a bias."""
+    """Whether the FAN map has one."""
     placement: PlacementName = "qkv"
-    """`qkv`: Q, K and V are projected from X_F (the paper's); `qk_and_v`: Q and K are, and V comes from a FAN layer of
-    its own; `ffn`: two FAN layers replace the feed-forward network (docs/experiments.md#variants); `none`: an ordinary
-    Transformer."""
+    """`qkv`: X_F gives Q, K and V (the paper's); `qk_and_v`: Q and K, and V comes from a FAN layer of its own; `ffn`:
+    two FAN layers replace the feed-forward network (docs/experiments.md#variants); `none`: a Transformer."""
     v_p_ratio: float | None = None
-    """p_ratio of the values' FAN layer (placement `qk_and_v`); null: `p_ratio`."""
+    """With `qk_and_v`: that of the values' FAN layer; null: `p_ratio`."""
 
     @property
     def value_p_ratio(self) -> float:
@@ -80,23 +79,23 @@ class FANformerConfig:
     num_layers: int
     """Transformer layers."""
     hidden_size: int
-    """Width of the residual stream (d in the paper)."""
+    """Width of the residual stream."""
     ffn_hidden_size: int
-    """Inner width of the SwiGLU (d_ff); at placement `ffn`, of the first FAN layer's output."""
+    """Inner width of the SwiGLU (d_ff); at placement `ffn`, of the first FAN layer."""
     num_attention_heads: int
-    """Query heads; the head size is `hidden_size` / `num_attention_heads`, an even number."""
+    """Query heads; their size, `hidden_size` / `num_attention_heads`, is even."""
     num_query_groups: int | None = None
-    """Key and value heads; null: as many as query heads; 1: multi-query attention."""
+    """Key and value heads; null: as many as query heads."""
     vocab_size: int
     """Token ids, before padding."""
     make_vocab_size_divisible_by: int = 128
-    """The embedding is padded to a multiple of this, whatever the layout."""
+    """The embedding is padded to a multiple of this."""
     seq_length: int = 2048
     """Tokens per training sample."""
     rotary_base: int = 10_000
-    """Base of the rotary position embedding."""
+    """Of the rotary positions."""
     layernorm_epsilon: float = 1e-6
-    """Epsilon of every RMSNorm."""
+    """Of every RMSNorm."""
     untie_embeddings_and_output_weights: bool = False
     """Whether the output head has a weight of its own."""
     fan: FANConfig = field(default_factory=FANConfig)
@@ -303,26 +302,26 @@ class PrecisionConfig:
     """The number formats of weights, activations and matrix products."""
 
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Type of weights and activations; `bf16` keeps float32 main weights and gradients; `auto`: `bf16` on every GPU and
-    on CPUs with AMX or AVX512-BF16, else `fp32`."""
+    """Of weights and activations; `bf16` keeps float32 main weights and gradients; `auto`: `bf16` on GPUs and on CPUs
+    with AMX or AVX512-BF16, else `fp32`."""
     fp8: Literal["e4m3", "hybrid"] | None = None
-    """Matrix products of the layers in FP8 (docs/gpu.md#fp8): `e4m3` throughout, or `hybrid`, with e5m2 gradients;
-    null: none. Needs bf16 weights."""
+    """Matrix products in FP8 (docs/gpu.md#fp8): `e4m3` throughout, or `hybrid`, with e5m2 gradients. Needs bf16
+    weights."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
-    """Scales come from the current tensor (`tensorwise`), past steps (`delayed`), blocks of 128 (`blockwise`), or
-    blocks of 32 in hardware (`mxfp8`, Blackwell)."""
+    """Scales are of the current tensor (`tensorwise`), past steps (`delayed`), blocks of 128 (`blockwise`), or blocks
+    of 32 in hardware (`mxfp8`, Blackwell)."""
     fp8_amax_history_len: int = 1024
-    """With `delayed`: micro batches in the history of largest values."""
+    """With `delayed`: micro batches in the history."""
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     """With `delayed`: the history's largest value, or its newest."""
     first_last_layers_bf16: bool = False
-    """Keep the first and last layers out of FP8 (not with `delayed`)."""
+    """Keep layers at both ends out of FP8 (not with `delayed`)."""
     num_layers_at_start_in_bf16: int = 1
     """With `first_last_layers_bf16`: how many at the start."""
     num_layers_at_end_in_bf16: int = 1
     """With `first_last_layers_bf16`: how many at the end."""
     fp8_fan: bool = False
-    """Run the FAN map in FP8 too, which makes phases over ten times less exact (docs/fp8-phase.md)."""
+    """The FAN map in FP8 too: phases are over ten times less exact (docs/fp8-phase.md)."""
 
     def problems(self) -> list[str]:
         """Rules that this configuration breaks, one line each."""

@@ -21,23 +21,22 @@ class KernelsConfig:
     """Configure what computes the layers."""
 
     transformer_impl: TransformerImpl = "auto"
-    """Transformer Engine's layers, or megatron-core's and torch's own; `auto`: the Engine on a GPU if it imports."""
+    """Transformer Engine's layers, or megatron-core's and torch's; `auto`: the Engine on a GPU if it imports."""
     attention_backend: Literal["auto", "fused", "flash", "unfused"] = "auto"
     """Transformer Engine's attention: cuDNN's (`fused`), flash-attn's, or plain products; `auto`: the Engine's
     choice."""
     fused_single_qkv_rope: bool = False
     """Rotate queries and keys within the QKV tensor (Transformer Engine; docs/performance.md#gpu)."""
     chunked_loss_head: bool = True
-    """Compute logits, loss and gradients one chunk of tokens at a time; false: Megatron's loss head, which keeps the
-    logits of a whole micro batch."""
+    """Compute logits, loss and gradients a chunk of tokens at a time; false: Megatron's loss head, which keeps all
+    logits."""
     loss_head_chunk_tokens: int | None = None
-    """Tokens per chunk; null: as many as fill 200 MiB of logits on a CPU, 400 MiB on a GPU."""
+    """Tokens per chunk; null: 200 MiB of logits on a CPU, 400 MiB on a GPU."""
     cuda_graph_impl: Literal["none", "local"] = "none"
-    """`local`: replay each layer as a CUDA graph (docs/gpu.md#cuda-graphs); faster if the host is slower than the
-    GPU."""
+    """`local`: replay each layer as a CUDA graph (docs/gpu.md#cuda-graphs)."""
     gradient_accumulation_fusion: bool | None = None
-    """Add weight gradients to the float32 buffer inside the matrix product; null: in training on a CPU, and on a GPU
-    with Transformer Engine's layers or apex's `fused_weight_gradient_mlp_cuda`."""
+    """Add weight gradients to the float32 buffer inside the matrix product; null: in training, on a GPU only with
+    Transformer Engine's layers or apex's `fused_weight_gradient_mlp_cuda`."""
 
     @property
     def fuses_gradient_accumulation(self) -> bool:

@@ -11,25 +11,25 @@ class RuntimeConfig:
     """Return the device that the ranks run on."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`auto`: a GPU if torch can use one, else the CPU; an NVIDIA driver that torch cannot use is an error. `cpu`
-    beside a usable GPU is refused: set `CUDA_VISIBLE_DEVICES` to nothing."""
+    """`auto`: a GPU if torch can use one, else the CPU. `cpu` beside a usable GPU is refused: set
+    `CUDA_VISIBLE_DEVICES` to nothing."""
     threads_per_rank: int | None = None
-    """CPU threads per rank; null: `OMP_NUM_THREADS` if it is set, else the usable cores divided by the ranks."""
+    """CPU threads per rank; null: `OMP_NUM_THREADS`, else the cores divided by the ranks."""
     cpu_kernels: Literal["auto", "compiled", "torch"] = "auto"
-    """This project's CPU kernels, built once by the machine's C++ compiler (`compiled`), or PyTorch's operations
-    (`torch`); `auto`: `compiled` if every rank finds a compiler."""
+    """This project's CPU kernels, built by the machine's C++ compiler, or PyTorch's operations; `auto`: `compiled` if
+    every rank finds a compiler."""
     cpu_shared_memory_collectives: bool = True
-    """CPU ranks of one machine sum and gather through shared memory; false: over gloo's sockets, as ranks of several
-    machines do. Only the order of sums may differ."""
+    """CPU ranks of one machine sum and gather through shared memory; false: over gloo's sockets. Only the order of sums
+    may differ."""
     deterministic_mode: bool = False
-    """Bitwise the same numbers every time, at the cost of speed on a GPU; a CPU run always has them
+    """Bitwise the same numbers every time, more slowly on a GPU; a CPU run always has them
     (docs/gpu.md#the-same-numbers-every-time)."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """null: NCCL on GPUs, gloo on CPUs. gloo also serves ranks that share a GPU, slowly, without pipeline stages or
     `cp_comm_type` p2p."""
     distributed_timeout_minutes: float | None = None
-    """How long a rank may be silent or hold up a step before the run ends; null: ten times the longest of the last
-    twenty steps, at least 2 minutes (docs/clusters.md#when-a-rank-fails)."""
+    """How long a rank may be silent or hold up a step; null: ten times the longest of the last twenty steps, at least 2
+    minutes (docs/clusters.md#when-a-rank-fails)."""
 
     def backend(self, device: DeviceKind) -> str:
         """`distributed_backend` resolved for a device."""

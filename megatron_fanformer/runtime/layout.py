@@ -51,7 +51,7 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = 1
     """Stages that share the layers."""
     virtual_pipeline_model_parallel_size: int | None = None
-    """Chunks of layers per pipeline stage (the interleaved schedule); null: one, with 1F1B."""
+    """Chunks of layers per pipeline stage (the interleaved schedule); null: one (1F1B)."""
     num_layers_in_first_pipeline_stage: int | None = None
     """Layers of the first stage; null: as many as the middle ones."""
     num_layers_in_last_pipeline_stage: int | None = None
@@ -59,32 +59,32 @@ class ParallelConfig:
     context_parallel_size: int = 1
     """Ranks that share each sample's sequence."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = None
-    """How Transformer Engine's attention exchanges keys and values: in a ring that overlaps the products (`p2p`), all
-    at once, or heads against parts of the sequence (`a2a`); null: `p2p`. The local layers gather them."""
+    """How Transformer Engine's attention exchanges keys and values: in a ring (`p2p`), all at once, or heads against
+    parts of the sequence (`a2a`); null: `p2p`. The local layers gather them."""
     data_parallel_size: int | None = None
-    """Replicas of the model; null: what the world size leaves under torchrun or Slurm, else 1."""
+    """Replicas of the model; null: what the world size leaves, or 1 where it is started directly."""
     sequence_parallel: bool = False
-    """Shard norms and residuals along the sequence over the tensor-parallel ranks."""
+    """Shard norms and residuals along the sequence over tensor-parallel ranks."""
     fan_form: FANForm = "column"
-    """`column` shards the FAN map over tensor-parallel ranks and gathers its pre-activation; `sequence` (with sequence
-    parallelism) replicates it (docs/parallelism.md#the-fan-map)."""
+    """`column` shards the FAN map over tensor-parallel ranks; `sequence` (with `sequence_parallel`) replicates it
+    (docs/parallelism.md#the-fan-map)."""
     use_distributed_optimizer: bool = True
     """Shard the optimizer's state over the data-parallel ranks."""
     overlap_grad_reduce: bool | None = None
-    """Sum gradients over the replicas during backward; null: on GPUs with replicas."""
+    """Sum gradients during backward; null: on GPUs with replicas."""
     overlap_param_gather: bool | None = None
     """Gather updated weights during the next forward; null: on GPUs with replicas."""
     ddp_bucket_size: int | None = None
     """Parameters per bucket of overlapped communication; null: Megatron's own choice."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute activations in backward: `full` layers, or only `recompute_modules`; null: keep them."""
+    """Recompute activations in backward: `full` layers, or `recompute_modules`."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """With `full`: `uniform` keeps the input of every `recompute_num_layers` layers, `block` recomputes each of the
-    first `recompute_num_layers` of a stage."""
+    """With `full`: `uniform` keeps the input of every `recompute_num_layers` layers, `block` recomputes the first so
+    many of a stage."""
     recompute_num_layers: int | None = None
     """With `full`: see `recompute_method`."""
     recompute_modules: list[RecomputeModule] = field(default_factory=lambda: [*DEFAULT_RECOMPUTE_MODULES])
-    """With `selective`: the recomputed parts of a layer; `fan` keeps p | g in place of X_F
+    """With `selective`: parts of a layer; `fan` keeps p | g in place of X_F
     (docs/parallelism.md#what-fan-keeps-for-backward)."""
 
     @property

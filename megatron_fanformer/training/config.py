@@ -47,13 +47,13 @@ class TrainingConfig:
     """The length and the batches of a run."""
 
     run_dir: str
-    """The run's folder: configuration, metrics, TensorBoard and checkpoints."""
+    """The run's folder."""
     train_iters: int | None = None
-    """Training steps of the whole run; it or `epochs` must be given."""
+    """Steps of the whole run; it or `epochs` must be given."""
     epochs: float | None = None
-    """Instead of `train_iters`, with `data.format` sft: how often each conversation is learned from."""
+    """With `data.format` sft, in place of `train_iters`: how often each conversation is learned from."""
     global_batch_size: int
-    """Samples per training step, over all replicas."""
+    """Samples per step, over all replicas."""
     micro_batch_size: int = 1
     """Samples in one forward pass of a replica."""
     seed: int = 1234
@@ -61,13 +61,13 @@ class TrainingConfig:
     eval_interval: int | None = None
     """Steps between evaluations of `valid_data`; null: at the end only."""
     eval_iters: int = 10
-    """Global batches of each validation set in an evaluation, always the same ones."""
+    """Global batches of each validation set, always the same ones."""
     exit_interval: int | None = None
-    """Save and end (exit code 0) after each step that this divides; null: never."""
+    """Save and end (exit code 0) after each step that this divides."""
     exit_duration_in_mins: float | None = None
-    """Save and end (exit code 0) after the first step that ends this many minutes after the start; null: never."""
+    """Save and end (exit code 0) after the first step that ends so long after the start."""
     max_restarts: int = 0
-    """Restarts in a row, without a new checkpoint in between, of ranks that `train` started directly
+    """Restarts in a row, without a new checkpoint in between, where `train` was started directly
     (docs/clusters.md#restarts)."""
 
     @property

@@ -20,8 +20,8 @@ PRESET = FieldDescription(
     name=PRESET_KEY,
     type="text or null",
     default="null",
-    text="One of the paper's sizes to start from (docs/configuration.md#presets), or `from-checkpoint`: the model of "
-    "`checkpoint.load` (docs/fine-tuning.md#training). Other keys of `model` and `model.fan` replace its values.",
+    text="One of the paper's sizes (docs/configuration.md#presets), or `from-checkpoint`: that of `checkpoint.load` "
+    "(docs/fine-tuning.md#training). Other keys of `model` and `model.fan` replace its values.",
 )
 
 

@@ -38,22 +38,22 @@ class RecoveryConfig:
     """Configure what a run does by itself about damage, and about steps whose numbers are bad."""
 
     use_earlier_checkpoint: bool = True
-    """If the newest checkpoint is damaged, resume from the newest sound one; false: refuse (exit code 3)."""
+    """If the newest checkpoint is damaged, resume from the newest sound one; false: end (exit code 3)."""
     check_for_nan_in_loss_and_grad: bool = True
     """A step is bad if its loss or gradient norm is not finite."""
     check_for_spiky_loss: bool = False
     """A step is also bad if its loss or gradient norm is a spike."""
     spiky_loss_factor: float = 2.0
-    """A spike is a loss above this many times the running median."""
+    """A spike is a loss above this many times its running median."""
     spiky_grad_norm_factor: float = 10.0
-    """A spike is a gradient norm above this many times the running median."""
+    """A spike is a gradient norm above this many times its running median."""
     spike_window: int = 100
-    """Good steps in the running medians; there are no spikes before a tenth of them."""
+    """Good steps in the medians; no spikes before a tenth of them."""
     compute_again: bool = True
-    """Compute a bad step again first; if it is good then, take it, and name the ranks whose numbers differed."""
+    """Compute a bad step again; if it is good then, take it."""
     max_bad_steps_in_a_row: int = 3
-    """After this many bad steps the run goes back to the last checkpoint before them and skips them; 0: the first one
-    ends the run (exit code 4)."""
+    """After so many bad steps, go back to the last checkpoint before them and skip them; 0: the first ends the run
+    (exit code 4)."""
     max_rewinds: int = 2
     """How often a run goes back without progress before it ends (exit code 4)."""
     iterations_to_skip: list[int] = field(default_factory=list)

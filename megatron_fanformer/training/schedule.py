@@ -20,13 +20,13 @@ class ScheduleConfig:
     lr_warmup_iters: int = 0
     """Steps of linear warm-up from 0."""
     lr_warmup_fraction: float | None = None
-    """Warm-up as a share of the steps up to the end of the decay, in [0, 1); null: `lr_warmup_iters`."""
+    """Warm-up as a share of the steps to the decay's end, in [0, 1); null: `lr_warmup_iters`."""
     lr_decay_iters: int | None = None
     """The step at which `min_lr` is reached; null: the last one."""
     min_lr: float | None = None
     """The rate after the decay; null: a tenth of the peak."""
     lr_wsd_decay_iters: int | None = None
-    """Length of WSD's decay, in steps; null: a tenth of `lr_decay_iters`."""
+    """Steps of WSD's decay; null: a tenth of `lr_decay_iters`."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "minus_sqrt"
     """Form of WSD's decay."""
 

@@ -44,18 +44,17 @@ class LoggingConfig(*_FIELDS):  # type: ignore[misc]  # the table's, whichever t
     """Configure what is recorded, and how often it is shown."""
 
     norm_interval: int | None = 100
-    """Steps between lines with norms of weights and updates and the peak memory; null: none."""
+    """Steps between norms of weights and updates, and peak memory; null: none."""
     phase_interval: int | None = 1000
-    """Steps between measurements of the FAN map's phases (docs/metrics.md#phase-health); null: none. None with CUDA
-    graphs."""
+    """Steps between measurements of the FAN map's phases (docs/metrics.md#phase-health), which CUDA graphs turn off;
+    null: none."""
     folder: str | None = None
-    """Folder for a log file of each rank at level DEBUG (`rank-00000.log` and so on); null: none. `train --log-file`
-    takes precedence."""
+    """Folder for a log file of each rank (`rank-00000.log` and so on); `train --log-file` takes precedence."""
     straggler_interval: int | None = 100
     """Steps between checks for a slow rank (docs/clusters.md#slow-ranks); null: none."""
     straggler_factor: float = 1.4
-    """The slowest rank is named if its own work takes more than this times the median of its pipeline stage, and the
-    others wait more than a tenth of a step."""
+    """A rank is named above this many times its pipeline stage's median work, if the others wait more than a tenth of a
+    step."""
 
     def problems(self) -> list[str]:
         """Return the rules of single fields that this configuration breaks, one line each."""
