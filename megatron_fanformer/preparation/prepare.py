@@ -26,7 +26,7 @@ from megatron_fanformer.data.token_files import token_dtype
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.preparation.documents import DocumentParser, DocumentRules
+from megatron_fanformer.preparation.documents import DocumentParser
 from megatron_fanformer.preparation.id_encoders import SMALL_INPUT, EncoderChoice, choose_encoder
 from megatron_fanformer.preparation.inputs import DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
 from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressListener, run
@@ -139,7 +139,7 @@ def _check(config: PrepareConfig) -> None:
     ):
         if value not in known:
             raise InputError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
-    DocumentParser(DocumentRules(text_field=config.text_field))  # refuses an impossible name before any worker does
+    DocumentParser(config.text_field)  # refuses an impossible name before any worker does
 
 
 def _check_chat(config: PrepareConfig) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pyarrow
 import pytest
@@ -14,12 +13,12 @@ from tokenizers import Tokenizer as Library
 
 from megatron_fanformer.data.chat_files import open_chats
 from megatron_fanformer.data.chat_template import OLMO_TEMPLATE, ChatTemplate, encode_chat
-from megatron_fanformer.data.manifest import ChatSettings
+from megatron_fanformer.data.manifest import ChatSettings, Settings
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation import chats, documents
-from megatron_fanformer.preparation.chats import Chat, ChatParser, ChatRows
-from megatron_fanformer.preparation.document_files import DocumentFile, LineBlock
+from megatron_fanformer.preparation.chats import Chat, ChatParser, chat_columns
+from megatron_fanformer.preparation.document_files import DocumentFile, parse_block
 from megatron_fanformer.preparation.documents import Refusal
 from megatron_fanformer.preparation.encoding import ChatEncoder
 from megatron_fanformer.preparation.id_encoders import choose_encoder
@@ -93,8 +92,8 @@ def test_rows_of_parquet_are_what_the_same_lines_are(tmp_path: Path, write_lines
     """Also where a row has no messages, an unknown role, or fields of tools, which are null."""
 
     def parsed(path: Path) -> list[Any]:
-        blocks = [block.parse(ChatParser()) for block in DocumentFile(path, ChatRows()).blocks()]
-        return [entry for block in blocks for entry in (*block.documents, *block.refusals)]
+        blocks = DocumentFile(path, chat_columns).blocks()
+        return [entry for block in blocks for entry in parse_block(block, ChatParser())]
 
     rows = [{"id": str(n), "messages": messages, "other": n} for n, messages in enumerate(made_up_chats(40))]
     rows += [
@@ -107,7 +106,7 @@ def test_rows_of_parquet_are_what_the_same_lines_are(tmp_path: Path, write_lines
     parquet.write_table(pyarrow.Table.from_pylist(rows, pyarrow.schema(kinds.items())), tmp_path / "chats.parquet")
     found = parsed(tmp_path / "chats.parquet")
     assert found == parsed(lines) and len(found) == len(rows)
-    assert found[-2:] == [(40, chats.NO_MESSAGES_FIELD), (41, chats.UNKNOWN_ROLE)]
+    assert found[-2:] == [Refusal(chats.NO_MESSAGES_FIELD), Refusal(chats.UNKNOWN_ROLE)]
 
 
 # -- prepared
@@ -186,17 +185,14 @@ def test_the_ledger_accounts_for_every_line(
 
 def test_the_last_turn_alone_may_be_learned(small_tokenizer_file: Path) -> None:
     choice = choose_encoder(load_tokenizer(small_tokenizer_file), "sentencepiece", 0)
-    block = LineBlock(b"\n".join(as_lines(made_up_chats(50))))
-    settings = ChatSettings(
-        template=OLMO_TEMPLATE,
-        template_variables={"eos_token": "<|endoftext|>"},
-        learn="all",
-        max_tokens=None,
-        too_long="cut",
-        pad_id=None,
+    block = b"\n".join(as_lines(made_up_chats(50)))
+    options = {"template": OLMO_TEMPLATE, "template_variables": {"eos_token": "<|endoftext|>"}, "too_long": "cut"}
+    every, last = (
+        ChatEncoder(choice, Settings(text_field="", dtype="uint16", chat=settings)).encode(0, block)
+        for settings in (
+            ChatSettings(learn=learn, max_tokens=None, pad_id=None, **options) for learn in ("all", "last")
+        )
     )
-    every = ChatEncoder(choice, settings, "uint16").encode(0, block)
-    last = ChatEncoder(choice, msgspec.structs.replace(settings, learn="last"), "uint16").encode(0, block)
     assert every.learned is not None and last.learned is not None
     assert (every.tokens == last.tokens).all() and len(every.lengths) == 50
     for end, length in zip(np.cumsum(every.lengths), every.lengths, strict=True):

@@ -94,7 +94,7 @@ def test_the_fuzz_holds_every_reason() -> None:
 )
 def test_a_line_of_millions_of_objects_is_not_built(start: bytes) -> None:
     line = start + b"{}," * 4_000_000 + b"1]}"
-    parser = documents.DocumentParser(documents.DocumentRules())
+    parser = documents.DocumentParser()
     tracemalloc.start()
     outcome = parser.parse(line)
     peak = tracemalloc.get_traced_memory()[1]

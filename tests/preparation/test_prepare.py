@@ -487,6 +487,6 @@ def test_token_files_of_another_end_of_text_are_not_one_document(
     monkeypatch.setattr(npy_documents, "BLOCK_TOKENS", 10)
     monkeypatch.setattr(npy_documents, "MAX_DOCUMENT_TOKENS", 100)
     np.full(200, 7, np.uint16).tofile(tmp_path / "a.npy")
-    file = npy_documents.NpyDocuments(tmp_path / "a.npy", dtype="uint16", eod_id=1, vocab_size=600)
+    kinds = {"dtype": "uint16", "output_dtype": "uint16"}
     with pytest.raises(InputError, match="no end-of-text id 1"):
-        list(file.blocks("uint16"))
+        list(npy_documents.npy_blocks(tmp_path / "a.npy", eod_id=1, vocab_size=600, **kinds))
