@@ -55,15 +55,13 @@ class TokenIndex:
     dtype: np.dtype[Any]
     lengths: np.ndarray
     """[sequences] int32, tokens of each sequence."""
-    pointers: np.ndarray
-    """[sequences] int64, the byte of the .bin file at which each begins."""
     bounds: np.ndarray
     """[documents + 1] int64, the sequence at which each document begins, and the number of sequences."""
     tokens: int
     identity: str
     """Changes when a length does: all that sample indices depend on."""
     pointer_sums: np.ndarray
-    """[blocks] uint32, of `pointers`, by which whoever reads them later knows that they are the same."""
+    """[blocks] uint32, of the byte pointers, by which whoever reads them later knows that they are the same."""
     part_tokens: tuple[int, ...] = ()
     """The tokens of each part that was requested."""
 
@@ -115,7 +113,7 @@ def read_index(prefix: str, parts: Sequence[tuple[float, float]] = ()) -> TokenI
     identity = f"{dtype} {lengths.count} {tokens} {sums.checksum:08x}"
     pointer_sums = np.concatenate([np.empty(0, np.uint32), *sums.of_pointers])
     parted = tuple(sums.part_tokens)
-    return TokenIndex(dtype, lengths.map(), pointers.map(), bounds.map(), tokens, identity, pointer_sums, parted)
+    return TokenIndex(dtype, lengths.map(), bounds.map(), tokens, identity, pointer_sums, parted)
 
 
 def document_of(prefix: str, sequence: int) -> int:

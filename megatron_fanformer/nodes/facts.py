@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,9 @@ class Facts:
     """What it left in the shared folder for the judge to read."""
     shared_text: str = ""
 
-    def as_plain(self) -> dict[str, Any]:
-        """Return the fields for a message to the judge."""
-        return asdict(self)
-
 
 def facts_from_plain(values: dict[str, Any]) -> Facts:
-    """Return the facts of such a message."""
+    """Return the facts that a node has sent, as plain values."""
     return Facts(**{**values, "gpus": [Gpu(**gpu) for gpu in values["gpus"]]})
 
 

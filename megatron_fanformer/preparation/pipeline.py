@@ -74,7 +74,7 @@ def run(job: PreparationJob, progress: ProgressListener | None) -> Manifest:
     with writing_to(job.output), work_folder(job.output) as work:
         begun = work.read_assignment()
         if begun is None:
-            _refuse_standing_files(job)
+            _refuse_standing_files(job.output)
             work.write_assignment(job.assignment)
         elif difference := job.assignment.difference(begun):
             raise InputError(
@@ -95,21 +95,15 @@ def run(job: PreparationJob, progress: ProgressListener | None) -> Manifest:
             return _Run(job, work, progress).run()
 
 
-def _refuse_standing_files(job: PreparationJob) -> None:
-    standing = next(iter(standing_files(job.output)), None)
-    if standing is not None:
-        raise InputError(
-            f"{standing} exists, and there is no manifest of a complete preparation; choose another output prefix,"
-            f" or remove the files of {job.output}"
-        )
-
-
-def standing_files(prefix: str) -> list[Path]:
-    """Return the existing files under the output names of a prefix, including parts."""
-    suffixes = (*SUFFIXES, ".blend", ".manifest.json")
-    whole = [path for suffix in suffixes if (path := Path(prefix + suffix)).exists()]
-    first = part_prefix(prefix, 0)
-    return whole + [path for suffix in suffixes if (path := Path(first + suffix)).exists()]
+def _refuse_standing_files(prefix: str) -> None:
+    """Raise InputError if there are files under the output names of a prefix, or of its first part."""
+    names = (prefix, part_prefix(prefix, 0))
+    for path in (Path(name + suffix) for name in names for suffix in (*SUFFIXES, ".blend", ".manifest.json")):
+        if path.exists():
+            raise InputError(
+                f"{path} exists, and there is no manifest of a complete preparation; choose another output prefix,"
+                f" or remove the files of {prefix}"
+            )
 
 
 class _Run:

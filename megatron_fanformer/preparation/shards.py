@@ -22,12 +22,12 @@ import numpy as np
 from isal import isal_zlib
 
 from megatron_fanformer.data.ledger import CUT, WHOLE
+from megatron_fanformer.data.live_files import crc32_of
 from megatron_fanformer.data.manifest import InputRecord, RefusedLine
 from megatron_fanformer.durable_files import sha256_of, write_atomically
 from megatron_fanformer.preparation.encoding import EncodedBlock, Learned
 
 REFUSED_EXAMPLES = 10
-READ_BYTES = 1 << 22
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class ShardFiles:
         """Read tokens, documents and mask; return whether they are those that the record was written for."""
         sums = {"tokens": record.tokens_crc32, "documents": record.documents_crc32, "mask": record.mask_crc32}
         try:
-            return all(_crc32(self.path(name)) == stated for name, stated in sums.items() if stated is not None)
+            return all(crc32_of(self.path(name)) == stated for name, stated in sums.items() if stated is not None)
         except FileNotFoundError:
             return False
 
@@ -207,11 +207,3 @@ class _SummedFile(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-def _crc32(path: Path) -> int:
-    total = 0
-    with path.open("rb", buffering=0) as file:
-        while data := file.read(READ_BYTES):
-            total = isal_zlib.crc32(data, total)
-    return total

@@ -65,7 +65,7 @@ def test_a_part_without_documents_is_told_of_the_part_that_is_drawn_alone(tmp_pa
     prefix = write_pair(tmp_path / "samples", [[90], [80]])
     counts = SampleCounts(survey_data(DataConfig(train_data=[prefix], split="1,1,0")), 16)
     blend = survey_data(DataConfig(train_data=[prefix])).train
-    assert counts.of_pairs(blend, {TRAIN: 3, VALIDATION: 2}, is_split=True).requested == [3, 2, 0]
+    assert counts.of_pairs(blend, {TRAIN: 3, VALIDATION: 2}, is_split=True)[1] == [3, 2, 0]
     config = DataConfig(train_data=[prefix], split="99,1,0")
     with pytest.raises(InputError, match="none is left for validation"):
         SampleCounts(survey_data(config), 16).check(config, train_samples=3, valid_samples=2)
