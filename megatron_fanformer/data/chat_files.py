@@ -82,7 +82,7 @@ def open_chats(prefix: str) -> ChatFiles:
         raise InputError(f"{mask} does not exist, {what}; name what prepare --chat has written")
     index = read_index(prefix)
     lengths = index.lengths.astype(np.int64)
-    if len(index.bounds) != len(lengths) + 1:
+    if index.documents != index.sequences:
         raise InputError(
             f"{idx_path(prefix)} has several sequences in a document, chats have one; prepare them with --chat"
         )

@@ -13,8 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
 from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.config import SPLIT_VALIDATION, DataConfig
@@ -205,8 +203,7 @@ class _DatasetBuilder:
                 if (path := getattr(dataset, "dataset_path", None)) is None:
                     continue  # a blend reads no pair itself
                 if path not in readers:
-                    facts, dtype = self._survey.pairs[path], np.dtype(dataset.dataset.index.dtype)
-                    readers[path] = PairReader(path, dtype, facts.sequences, facts.pointer_sums, self._vocab_size)
+                    readers[path] = PairReader(self._survey.pairs[path], self._vocab_size)
                 dataset.dataset = readers[path]
         return built
 

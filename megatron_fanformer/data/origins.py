@@ -38,7 +38,7 @@ def sample_spans(dataset: Any, index: int) -> list[Span]:
     """
     if isinstance(dataset, ChatDataset):
         return list(_conversations(dataset, index))
-    return list(_merged(sequence_spans(dataset, index)))
+    return _merged(sequence_spans(dataset, index))
 
 
 def sequence_spans(dataset: Any, index: int) -> list[Span]:
@@ -73,18 +73,18 @@ def _runs(dataset: Any, index: int) -> Iterator[Span]:
         yield Span(dataset.dataset_path, first + offset, stop - offset)
 
 
-def _merged(spans: Iterable[Span]) -> Iterator[Span]:
-    """Yield the same tokens, with adjacent runs of a file merged."""
-    last: Span | None = None
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    """Return the same tokens, with adjacent runs of a file merged."""
+    merged: list[Span] = []
     for span in spans:
-        if last is not None and (last.prefix, last.first_token + last.length) == (span.prefix, span.first_token):
-            last = Span(last.prefix, last.first_token, last.length + span.length)
-            continue
-        if last is not None:
-            yield last
-        last = span
-    if last is not None:
-        yield last
+        if merged and (merged[-1].prefix, merged[-1].first_token + merged[-1].length) == (
+            span.prefix,
+            span.first_token,
+        ):
+            last = merged.pop()
+            span = Span(last.prefix, last.first_token, last.length + span.length)
+        merged.append(span)
+    return merged
 
 
 # -- documents within a sample

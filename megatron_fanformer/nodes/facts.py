@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +214,7 @@ def _work_of(number: int, facts: Facts) -> Gpu:
     return Gpu(name=name, flops_per_second=2 * GPU_MATRIX**3 / seconds, clock_mhz=clock)
 
 
-def _wait() -> None:
-    time.sleep(POLL_SECONDS)
+_wait = partial(time.sleep, POLL_SECONDS)
 
 
 def _query_gpu(number: int, what: str, meanwhile: Callable[[], None] = _wait) -> float | None:

@@ -222,15 +222,12 @@ class ChatEncoder:
         return ids, mask, is_cut
 
 
-FileBlockEncoder = BlockEncoder | ChatEncoder
-
-
 class EncodingThreads:
     """Encodes a file's blocks on one thread or several, each with its own encoder; order is kept."""
 
-    def __init__(self, make: Callable[[], FileBlockEncoder], threads: int) -> None:
+    def __init__(self, make: Callable[[], BlockEncoder | ChatEncoder], threads: int) -> None:
         self._threads = threads
-        self._free: SimpleQueue[FileBlockEncoder] = SimpleQueue()
+        self._free: SimpleQueue[BlockEncoder | ChatEncoder] = SimpleQueue()
         for _ in range(threads):
             self._free.put(make())
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None

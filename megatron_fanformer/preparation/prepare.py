@@ -238,10 +238,7 @@ def _existing(
 def _outputs_stand(prefix: str, manifest: Manifest) -> bool:
     folder = Path(prefix).parent
     records = [record for output in manifest.outputs for record in output.files.values()]
-    paths = [folder / record.path for record in records]
-    return all(
-        path.is_file() and path.stat().st_size == record.bytes for path, record in zip(paths, records, strict=True)
-    )
+    return all((path := folder / record.path).is_file() and path.stat().st_size == record.bytes for record in records)
 
 
 def _inputs_difference(files: list[Path], records: list[InputRecord]) -> str | None:

@@ -12,19 +12,8 @@ from megatron_fanformer.data.sample_counts import TRAIN, VALIDATION, SampleCount
 from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.data.token_files import CHECKED_ENTRIES, read_index
 from megatron_fanformer.errors import InputError
+from tests.data.test_blends import SPLITS
 from tests.data.token_making import write_npy, write_pair
-
-SPLITS = ["99,1,0", "969,30,1", "8,2", ".7,.2,.1", "1,1,1", "999.9,.1", "33.3,33.3,33.4", "50,50,0"]
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_the_parts_of_a_split_are_megatrons(split: str) -> None:
-    from megatron.core.datasets.blended_megatron_dataset_config import (
-        convert_split_vector_to_split_matrix,
-        parse_and_normalize_split,
-    )
-
-    assert split_bounds(split) == convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
 
 
 @pytest.mark.parametrize("block", [7, CHECKED_ENTRIES])
@@ -50,7 +39,7 @@ def test_each_file_is_looked_at_once_however_often_it_is_named(tmp_path: Path, m
     npy = write_npy(tmp_path / "a.npy", 100)
     seen: list[str] = []
 
-    def read(prefix: str, parts: list[tuple[float, float]]) -> object:
+    def read(prefix: str, parts: dict[int, tuple[float, float]]) -> object:
         seen.append(prefix)
         return read_index(prefix, parts)
 

@@ -1,8 +1,7 @@
 import gzip
 import hashlib
-import sys
 import tracemalloc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,12 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.preparation import document_files, documents
-from megatron_fanformer.preparation.document_files import DocumentFile, parse_block, read_documents
+from megatron_fanformer.preparation.document_files import DocumentFile, parse_block, read_documents, zstd
 from megatron_fanformer.preparation.documents import DocumentParser, Refusal
-from tests.preparation.making import as_line
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
-
-WriteLines = Callable[[str, Iterable[bytes]], Path]
+from tests.preparation.making import WriteLines, as_line
 
 
 def parsed_blocks(path: Path, *block_bytes: int) -> list[list[Any]]:
@@ -37,13 +30,6 @@ def compress_zstd(data: bytes) -> bytes:
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "zst": compress_zstd}
 
 
-@pytest.mark.parametrize("kind", ["gz", "zst"])
-def test_all_members_of_a_concatenated_file_are_read(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / f"two.jsonl.{kind}"
-    path.write_bytes(b"".join(COMPRESS[kind](as_line(text) + b"\n") for text in ("one", "two")))
-    assert list(read_documents(path)) == ["one", "two"]
-
-
 def test_lines_longer_than_a_block_stay_whole(write_lines: WriteLines) -> None:
     lines = [as_line("x" * length) for length in (1, 500, 3, 1000)]
     path = write_lines("long.jsonl.gz", lines)
@@ -51,20 +37,12 @@ def test_lines_longer_than_a_block_stay_whole(write_lines: WriteLines) -> None:
     assert texts == ["x" * length for length in (1, 500, 3, 1000)]
 
 
-def test_a_last_line_without_line_end_counts(tmp_path: Path) -> None:
-    path = tmp_path / "open.jsonl"
-    path.write_bytes(as_line("a") + b"\n" + as_line("b"))
-    assert list(read_documents(path)) == ["a", "b"]
-
-
-def test_bytes_and_hash_are_those_of_the_file_on_disk(write_lines: WriteLines) -> None:
-    path = write_lines("a.jsonl.gz", [as_line("text")] * 1000)
-    file = DocumentFile(path)
-    list(file.blocks())
-    assert (file.bytes_read, file.sha256) == (
-        path.stat().st_size,
-        hashlib.sha256(path.read_bytes()).hexdigest(),
-    )
+def test_bytes_and_hash_are_those_of_the_file_on_disk(tmp_path: Path, write_lines: WriteLines) -> None:
+    lines = write_lines("a.jsonl.gz", [as_line("text")] * 1000)
+    for path in (lines, write_parquet(tmp_path / "a.parquet", {"text": ["a"] * 1000})):
+        file = DocumentFile(path)
+        list(file.blocks())
+        assert (file.bytes_read, file.sha256) == (path.stat().st_size, sha256_of(path))
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
@@ -171,13 +149,6 @@ def test_a_damaged_parquet_file_is_corrupt_and_named(tmp_path: Path, damage: str
     path.write_bytes(data)
     with pytest.raises(CorruptError, match=r"a\.parquet"):
         list(read_documents(path))
-
-
-def test_a_parquet_files_bytes_and_hash_are_those_on_disk(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", {"text": ["a"] * 1000})
-    file = DocumentFile(path)
-    list(file.blocks())
-    assert (file.bytes_read, file.sha256) == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def test_a_zstd_window_beyond_the_memory_bound_is_told_apart_from_damage(tmp_path: Path) -> None:
