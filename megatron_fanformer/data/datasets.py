@@ -68,13 +68,7 @@ def build_datasets(
         return Datasets(train, {name: ChatDataset(own, samples=valid_samples, **sizes) for name, own in valid.items()})
     if survey is None:
         survey = on_main(functools.partial(survey_data, config))
-    sets = _DatasetBuilder(
-        survey=survey,
-        seq_length=seq_length,
-        seed=seed,
-        vocab_size=vocab_size,
-        eod_id=eod_id,
-    )
+    sets = _DatasetBuilder(survey=survey, seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod_id=eod_id)
     if config.applied_split is not None:
         refuse_npy(survey.train)
         parts = sets.of_pairs(survey.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.applied_split)
@@ -84,7 +78,6 @@ def build_datasets(
 
 
 def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datasets:
-    """Return the datasets with the documents in their samples marked, where that is asked for."""
     if not config.marks_documents:
         return datasets
     assert survey.eod_id is not None, "a survey of this configuration has found it"

@@ -131,7 +131,7 @@ class DocumentFile:
         with self._open() as raw, _naming_parquet(self.path, pyarrow.ArrowException):
             file = parquet.ParquetFile(raw, pre_buffer=False, buffer_size=BLOCK_BYTES)
             names = self._columns(self.path, file.schema_arrow)
-            rows = _rows_a_block(file.metadata, names, _largest_dictionary(self.path, raw, file.metadata, names))
+            rows = _rows_a_block(self.path, raw, file.metadata, names)
             for batch in file.iter_batches(rows, columns=names, use_threads=False):
                 self.bytes_read = max(self.bytes_read, raw.tell())
                 yield dict(zip(batch.schema.names, batch.columns, strict=True))
@@ -201,22 +201,31 @@ def _naming_parquet(path: Path, kind: type[Exception]) -> Iterator[None]:
         raise CorruptError(f"{path} is damaged ({reason}), not a complete Parquet file; fetch it again") from error
 
 
-def _largest_dictionary(path: Path, raw: io.FileIO, metadata: Any, names: Sequence[str]) -> int:
-    """Bytes of the largest dictionary of these columns. Raises InputError for one that no sound writer makes."""
-    largest = 0
+def _rows_a_block(path: Path, raw: io.FileIO, metadata: Any, names: Sequence[str]) -> int:
+    """Return how many rows of these columns fit in a block where they are longest: memory must not depend on them.
+
+    Raises InputError for a dictionary that no sound writer makes.
+    """
+    longest, dictionary_bytes = 1.0, 0
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for column in map(group.column, range(group.num_columns)):
-            if _is_of(column, names):
-                starts = (column.dictionary_page_offset, column.data_page_offset)
-                raw.seek(min(start for start in starts if start is not None))
-                kind, size = _page_header(raw.read(PAGE_HEADER_BYTES))
-                largest = max(largest, size if kind == DICTIONARY_PAGE else 0)
-    if largest > LARGEST_DICTIONARY_BYTES:
+        columns = [column for column in map(group.column, range(group.num_columns)) if _is_of(column, names)]
+        longest = max(longest, sum(column.total_uncompressed_size for column in columns) / max(1, group.num_rows))
+        dictionary_bytes = max([dictionary_bytes, *(_dictionary_bytes(raw, column) for column in columns)])
+    if dictionary_bytes > LARGEST_DICTIONARY_BYTES:
         raise InputError(
-            f"{path} has a dictionary of {largest} bytes, more than {LARGEST_DICTIONARY_BYTES}, of which a few bytes"
-            " can repeat any value any number of times; write it again without dictionaries (use_dictionary=False)"
+            f"{path} has a dictionary of {dictionary_bytes} bytes, more than {LARGEST_DICTIONARY_BYTES}, of which a few"
+            " bytes can repeat any value any number of times; write it again without dictionaries"
+            " (use_dictionary=False)"
         )
-    return largest
+    repeated = REPEATED_BYTES_A_BLOCK // max(1, dictionary_bytes)
+    return max(1, min(ROWS_A_BLOCK, int(BLOCK_BYTES / longest), repeated))
+
+
+def _dictionary_bytes(raw: io.FileIO, column: Any) -> int:
+    starts = (column.dictionary_page_offset, column.data_page_offset)
+    raw.seek(min(start for start in starts if start is not None))
+    kind, size = _page_header(raw.read(PAGE_HEADER_BYTES))
+    return size if kind == DICTIONARY_PAGE else 0
 
 
 def _is_of(column: Any, names: Sequence[str]) -> bool:
@@ -241,17 +250,6 @@ def _page_header(data: bytes) -> tuple[int, int]:
         values.append((number >> 1) ^ -(number & 1))
         at += 1
     return (values[0], values[1]) if len(values) == 2 else (0, 0)  # whatever it is, reading it will tell
-
-
-def _rows_a_block(metadata: Any, names: Sequence[str], dictionary_bytes: int) -> int:
-    """Return how many rows fit in a block where they are longest: memory must not depend on their number."""
-    longest = 1.0
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        columns = [group.column(number) for number in range(group.num_columns)]
-        size = sum(column.total_uncompressed_size for column in columns if _is_of(column, names))
-        longest = max(longest, size / max(1, group.num_rows))
-    repeated = REPEATED_BYTES_A_BLOCK // max(1, dictionary_bytes)
-    return max(1, min(ROWS_A_BLOCK, int(BLOCK_BYTES / longest), repeated))
 
 
 def read_documents(path: Path, text_field: str = "text") -> Iterator[str | Refusal]:

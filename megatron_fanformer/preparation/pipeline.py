@@ -178,7 +178,6 @@ class _Run:
                     self._listener(PrepareProgress(**self._sums))
 
     def _assemble(self) -> None:
-        """Append the shards that are next in order."""
         while (record := self._records.get(self._assembler.next_input)) is not None:
             self._assembler.append(record)
 

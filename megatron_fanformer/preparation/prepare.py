@@ -149,7 +149,6 @@ def _check(config: PrepareConfig) -> None:
 
 
 def _check_chat(config: PrepareConfig) -> None:
-    """Refuse wrong options of conversations, and those of documents."""
     default = PrepareConfig(inputs=(), output="", tokenizer="")
     changed = (getattr(config, name) != getattr(default, name) for name in OF_DOCUMENTS.values())
     for name, is_set in zip(OF_DOCUMENTS, changed, strict=True):

@@ -154,7 +154,6 @@ class ShardWriter:
             self._write_rows(ids, sources, np.array(numbers) + first_line, *others)
 
     def _write_rows(self, *columns: Any) -> None:
-        """Write rows, given by the columns of the schema."""
         import pyarrow
 
         arrays = [pyarrow.array(column, kind) for column, kind in zip(columns, self._schema.types, strict=True)]

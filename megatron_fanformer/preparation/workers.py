@@ -106,8 +106,6 @@ def run_worker(setup: WorkerSetup, threads: int, connection: Connection) -> None
 
 
 class _FileEncoder:
-    """A worker's own state."""
-
     def __init__(self, setup: WorkerSetup, threads: int, connection: Connection) -> None:
         self._setup = setup
         self._connection = connection

@@ -111,12 +111,6 @@ def test_the_seed_alone_decides_the_order(prefix: str, tmp_path: Path) -> None:
     assert not torch.equal(drawn(build(config).train, 50), drawn(build(config, seed=2).train, 50))
 
 
-def test_within_an_epoch_the_order_does_not_depend_on_how_much_is_asked_for(prefix: str) -> None:
-    config = DataConfig(train_data=[prefix])
-    fewer, more = build(config, train_samples=50).train, build(config, train_samples=100).train
-    assert torch.equal(drawn(fewer, 50), drawn(more, 50))
-
-
 def test_replaced_data_do_not_meet_the_old_indices(prefix: str, tmp_path: Path) -> None:
     """Also where two lengths alone have changed, and neither their number nor their sum."""
     build(DataConfig(train_data=[prefix]))
@@ -202,13 +196,6 @@ def test_npy_files_and_pairs_without_weights_count_by_their_size(prefix: str, np
     assert len(valid) == pair + 22
     sources = [int(valid[sample]["dataset_id"]) for sample in range(len(valid))]
     assert sources.count(0) == pytest.approx(22, abs=1)
-
-
-def test_a_blend_file_is_read_like_its_words(prefix: str, npy_files: list[str], tmp_path: Path) -> None:
-    (tmp_path / "my.blend").write_text("0.5 samples\n0.5 a.npy\n")
-    by_file = build(DataConfig(train_data=[f"@{tmp_path / 'my.blend'}"])).train
-    by_words = build(DataConfig(train_data=["0.5", prefix, "0.5", npy_files[0]])).train
-    assert torch.equal(drawn(by_file, 50), drawn(by_words, 50))
 
 
 def test_npy_files_cannot_be_split(prefix: str, npy_files: list[str]) -> None:

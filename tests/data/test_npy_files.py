@@ -70,14 +70,6 @@ def test_a_file_cut_off_while_it_is_read_is_corrupt(tmp_path: Path) -> None:
         file.read(0, 10)
 
 
-def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    np.array([3, 700, 5], "<u2").tofile(tmp_path / "a.npy")
-    files = open_npy_files([str(tmp_path / "a.npy")], "uint16")
-    check_npy_ids(files, 701)
-    with pytest.raises(InputError, match=r"a\.npy holds token id 700, outside the vocabulary of 700"):
-        check_npy_ids(files, 700)
-
-
 def test_the_manifests_largest_id_is_believed(tmp_path: Path) -> None:
     path = write_npy(tmp_path / "a.npy", 10)
     write_manifest(str(tmp_path / "a"), dtype="uint16", max_token_id=5_000)

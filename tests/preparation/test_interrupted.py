@@ -69,15 +69,6 @@ def chat_options(tmp_path: Path, small_tokenizer_file: Path) -> list[str]:
     return [str(folder), "--tokenizer", str(small_tokenizer_file)]
 
 
-@pytest.mark.parametrize("numbers", [(1, 3), pytest.param((1, 2, 3, 8), marks=pytest.mark.full)], ids=str)
-def test_the_bytes_do_not_depend_on_the_number_of_workers(
-    tmp_path: Path, options: list[str], numbers: tuple[int, ...]
-) -> None:
-    results = [complete([*options, *VARIANTS["parts"]], tmp_path / str(n), workers=n) for n in numbers]
-    assert "tokens.blend" in results[0]
-    assert all(result == results[0] for result in results)
-
-
 def killed_after(command: list[str], seconds: float) -> bool:
     """Start, and kill the whole run after a time; False where it had ended by itself."""
     process = start_command("prepare", *command)
