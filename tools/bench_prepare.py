@@ -25,16 +25,16 @@ from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from isal import igzip
 
 from megatron_fanformer.data.manifest import Settings
 from megatron_fanformer.data.token_files import token_dtype
 from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.preparation import encoding
 from megatron_fanformer.preparation.assembly import Assembler
 from megatron_fanformer.preparation.document_files import DocumentFile, read_documents
-from megatron_fanformer.preparation.documents import DocumentRules
-from megatron_fanformer.preparation.encoding import BlockEncoder
 from megatron_fanformer.preparation.id_encoders import SMALL_INPUT_BYTES, EncoderChoice, IdEncoder, choose_encoder
 from megatron_fanformer.preparation.prepare import tokenizer_record
 from megatron_fanformer.preparation.shards import ShardFiles, ShardWriter
@@ -113,7 +113,7 @@ def _write_shards(lines: Iterable[bytes], work: Path) -> Iterator[Path]:
 
 def json_bytes(path: Path) -> int:
     """The size of a shard's lines, not compressed."""
-    return sum(len(getattr(block, "data", b"")) for block in DocumentFile(path).blocks())
+    return sum(len(block) if isinstance(block, bytes) else 0 for block in DocumentFile(path).blocks())
 
 
 # -- by stage, in one process
@@ -160,26 +160,22 @@ class _TimedEncoder:
             return self.encoder.encode_batch(texts)
 
 
-@dataclass(frozen=True)
-class _TimedBlock:
-    block: Any
-    clock: Clock
-
-    def parse(self, parser: Any) -> Any:
-        with self.clock.stage("JSON", within="joining, samples by the exact library"):
-            return self.block.parse(parser)
-
-
 def measure_stages(files: Sequence[Path], tokenizer_path: str, backend: Any, folder: Path) -> dict[str, float]:
     """CPU seconds of each stage of the way from files to output, on one thread."""
     clock = Clock()
     with clock.stage("start: loading, holding gigatoken against the exact library"):
         tokenizer = load_tokenizer(tokenizer_path)
         plan = choose_encoder(tokenizer, backend, SMALL_INPUT_BYTES)
-        encoder = BlockEncoder(_TimedPlan(plan, clock), DocumentRules(), token_dtype(tokenizer.vocab_size))  # type: ignore[arg-type]
+        settings = Settings(text_field="text", dtype=token_dtype(tokenizer.vocab_size))
+        encoder = encoding.BlockEncoder(_TimedPlan(plan, clock), settings)  # type: ignore[arg-type]
+    parse_block = encoding.parse_block
+
+    def timed(*block: Any) -> Any:
+        with clock.stage("JSON", within="joining, samples by the exact library"):
+            return parse_block(*block)
+
     prefix = str(folder / "stages")
-    settings = Settings(text_field="text", dtype=token_dtype(tokenizer.vocab_size))
-    with work_folder(prefix) as work:
+    with work_folder(prefix) as work, mock.patch.object(encoding, "parse_block", timed):
         assembler = Assembler(prefix, settings, tokenizer_record(tokenizer), work)
         for number, path in enumerate(files):
             record = _measure_file(path, ShardFiles(work.path, number), encoder, clock)
@@ -191,17 +187,17 @@ def measure_stages(files: Sequence[Path], tokenizer_path: str, backend: Any, fol
     return dict(clock.seconds)
 
 
-def _measure_file(path: Path, shard: ShardFiles, encoder: BlockEncoder, clock: Clock) -> Any:
+def _measure_file(path: Path, shard: ShardFiles, encoder: encoding.BlockEncoder, clock: Clock) -> Any:
     file = DocumentFile(path)
     blocks = file.blocks()
     writer = ShardWriter(shard, path)
     for number in count():
         with clock.stage("reading: disk, SHA-256, gunzip"):
-            block = next(blocks, None)
-        if block is None:
+            block = next(blocks, b"")  # none is empty
+        if block == b"":
             break
         with clock.stage("joining, samples by the exact library"):
-            encoded = encoder.encode(number, _TimedBlock(block, clock))
+            encoded = encoder.encode(number, block)
         with clock.stage("shard: tokens, rows, CRC-32"):
             writer.add(encoded)
     with clock.stage("shard: tokens, rows, CRC-32"):

@@ -121,20 +121,17 @@ def _words(item: str) -> list[str]:
         return [item]
     file = Path(item[1:])
     try:
-        words = [word for line in _lines(file) for word in COMMENT.sub("", line).split()]
+        lines = regular_file(file, most_bytes=LARGEST_BLEND_BYTES).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise InputError(f"blend file {file} cannot be read ({reason}); name a text file of prefixes") from None
+    words = [word for line in lines for word in COMMENT.sub("", line).split()]
     if any(word.startswith("@") for word in words):
         raise InputError(f"blend file {file} names another by @; list both where the first is named")
     step = 1 if not words or _number(words[0]) is None else 2
     for position in range(step - 1, len(words), step):
         words[position] = str(file.parent / words[position])
     return words
-
-
-def _lines(file: Path) -> list[str]:
-    return regular_file(file, most_bytes=LARGEST_BLEND_BYTES).read_text(encoding="utf-8").splitlines()
 
 
 def _source(word: str) -> Source:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from megatron_fanformer.data.batches import DOCUMENT_IDS
 from megatron_fanformer.data.id_bounds import refuse_ids_read
-from megatron_fanformer.data.npy_dataset import epoch_order
+from megatron_fanformer.data.npy_dataset import Epochs
 from megatron_fanformer.data.packing import Conversations, pack
 
 
-class ChatDataset:
-    """Samples of packed conversations, epoch after epoch: a map-style dataset for a DataLoader.
+class ChatDataset(Epochs):
+    """Samples of packed conversations.
 
     Sample n depends on the files, their order, seq_length and the seed alone. Some 35 bytes a conversation are held in
     memory, which forked loader processes share.
@@ -35,18 +35,11 @@ class ChatDataset:
         vocab_size: int,
         samples: int | None = None,
     ) -> None:
-        """`samples` is the length, over as many epochs as it takes; None: one epoch. Ids are below `vocab_size`."""
-        self.conversations = conversations
-        self.seq_length = seq_length
-        self._seed = seed
+        """See Epochs; ids are below `vocab_size`."""
+        self.conversations, self.seq_length = conversations, seq_length
         self._vocab_size = vocab_size
         self._packing = pack(conversations.lengths, seq_length, seed=seed)
-        self.epoch_samples = len(self._packing)
-        self._length = self.epoch_samples if samples is None else samples
-        self._order: tuple[int, np.ndarray] | None = None
-
-    def __len__(self) -> int:
-        return self._length
+        super().__init__(len(self._packing), seed=seed, samples=samples)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """`tokens`, `labels`, `position_ids` (int64), `loss_mask` (float32) and `document_ids` (int32), [seq_length].
@@ -62,7 +55,7 @@ class ChatDataset:
         for document, number in enumerate(members):
             chats, own = self.conversations.place(number)
             ids, learned = (part[: self.seq_length] for part in chats[own])
-            refuse_ids_read(ids, self._vocab_size, chats.ids_path, chats.first_token(own), document=partial(int, own))
+            refuse_ids_read(ids, self._vocab_size, chats.ids_path, int(chats.starts[own]), document=partial(int, own))
             end = begin + len(ids)
             tokens[begin:end], positions[begin:end], documents[begin:end] = ids, np.arange(len(ids)), document
             labels[begin : end - 1], mask[begin : end - 1] = ids[1:], learned[1:]
@@ -73,13 +66,5 @@ class ChatDataset:
 
     def members(self, index: int) -> Sequence[int]:
         """Return the numbers of a sample's conversations, in the order in which they stand in it."""
-        if not 0 <= index < self._length:
-            raise IndexError(index)
-        epoch, position = divmod(int(index), self.epoch_samples)
-        members: list[int] = self._packing.of(int(self._order_of(epoch)[position])).tolist()
+        members: list[int] = self._packing.of(self.number(index)).tolist()
         return members
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, epoch_order(self.epoch_samples, seed=self._seed, epoch=epoch))
-        return self._order[1]

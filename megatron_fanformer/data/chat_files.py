@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fanformer.data.id_bounds import refuse_ids_outside
+from megatron_fanformer.data.live_files import read_values
 from megatron_fanformer.data.manifest import manifest_path, read_any_manifest, token_files_record
 from megatron_fanformer.data.token_files import bin_path, idx_path, read_index
 from megatron_fanformer.errors import CorruptError, InputError
@@ -27,16 +28,18 @@ NPY_DTYPE, NPY_ROW_TOKENS = "uint16", 2048  # of files without a manifest: those
 READ_BYTES = 1 << 24
 
 
+@dataclass(frozen=True, eq=False)
 class ChatFiles:
     """The conversations of one prefix, or of one folder of rows."""
 
-    def __init__(self, prefix: str, ids: Path, dtype: np.dtype[Any], mask: Path, spans: "_Spans") -> None:
-        self.prefix = prefix
-        self.ids_path, self.mask_path = ids, mask
-        self.dtype = dtype
-        self.lengths = spans.lengths
-        """[n] int64: tokens of each conversation, without padding."""
-        self._starts = spans.starts
+    prefix: str
+    ids_path: Path
+    dtype: np.dtype[Any]
+    mask_path: Path
+    starts: np.ndarray
+    """[n] int64: where each conversation begins in both files, in tokens."""
+    lengths: np.ndarray
+    """[n] int64: tokens of each, without padding."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -49,31 +52,19 @@ class ChatFiles:
             CorruptError: a file has become shorter since it was opened, the mask holds something else than 0 and 1, or
                 nothing is learned, which `prepare --chat` never writes.
         """
-        start, count = self.first_token(number), int(self.lengths[number])
-        ids = _read(self.ids_path, self.dtype, start, count)
-        mask = _read(self.mask_path, np.dtype(np.uint8), start, count)
+        start, count = int(self.starts[number]), int(self.lengths[number])
+        ids = read_values(self.ids_path, self.dtype, start, count)
+        mask = read_values(self.mask_path, np.dtype(np.uint8), start, count)
         if not count or mask.max() != 1:
             what = f"holds {mask.max()}, not 0 or 1," if mask.any() else "has no learned token"
             raise CorruptError(f"{self.mask_path} {what} in conversation {number}; copy or prepare it again")
         return ids.astype(np.int64), mask.astype(bool)
-
-    def first_token(self, number: int) -> int:
-        """Return where a conversation begins in its files, in tokens."""
-        return int(self._starts[number])
 
     def check_ids(self, vocab_size: int, *, cache: Path | None = None) -> None:
         """Raise InputError if an id is outside [0, vocab_size); `cache`: see `data/id_bounds.py`."""
         record = token_files_record(self.prefix)
         largest = None if record is None else record.max_token_id
         refuse_ids_outside(vocab_size, self.prefix, self.ids_path, self.dtype, largest=largest, cache=cache)
-
-
-@dataclass(frozen=True)
-class _Spans:
-    """The places of conversations: [n] int64 each, in tokens."""
-
-    starts: np.ndarray
-    lengths: np.ndarray
 
 
 def open_chats(prefix: str) -> ChatFiles:
@@ -91,15 +82,14 @@ def open_chats(prefix: str) -> ChatFiles:
         raise InputError(f"{mask} does not exist, {what}; name what prepare --chat has written")
     index = read_index(prefix)
     lengths = index.lengths.astype(np.int64)
-    if len(index.bounds) != len(lengths) + 1:
+    if index.documents != index.sequences:
         raise InputError(
             f"{idx_path(prefix)} has several sequences in a document, chats have one; prepare them with --chat"
         )
     found = mask.stat().st_size
     if found != index.tokens:
         raise CorruptError(f"{mask} holds {found} bytes for {index.tokens} tokens; copy the files of {prefix} again")
-    spans = _Spans(np.cumsum(lengths) - lengths, lengths)
-    return ChatFiles(prefix, bin_path(prefix), index.dtype, mask, spans)
+    return ChatFiles(prefix, bin_path(prefix), index.dtype, mask, np.cumsum(lengths) - lengths, lengths)
 
 
 def count_learned(mask: Path) -> int:
@@ -122,10 +112,7 @@ def is_row_folder(path: str | Path) -> bool:
 
 
 def _open_rows(prefix: str) -> ChatFiles:
-    """Rows of a fixed length.
-
-    A row's conversation ends with its last learned token: nothing after that has a loss, or is seen by what has one.
-    """
+    """A row's conversation ends with its last learned token: nothing later has a loss, or is seen by what has one."""
     ids, mask = Path(prefix + IDS_NPY), Path(prefix + MASK_NPY)
     manifest = read_any_manifest(prefix)
     dtype, row = np.dtype(NPY_DTYPE), NPY_ROW_TOKENS
@@ -143,7 +130,7 @@ def _open_rows(prefix: str) -> ChatFiles:
         raise CorruptError(
             f"row {int(np.argmin(lengths))} (from 0) of {mask} has no learned token; leave it out of both files"
         )
-    return ChatFiles(prefix, ids, dtype, mask, _Spans(np.arange(len(lengths), dtype=np.int64) * row, lengths))
+    return ChatFiles(prefix, ids, dtype, mask, np.arange(len(lengths), dtype=np.int64) * row, lengths)
 
 
 def _row_lengths(mask: Path, row: int) -> Iterator[np.ndarray]:
@@ -152,10 +139,3 @@ def _row_lengths(mask: Path, row: int) -> Iterator[np.ndarray]:
         while len(block := np.fromfile(stream, np.uint8, max(1, READ_BYTES // row) * row)):
             learned = block.reshape(-1, row) != 0
             yield np.where(learned.any(axis=1), row - learned[:, ::-1].argmax(axis=1), 0).astype(np.int64)
-
-
-def _read(path: Path, dtype: np.dtype[Any], first: int, count: int) -> np.ndarray:
-    values = np.fromfile(path, dtype, count, offset=first * dtype.itemsize)
-    if len(values) < count:
-        raise CorruptError(f"{path} has become shorter since it was opened; copy it again")
-    return values

@@ -169,7 +169,6 @@ def _assistant_turns(messages: Sequence[Message]) -> list[int]:
 
 
 def _without_marks(marked: str) -> RenderedChat:
-    """Return the text and the spans between marks."""
     parts = re.split(f"({BEGIN}|{END})", marked)
     position, begin = 0, None
     spans: list[tuple[int, int]] = []
@@ -254,7 +253,6 @@ _one_at_a_time = threading.Lock()
 
 
 def _rendered(template: ChatTemplate, messages: Sequence[Message], renderings: Sequence[tuple[int, bool]]) -> list[str]:
-    """Raises as `_Renderer.render`."""
     with _one_at_a_time:
         if not _renderers or _renderers[0].owner != os.getpid():
             _renderers[:] = [_Renderer()]

@@ -10,9 +10,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-import numpy as np
 
 from megatron_fanformer.data.blends import PART_NAMES, Blend, Source
 from megatron_fanformer.data.chat_dataset import ChatDataset
@@ -69,23 +68,16 @@ def build_datasets(
         return Datasets(train, {name: ChatDataset(own, samples=valid_samples, **sizes) for name, own in valid.items()})
     if survey is None:
         survey = on_main(functools.partial(survey_data, config))
-    sets = _DatasetBuilder(
-        survey=survey,
-        seq_length=seq_length,
-        seed=seed,
-        vocab_size=vocab_size,
-        eod_id=eod_id,
-    )
+    sets = _DatasetBuilder(survey=survey, seq_length=seq_length, seed=seed, vocab_size=vocab_size, eod_id=eod_id)
     if config.applied_split is not None:
         refuse_npy(survey.train)
-        parts = sets.of_split(survey.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.applied_split)
+        parts = sets.of_pairs(survey.train, {TRAIN: train_samples, VALIDATION: valid_samples}, config.applied_split)
         return _marked(Datasets(parts[TRAIN], {SPLIT_VALIDATION: parts[VALIDATION]}), config, survey)
     valid = {name: sets.of_blend(blend, VALIDATION, valid_samples) for name, blend in survey.valid.items()}
     return _marked(Datasets(sets.of_blend(survey.train, TRAIN, train_samples), valid), config, survey)
 
 
 def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datasets:
-    """Return the datasets with the documents in their samples marked, where that is asked for."""
     if not config.marks_documents:
         return datasets
     assert survey.eod_id is not None, "a survey of this configuration has found it"
@@ -99,15 +91,6 @@ def _marked(datasets: Datasets, config: DataConfig, survey: DataSurvey) -> Datas
     return Datasets(
         mark(samples=datasets.train), {name: mark(samples=dataset) for name, dataset in datasets.valid.items()}
     )
-
-
-@dataclass(frozen=True)
-class _TokenIds:
-    """Stand in for a tokenizer in GPTDataset; `unique_identifiers` goes into names of cached indices."""
-
-    eod: int
-    vocab_size: int
-    unique_identifiers: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -154,20 +137,11 @@ class _DatasetBuilder:
         Raises InputError and CorruptError as `build_datasets`.
         """
         if not any(source.is_npy for source in blend.sources):
-            return self._of_pairs(blend, {part: size}, None)[part]
-        if len(blend.sources) == 1:
-            return self._of_npy(blend.sources[0], size)
-        return self._of_both(blend, part, size)
-
-    def of_split(self, blend: Blend, sizes: Sizes, split: str) -> list[Any]:
-        """Return the datasets of pairs by part, of `sizes` samples each (None: one epoch; a part left out: none)."""
-        return self._of_pairs(blend, sizes, split)
-
-    # -- .npy files
-
-    def _of_npy(self, source: Source, size: int | None) -> NpyDataset:
+            return self.of_pairs(blend, {part: size}, None)[part]
+        if len(blend.sources) > 1:
+            return self._of_both(blend, part, size)
         return NpyDataset(
-            self._survey.files(source),
+            self._survey.files(blend.sources[0]),
             seq_length=self._seq_length,
             seed=self._seed,
             vocab_size=self._vocab_size,
@@ -177,44 +151,44 @@ class _DatasetBuilder:
     def _of_both(self, blend: Blend, part: int, size: int | None) -> Any:
         from megatron.core.datasets.blended_dataset import BlendedDataset
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+        from megatron.core.datasets.utils import Split
 
-        plan = self._counts.of_mixed(blend, size)
-        datasets = [self._one(source, part, share) for source, share in zip(blend.sources, plan.shares, strict=True)]
-        identity = {"weights": plan.weights, "size": plan.total, "part": part}
+        weights, total, shares = self._counts.of_mixed(blend, size)
+        datasets = [
+            OneOfBlend(self.of_blend(Blend([source], None), part, share), Split(part))
+            for source, share in zip(blend.sources, shares, strict=True)
+        ]
+        identity = {"weights": weights, "size": total, "part": part}
         with indices_in(self._survey.cache, identity) as folder:
             config = self._config(folder, blend.sources, None, part, None)
             blended = BlendedMegatronDatasetBuilder.build_generic_dataset(
-                BlendedDataset, lambda: True, True, datasets, plan.weights, plan.total, config
+                BlendedDataset, lambda: True, True, datasets, weights, total, config
             )
         _read_unmapped(folder, blended)
         return blended
 
-    def _one(self, source: Source, part: int, size: int) -> OneOfBlend:
-        from megatron.core.datasets.utils import Split
+    def of_pairs(self, blend: Blend, sizes: Sizes, split: str | None) -> list[Any]:
+        """Return the datasets of pairs by part, of `sizes` samples each (None: one epoch; a part left out: none).
 
-        return OneOfBlend(self.of_blend(Blend([source], None), part, size), Split(part))
-
-    # -- .bin and .idx pairs
-
-    def _of_pairs(self, blend: Blend, sizes: Sizes, split: str | None) -> list[Any]:
-        """Build the parts; without a split, the one of `sizes` is made of all documents."""
+        Without a split, the one part of `sizes` is made of all documents.
+        """
         from megatron.core import __version__
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.gpt_dataset import GPTDataset
 
-        plan = self._counts.of_pairs(blend, sizes, is_split=split is not None)
+        weights, requested = self._counts.of_pairs(blend, sizes, is_split=split is not None)
         identity = {
             "megatron": __version__,
             "documents": self._identities(blend.sources),
-            "weights": plan.weights,
-            "requested": plan.requested,
+            "weights": weights,
+            "requested": requested,
             "split": split,
             "seq_length": self._seq_length,
             "seed": self._seed,
         }
         with indices_in(self._survey.cache, identity) as folder:
-            config = self._config(folder, blend.sources, plan.weights, min(sizes), split)
-            built = list(BlendedMegatronDatasetBuilder(GPTDataset, plan.requested, lambda: True, config).build())
+            config = self._config(folder, blend.sources, weights, min(sizes), split)
+            built = list(BlendedMegatronDatasetBuilder(GPTDataset, requested, lambda: True, config).build())
         readers: dict[str, PairReader] = {}  # the parts of a split share one
         for top in filter(None, built):
             for dataset in (top, *getattr(top, "datasets", ())):
@@ -222,13 +196,9 @@ class _DatasetBuilder:
                 if (path := getattr(dataset, "dataset_path", None)) is None:
                     continue  # a blend reads no pair itself
                 if path not in readers:
-                    readers[path] = self._reader(path, dataset.dataset)
+                    readers[path] = PairReader(self._survey.pairs[path], self._vocab_size)
                 dataset.dataset = readers[path]
         return built
-
-    def _reader(self, path: str, pair: Any) -> PairReader:
-        sums = self._survey.pairs[path].pointer_sums
-        return PairReader(path, np.dtype(pair.index.dtype), len(pair), sums, self._vocab_size)
 
     def _identities(self, sources: Sequence[Source]) -> list[str]:
         return [self._survey.pair(source).identity for source in sources if not source.is_npy]
@@ -238,6 +208,9 @@ class _DatasetBuilder:
     ) -> Any:
         from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
+        # In the place of a tokenizer; `unique_identifiers` goes into names of cached indices.
+        documents = {"documents": self._identities(sources)}
+        ids = SimpleNamespace(eod=self._eod_id, vocab_size=self._vocab_size, unique_identifiers=documents)
         blend = ([source.paths[0] for source in sources], weights)
         per_split = [blend if position == part else None for position in range(len(PART_NAMES))]
         return GPTDatasetConfig(
@@ -247,7 +220,7 @@ class _DatasetBuilder:
             blend=blend if split is not None else None,
             blend_per_split=per_split if split is None else None,
             split=split,
-            tokenizer=_TokenIds(self._eod_id, self._vocab_size, {"documents": self._identities(sources)}),
+            tokenizer=ids,
             reset_position_ids=False,
             reset_attention_mask=False,
             eod_mask_loss=False,

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import shutil
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_fanformer.data.live_files import StoredArray, block_sums_of_file
+from megatron_fanformer.data.live_files import StoredArray, block_sums_of_file, crc32_of
 from megatron_fanformer.durable_files import take_lock, write_atomically
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.runtime.agreement import is_main, on_main
@@ -32,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 COMPLETE = "complete.json"
 SUMS = "sums.npz"
-READ_BYTES = 1 << 22
 
 Contents = dict[str, list[int]]
 
@@ -110,15 +108,7 @@ def _recorded(folder: Path) -> Contents | None:
 def _contents(folder: Path) -> Contents:
     """Size and checksum of each file, by its name."""
     paths = [path for path in folder.iterdir() if path.is_file() and COMPLETE not in path.name]
-    return {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(paths)}
-
-
-def _checksum(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as stream:
-        while block := stream.read(READ_BYTES):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
+    return {path.name: [path.stat().st_size, crc32_of(path)] for path in sorted(paths)}
 
 
 @contextmanager

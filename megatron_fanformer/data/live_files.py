@@ -18,6 +18,7 @@ from megatron_fanformer.errors import CorruptError
 
 BLOCK_BYTES = 1024
 """A small part of what a disk reads at once; its sum is 4 bytes in memory."""
+READ_BYTES = 1 << 22
 
 
 class LiveFile:
@@ -123,12 +124,34 @@ class StoredArray:
         return np.frombuffer(content, self.dtype).reshape(self.shape[1:])[()]
 
 
+def read_values(path: Path, dtype: np.dtype[Any], first: int, count: int) -> np.ndarray:
+    """[count] values of a file of nothing else, from number `first` on, for which it is opened.
+
+    Raises:
+        CorruptError: the file has become shorter.
+    """
+    # Not a memory map: it would keep thousands of files open, and the process would not survive a truncated file.
+    values = np.fromfile(path, dtype, count, offset=first * dtype.itemsize)
+    if len(values) < count:
+        raise CorruptError(f"{path} has become shorter since the run began; copy it again and resume")
+    return values
+
+
 def block_sums(content: bytes) -> np.ndarray:
     """[blocks] uint32: the CRC-32 of each block of some bytes, which begin where a block does."""
     view = memoryview(content)
     return np.array(
         [isal_zlib.crc32(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)], np.uint32
     )
+
+
+def crc32_of(path: Path) -> int:
+    """CRC-32 of a file."""
+    value = 0
+    with path.open("rb", buffering=0) as stream:
+        while content := stream.read(READ_BYTES):
+            value = isal_zlib.crc32(content, value)
+    return value
 
 
 def block_sums_of_file(path: Path, *, blocks_at_once: int = 1024) -> np.ndarray:

@@ -22,32 +22,53 @@ def epoch_order(samples: int, *, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-class NpyDataset:
-    """Samples of .npy files in their order, epoch after epoch: a map-style dataset for a DataLoader.
+class Epochs:
+    """The samples of a set, epoch after epoch: base of map-style datasets for a DataLoader.
 
-    Sample n depends on the files, their order, seq_length and the seed alone. An epoch's order is held in memory, 4
-    bytes per sample; forked loader processes share the first epoch's.
+    An epoch's order is held in memory, 4 bytes per sample; forked loader processes share the first epoch's.
     """
 
-    def __init__(
-        self, files: list[NpyFile], *, seq_length: int, seed: int, vocab_size: int, samples: int | None = None
-    ) -> None:
-        """`samples` is the length, over as many epochs as it takes; None: one epoch. Ids are below `vocab_size`.
-
-        Raises InputError if the files hold no whole sample, or 2^32 of them or more.
-        """
-        self.files = files
-        self.seq_length = seq_length
-        self._seed = seed
-        self._vocab_size = vocab_size
-        self._ends = np.cumsum([file.tokens // seq_length for file in files], dtype=np.int64)
-        self.epoch_samples = whole_samples(files, seq_length)
-        self._length = self.epoch_samples if samples is None else samples
+    def __init__(self, epoch_samples: int, *, seed: int, samples: int | None) -> None:
+        """`samples` is the length, over as many epochs as it takes; None: one epoch."""
+        self.epoch_samples, self._seed = epoch_samples, seed
+        self._length = epoch_samples if samples is None else samples
         self._order: tuple[int, np.ndarray] | None = None
         self._order_of(0)
 
     def __len__(self) -> int:
         return self._length
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_order": None}
+
+    def number(self, index: int) -> int:
+        """Return which of an epoch's samples is at `index`, by its number in the set."""
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        epoch, position = divmod(int(index), self.epoch_samples)
+        return int(self._order_of(epoch)[position])
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if self._order is None or self._order[0] != epoch:
+            self._order = None  # before the next is computed: one at a time in memory
+            self._order = (epoch, epoch_order(self.epoch_samples, seed=self._seed, epoch=epoch))
+        return self._order[1]
+
+
+class NpyDataset(Epochs):
+    """Samples of .npy files in their order; sample n depends on them, seq_length and the seed alone."""
+
+    def __init__(
+        self, files: list[NpyFile], *, seq_length: int, seed: int, vocab_size: int, samples: int | None = None
+    ) -> None:
+        """See Epochs; ids are below `vocab_size`.
+
+        Raises InputError if the files hold no whole sample, or 2^32 of them or more.
+        """
+        super().__init__(whole_samples(files, seq_length), seed=seed, samples=samples)
+        self.files, self.seq_length = files, seq_length
+        self._vocab_size = vocab_size
+        self._ends = np.cumsum([file.tokens // seq_length for file in files], dtype=np.int64)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """`tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each [seq_length].
@@ -67,21 +88,9 @@ class NpyDataset:
         labels[-1] = 0  # any id within the vocabulary
         return {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": torch.arange(self.seq_length)}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_order": None}
-
     def place(self, index: int) -> tuple[NpyFile, int]:
         """Return the file that a sample is from, and the number of its first token there."""
-        if not 0 <= index < self._length:
-            raise IndexError(index)
-        epoch, position = divmod(int(index), self.epoch_samples)
-        sample = int(self._order_of(epoch)[position])
+        sample = self.number(index)
         number = int(np.searchsorted(self._ends, sample, side="right"))
         before = int(self._ends[number - 1]) if number else 0
         return self.files[number], (sample - before) * self.seq_length
-
-    def _order_of(self, epoch: int) -> np.ndarray:
-        if self._order is None or self._order[0] != epoch:
-            self._order = None  # before the next is computed: one at a time in memory
-            self._order = (epoch, epoch_order(self.epoch_samples, seed=self._seed, epoch=epoch))
-        return self._order[1]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_fanformer.data.id_bounds import refuse_ids_outside
+from megatron_fanformer.data.live_files import read_values
 from megatron_fanformer.data.manifest import manifest_path, read_any_manifest, token_files_record
 from megatron_fanformer.errors import CorruptError, InputError
 
@@ -40,15 +41,8 @@ class NpyFile:
     """By its manifest; None where it has none."""
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """[count] tokens from number `first` on.
-
-        Raises CorruptError if the file has become shorter since it was opened.
-        """
-        # Not a memory map: it would keep thousands of files open, and the process would not survive a truncated file.
-        tokens = np.fromfile(self.path, dtype=self.dtype, count=count, offset=first * self.dtype.itemsize)
-        if len(tokens) < count:
-            raise CorruptError(f"{self.path} has become shorter since the run began; copy it again and resume")
-        return tokens
+        """[count] tokens from number `first` on. Raises CorruptError if the file has become shorter."""
+        return read_values(Path(self.path), self.dtype, first, count)
 
 
 def open_npy_files(paths: Iterable[str], dtype: NpyType) -> list[NpyFile]:

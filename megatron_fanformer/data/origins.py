@@ -38,7 +38,7 @@ def sample_spans(dataset: Any, index: int) -> list[Span]:
     """
     if isinstance(dataset, ChatDataset):
         return list(_conversations(dataset, index))
-    return list(_merged(sequence_spans(dataset, index)))
+    return _merged(sequence_spans(dataset, index))
 
 
 def sequence_spans(dataset: Any, index: int) -> list[Span]:
@@ -58,7 +58,7 @@ def sequence_spans(dataset: Any, index: int) -> list[Span]:
 def _conversations(dataset: ChatDataset, index: int) -> Iterator[Span]:
     for number in dataset.members(index):
         chats, own = dataset.conversations.place(number)
-        yield Span(chats.prefix, chats.first_token(own), min(int(chats.lengths[own]), dataset.seq_length))
+        yield Span(chats.prefix, int(chats.starts[own]), min(int(chats.lengths[own]), dataset.seq_length))
 
 
 def _runs(dataset: Any, index: int) -> Iterator[Span]:
@@ -73,18 +73,18 @@ def _runs(dataset: Any, index: int) -> Iterator[Span]:
         yield Span(dataset.dataset_path, first + offset, stop - offset)
 
 
-def _merged(spans: Iterable[Span]) -> Iterator[Span]:
-    """Yield the same tokens, with adjacent runs of a file merged."""
-    last: Span | None = None
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    """Return the same tokens, with adjacent runs of a file merged."""
+    merged: list[Span] = []
     for span in spans:
-        if last is not None and (last.prefix, last.first_token + last.length) == (span.prefix, span.first_token):
-            last = Span(last.prefix, last.first_token, last.length + span.length)
-            continue
-        if last is not None:
-            yield last
-        last = span
-    if last is not None:
-        yield last
+        if merged and (merged[-1].prefix, merged[-1].first_token + merged[-1].length) == (
+            span.prefix,
+            span.first_token,
+        ):
+            last = merged.pop()
+            span = Span(last.prefix, last.first_token, last.length + span.length)
+        merged.append(span)
+    return merged
 
 
 # -- documents within a sample

@@ -3,7 +3,7 @@
 Everything here is arithmetic: missing data are reported before a rank starts, and all ranks request the same.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,25 +19,6 @@ MID_LEVEL_SURPLUS = 0.005  # by which megatron-core asks each source of a blend 
 
 Sizes = dict[int, int | None]
 """Samples by part; None: one epoch."""
-
-
-@dataclass(frozen=True)
-class PairsPlan:
-    """The request to megatron-core's builder."""
-
-    weights: list[float] | None
-    requested: list[int | None]
-    """Samples, by part."""
-
-
-@dataclass(frozen=True)
-class MixedPlan:
-    """The samples of each source of a blend of pairs and .npy files."""
-
-    weights: list[float]
-    total: int
-    shares: list[int]
-    """The most samples that the blend can request from each source."""
 
 
 class SampleCounts:
@@ -64,7 +45,7 @@ class SampleCounts:
         if not any(source.is_npy for source in blend.sources):
             self.of_pairs(blend, {part: size}, is_split=False)
         elif len(blend.sources) > 1:
-            shares = self.of_mixed(blend, size).shares
+            *_, shares = self.of_mixed(blend, size)
             for source, share in zip(blend.sources, shares, strict=True):
                 self._check_blend(Blend([source], None), part, share)
         else:
@@ -80,25 +61,24 @@ class SampleCounts:
         if all(source.is_npy for source in blend.sources):
             return False
         if any(source.is_npy for source in blend.sources):
-            weights: list[float] | None = self.of_mixed(blend, train_samples).weights
+            weights: list[float] | None = self.of_mixed(blend, train_samples)[0]
         else:
             sizes = {TRAIN: train_samples, **({VALIDATION: valid_samples} if is_split else {})}
-            weights = self.of_pairs(blend, sizes, is_split=is_split).weights
+            weights, _ = self.of_pairs(blend, sizes, is_split=is_split)
         if weights is None and len(blend.sources) > 1:
             return False  # one epoch of each suffices
         shares = np.array(weights or [1.0]) / sum(weights or [1.0]) * train_samples
+        tokens: Sequence[int | None] = (
+            self._tokens_of(blend, TRAIN, is_split)
+            if is_split
+            else [None if source.is_npy else self._survey.pair(source).tokens for source in blend.sources]
+        )
         surplus = (MID_LEVEL_SURPLUS, 3) if len(shares) > 1 else (0, 0)  # it rounds up twice
         return any(
-            share * (1 + surplus[0]) + surplus[1] > (tokens - 1) // self._seq_length
-            for share, tokens in zip(shares, self._tokens_to_train_on(blend, is_split), strict=True)
-            if tokens is not None
+            share * (1 + surplus[0]) + surplus[1] > (own - 1) // self._seq_length
+            for share, own in zip(shares, tokens, strict=True)
+            if own is not None
         )
-
-    def _tokens_to_train_on(self, blend: Blend, is_split: bool) -> list[int | None]:
-        """Return each source's tokens to train on; None for .npy files."""
-        if is_split:
-            return list(self._tokens_of(blend, TRAIN, is_split))
-        return [None if source.is_npy else self._survey.pair(source).tokens for source in blend.sources]
 
     def epoch_of(self, source: Source) -> float:
         """The samples of an epoch; for a source too short for one, which is repeated, the fraction that it fills."""
@@ -107,17 +87,21 @@ class SampleCounts:
         tokens = self._survey.pair(source).tokens
         return (tokens - 1) // self._seq_length or tokens / self._seq_length
 
-    def of_mixed(self, blend: Blend, size: int | None) -> MixedPlan:
-        """Return the plan for pairs and .npy files together. Without weights, sources count by their samples."""
+    def of_mixed(self, blend: Blend, size: int | None) -> tuple[list[float], int, list[int]]:
+        """Return weights, size, and the most samples that are requested of each source, of pairs and .npy files.
+
+        Without weights, sources count by their samples.
+        """
         epochs = [self.epoch_of(source) for source in blend.sources]
         total = int(sum(epochs)) if size is None else size
         weights = np.array(blend.weights or epochs) / sum(blend.weights or epochs)
         # The blend always draws from the source furthest behind its share, so never more than one sample beyond it.
-        return MixedPlan(weights.tolist(), total, [int(weight * total) + 1 for weight in weights])
+        return weights.tolist(), total, [int(weight * total) + 1 for weight in weights]
 
-    def of_pairs(self, blend: Blend, sizes: Sizes, *, is_split: bool) -> PairsPlan:
-        """The plan for pairs, `sizes` of each part. Without a split, the one part of `sizes` is made of all documents.
+    def of_pairs(self, blend: Blend, sizes: Sizes, *, is_split: bool) -> tuple[list[float] | None, list[int | None]]:
+        """Return weights and samples by part, as megatron-core's builder takes them, for `sizes` of pairs.
 
+        Without a split, the one part of `sizes` is made of all documents.
         Raises InputError for a part without documents, or without a whole sample.
         """
         parts = list(sizes)
@@ -131,7 +115,7 @@ class SampleCounts:
             epoch = self._samples(tokens[part]) if size is None else size
             # With weights, megatron-core requires a number.
             requested[part] = epoch if weights is not None else size
-        return PairsPlan(weights, requested)
+        return weights, requested
 
     def _tokens_of(self, blend: Blend, part: int, is_split: bool) -> list[int]:
         """Return the tokens of each prefix in a part of a split, or in all of it."""

@@ -10,33 +10,17 @@ import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from megatron_fanformer.data.blends import Blend, Source, split_bounds
 from megatron_fanformer.data.chat_files import open_chats
 from megatron_fanformer.data.chat_template import ChatTemplate
 from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.manifest import manifest_path, read_any_manifest
 from megatron_fanformer.data.npy_files import NpyFile, check_npy_ids, open_npy_files
-from megatron_fanformer.data.token_files import check_index_ids, read_index
+from megatron_fanformer.data.token_files import TokenIndex, check_index_ids, read_index
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PairFacts:
-    """The facts of one .bin and .idx pair's index, once every entry has been checked."""
-
-    sequences: int
-    tokens: int
-    identity: str
-    """Changes when a length does."""
-    part_tokens: dict[int, int]
-    """If training data is split: the tokens of each part, by its position in PART_NAMES."""
-    pointer_sums: np.ndarray = field(compare=False)
-    """[blocks] uint32, 32 bytes for a thousand sequences: what is read of the pointers later is held to them."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +42,7 @@ class DataSurvey:
     """The folder for sample indices."""
     train: Blend
     valid: dict[str, Blend]
-    pairs: dict[str, PairFacts]
+    pairs: dict[str, TokenIndex]
     """By prefix."""
     npy_files: dict[str, NpyFile]
     """By path."""
@@ -69,8 +53,8 @@ class DataSurvey:
     eod_id: int | None = None
     """The id that ends a document, where the run looks for it."""
 
-    def pair(self, source: Source) -> PairFacts:
-        """Return the facts about a source that is a pair."""
+    def pair(self, source: Source) -> TokenIndex:
+        """Return the index of a source that is a pair."""
         return self.pairs[source.paths[0]]
 
     def files(self, source: Source) -> list[NpyFile]:
@@ -109,12 +93,9 @@ def survey_data(config: DataConfig, vocab_size: int | None = None) -> DataSurvey
                 check_npy_ids(files, vocab_size, cache=cache)
             continue
         (prefix,) = source.paths
-        index = read_index(prefix, list(bounds.values()))
-        part_tokens = dict(zip(bounds, index.part_tokens, strict=True))
-        sums = index.pointer_sums
-        survey.pairs[prefix] = PairFacts(len(index.lengths), index.tokens, index.identity, part_tokens, sums)
+        survey.pairs[prefix] = read_index(prefix, bounds)
         if vocab_size is not None:
-            check_index_ids(prefix, index, vocab_size, cache=cache)
+            check_index_ids(survey.pairs[prefix], vocab_size, cache=cache)
     _log_survey(survey, time.monotonic() - started)
     return survey
 

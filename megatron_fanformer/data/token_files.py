@@ -8,8 +8,8 @@ begin, and their number at the end. `prepare` makes every document one sequence;
 import functools
 import struct
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +50,31 @@ def token_dtype(vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class TokenIndex:
-    """The contents of an index file; its arrays are mapped, not read."""
+    """The index of a pair, every entry of which has been checked; its arrays are mapped where they are asked for."""
 
+    prefix: str
     dtype: np.dtype[Any]
-    lengths: np.ndarray
-    """[sequences] int32, tokens of each sequence."""
-    pointers: np.ndarray
-    """[sequences] int64, the byte of the .bin file at which each begins."""
-    bounds: np.ndarray
-    """[documents + 1] int64, the sequence at which each document begins, and the number of sequences."""
+    """Of the tokens."""
+    sequences: int
+    documents: int
     tokens: int
     identity: str
     """Changes when a length does: all that sample indices depend on."""
-    pointer_sums: np.ndarray
-    """[blocks] uint32, of `pointers`, by which whoever reads them later knows that they are the same."""
-    part_tokens: tuple[int, ...] = ()
-    """The tokens of each part that was requested."""
+    part_tokens: dict[int, int]
+    """The tokens of each part that was requested, by its number."""
+    pointer_sums: np.ndarray = field(compare=False)
+    """[blocks] uint32, 32 bytes for a thousand sequences: what is read of the byte pointers later is held to them."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[sequences] int32, tokens of each sequence."""
+        return _Array(idx_path(self.prefix), np.int32, INDEX_HEADER.size, self.sequences).map()
+
+    @property
+    def bounds(self) -> np.ndarray:
+        """[documents + 1] int64, the sequence at which each document begins, and the number of sequences."""
+        first = INDEX_HEADER.size + (4 + 8) * self.sequences  # after the lengths and the pointers
+        return _Array(idx_path(self.prefix), np.int64, first, self.documents + 1).map()
 
 
 @dataclass(frozen=True)
@@ -96,26 +105,33 @@ class _Array:
         return np.memmap(self.path, self.dtype, mode="r", offset=self.first_byte, shape=(self.count,))
 
 
-def read_index(prefix: str, parts: Sequence[tuple[float, float]] = ()) -> TokenIndex:
+def read_index(prefix: str, parts: Mapping[int, tuple[float, float]] | None = None) -> TokenIndex:
     """Read the index of a prefix, and check every entry of it against the others and the .bin file's size.
 
-    The whole index is read once, in blocks; on the way, the tokens of `parts` are counted, each between two fractions
-    of the sequences, which are rounded as megatron-core does. Raises InputError for missing files, and CorruptError,
-    which names the file and the field, for an index of another format, with wrong entries, or of another .bin file.
+    The whole index is read once, in blocks; on the way, the tokens of `parts` are counted, by number, each between two
+    fractions of the sequences, which are rounded as megatron-core does. Raises InputError for missing files, and
+    CorruptError, which names the file and the field, for an index of another format, with wrong entries, or of another
+    .bin file.
     """
     for path in (bin_path(prefix), idx_path(prefix)):
         if not path.is_file():
             raise InputError(f"{path} does not exist; name the prefix of a .bin and .idx pair")
     dtype, lengths, pointers, bounds = _read_header(idx_path(prefix))
     bin_bytes = bin_path(prefix).stat().st_size
-    sums = _Sums([(round(begin * lengths.count), round(end * lengths.count)) for begin, end in parts])
+    sums = _Sums({part: [round(bound * lengths.count) for bound in own] for part, own in (parts or {}).items()})
     _check_sequences(prefix, dtype, lengths, pointers, bin_bytes, sums)
     _check_documents(bounds, lengths.count)
     tokens = bin_bytes // dtype.itemsize
-    identity = f"{dtype} {lengths.count} {tokens} {sums.checksum:08x}"
-    pointer_sums = np.concatenate([np.empty(0, np.uint32), *sums.of_pointers])
-    parted = tuple(sums.part_tokens)
-    return TokenIndex(dtype, lengths.map(), pointers.map(), bounds.map(), tokens, identity, pointer_sums, parted)
+    return TokenIndex(
+        prefix=prefix,
+        dtype=dtype,
+        sequences=lengths.count,
+        documents=bounds.count - 1,
+        tokens=tokens,
+        identity=f"{dtype} {lengths.count} {tokens} {sums.checksum:08x}",
+        part_tokens=sums.part_tokens,
+        pointer_sums=np.concatenate([np.empty(0, np.uint32), *sums.of_pointers]),
+    )
 
 
 def document_of(prefix: str, sequence: int) -> int:
@@ -130,9 +146,9 @@ class _Sums:
     A checksum of the lengths, the tokens of parts (first sequence, end), and the pointers' own sums.
     """
 
-    def __init__(self, parts: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, parts: dict[int, list[int]]) -> None:
         self.checksum = 0
-        self.part_tokens = [0] * len(parts)
+        self.part_tokens = dict.fromkeys(parts, 0)
         self.of_pointers: list[np.ndarray] = []
         self._parts = parts
 
@@ -140,7 +156,7 @@ class _Sums:
         """Add the lengths and pointers of the sequences from `first` on, CHECKED_ENTRIES of them but at the end."""
         self.checksum = zlib.crc32(block.tobytes(), self.checksum)
         self.of_pointers.append(block_sums(pointers.tobytes()))
-        for number, (begin, end) in enumerate(self._parts):
+        for number, (begin, end) in self._parts.items():
             own = block[max(0, begin - first) : max(0, end - first)]
             self.part_tokens[number] += int(own.sum(dtype=np.int64))
 
@@ -247,17 +263,17 @@ def _check_documents(bounds: _Array, sequences: int) -> None:
             raise _corrupt(bounds.path, f"document bound {number} is {bounds[number]}, after {bounds[number - 1]}")
 
 
-def check_index_ids(prefix: str, index: TokenIndex, vocab_size: int, *, cache: Path | None = None) -> None:
-    """Raise InputError for a prefix that holds an id outside [0, vocab_size).
+def check_index_ids(index: TokenIndex, vocab_size: int, *, cache: Path | None = None) -> None:
+    """Raise InputError for a pair that holds an id outside [0, vocab_size).
 
     The manifest is trusted if it records this .bin file's size; otherwise all tokens are read, and what is found in a
     large file is remembered in the folder `cache`.
     """
-    record = token_files_record(prefix)
+    record = token_files_record(index.prefix)
     said = record.files.get(".bin") if record is not None else None
     is_of_this = said is not None and said.bytes == index.tokens * index.dtype.itemsize
     largest = record.max_token_id if record is not None and is_of_this else None
-    refuse_ids_outside(vocab_size, prefix, bin_path(prefix), index.dtype, largest=largest, cache=cache)
+    refuse_ids_outside(vocab_size, index.prefix, bin_path(index.prefix), index.dtype, largest=largest, cache=cache)
 
 
 # -- reading while a run goes on
@@ -266,26 +282,19 @@ def check_index_ids(prefix: str, index: TokenIndex, vocab_size: int, *, cache: P
 class PairReader:
     """A pair whose index was checked; takes the place of megatron-core's IndexedDataset in its GPTDataset.
 
-    Args:
-        prefix: of the pair.
-        dtype: of the tokens.
-        sequences: the number of sequences.
-        pointer_sums: of the index's pointers, as `TokenIndex` has them.
-        vocab_size: ids are below it.
+    Ids are below `vocab_size`.
 
     Raises:
         CorruptError: a file cannot be read.
     """
 
-    def __init__(
-        self, prefix: str, dtype: np.dtype[Any], sequences: int, pointer_sums: np.ndarray, vocab_size: int
-    ) -> None:
-        self._prefix, self._vocab_size = prefix, vocab_size
-        self._size, self._dtype = dtype.itemsize, dtype
-        self._tokens = LiveFile(bin_path(prefix))
-        first_pointer = INDEX_HEADER.size + 4 * sequences  # after the lengths
-        self._pointers = SummedFile(idx_path(prefix), pointer_sums, first=first_pointer, size=8 * sequences)
-        self._last, self._end = sequences - 1, self._tokens.size
+    def __init__(self, index: TokenIndex, vocab_size: int) -> None:
+        self._prefix, self._vocab_size = index.prefix, vocab_size
+        self._size, self._dtype = index.dtype.itemsize, index.dtype
+        self._tokens = LiveFile(bin_path(index.prefix))
+        place = {"first": INDEX_HEADER.size + 4 * index.sequences, "size": 8 * index.sequences}  # after the lengths
+        self._pointers = SummedFile(idx_path(index.prefix), index.pointer_sums, **place)
+        self._last, self._end = index.sequences - 1, self._tokens.size
 
     def place(self, sequence: int) -> tuple[int, int]:
         """Return the number of a sequence's first token in the .bin file, and its length in tokens.

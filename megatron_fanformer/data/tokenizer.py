@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_fanformer.durable_files import publish, temporary_name
 from megatron_fanformer.errors import InputError, MachineTooSlow
@@ -37,92 +37,6 @@ class TokenizerTooSlow(InputError):
     """A text takes a tokenizer too much CPU time."""
 
 
-class Tokenizer(Protocol):
-    """The interface that the project needs from a tokenizer."""
-
-    @property
-    def path(self) -> Path:
-        """Return the file it was read from."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-
-    @property
-    def eod_id(self) -> int:
-        """Return the id that ends a document; NO_ID where it has none and was loaded so."""
-
-    @property
-    def special_pieces(self) -> list[str]:
-        """Special pieces; some tokenizers recognise them where a text contains them literally."""
-
-    def piece(self, id: int) -> str:
-        """Return the piece of an id, as it is written in the vocabulary."""
-
-    def cut_at_special(self, text: str) -> list[str | int]:
-        """`text` in parts: what `encode` takes, and the ids of special pieces that it would take for plain text."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, without special tokens added."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, on the calling thread alone."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`."""
-
-
-def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bool = True) -> Tokenizer:
-    """Read a sentencepiece `.model`, a Hugging Face `tokenizer.json` (by any name), or a folder.
-
-    In a folder, `tokenizer.json` is taken, else `tokenizer.model`, else its only `.model` file. `eod_id` sets
-    the id that ends a document; by default it is that of `<|endoftext|>`, or of `</s>` and similar names. A
-    tokenizer without such a piece has NO_ID there, if that is allowed by `needs_eod`.
-
-    Raises:
-        InputError: no such file, another format, no end-of-text piece that is needed, or an `eod_id` outside the
-            vocabulary.
-    """
-    file = tokenizer_file(Path(path))
-    try:
-        kind = HuggingFaceTokenizer if file.suffix == ".json" else SentencePieceTokenizer
-        tokenizer: Tokenizer = kind(file, eod_id=eod_id, needs_eod=needs_eod)
-        if tokenizer.vocab_size > MOST_IDS:
-            raise InputError(
-                f"tokenizer {file} has an id of {tokenizer.vocab_size - 1}; token files hold ids to 2^31 - 1"
-            )
-        return tokenizer
-    except InputError:
-        raise
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except (
-        BaseException
-    ) as error:  # what the libraries raise for another format; panics are not subclasses of Exception
-        said = "a Hugging Face tokenizer.json" if file.suffix == ".json" else "a sentencepiece model"
-        reason = " ".join(str(error).split())
-        raise InputError(f"tokenizer {file} cannot be read as {said}: {reason}") from error
-
-
-def tokenizer_file(path: Path) -> Path:
-    """Return the file that `load_tokenizer` reads for a path.
-
-    Raises:
-        InputError: there is none, or it is of an unknown kind.
-    """
-    if path.is_dir():
-        models = sorted(path.glob("*.model"))
-        named = [path / TOKENIZER_JSON, path / TOKENIZER_MODEL, *(models if len(models) == 1 else [])]
-        path = next((candidate for candidate in named if candidate.is_file()), path)
-        if path.is_dir():
-            raise InputError(f"folder {path} holds no tokenizer; it needs a tokenizer.json or one .model file")
-    if not path.is_file():
-        raise InputError(f"tokenizer {path} does not exist; name a .model file, a tokenizer.json or their folder")
-    if path.suffix not in (".json", ".model"):
-        raise InputError(f"tokenizer {path} is of an unknown kind; its name must end in .model or .json")
-    return path
-
-
 class SentencePieceTokenizer:
     """A sentencepiece model. With byte fallback and no normalisation (as trained here) it is exact."""
 
@@ -131,7 +45,7 @@ class SentencePieceTokenizer:
 
         self.path = path
         self._processor: Any = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        self.vocab_size: int = self._processor.vocab_size()
+        self.vocab_size: int = self._processor.vocab_size()  # one more than the largest id
         self._mark_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         self._has_byte_fallback = all(map(self._processor.is_byte, self._mark_ids))
         self._control_pieces: dict[str, int] | None = None
@@ -285,6 +199,58 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, special pieces written out."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+Tokenizer = SentencePieceTokenizer | HuggingFaceTokenizer
+
+
+def load_tokenizer(path: str | Path, *, eod_id: int | None = None, needs_eod: bool = True) -> Tokenizer:
+    """Read a sentencepiece `.model`, a Hugging Face `tokenizer.json` (by any name), or a folder.
+
+    In a folder, `tokenizer.json` is taken, else `tokenizer.model`, else its only `.model` file. `eod_id` sets
+    the id that ends a document; by default it is that of `<|endoftext|>`, or of `</s>` and similar names. A
+    tokenizer without such a piece has NO_ID there, if that is allowed by `needs_eod`.
+
+    Raises:
+        InputError: no such file, another format, no end-of-text piece that is needed, or an `eod_id` outside the
+            vocabulary.
+    """
+    file = tokenizer_file(Path(path))
+    try:
+        kind = HuggingFaceTokenizer if file.suffix == ".json" else SentencePieceTokenizer
+        tokenizer = kind(file, eod_id=eod_id, needs_eod=needs_eod)
+        if tokenizer.vocab_size > MOST_IDS:
+            raise InputError(
+                f"tokenizer {file} has an id of {tokenizer.vocab_size - 1}; token files hold ids to 2^31 - 1"
+            )
+        return tokenizer
+    except (InputError, KeyboardInterrupt, SystemExit):
+        raise
+    except (
+        BaseException
+    ) as error:  # what the libraries raise for another format; panics are not subclasses of Exception
+        said = "a Hugging Face tokenizer.json" if file.suffix == ".json" else "a sentencepiece model"
+        reason = " ".join(str(error).split())
+        raise InputError(f"tokenizer {file} cannot be read as {said}: {reason}") from error
+
+
+def tokenizer_file(path: Path) -> Path:
+    """Return the file that `load_tokenizer` reads for a path.
+
+    Raises:
+        InputError: there is none, or it is of an unknown kind.
+    """
+    if path.is_dir():
+        models = sorted(path.glob("*.model"))
+        named = [path / TOKENIZER_JSON, path / TOKENIZER_MODEL, *(models if len(models) == 1 else [])]
+        path = next((candidate for candidate in named if candidate.is_file()), path)
+        if path.is_dir():
+            raise InputError(f"folder {path} holds no tokenizer; it needs a tokenizer.json or one .model file")
+    if not path.is_file():
+        raise InputError(f"tokenizer {path} does not exist; name a .model file, a tokenizer.json or their folder")
+    if path.suffix not in (".json", ".model"):
+        raise InputError(f"tokenizer {path} is of an unknown kind; its name must end in .model or .json")
+    return path
 
 
 def _end_of_text_id(path: Path, stated: int | None, vocab_size: int, found: int | None, *, is_needed: bool) -> int:

@@ -170,7 +170,7 @@ def _of_chats(prefix: str, largest: str) -> tuple[str, dict[str, Any], Rows]:
 
 def _of_megatron(prefix: str) -> tuple[dict[str, Any], str]:
     index = read_index(prefix)
-    documents, sequences = len(index.bounds) - 1, len(index.lengths)
+    documents, sequences = index.documents, index.sequences
     facts = {
         "documents": documents,
         "sequences": sequences,

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.nodes.facts import STARTING, Facts, facts_from_plain, find_facts
-from megatron_fanformer.nodes.judgement import Links, Rules, Verdict, judge
+from megatron_fanformer.nodes.judgement import Links, Verdict, judge
 from megatron_fanformer.nodes.verb import CheckConfig
 from megatron_fanformer.runtime import device as devices
 from megatron_fanformer.runtime.launch import print_end
@@ -75,7 +76,7 @@ def _check_nodes(config: CheckConfig) -> None:
         raise _Unhealthy(own.line() if number != JUDGE else "")
     try:
         meeting = _Meeting(address, number, count, config.time_limit)
-        verdicts = _Judge(config, meeting).verdicts(facts, links) if number == JUDGE else _judged(meeting, facts, links)
+        verdicts = _verdicts(meeting, facts, links, config) if number == JUDGE else _judged(meeting, facts, links)
     except RuntimeError as error:  # torch's, of a store that is gone
         reason = str(error).splitlines()[0]
         raise FanformerError(
@@ -151,71 +152,58 @@ class _Meeting:
         return {number: json.loads(self.store.get(key)) for number, key in keys.items() if self.store.check([key])}
 
 
-class _Judge:
-    """Node 0 at its work."""
-
-    def __init__(self, config: CheckConfig, meeting: _Meeting) -> None:
-        self._config, self._meeting = config, meeting
-
-    def verdicts(self, own: Facts, links: Links) -> list[Verdict]:
-        """Return the verdicts on all nodes, in their order, and publish them for the others."""
-        meeting = self._meeting
-        others = [number for number in range(meeting.count) if number != JUDGE]
-        answers = meeting.collect("facts", others, meeting.seconds)
-        found = {JUDGE: own, **{number: facts_from_plain(values) for number, values in answers.items()}}
-        self._read_shared_files(found)
-        taking_part = [number for number, facts in found.items() if facts.doing == "done"]
-        gpus = min((len(found[number].gpus) for number in taking_part), default=0)
-        meeting.publish("links", (taking_part, gpus))
-        if JUDGE in taking_part:
-            _measure(own, links, meeting, taking_part, gpus)
-        answers = meeting.collect("rates", [number for number in taking_part if number != JUDGE], LINKS_SECONDS)
-        for number in taking_part:
-            if number not in {JUDGE, *answers}:
-                found[number].problems.append(
-                    f"it did not answer within {LINKS_SECONDS:g} s after its links were to be measured; leave it out, "
-                    "and see whether it is up"
-                )
-        rates = {
-            number: {int(other): values for other, values in own_rates.items()} for number, own_rates in answers.items()
-        }
-        judged = judge(found, {JUDGE: links, **rates}, _rules(self._config))
-        missing = f"it did not answer within {meeting.seconds:g} s; leave it out, and see whether it is up"
-        verdicts = [
-            judged.get(number) or Verdict(node=f"node {number} of {meeting.count}", problems=[missing])
-            for number in range(meeting.count)
-        ]
-        meeting.publish("verdicts", [verdict.is_healthy for verdict in verdicts])
-        meeting.collect("acknowledged", answers, ACKNOWLEDGED_SECONDS)  # the store may end with this process
-        return verdicts
-
-    def _read_shared_files(self, found: dict[int, Facts]) -> None:
-        """Return whether each node's file in the shared folder can be read here, and remove it."""
-        for facts in found.values():
-            if facts.shared_file is None:
-                continue
-            file = Path(facts.shared_file)
-            try:
-                is_same = file.read_text() == facts.shared_text
-                file.unlink(missing_ok=True)
-            except OSError:
-                is_same = False
-            if not is_same:
-                facts.problems.append(
-                    f"what it wrote into {file.parent} is not what {found[JUDGE].node} reads there; mount the same "
-                    "file system"
-                )
+def _verdicts(meeting: _Meeting, own: Facts, links: Links, config: CheckConfig) -> list[Verdict]:
+    """Do what node 0 does: return the verdicts on all nodes, in their order, and publish them for the others."""
+    others = [number for number in range(meeting.count) if number != JUDGE]
+    answers = meeting.collect("facts", others, meeting.seconds)
+    found = {JUDGE: own, **{number: facts_from_plain(values) for number, values in answers.items()}}
+    for facts in found.values():
+        _read_shared_file(facts, own.node)
+    taking_part = [number for number, facts in found.items() if facts.doing == "done"]
+    gpus = min((len(found[number].gpus) for number in taking_part), default=0)
+    meeting.publish("links", (taking_part, gpus))
+    if JUDGE in taking_part:
+        _measure(own, links, meeting, taking_part, gpus)
+    answers = meeting.collect("rates", [number for number in taking_part if number != JUDGE], LINKS_SECONDS)
+    for number in taking_part:
+        if number not in {JUDGE, *answers}:
+            found[number].problems.append(
+                f"it did not answer within {LINKS_SECONDS:g} s after its links were to be measured; leave it out, "
+                "and see whether it is up"
+            )
+    rates = {
+        number: {int(other): values for other, values in own_rates.items()} for number, own_rates in answers.items()
+    }
+    judged = judge(found, {JUDGE: links, **rates}, config)
+    missing = f"it did not answer within {meeting.seconds:g} s; leave it out, and see whether it is up"
+    verdicts = [
+        judged.get(number) or Verdict(node=f"node {number} of {meeting.count}", problems=[missing])
+        for number in range(meeting.count)
+    ]
+    meeting.publish("verdicts", [verdict.is_healthy for verdict in verdicts])
+    meeting.collect("acknowledged", answers, ACKNOWLEDGED_SECONDS)  # the store may end with this process
+    return verdicts
 
 
-def _rules(config: CheckConfig) -> Rules:
-    least = config.minimum_bandwidth
-    bandwidth = None if least is None else least * 1e9
-    return Rules(tolerance=config.tolerance, minimum_bandwidth=bandwidth, gpus=config.gpus)
+def _read_shared_file(facts: Facts, judge_node: str) -> None:
+    """Remove a node's file in the shared folder; note whether it could be read here."""
+    if facts.shared_file is None:
+        return
+    file = Path(facts.shared_file)
+    try:
+        is_same = file.read_text() == facts.shared_text
+        file.unlink(missing_ok=True)
+    except OSError:
+        is_same = False
+    if not is_same:
+        facts.problems.append(
+            f"what it wrote into {file.parent} is not what {judge_node} reads there; mount the same file system"
+        )
 
 
 def _judged(meeting: _Meeting, facts: Facts, links: Links) -> list[Verdict]:
     """Do what any other node does: publish its facts, measure, and read whether all are healthy."""
-    meeting.publish("facts", facts.as_plain())
+    meeting.publish("facts", asdict(facts))
     answers = meeting.collect("links", [JUDGE], 3 * meeting.seconds)
     if JUDGE in answers:
         taking_part, gpus = answers[JUDGE]

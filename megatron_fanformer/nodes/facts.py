@@ -9,7 +9,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,9 @@ class Facts:
     """What it left in the shared folder for the judge to read."""
     shared_text: str = ""
 
-    def as_plain(self) -> dict[str, Any]:
-        """Return the fields for a message to the judge."""
-        return asdict(self)
-
 
 def facts_from_plain(values: dict[str, Any]) -> Facts:
-    """Return the facts of such a message."""
+    """Return the facts that a node has sent, as plain values."""
     return Facts(**{**values, "gpus": [Gpu(**gpu) for gpu in values["gpus"]]})
 
 
@@ -217,8 +214,7 @@ def _work_of(number: int, facts: Facts) -> Gpu:
     return Gpu(name=name, flops_per_second=2 * GPU_MATRIX**3 / seconds, clock_mhz=clock)
 
 
-def _wait() -> None:
-    time.sleep(POLL_SECONDS)
+_wait = partial(time.sleep, POLL_SECONDS)
 
 
 def _query_gpu(number: int, what: str, meanwhile: Callable[[], None] = _wait) -> float | None:

@@ -3,27 +3,17 @@
 import statistics
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_fanformer.nodes.facts import DRIVER, Facts
+from megatron_fanformer.nodes.verb import CheckConfig
 
 LEAST_SHARE_OF_BANDWIDTH = 0.5  # of the nodes' median, where no bandwidth is stated: links share switches, chips do not
 
 Links = dict[int, list[float]]
 """By the other node's number: bytes per second of a collective with it, by GPU (one number where there is none); 0 for
 one that did not come to its end."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """The requirements of a node."""
-
-    tolerance: float = 0.85
-    """Share of the median over all nodes."""
-    minimum_bandwidth: float | None = None
-    """Bytes per second."""
-    gpus: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,17 +48,10 @@ class Verdict:
 
     def as_plain(self) -> dict[str, Any]:
         """Return the fields for JSON."""
-        facts = None if self.facts is None else self.facts.as_plain()
-        return {
-            "node": self.node,
-            "healthy": self.is_healthy,
-            "problems": self.problems,
-            "facts": facts,
-            "bandwidth": self.bandwidth,
-        }
+        return {"node": self.node, "healthy": self.is_healthy, **asdict(self)}
 
 
-def judge(found: dict[int, Facts], links: dict[int, Links], rules: Rules) -> dict[int, Verdict]:
+def judge(found: dict[int, Facts], links: dict[int, Links], config: CheckConfig) -> dict[int, Verdict]:
     """Return the verdicts on the nodes that answered, by number.
 
     Args:
@@ -82,9 +65,9 @@ def judge(found: dict[int, Facts], links: dict[int, Links], rules: Rules) -> dic
         problems = [
             *facts.problems,
             *_versions(facts, usual),
-            *_equipment(facts, usual, rules),
-            *_rates(facts, usual, rules),
-            *_bandwidth(bandwidths[number], usual_bandwidth, rules),
+            *_equipment(facts, usual, config),
+            *_rates(facts, usual, config),
+            *_bandwidth(bandwidths[number], usual_bandwidth, config),
         ]
         verdicts[number] = Verdict(node=facts.node, problems=problems, facts=facts, bandwidth=bandwidths[number])
     return verdicts
@@ -131,11 +114,11 @@ def _version_counts(facts: Facts, name: str) -> bool:
     return name in facts.versions or name != DRIVER
 
 
-def _equipment(facts: Facts, usual: _Usual, rules: Rules) -> list[str]:
-    expected = usual.gpus if rules.gpus is None else rules.gpus
+def _equipment(facts: Facts, usual: _Usual, config: CheckConfig) -> list[str]:
+    expected = usual.gpus if config.gpus is None else config.gpus
     found = []
     if len(facts.gpus) != expected:
-        why = "on most nodes" if rules.gpus is None else "by --gpus"
+        why = "on most nodes" if config.gpus is None else "by --gpus"
         found.append(f"it shows {len(facts.gpus)} GPUs, and {why} {expected}; see dmesg and nvidia-smi there")
     found += [
         f"GPU {number} is a {gpu.name}, and most are {usual.gpu_name}; leave the node out"
@@ -147,25 +130,25 @@ def _equipment(facts: Facts, usual: _Usual, rules: Rules) -> list[str]:
     return found
 
 
-def _rates(facts: Facts, usual: _Usual, rules: Rules) -> list[str]:
+def _rates(facts: Facts, usual: _Usual, config: CheckConfig) -> list[str]:
     found = []
     for number, gpu in enumerate(facts.gpus):
-        rate, least = gpu.flops_per_second / 1e12, rules.tolerance * usual.gpu_rate / 1e12
+        rate, least = gpu.flops_per_second / 1e12, config.tolerance * usual.gpu_rate / 1e12
         if rate < least:
             found.append(
-                f"GPU {number} multiplies at {rate:.0f} TFLOP/s, below {rules.tolerance:g} of the median "
+                f"GPU {number} multiplies at {rate:.0f} TFLOP/s, below {config.tolerance:g} of the median "
                 f"({least:.0f}); see `nvidia-smi -q -d PERFORMANCE` there for what slows it down"
             )
-        if gpu.clock_mhz is not None and gpu.clock_mhz < rules.tolerance * usual.clock:
+        if gpu.clock_mhz is not None and gpu.clock_mhz < config.tolerance * usual.clock:
             found.append(
-                f"GPU {number} runs at {gpu.clock_mhz:.0f} MHz, below {rules.tolerance:g} of the median "
-                f"({rules.tolerance * usual.clock:.0f}); see `nvidia-smi -q -d CLOCK,PERFORMANCE` there"
+                f"GPU {number} runs at {gpu.clock_mhz:.0f} MHz, below {config.tolerance:g} of the median "
+                f"({config.tolerance * usual.clock:.0f}); see `nvidia-smi -q -d CLOCK,PERFORMANCE` there"
             )
     own = facts.flops_per_second
-    if own is not None and own < rules.tolerance * usual.processor_rate:
+    if own is not None and own < config.tolerance * usual.processor_rate:
         found.append(
-            f"its cores multiply at {own / 1e9:.0f} GFLOP/s, below {rules.tolerance:g} of the nodes' median "
-            f"({rules.tolerance * usual.processor_rate / 1e9:.0f}); see what else runs there"
+            f"its cores multiply at {own / 1e9:.0f} GFLOP/s, below {config.tolerance:g} of the nodes' median "
+            f"({config.tolerance * usual.processor_rate / 1e9:.0f}); see what else runs there"
         )
     return found
 
@@ -175,9 +158,10 @@ def _best(links: Links) -> list[float]:
     return [max(rates) for rates in zip(*links.values(), strict=False)]
 
 
-def _bandwidth(best: list[float], usual: float, rules: Rules) -> list[str]:
-    least = LEAST_SHARE_OF_BANDWIDTH * usual if rules.minimum_bandwidth is None else rules.minimum_bandwidth
-    where = "half of the nodes' median" if rules.minimum_bandwidth is None else "--minimum-bandwidth"
+def _bandwidth(best: list[float], usual: float, config: CheckConfig) -> list[str]:
+    least, where = LEAST_SHARE_OF_BANDWIDTH * usual, "half of the nodes' median"
+    if config.minimum_bandwidth is not None:
+        least, where = config.minimum_bandwidth * 1e9, "--minimum-bandwidth"
     found = []
     for gpu, rate in enumerate(best):
         place = f" from GPU {gpu}" if len(best) > 1 else ""

@@ -6,6 +6,7 @@ parts depend on the documents alone. Each is published with its own manifest as 
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +23,7 @@ from megatron_fanformer.data.manifest import (
 )
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.preparation.shards import ShardFiles, ShardRecord
+from megatron_fanformer.preparation.shards import ShardRecord
 from megatron_fanformer.preparation.token_writer import TokenWriter
 from megatron_fanformer.preparation.work_folder import WorkFolder
 
@@ -90,15 +91,15 @@ class Assembler:
         """Append the shard of the next input."""
         shard = self._work.shard(self.next_input)
         document = 0
-        if self._settings.chat is not None:
-            self._append_chats(shard, record)
-        else:
-            with shard.path("tokens").open("rb") as tokens:
-                for rows in shard.batches() if record.documents else ():
-                    skipped = min(max(self._documents_to_skip - document, 0), rows.num_rows)
-                    tokens.seek(self._bytes_of(rows.slice(0, skipped)), os.SEEK_CUR)
-                    self._append_rows(tokens, rows.slice(skipped), record.input.path, document + skipped)
-                    document += rows.num_rows
+        with ExitStack() as files:
+            tokens = files.enter_context(shard.path("tokens").open("rb"))
+            # Chats are not cut into parts; the rows of those that are refused have no tokens.
+            mask = files.enter_context(shard.path("mask").open("rb")) if self._settings.chat is not None else None
+            for rows in shard.batches():
+                skipped = min(max(self._documents_to_skip - document, 0), rows.num_rows)
+                tokens.seek(self._bytes_of(rows.slice(0, skipped)), os.SEEK_CUR)
+                self._append_rows(tokens, mask, rows.slice(skipped), record.input.path, document + skipped)
+                document += rows.num_rows
         self._documents_to_skip = 0
         self.next_input += 1
 
@@ -108,23 +109,16 @@ class Assembler:
             self._publish(self.next_input, 0)
         return self.published
 
-    def _append_chats(self, shard: ShardFiles, record: ShardRecord) -> None:
-        """Append a shard of conversations, with the rows of those that are refused; chats are not cut into parts."""
-        self._writer = self._writer or self._open_writer()
-        with shard.path("tokens").open("rb") as tokens, shard.path("mask").open("rb") as masks:
-            for rows in shard.batches():
-                size = self._bytes_of(rows)
-                data, mask = _read(tokens, size), _read(masks, size // self._itemsize)
-                self._writer.add(data, rows, record.input.path, mask)
-
-    def _append_rows(self, tokens: IO[bytes], rows: Any, shard: str, document: int) -> None:
+    def _append_rows(self, tokens: IO[bytes], mask: IO[bytes] | None, rows: Any, shard: str, document: int) -> None:
         """Append documents of one shard; `document` is the number of the first one in it."""
         while rows.num_rows:
             if self._writer is None:
                 self._writer = self._open_writer()
             number, fills = self._fitting(rows, self._writer)
             piece, rows = rows.slice(0, number), rows.slice(number)
-            self._writer.add(_read(tokens, self._bytes_of(piece)), piece, shard)
+            size = self._bytes_of(piece)
+            own_mask = b"" if mask is None else _read(mask, size // self._itemsize)
+            self._writer.add(_read(tokens, size), piece, shard, own_mask)
             document += number
             if fills:
                 self._publish(self.next_input, document)

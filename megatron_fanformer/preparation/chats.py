@@ -15,11 +15,9 @@ import msgspec
 
 from megatron_fanformer.data.chat_template import ASSISTANT, Message
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.preparation.document_files import Parsed
 from megatron_fanformer.preparation.documents import (
     INVALID_UTF8,
     LOOK_AGAIN_BYTES,
-    NOT_AN_OBJECT,
     TOO_LONG_A_LINE,
     UNPAIRED_SURROGATE,
     Refusal,
@@ -66,7 +64,7 @@ class _Line(msgspec.Struct):
 
 
 class ChatParser:
-    """Extracts the messages, id and source from one line."""
+    """Extracts the messages, id and source from one line or row."""
 
     def __init__(self) -> None:
         self._decode = msgspec.json.Decoder(_Line).decode
@@ -79,9 +77,17 @@ class ChatParser:
             return self.judge(msgspec.structs.asdict(self._decode(line)))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             fields = decoded_again(line)
-        if isinstance(fields, Refusal):
-            return fields
-        return self.judge(fields) if isinstance(fields, dict) else Refusal(NOT_AN_OBJECT)
+        return fields if isinstance(fields, Refusal) else self.judge(fields)
+
+    def parse_rows(self, columns: Mapping[str, Any]) -> list[Chat | Refusal]:
+        """Return the conversation in each row of a Parquet file, or why there is none; `columns` are pyarrow arrays."""
+        return [self._parse_row(columns, row) for row in range(len(next(iter(columns.values()))))]
+
+    def _parse_row(self, columns: Mapping[str, Any], row: int) -> Chat | Refusal:
+        try:
+            return self.judge({name: column[row].as_py() for name, column in columns.items()})
+        except UnicodeDecodeError:
+            return Refusal(INVALID_UTF8)
 
     def judge(self, fields: Mapping[str, Any]) -> Chat | Refusal:
         """Return the conversation of these fields, or why it is refused."""
@@ -133,35 +139,9 @@ def _message(stated: Any) -> Message | Refusal:
     return Refusal(UNPAIRED_SURROGATE) if has_surrogate(content) else {"role": role, "content": content}
 
 
-class ChatRows:
-    """The conversations of a Parquet file; see `document_files.Rows`."""
-
-    def columns(self, path: Path, schema: Any) -> list[str]:
-        """Return the columns to read. Raises InputError if none holds messages."""
-        names = schema.names
-        if not ({"messages", "conversations"} & set(names) or {"prompt", "completion"} <= set(names)):
-            raise InputError(f"{path} has {NO_MESSAGES_FIELD} among its columns ({', '.join(names)}); rename one")
-        return [name for name in (*FIELDS, "id", "source") if name in names]
-
-    def block(self, columns: Mapping[str, Any]) -> "ChatRowBlock":
-        """Some of its rows."""
-        return ChatRowBlock(dict(columns))
-
-
-class ChatRowBlock(NamedTuple):
-    """Rows of a Parquet file: those of the columns of messages, id and source that exist."""
-
-    columns: dict[str, Any]  # pyarrow arrays, by field
-
-    def parse(self, parser: ChatParser) -> Parsed:
-        """Parse each row as a conversation."""
-        parsed = Parsed(len(next(iter(self.columns.values()))))
-        for row in range(parsed.lines):
-            parsed.note(row, self._outcome(parser, row))
-        return parsed
-
-    def _outcome(self, parser: ChatParser, row: int) -> Chat | Refusal:
-        try:
-            return parser.judge({name: column[row].as_py() for name, column in self.columns.items()})
-        except UnicodeDecodeError:
-            return Refusal(INVALID_UTF8)
+def chat_columns(path: Path, schema: Any) -> list[str]:
+    """Return the columns of a Parquet file to read. Raises InputError if none holds messages."""
+    names = schema.names
+    if not ({"messages", "conversations"} & set(names) or {"prompt", "completion"} <= set(names)):
+        raise InputError(f"{path} has {NO_MESSAGES_FIELD} among its columns ({', '.join(names)}); rename one")
+    return [name for name in (*FIELDS, "id", "source") if name in names]

@@ -4,8 +4,9 @@ A line (in a Parquet file, a row) is either a document or refused with a reason;
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,6 +27,8 @@ SHORTER = "shorter than min_length"
 LONGER = "longer than max_length"
 OTHER_SOURCE = "source left out"
 
+# A longer line is refused. The text of one line may take four times its bytes, and its ids as much again.
+MAX_LINE_BYTES = 128 << 20
 # The first parse of a line builds only what is needed; a second one everything in it, up to 25 times its bytes.
 LOOK_AGAIN_BYTES = 8 << 20
 # The most digits of an integer that Python parses (sys.int_info.default_max_str_digits).
@@ -50,47 +53,38 @@ class Document(NamedTuple):
     source: str | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class DocumentRules:
-    """The field that holds a document's text, and the rules by which documents are kept."""
-
-    text_field: str = "text"
-    min_length: int = 0
-    """In characters."""
-    max_length: int | None = None
-    """In characters; None: no limit."""
-    sources: frozenset[str] | None = None
-    """The values of the `source` field that are kept; None: all, including documents without one."""
-
-    @property
-    def choose(self) -> bool:
-        """Return whether any valid document can be left out."""
-        return bool(self.min_length or self.max_length is not None or self.sources is not None)
-
-
 class DocumentParser:
-    """Extracts text, id and source from one line; builds nothing else of the JSON object.
+    """Extracts text, id and source from one line or row; builds nothing else of the JSON object.
+
+    Args:
+        text_field: the field (the column) that holds the text.
+        min_length: the fewest characters of a document that is kept.
+        max_length: the most; None: no limit.
+        sources: the values of the `source` field that are kept; None: all, including documents without one.
 
     Raises InputError for a `text_field` that holds a quote, a backslash or a control character.
     """
 
-    def __init__(self, rules: DocumentRules) -> None:
-        self._rules = rules
-        self._choose = rules.choose
+    def __init__(
+        self,
+        text_field: str = "text",
+        *,
+        min_length: int = 0,
+        max_length: int | None = None,
+        sources: Collection[str] | None = None,
+    ) -> None:
+        self._text_field = text_field
+        self._min_length, self._max_length = min_length, max_length
+        self._sources = None if sources is None else frozenset(sources)
         fields: list[Any] = [("text", str), ("id", Scalar, None), ("source", Scalar, None)]
-        names = {"text": rules.text_field}
-        if rules.text_field in ("id", "source"):  # then that is the text, and there is no id or no source
-            names[rules.text_field] = f"{rules.text_field}\x20"
+        names = {"text": text_field}
+        if text_field in ("id", "source"):  # then that is the text, and there is no id or no source
+            names[text_field] = f"{text_field}\x20"
         try:
             line = msgspec.defstruct("Line", fields, rename=names)
         except ValueError as error:
-            raise InputError(f"text_field {rules.text_field!r} cannot be a field name: {error}") from error
+            raise InputError(f"text_field {text_field!r} cannot be a field name: {error}") from error
         self._decode: Callable[[bytes], Any] = msgspec.json.Decoder(line).decode
-
-    @property
-    def text_field(self) -> str:
-        """Return the name of the field that holds the text."""
-        return self._rules.text_field
 
     def parse(self, line: bytes) -> Document | Refusal:
         """Return the document on `line` (without or with its line end), or why there is none."""
@@ -100,32 +94,38 @@ class DocumentParser:
             return self._look_again(line)
         return self.judge(fields.text, fields.id, fields.source)
 
+    def parse_rows(self, columns: Mapping[str, Any]) -> list[Document | Refusal]:
+        """Return the document in each row of a Parquet file, or why there is none; `columns` are pyarrow arrays."""
+        texts = _values(columns[self._text_field])
+        nothing = [None] * len(texts)
+        ids, sources = (_values(columns[name]) if name in columns else nothing for name in ("id", "source"))
+        return [self._parse_row(*row) for row in zip(texts, ids, sources, strict=True)]
+
+    def _parse_row(self, text: Any, id: Any, source: Any) -> Document | Refusal:
+        if not isinstance(text, str):
+            return Refusal(INVALID_UTF8 if text == b"" else TEXT_NOT_A_STRING)
+        return Refusal(TOO_LONG_A_LINE) if len(text) > MAX_LINE_BYTES else self.judge(text, id, source)
+
     def judge(self, text: str, id: Any, source: Any) -> Document | Refusal:
         """Return the document of these values, or why it is refused."""
         if not text:
             return Refusal(EMPTY_TEXT)
-        document = Document(text, as_text(id), as_text(source))
-        return self._left_out(document) or document if self._choose else document
-
-    def _left_out(self, document: Document) -> Refusal | None:
-        rules = self._rules
-        if len(document.text) < rules.min_length:
+        if len(text) < self._min_length:
             return Refusal(SHORTER)
-        if rules.max_length is not None and len(document.text) > rules.max_length:
+        if self._max_length is not None and len(text) > self._max_length:
             return Refusal(LONGER)
-        if rules.sources is not None and document.source not in rules.sources:
+        document = Document(text, as_text(id), as_text(source))
+        if self._sources is not None and document.source not in self._sources:
             return Refusal(OTHER_SOURCE)
-        return None
+        return document
 
     def _look_again(self, line: bytes) -> Document | Refusal:
         fields = decoded_again(line)
         if isinstance(fields, Refusal):
             return fields
-        if not isinstance(fields, dict):
-            return Refusal(NOT_AN_OBJECT)
-        if self.text_field not in fields:
+        if self._text_field not in fields:
             return Refusal(NO_TEXT_FIELD)
-        text = fields[self.text_field]
+        text = fields[self._text_field]
         if not isinstance(text, str):
             return Refusal(TEXT_NOT_A_STRING)
         if has_surrogate(text):
@@ -133,8 +133,33 @@ class DocumentParser:
         return self.judge(text, fields.get("id"), fields.get("source"))
 
 
-def decoded_again(line: bytes) -> Any:
-    """Return the value of a line that is irregular, or the Refusal that names the reason.
+def text_columns(path: Path, schema: Any, text_field: str = "text") -> list[str]:
+    """Return the columns of a Parquet file to read. Raises InputError if there is no text column of that name."""
+    import pyarrow
+
+    names: Sequence[str] = schema.names
+    if text_field not in names:
+        raise InputError(f"{path} has no column {text_field!r}, only {', '.join(names)}; name one as text_field")
+    kind = schema.field(text_field).type
+    if pyarrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise InputError(f"column {text_field!r} of {path} holds {kind}, not text; name another as text_field")
+    found = [name for name in dict.fromkeys((text_field, "id", "source")) if name in names]
+    return [name for name in found if not pyarrow.types.is_nested(schema.field(name).type)]  # neither names a document
+
+
+def _values(column: Any) -> list[Any]:
+    """Return the values of a column; b"" for bytes that are not valid UTF-8 in a text column."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        singles = (column.slice(row, 1) for row in range(len(column)))
+        return [b""] if len(column) == 1 else [value for single in singles for value in _values(single)]
+
+
+def decoded_again(line: bytes) -> dict[str, Any] | Refusal:
+    """Return the object on a line that is irregular, or why there is none.
 
     The standard library also accepts what Python's own writer emits (NaN, Infinity).
     """
@@ -143,11 +168,12 @@ def decoded_again(line: bytes) -> Any:
     if len(line) > LOOK_AGAIN_BYTES:
         return Refusal(TOO_LONG_TO_LOOK_AGAIN)
     try:
-        return json.loads(line.decode("utf-8-sig"), parse_int=_integer)
+        value = json.loads(line.decode("utf-8-sig"), parse_int=_integer)
     except UnicodeDecodeError:
         return Refusal(INVALID_UTF8)
     except (ValueError, RecursionError):
         return Refusal(NOT_JSON)
+    return value if isinstance(value, dict) else Refusal(NOT_AN_OBJECT)
 
 
 def has_surrogate(text: str) -> bool:

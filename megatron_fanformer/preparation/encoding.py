@@ -5,20 +5,20 @@ would cost each of them seconds.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
 from megatron_fanformer.data.chat_template import ChatTemplate, RenderedChat, TemplateRefusal, chat_pieces
-from megatron_fanformer.data.manifest import ChatSettings
+from megatron_fanformer.data.manifest import Settings
 from megatron_fanformer.preparation.chats import Chat, ChatParser
-from megatron_fanformer.preparation.document_files import Block
-from megatron_fanformer.preparation.documents import DocumentParser, DocumentRules
+from megatron_fanformer.preparation.document_files import Block, parse_block
+from megatron_fanformer.preparation.documents import DocumentParser, Refusal
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
 
 # In one of every so many blocks, the first document, or so much of it, is also encoded by the exact tokenizer.
@@ -67,6 +67,19 @@ class EncodedBlock:
     """Where the documents are conversations."""
 
 
+def _encoded(outcomes: Sequence[Any], **tokens: Any) -> EncodedBlock:
+    """The result of a block: what has become of each of its lines, and what is told of the tokens."""
+    kept = [(number, one) for number, one in enumerate(outcomes) if not isinstance(one, Refusal)]
+    return EncodedBlock(
+        lines=len(outcomes),
+        numbers=[number for number, _ in kept],
+        ids=[one.id for _, one in kept],
+        sources=[one.source for _, one in kept],
+        refusals=[(number, one.reason) for number, one in enumerate(outcomes) if isinstance(one, Refusal)],
+        **tokens,
+    )
+
+
 class CheckedEncoder:
     """Encodes the texts of blocks, and compares some of the ids with the exact tokenizer's."""
 
@@ -89,37 +102,31 @@ class CheckedEncoder:
         return ids, counts
 
 
-class FileBlockEncoder(Protocol):
-    """Parses and tokenizes blocks, on one thread at a time: BlockEncoder, or ChatEncoder."""
+class BlockEncoder:
+    """Parses and tokenizes blocks of documents, on one thread at a time."""
+
+    def __init__(self, choice: EncoderChoice, settings: Settings) -> None:
+        self._parser = DocumentParser(
+            settings.text_field,
+            min_length=settings.min_length,
+            max_length=settings.max_length,
+            sources=settings.sources,
+        )
+        self._encoder = CheckedEncoder(choice)
+        self._eod_id = choice.eod_id
+        self._dtype = np.dtype(settings.dtype)
 
     def encode(self, number: int, block: Block) -> EncodedBlock:
         """Encode the documents of `block`, the file's `number`-th, in order. May raise TokenizersDisagree."""
-
-
-class BlockEncoder:
-    """Parses and tokenizes blocks of documents."""
-
-    def __init__(self, choice: EncoderChoice, rules: DocumentRules, dtype: str) -> None:
-        self._parser = DocumentParser(rules)
-        self._encoder = CheckedEncoder(choice)
-        self._eod_id = choice.eod_id
-        self._dtype = np.dtype(dtype)
-
-    def encode(self, number: int, block: Block) -> EncodedBlock:
-        """See FileBlockEncoder."""
-        parsed = block.parse(self._parser)
-        documents = parsed.documents
+        outcomes = parse_block(block, self._parser)
+        documents = [outcome for outcome in outcomes if not isinstance(outcome, Refusal)]
         texts = [document.text.encode() for document in documents]
         ids, counts = self._encoder.encode(number, texts, f"document {documents[0].id!r}" if documents else "")
-        return EncodedBlock(
-            lines=parsed.lines,
+        return _encoded(
+            outcomes,
             tokens=self._with_ends(ids, counts),
             lengths=(counts + 1).astype(np.int32),
-            numbers=parsed.numbers,
-            ids=[document.id for document in documents],
-            sources=[document.source for document in documents],
             text_bytes=sum(map(len, texts)),
-            refusals=parsed.refusals,
         )
 
     def _with_ends(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -133,12 +140,94 @@ class BlockEncoder:
         return tokens
 
 
+class ChatEncoder:
+    """Parses, renders and tokenizes blocks of conversations, on one thread at a time."""
+
+    def __init__(self, choice: EncoderChoice, settings: Settings) -> None:
+        assert settings.chat is not None
+        self._parser = ChatParser()
+        self._template = ChatTemplate(settings.chat.template, settings.chat.template_variables)
+        self._tokenizer = choice.exact()
+        self._encoder = CheckedEncoder(choice)
+        self._settings = settings.chat
+        self._dtype = np.dtype(settings.dtype)
+
+    def encode(self, number: int, block: Block) -> EncodedBlock:
+        """Encode the conversations of `block`, the file's `number`-th, in order. May raise TokenizersDisagree."""
+        outcomes = parse_block(block, self._parser)
+        rendered: dict[int, RenderedChat] = {}  # by line
+        for line, chat in enumerate(outcomes):
+            if not isinstance(chat, Refusal):
+                try:
+                    rendered[line] = self._rendered(chat)
+                except TemplateRefusal as refusal:
+                    outcomes[line] = Refusal(refusal.reason)
+        name = f"conversation {outcomes[next(iter(rendered))].id!r}" if rendered else ""
+        ids, masks, is_cut, text_bytes = [np.empty(0, self._dtype)], [np.empty(0, np.uint8)], [], 0
+        encoded = self._ids_and_masks(number, name, rendered.values())
+        for (line, text), (own_ids, own_mask) in zip(rendered.items(), encoded, strict=True):
+            fitted = self._fitted(own_ids, own_mask)
+            if isinstance(fitted, Refusal):
+                outcomes[line] = fitted
+                continue
+            ids.append(fitted[0])
+            masks.append(fitted[1])
+            is_cut.append(fitted[2])
+            text_bytes += len(text.text.encode())
+        return _encoded(
+            outcomes,
+            tokens=np.concatenate(ids),
+            lengths=np.array([len(own) for own in ids[1:]], np.int32),
+            text_bytes=text_bytes,
+            learned=Learned(
+                mask=np.concatenate(masks),
+                counts=np.array([own.sum() for own in masks[1:]], np.int32),
+                is_cut=np.array(is_cut, bool),
+            ),
+        )
+
+    def _rendered(self, chat: Chat) -> RenderedChat:
+        rendered = self._template.render(chat.messages)
+        return rendered if self._settings.learn == "all" else rendered._replace(learned=rendered.learned[-1:])
+
+    def _ids_and_masks(
+        self, number: int, name: str, rendered: Collection[RenderedChat]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Ids and mask of each conversation; all texts of the block are encoded together."""
+        cut = [list(chat_pieces(self._tokenizer, text)) for text in rendered]
+        texts = [piece.encode() for pieces in cut for piece, _ in pieces if isinstance(piece, str)]
+        ids, counts = self._encoder.encode(number, texts, name)
+        encoded = iter(np.split(ids, np.cumsum(counts)[:-1]) if texts else [])
+        for pieces in cut:
+            parts = [next(encoded) if isinstance(piece, str) else np.array([piece]) for piece, _ in pieces]
+            learned = [np.full(len(part), flag, np.uint8) for part, (_, flag) in zip(parts, pieces, strict=True)]
+            yield (
+                np.concatenate([np.empty(0, self._dtype), *parts]).astype(self._dtype),
+                np.concatenate([np.empty(0, np.uint8), *learned]),
+            )
+
+    def _fitted(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool] | Refusal:
+        """Return a conversation at its length (ids, mask, whether it was cut), or why it is refused."""
+        settings = self._settings
+        is_cut = settings.max_tokens is not None and len(ids) > settings.max_tokens
+        if is_cut and settings.too_long == "drop":
+            return Refusal(TOO_MANY_TOKENS)
+        ids, mask = ids[: settings.max_tokens], mask[: settings.max_tokens]
+        if not mask.any():
+            return Refusal(NOTHING_LEARNED_BEFORE_CUT if is_cut else NOTHING_LEARNED)
+        if settings.pad_id is not None and settings.max_tokens is not None:
+            padding = settings.max_tokens - len(ids)
+            ids = np.pad(ids, (0, padding), constant_values=settings.pad_id)
+            mask = np.pad(mask, (0, padding))
+        return ids, mask, is_cut
+
+
 class EncodingThreads:
     """Encodes a file's blocks on one thread or several, each with its own encoder; order is kept."""
 
-    def __init__(self, make: Callable[[], FileBlockEncoder], threads: int) -> None:
+    def __init__(self, make: Callable[[], BlockEncoder | ChatEncoder], threads: int) -> None:
         self._threads = threads
-        self._free: SimpleQueue[FileBlockEncoder] = SimpleQueue()
+        self._free: SimpleQueue[BlockEncoder | ChatEncoder] = SimpleQueue()
         for _ in range(threads):
             self._free.put(make())
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
@@ -162,107 +251,3 @@ class EncodingThreads:
             return encoder.encode(number, block)
         finally:
             self._free.put(encoder)
-
-
-# -- conversations
-
-
-class _Encoded(NamedTuple):
-    """One conversation."""
-
-    line: int
-    chat: Chat
-    text_bytes: int
-    ids: np.ndarray
-    mask: np.ndarray
-    learned: int
-    is_cut: bool
-
-
-class ChatEncoder:
-    """Parses, renders and tokenizes blocks of conversations."""
-
-    def __init__(self, choice: EncoderChoice, settings: ChatSettings, dtype: str) -> None:
-        self._parser = ChatParser()
-        self._template = ChatTemplate(settings.template, settings.template_variables)
-        self._tokenizer = choice.exact()
-        self._encoder = CheckedEncoder(choice)
-        self._settings = settings
-        self._dtype = np.dtype(dtype)
-
-    def encode(self, number: int, block: Block) -> EncodedBlock:
-        """See FileBlockEncoder."""
-        parsed = block.parse(self._parser)
-        refusals = list(parsed.refusals)
-        rendered: list[tuple[int, Chat, RenderedChat]] = []
-        for line, chat in zip(parsed.numbers, parsed.documents, strict=True):
-            try:
-                rendered.append((line, chat, self._rendered(chat)))
-            except TemplateRefusal as refusal:
-                refusals.append((line, refusal.reason))
-        kept: list[_Encoded] = []
-        for (line, chat, text), (ids, mask) in zip(rendered, self._ids_and_masks(number, rendered), strict=True):
-            outcome = self._fitted(ids, mask)
-            if isinstance(outcome, str):
-                refusals.append((line, outcome))
-            else:
-                kept.append(_Encoded(line, chat, len(text.text.encode()), *outcome))
-        return self._block(parsed.lines, kept, sorted(refusals))
-
-    def _rendered(self, chat: Chat) -> RenderedChat:
-        rendered = self._template.render(chat.messages)
-        return rendered if self._settings.learn == "all" else rendered._replace(learned=rendered.learned[-1:])
-
-    def _ids_and_masks(
-        self, number: int, rendered: list[tuple[int, Chat, RenderedChat]]
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids and mask of each conversation; all texts of the block are encoded together."""
-        cut = [list(chat_pieces(self._tokenizer, text)) for _, _, text in rendered]
-        texts = [piece.encode() for pieces in cut for piece, _ in pieces if isinstance(piece, str)]
-        name = f"conversation {rendered[0][1].id!r}" if rendered else ""
-        ids, counts = self._encoder.encode(number, texts, name)
-        encoded = iter(np.split(ids, np.cumsum(counts)[:-1]) if texts else [])
-        found = []
-        for pieces in cut:
-            parts = [next(encoded) if isinstance(piece, str) else np.array([piece]) for piece, _ in pieces]
-            learned = [np.full(len(part), flag, np.uint8) for part, (_, flag) in zip(parts, pieces, strict=True)]
-            found.append(
-                (
-                    np.concatenate([np.empty(0, self._dtype), *parts]).astype(self._dtype),
-                    np.concatenate([np.empty(0, np.uint8), *learned]),
-                )
-            )
-        return found
-
-    def _fitted(self, ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, int, bool] | str:
-        """Return a conversation at its length (ids, mask, learned tokens, whether it was cut), or why it is refused."""
-        settings = self._settings
-        is_cut = settings.max_tokens is not None and len(ids) > settings.max_tokens
-        if is_cut and settings.too_long == "drop":
-            return TOO_MANY_TOKENS
-        ids, mask = ids[: settings.max_tokens], mask[: settings.max_tokens]
-        learned = int(mask.sum())
-        if not learned:
-            return NOTHING_LEARNED_BEFORE_CUT if is_cut else NOTHING_LEARNED
-        if settings.pad_id is not None and settings.max_tokens is not None:
-            padding = settings.max_tokens - len(ids)
-            ids = np.pad(ids, (0, padding), constant_values=settings.pad_id)
-            mask = np.pad(mask, (0, padding))
-        return ids, mask, learned, is_cut
-
-    def _block(self, lines: int, kept: list[_Encoded], refusals: list[tuple[int, str]]) -> EncodedBlock:
-        return EncodedBlock(
-            lines=lines,
-            tokens=np.concatenate([np.empty(0, self._dtype), *(one.ids for one in kept)]),
-            lengths=np.array([len(one.ids) for one in kept], np.int32),
-            numbers=[one.line for one in kept],
-            ids=[one.chat.id for one in kept],
-            sources=[one.chat.source for one in kept],
-            text_bytes=sum(one.text_bytes for one in kept),
-            refusals=refusals,
-            learned=Learned(
-                mask=np.concatenate([np.empty(0, np.uint8), *(one.mask for one in kept)]),
-                counts=np.array([one.learned for one in kept], np.int32),
-                is_cut=np.array([one.is_cut for one in kept], bool),
-            ),
-        )

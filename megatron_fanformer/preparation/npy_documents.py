@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,56 +15,45 @@ BLOCK_TOKENS = 1 << 22
 MAX_DOCUMENT_TOKENS = 1 << 26
 
 
-class NpyDocuments:
-    """One token file, cut into documents after each end-of-text id; what follows the last one is a document too."""
+def npy_blocks(path: Path, *, dtype: str, eod_id: int, vocab_size: int, output_dtype: str) -> Iterator[EncodedBlock]:
+    """Yield a token file's documents in blocks of whole ones, cut after each end-of-text id; a document is a line.
 
-    def __init__(self, path: Path, *, dtype: str, eod_id: int, vocab_size: int) -> None:
-        self._path = path
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._eod_id = eod_id
-        self._vocab_size = vocab_size
-
-    def blocks(self, output_dtype: str) -> Iterator[EncodedBlock]:
-        """Yield its documents in blocks of whole ones; a document counts as a line.
-
-        Raises CorruptError for a size that is not a multiple of the token size, InputError for a file with a
-        NumPy header or with an id outside the vocabulary.
-        """
-        tokens = self._map()
-        start = 0
-        for at in range(0, len(tokens), BLOCK_TOKENS):
-            self._check_ids(tokens[at : at + BLOCK_TOKENS])
-            ends = at + 1 + np.flatnonzero(tokens[at : at + BLOCK_TOKENS] == self._eod_id)
-            if len(ends) == 0 and at - start > MAX_DOCUMENT_TOKENS:
-                raise InputError(
-                    f"{self._path} has no end-of-text id {self._eod_id} in more than {MAX_DOCUMENT_TOKENS} tokens;"
-                    " set eod_id to the id that ends its documents"
-                )
-            if len(ends):
-                yield _block(tokens[start : ends[-1]], np.diff(ends, prepend=start), output_dtype)
-                start = int(ends[-1])
-        if start < len(tokens):
-            yield _block(tokens[start:], np.array([len(tokens) - start]), output_dtype)
-
-    def _map(self) -> np.ndarray:
-        size = self._path.stat().st_size
-        if size % self._dtype.itemsize:
-            raise CorruptError(
-                f"{self._path} holds {size} bytes, not a whole number of {self._dtype.name} tokens;"
-                " copy it again, or set npy_dtype to its type"
-            )
-        with self._path.open("rb") as file:
-            if file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC:
-                raise InputError(f"{self._path} has a NumPy header; name headerless token files, as tofile writes them")
-        return np.memmap(self._path, self._dtype, mode="r") if size else np.empty(0, self._dtype)
-
-    def _check_ids(self, tokens: np.ndarray) -> None:
-        largest = int(tokens.max())
-        if largest >= self._vocab_size:
+    What follows the last end of text is a document too. Raises CorruptError for a size that is not a multiple of the
+    token size, InputError for a file with a NumPy header or with an id outside the vocabulary.
+    """
+    tokens = _mapped(path, np.dtype(dtype).newbyteorder("<"))
+    start = 0
+    for at in range(0, len(tokens), BLOCK_TOKENS):
+        block = tokens[at : at + BLOCK_TOKENS]
+        if (largest := int(block.max())) >= vocab_size:
             raise InputError(
-                f"{self._path} holds token id {largest}, outside the tokenizer's vocabulary of {self._vocab_size};"
+                f"{path} holds token id {largest}, outside the tokenizer's vocabulary of {vocab_size};"
                 " name the tokenizer that made the tokens"
             )
+        ends = at + 1 + np.flatnonzero(block == eod_id)
+        if len(ends) == 0 and at - start > MAX_DOCUMENT_TOKENS:
+            raise InputError(
+                f"{path} has no end-of-text id {eod_id} in more than {MAX_DOCUMENT_TOKENS} tokens;"
+                " set eod_id to the id that ends its documents"
+            )
+        if len(ends):
+            yield _block(tokens[start : ends[-1]], np.diff(ends, prepend=start), output_dtype)
+            start = int(ends[-1])
+    if start < len(tokens):
+        yield _block(tokens[start:], np.array([len(tokens) - start]), output_dtype)
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise CorruptError(
+            f"{path} holds {size} bytes, not a whole number of {dtype.name} tokens;"
+            " copy it again, or set npy_dtype to its type"
+        )
+    with path.open("rb") as file:
+        if file.read(len(NUMPY_MAGIC)) == NUMPY_MAGIC:
+            raise InputError(f"{path} has a NumPy header; name headerless token files, as tofile writes them")
+    return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
 
 
 def _block(tokens: np.ndarray, lengths: np.ndarray, dtype: str) -> EncodedBlock:

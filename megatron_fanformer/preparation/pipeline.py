@@ -3,7 +3,7 @@
 import platform
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +20,6 @@ from megatron_fanformer.data.manifest import (
 from megatron_fanformer.data.tokenizer import TokenizerTooSlow
 from megatron_fanformer.errors import FanformerError, InputError, MachineTooSlow
 from megatron_fanformer.preparation.assembly import Assembler, part_prefix, remove_parts
-from megatron_fanformer.preparation.documents import DocumentRules
 from megatron_fanformer.preparation.encoding import TokenizersDisagree
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
 from megatron_fanformer.preparation.shards import REFUSED_EXAMPLES, ShardRecord, is_unchanged
@@ -75,7 +74,7 @@ def run(job: PreparationJob, progress: ProgressListener | None) -> Manifest:
     with writing_to(job.output), work_folder(job.output) as work:
         begun = work.read_assignment()
         if begun is None:
-            _refuse_standing_files(job)
+            _refuse_standing_files(job.output)
             work.write_assignment(job.assignment)
         elif difference := job.assignment.difference(begun):
             raise InputError(
@@ -96,21 +95,15 @@ def run(job: PreparationJob, progress: ProgressListener | None) -> Manifest:
             return _Run(job, work, progress).run()
 
 
-def _refuse_standing_files(job: PreparationJob) -> None:
-    standing = next(iter(standing_files(job.output)), None)
-    if standing is not None:
-        raise InputError(
-            f"{standing} exists, and there is no manifest of a complete preparation; choose another output prefix,"
-            f" or remove the files of {job.output}"
-        )
-
-
-def standing_files(prefix: str) -> list[Path]:
-    """Return the existing files under the output names of a prefix, including parts."""
-    suffixes = (*SUFFIXES, ".blend", ".manifest.json")
-    whole = [path for suffix in suffixes if (path := Path(prefix + suffix)).exists()]
-    first = part_prefix(prefix, 0)
-    return whole + [path for suffix in suffixes if (path := Path(first + suffix)).exists()]
+def _refuse_standing_files(prefix: str) -> None:
+    """Raise InputError if there are files under the output names of a prefix, or of its first part."""
+    names = (prefix, part_prefix(prefix, 0))
+    for path in (Path(name + suffix) for name in names for suffix in (*SUFFIXES, ".blend", ".manifest.json")):
+        if path.exists():
+            raise InputError(
+                f"{path} exists, and there is no manifest of a complete preparation; choose another output prefix,"
+                f" or remove the files of {prefix}"
+            )
 
 
 class _Run:
@@ -123,14 +116,22 @@ class _Run:
         self._assembler = Assembler(job.output, job.settings, job.tokenizer, work)
         self._records: dict[int, ShardRecord] = {}
         self._failures: list[FanformerError] = []
-        self._sums: Counter[str] = Counter(total=sum(file.stat().st_size for file in job.files))
+        total = sum(file.stat().st_size for file in job.files)
+        self._sums: Counter[str] = Counter(documents=0, text_bytes=0, input_bytes=0, input_bytes_total=total)
 
     def run(self) -> Manifest:
         self._assembler.resume(self._job.workers)
         self._find_done()
         tasks = [Task(number, file) for number, file in enumerate(self._job.files) if number not in self._records]
         self._assemble()
-        with WorkerPool(self._worker_setup(), self._job.workers) as pool:
+        setup = WorkerSetup(
+            encoder=self._job.encoder,
+            settings=self._job.settings,
+            vocab_size=self._job.tokenizer.vocab_size,
+            folder=self._work.path,
+            strict=self._job.strict,
+        )
+        with WorkerPool(setup, self._job.workers) as pool:
             for event in pool.work(tasks):
                 self._handle(event)
         if self._failures:
@@ -172,45 +173,13 @@ class _Run:
                     raise error
                 self._failures.append(error)
             case WorkDone():
-                self._sums.update(input_bytes=event.input_bytes, documents=event.documents, text_bytes=event.text_bytes)
-                self._report_progress()
+                self._sums.update(asdict(event))
+                if self._listener is not None:
+                    self._listener(PrepareProgress(**self._sums))
 
     def _assemble(self) -> None:
-        """Append the shards that are next in order."""
         while (record := self._records.get(self._assembler.next_input)) is not None:
             self._assembler.append(record)
-
-    def _report_progress(self) -> None:
-        if self._listener is not None:
-            sums = self._sums
-            self._listener(
-                PrepareProgress(
-                    documents=sums["documents"],
-                    text_bytes=sums["text_bytes"],
-                    input_bytes=sums["input_bytes"],
-                    input_bytes_total=sums["total"],
-                )
-            )
-
-    def _worker_setup(self) -> WorkerSetup:
-        job = self._job
-        settings = job.settings
-        rules = DocumentRules(
-            text_field=settings.text_field,
-            min_length=settings.min_length,
-            max_length=settings.max_length,
-            sources=None if settings.sources is None else frozenset(settings.sources),
-        )
-        return WorkerSetup(
-            encoder=job.encoder,
-            rules=rules,
-            dtype=settings.dtype,
-            npy_dtype=settings.npy_dtype,
-            vocab_size=job.tokenizer.vocab_size,
-            folder=self._work.path,
-            strict=job.strict,
-            chat=settings.chat,
-        )
 
     def _all_failures(self) -> FanformerError:
         """One error for all files that failed, of the first one's kind."""

@@ -26,7 +26,7 @@ from megatron_fanformer.data.token_files import token_dtype
 from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.preparation.documents import DocumentParser, DocumentRules
+from megatron_fanformer.preparation.documents import DocumentParser
 from megatron_fanformer.preparation.id_encoders import SMALL_INPUT, EncoderChoice, choose_encoder
 from megatron_fanformer.preparation.inputs import DOCUMENT_SUFFIXES, NPY_SUFFIXES, expand_inputs
 from megatron_fanformer.preparation.pipeline import PreparationJob, ProgressListener, run
@@ -106,12 +106,16 @@ def prepare(config: PrepareConfig, progress: ProgressListener | None = None) -> 
     existing = _existing(config, files, settings, record)
     if existing is not None:
         return PrepareReport(prefix=config.output, already_there=True, manifest=existing)
+    if config.from_npy:  # there is nothing to encode
+        encoder = EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend="none"), None)
+    else:
+        encoder = choose_encoder(tokenizer, config.backend, sum(file.stat().st_size for file in files))
     job = PreparationJob(
         files=files,
         output=config.output,
         tokenizer=record,
         settings=settings,
-        encoder=_encoder(config, files, tokenizer),
+        encoder=encoder,
         workers=config.workers,
         strict=config.strict,
     )
@@ -135,15 +139,16 @@ def _check(config: PrepareConfig) -> None:
     for name, value, known in (
         ("format", config.format, get_args(Format)),
         ("backend", config.backend, get_args(Backend)),
-        ("npy_dtype", config.npy_dtype if config.from_npy else NPY_DTYPES[0], NPY_DTYPES),
+        ("npy_dtype", config.npy_dtype if config.from_npy else None, NPY_DTYPES),
+        ("learn", config.learn, get_args(Learn)),
+        ("too_long", config.too_long, get_args(TooLong)),
     ):
-        if value not in known:
+        if value not in (None, *known):
             raise InputError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
-    DocumentParser(DocumentRules(text_field=config.text_field))  # refuses an impossible name before any worker does
+    DocumentParser(config.text_field)  # refuses an impossible name before any worker does
 
 
 def _check_chat(config: PrepareConfig) -> None:
-    """Refuse wrong options of conversations, and those of documents."""
     default = PrepareConfig(inputs=(), output="", tokenizer="")
     changed = (getattr(config, name) != getattr(default, name) for name in OF_DOCUMENTS.values())
     for name, is_set in zip(OF_DOCUMENTS, changed, strict=True):
@@ -153,12 +158,6 @@ def _check_chat(config: PrepareConfig) -> None:
         raise InputError(f"max_tokens is {config.max_tokens}; it must be at least 2, a token and what it predicts")
     if config.too_long not in (None, "cut") and config.max_tokens is None and config.format != "npy":
         raise InputError(f"too_long is {config.too_long!r}, but no conversation is too long without max_tokens; set it")
-    for name, value, values in (
-        ("learn", config.learn, get_args(Learn)),
-        ("too_long", config.too_long, get_args(TooLong)),
-    ):
-        if value not in (None, *values):
-            raise InputError(f"{name} is {value!r}; it must be one of {', '.join(values)}")
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> TokenizerRecord:
@@ -209,12 +208,6 @@ def _pad_id(tokenizer: Tokenizer) -> int:
     return tokenizer.eod_id if name is None else int(encode_chat(tokenizer, RenderedChat(name, []))[0][0])
 
 
-def _encoder(config: PrepareConfig, files: list[Path], tokenizer: Tokenizer) -> EncoderChoice:
-    if config.from_npy:  # there is nothing to encode
-        return EncoderChoice(str(tokenizer.path), tokenizer.eod_id, Encoding(backend="none"), None)
-    return choose_encoder(tokenizer, config.backend, sum(file.stat().st_size for file in files))
-
-
 def _existing(
     config: PrepareConfig, files: list[Path], settings: Settings, tokenizer: TokenizerRecord
 ) -> Manifest | None:
@@ -244,10 +237,7 @@ def _existing(
 def _outputs_stand(prefix: str, manifest: Manifest) -> bool:
     folder = Path(prefix).parent
     records = [record for output in manifest.outputs for record in output.files.values()]
-    paths = [folder / record.path for record in records]
-    return all(
-        path.is_file() and path.stat().st_size == record.bytes for path, record in zip(paths, records, strict=True)
-    )
+    return all((path := folder / record.path).is_file() and path.stat().st_size == record.bytes for record in records)
 
 
 def _inputs_difference(files: list[Path], records: list[InputRecord]) -> str | None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -12,16 +12,14 @@ from megatron_fanformer.preparation.pipeline import PrepareProgress, ProgressLis
 SECONDS_BETWEEN_LINES = 60.0  # where there is no terminal: an hour's log has a screenful
 
 
-@contextmanager
-def progress_line(title: str, console: Console | None = None) -> Iterator[ProgressListener]:
+def progress_line(title: str, console: Console | None = None) -> AbstractContextManager[ProgressListener]:
     """Show a live line while the block runs; pass what is yielded to `prepare` as its `progress`.
 
     The line appears with the first progress: an earlier error shows none. If the output is not a terminal, a line is
     printed each minute and at the end.
     """
     console = console or Console()
-    with (_live_line if console.is_terminal else _lines)(title, console) as show:
-        yield show
+    return (_live_line if console.is_terminal else _lines)(title, console)
 
 
 @contextmanager

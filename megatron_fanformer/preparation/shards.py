@@ -21,13 +21,13 @@ import msgspec
 import numpy as np
 from isal import isal_zlib
 
-from megatron_fanformer.data.ledger import CUT, WHOLE
+from megatron_fanformer.data import ledger
+from megatron_fanformer.data.live_files import crc32_of
 from megatron_fanformer.data.manifest import InputRecord, RefusedLine
 from megatron_fanformer.durable_files import sha256_of, write_atomically
 from megatron_fanformer.preparation.encoding import EncodedBlock, Learned
 
 REFUSED_EXAMPLES = 10
-READ_BYTES = 1 << 22
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class ShardFiles:
         """Read tokens, documents and mask; return whether they are those that the record was written for."""
         sums = {"tokens": record.tokens_crc32, "documents": record.documents_crc32, "mask": record.mask_crc32}
         try:
-            return all(_crc32(self.path(name)) == stated for name, stated in sums.items() if stated is not None)
+            return all(crc32_of(self.path(name)) == stated for name, stated in sums.items() if stated is not None)
         except FileNotFoundError:
             return False
 
@@ -108,16 +108,13 @@ class ShardWriter:
         self._files = files
         self._input_path = input_path
         self._modified_ns = input_path.stat().st_mtime_ns
-        text = pyarrow.string()
-        number = pyarrow.int32()
-        fields = [("id", text), ("source", text), ("line", pyarrow.int64()), ("length", number)]
-        fields += [("learned", number), ("outcome", text)] if is_chats else []
-        self._schema = pyarrow.schema(fields)
+        columns = ledger.schema(is_chats=is_chats)
+        self._schema = pyarrow.schema([column for column in columns if column.name not in ("shard", "first_token")])
         self._tokens = _SummedFile(files.path("tokens"))
         self._documents = _SummedFile(files.path("documents"))
         self._mask = _SummedFile(files.path("mask")) if is_chats else None
         self._rows = pyarrow.ipc.new_stream(self._documents, self._schema)
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter(lines=0, documents=0, tokens=0, text_bytes=0)
         self._refused: Counter[str] = Counter()
         self._examples: list[RefusedLine] = []
         self._max_token_id = -1
@@ -150,14 +147,13 @@ class ShardWriter:
         assert self._mask is not None
         self._mask.write(learned.mask)
         kept = zip(block.numbers, block.ids, block.sources, block.lengths, learned.counts, learned.is_cut, strict=True)
-        rows = [(*values, CUT if is_cut else WHOLE) for *values, is_cut in kept]
+        rows = [(*values, ledger.CUT if is_cut else ledger.WHOLE) for *values, is_cut in kept]
         rows += [(number, None, None, 0, 0, reason) for number, reason in block.refusals]
         if rows:
             numbers, ids, sources, *others = zip(*sorted(rows, key=itemgetter(0)), strict=True)
             self._write_rows(ids, sources, np.array(numbers) + first_line, *others)
 
     def _write_rows(self, *columns: Any) -> None:
-        """Write rows, given by the columns of the schema."""
         import pyarrow
 
         arrays = [pyarrow.array(column, kind) for column, kind in zip(columns, self._schema.types, strict=True)]
@@ -174,10 +170,7 @@ class ShardWriter:
             input=InputRecord(
                 path=os.path.abspath(self._input_path), bytes=input_bytes, sha256=sha256, modified_ns=self._modified_ns
             ),
-            lines=self._counts["lines"],
-            documents=self._counts["documents"],
-            tokens=self._counts["tokens"],
-            text_bytes=self._counts["text_bytes"],
+            **self._counts,
             max_token_id=self._max_token_id,
             refused=dict(sorted(self._refused.items())),
             refused_examples=self._examples,
@@ -207,11 +200,3 @@ class _SummedFile(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-def _crc32(path: Path) -> int:
-    total = 0
-    with path.open("rb", buffering=0) as file:
-        while data := file.read(READ_BYTES):
-            total = isal_zlib.crc32(data, total)
-    return total

@@ -66,7 +66,6 @@ class WorkFolder:
 
     def __init__(self, prefix: str) -> None:
         self.path = folder_path(prefix)
-        self._prefix = prefix
         self._assignment_file = self.path / "assignment.json"
 
     def shard(self, number: int) -> ShardFiles:

@@ -9,7 +9,7 @@ import signal
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -17,21 +17,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megatron_fanformer.data.manifest import ChatSettings
+from megatron_fanformer.data.manifest import Settings
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import FanformerError, InputError
-from megatron_fanformer.preparation.chats import ChatRows
-from megatron_fanformer.preparation.document_files import DocumentFile, TextRows
-from megatron_fanformer.preparation.documents import DocumentRules
-from megatron_fanformer.preparation.encoding import (
-    BlockEncoder,
-    ChatEncoder,
-    EncodingThreads,
-    FileBlockEncoder,
-    TokenizersDisagree,
-)
+from megatron_fanformer.preparation.chats import chat_columns
+from megatron_fanformer.preparation.document_files import DocumentFile
+from megatron_fanformer.preparation.documents import text_columns
+from megatron_fanformer.preparation.encoding import BlockEncoder, ChatEncoder, EncodingThreads, TokenizersDisagree
 from megatron_fanformer.preparation.id_encoders import EncoderChoice
-from megatron_fanformer.preparation.npy_documents import NpyDocuments
+from megatron_fanformer.preparation.npy_documents import npy_blocks
 from megatron_fanformer.preparation.shards import ShardFiles, ShardRecord, ShardWriter
 from megatron_fanformer.processes import end_with_owner
 
@@ -47,16 +41,11 @@ class WorkerSetup:
     """The settings that every worker is given."""
 
     encoder: EncoderChoice
-    rules: DocumentRules
-    dtype: str
-    npy_dtype: str | None
-    """The type of the tokens to read, where the inputs are token files."""
+    settings: Settings
     vocab_size: int
     folder: Path
     """Where shards are written."""
     strict: bool
-    chat: ChatSettings | None = None
-    """Where the inputs are conversations."""
 
 
 @dataclass(frozen=True)
@@ -117,34 +106,31 @@ def run_worker(setup: WorkerSetup, threads: int, connection: Connection) -> None
 
 
 class _FileEncoder:
-    """A worker's own state."""
-
     def __init__(self, setup: WorkerSetup, threads: int, connection: Connection) -> None:
         self._setup = setup
         self._connection = connection
         self._reported = time.monotonic()
+        self._is_chats = setup.settings.chat is not None
         self._threads: EncodingThreads | None = None
-        if setup.npy_dtype is None:
-            make: Callable[[], FileBlockEncoder] = partial(BlockEncoder, setup.encoder, setup.rules, setup.dtype)
-            if setup.chat is not None:
-                make = partial(ChatEncoder, setup.encoder, setup.chat, setup.dtype)
-            self._threads = EncodingThreads(make, threads)
+        if setup.settings.npy_dtype is None:
+            kind = ChatEncoder if self._is_chats else BlockEncoder
+            self._threads = EncodingThreads(lambda: kind(setup.encoder, setup.settings), threads)
 
     def encode(self, task: Task) -> ShardRecord:
         """Make the shard of one file."""
         files = ShardFiles(self._setup.folder, task.number)
-        writer = ShardWriter(files, task.path, is_chats=self._setup.chat is not None)
-        return self._encode_npy(task, writer) if self._threads is None else self._encode_documents(task, writer)
+        writer = ShardWriter(files, task.path, is_chats=self._is_chats)
+        if self._threads is None:
+            return self._encode_npy(task, writer)
+        return self._encode_documents(task, writer, self._threads)
 
-    def _encode_documents(self, task: Task, writer: ShardWriter) -> ShardRecord:
-        assert self._threads is not None
-        setup = self._setup
-        rows = TextRows(setup.rules.text_field) if setup.chat is None else ChatRows()
-        file = DocumentFile(task.path, rows)
+    def _encode_documents(self, task: Task, writer: ShardWriter, threads: EncodingThreads) -> ShardRecord:
+        of_text = partial(text_columns, text_field=self._setup.settings.text_field)
+        file = DocumentFile(task.path, chat_columns if self._is_chats else of_text)
         unsent = Counter[str]()
-        for block in self._threads.encode(file.blocks()):
+        for block in threads.encode(file.blocks()):
             writer.add(block)
-            if setup.strict and writer.first_refused is not None:
+            if self._setup.strict and writer.first_refused is not None:
                 raise Refused(f"{writer.first_refused}; fix the line, or prepare without strict to leave it out")
             unsent.update(documents=len(block.lengths), text_bytes=block.text_bytes)
             self._report(unsent, file.bytes_read)
@@ -152,11 +138,11 @@ class _FileEncoder:
         return writer.finish(file.bytes_read, file.sha256)
 
     def _encode_npy(self, task: Task, writer: ShardWriter) -> ShardRecord:
-        setup = self._setup
-        assert setup.npy_dtype is not None
+        setup, settings = self._setup, self._setup.settings
+        assert settings.npy_dtype is not None
         size = task.path.stat().st_size
-        file = NpyDocuments(task.path, dtype=setup.npy_dtype, eod_id=setup.encoder.eod_id, vocab_size=setup.vocab_size)
-        for block in file.blocks(setup.dtype):
+        ids = {"eod_id": setup.encoder.eod_id, "vocab_size": setup.vocab_size}
+        for block in npy_blocks(task.path, dtype=settings.npy_dtype, output_dtype=settings.dtype, **ids):
             writer.add(block)
         self._connection.send(WorkDone(size, 0, 0))
         return writer.finish(size, sha256_of(task.path))

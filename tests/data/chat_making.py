@@ -20,25 +20,9 @@ CHATML_MARKED = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 CONTENTS = [
-    *(
-        "",
-        " ",
-        "\n",
-        "\n\nafter line ends\n",
-        "  two spaces  ",
-        "\r\n\tx\r\n",
-        ">",
-        "|>",
-        "<|im_end|>",
-        "<|endoftext|>",
-    ),
-    *(
-        "Größe, naïve, e\u0301 and \u00c5",
-        "日本語テキスト 한국어",
-        "👨\u200d👩\u200d👧 👍🏽",
-        "\u2581 mark\u2581",
-        "=\u0338 overlay",
-    ),
+    *("", " ", "\n", "\n\nafter line ends\n", "  two spaces  ", "\r\n\tx\r\n"),
+    *(">", "|>", "<|im_end|>", "<|endoftext|>", "Größe, naïve, e\u0301 and \u00c5", "日本語テキスト 한국어"),
+    *("👨\u200d👩\u200d👧 👍🏽", "\u2581 mark\u2581", "=\u0338 overlay"),
     *("a\u0301\u0323\u0345", "\ufeff\u200b\u2028", "שלום العربية ไทย", "{{ messages }} {% generation %}", "<|user|>\n"),
     *("    def f(x):\n        return [x]\n", "1234567890 3.14159", "word " * 60, "\U0010ffff\x00\x7f"),
 ]

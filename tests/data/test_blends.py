@@ -5,6 +5,8 @@ import pytest
 from megatron_fanformer.data.blends import Blend, Source, blend_problems, parse_blend, split_bounds
 from megatron_fanformer.errors import InputError
 
+SPLITS = ["99,1,0", "969,30,1", "8,2", ".7,.2,.1", "1,1,1", "999.9,.1", "33.3,33.3,33.4", "50,50,0"]
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -20,25 +22,22 @@ def paths(*items: str) -> list[tuple[str, ...]]:
     return [source.paths for source in parse_blend(items).sources]
 
 
-def test_each_prefix_is_a_source(folder: Path) -> None:
-    assert parse_blend(["a", "b"]) == Blend([Source(("a",)), Source(("b",))], None)
-
-
-@pytest.mark.parametrize("item", ["npy", "npy/*.npy"])
-def test_a_folder_and_a_glob_are_their_npy_files_sorted(folder: Path, item: str) -> None:
-    assert paths(item) == [("npy/1.npy", "npy/2.npy")]
-
-
-def test_a_glob_may_go_into_folders(folder: Path) -> None:
-    assert paths("npy/**/*.npy") == [("npy/1.npy", "npy/2.npy", "npy/sub/3.npy")]
-
-
-def test_npy_files_without_weights_are_one_source_in_their_order(folder: Path) -> None:
-    assert paths("npy/2.npy", "npy/sub", "npy/1.npy") == [("npy/2.npy", "npy/sub/3.npy", "npy/1.npy")]
-
-
-def test_npy_files_among_prefixes_are_one_source(folder: Path) -> None:
-    assert paths("a", "npy/2.npy", "b", "npy/1.npy") == [("a",), ("npy/2.npy", "npy/1.npy"), ("b",)]
+@pytest.mark.parametrize(
+    ("items", "sources"),
+    [
+        (["a", "b"], [("a",), ("b",)]),
+        (["npy"], [("npy/1.npy", "npy/2.npy")]),  # sorted
+        (["npy/*.npy"], [("npy/1.npy", "npy/2.npy")]),
+        (["npy/**/*.npy"], [("npy/1.npy", "npy/2.npy", "npy/sub/3.npy")]),
+        # .npy files without weights are one source, in their order
+        (["npy/2.npy", "npy/sub", "npy/1.npy"], [("npy/2.npy", "npy/sub/3.npy", "npy/1.npy")]),
+        (["a", "npy/2.npy", "b", "npy/1.npy"], [("a",), ("npy/2.npy", "npy/1.npy"), ("b",)]),
+    ],
+)
+def test_without_weights_each_prefix_is_a_source(
+    folder: Path, items: list[str], sources: list[tuple[str, ...]]
+) -> None:
+    assert parse_blend(items) == Blend([Source(paths) for paths in sources], None)
 
 
 def test_with_weights_each_goes_with_one_source(folder: Path) -> None:
@@ -89,7 +88,7 @@ def test_each_problem_is_named(folder: Path, text: str, items: list[str], said: 
         raise InputError("\n".join(problems))
 
 
-@pytest.mark.parametrize("split", ["99,1,0", "8,1,1", "3,1", "0.7,0.2,0.1"])
+@pytest.mark.parametrize("split", SPLITS)
 def test_a_split_is_cut_as_megatron_cuts_it(split: str) -> None:
     from megatron.core.datasets import blended_megatron_dataset_config as megatron
 

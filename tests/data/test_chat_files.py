@@ -7,16 +7,14 @@ import pytest
 
 from megatron_fanformer.data.chat_files import count_learned, open_chats
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError
-from tests.token_pairs import write_token_pair
+from tests.chat_pairs import write_chats
 
 CONVERSATIONS = [([5, 6, 7, 8], [0, 0, 1, 1]), ([9, 1], [0, 1]), ([2, 3, 4], [1, 0, 1])]
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> str:
-    prefix = write_token_pair(tmp_path / "chats", [[np.array(ids)] for ids, _ in CONVERSATIONS], dtype=np.uint16)
-    Path(prefix + ".mask.bin").write_bytes(bytes(flag for _, mask in CONVERSATIONS for flag in mask))
-    return prefix
+    return write_chats(tmp_path / "chats", CONVERSATIONS)
 
 
 @pytest.fixture

@@ -150,10 +150,6 @@ def folder(tmp_path: Path, small_tokenizer_file: Path) -> Path:
     return tmp_path
 
 
-def rendered(template: ChatTemplate) -> str:
-    return template.render(HELLO).text
-
-
 def test_a_tokenizers_own_template_is_found_beside_it(folder: Path) -> None:
     with pytest.raises(InputError, match=r"has no chat template.*olmo"):
         find_template(folder)
@@ -176,7 +172,8 @@ def rendered_prompt(template: ChatTemplate) -> str:
 def test_a_template_may_be_named(folder: Path) -> None:
     (folder / "other.jinja").write_text("other")
     assert rendered_prompt(find_template(folder, folder / "other.jinja")) == "other"
-    assert rendered(find_template(folder, OLMO)) == "<|endoftext|><|user|>\nHi\n<|assistant|>\nHello<|endoftext|>\n"
+    olmo = find_template(folder, OLMO).render(HELLO)
+    assert olmo.text == "<|endoftext|><|user|>\nHi\n<|assistant|>\nHello<|endoftext|>\n"
     with pytest.raises(InputError, match=r"none\.jinja cannot be read"):
         find_template(folder, folder / "none.jinja")
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.datasets import Datasets, build_datasets
 from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.errors import InputError
-from tests.data.token_making import write_npy, write_pair
+from tests.data.token_making import build, drawn, write_npy, write_pair
 
 SEQ_LENGTH = 64
 
@@ -36,33 +35,12 @@ def npy_files(tmp_path: Path) -> list[str]:
     ]
 
 
-def build(config: DataConfig, train_samples: int = 50, valid_samples: int | None = 8, **settings: Any) -> Datasets:
-    arguments: dict[str, Any] = {
-        "seq_length": SEQ_LENGTH,
-        "seed": 1,
-        "vocab_size": 600,
-        "eod_id": 1,
-        **settings,
-    }
-    return build_datasets(config, train_samples=train_samples, valid_samples=valid_samples, **arguments)
-
-
-def tokens(dataset: Any, samples: int) -> torch.Tensor:
-    return torch.stack([dataset[sample]["tokens"] for sample in range(samples)])
-
-
 def test_a_sample_is_a_run_of_tokens_and_its_labels_the_next_ones(prefix: str) -> None:
-    sample = build(DataConfig(train_data=[prefix])).train[0]
+    datasets = build(DataConfig(train_data=[prefix]))
+    sample = datasets.train[0]
     assert sample["tokens"].shape == (SEQ_LENGTH,)
     assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
-
-
-def test_no_attention_mask_is_made(prefix: str) -> None:
-    assert "attention_mask" not in build(DataConfig(train_data=[prefix])).train[0]
-
-
-def test_without_validation_data_there_is_no_validation_set(prefix: str) -> None:
-    assert build(DataConfig(train_data=[prefix])).valid == {}
+    assert "attention_mask" not in sample and datasets.valid == {}
 
 
 def test_each_named_validation_set_is_built(prefix: str, other_prefix: str) -> None:
@@ -83,8 +61,8 @@ def test_a_set_repeats_as_often_as_asked(prefix: str, other_prefix: str) -> None
 
 def test_files_without_weights_are_drawn_once_each_where_that_suffices(prefix: str, other_prefix: str) -> None:
     whole = sum((read_index(p).tokens - 1) // SEQ_LENGTH for p in (prefix, other_prefix))
-    drawn = tokens(build(DataConfig(train_data=[prefix, other_prefix]), train_samples=whole).train, whole)
-    assert len(torch.unique(drawn, dim=0)) == whole
+    taken = drawn(build(DataConfig(train_data=[prefix, other_prefix]), train_samples=whole).train, whole)
+    assert len(torch.unique(taken, dim=0)) == whole
 
 
 def test_a_blends_weights_decide_where_samples_come_from(prefix: str, other_prefix: str) -> None:
@@ -106,12 +84,9 @@ def test_a_split_that_leaves_a_part_empty_is_an_input_error(prefix: str, split: 
 
 
 def test_a_validation_set_without_one_whole_sample_is_an_input_error(prefix: str, other_prefix: str) -> None:
+    config = DataConfig(train_data=[prefix], valid_data={"v": [other_prefix]})
     with pytest.raises(InputError, match="do not make a whole sample"):
-        build(
-            DataConfig(train_data=[prefix], valid_data={"v": [other_prefix]}),
-            valid_samples=None,
-            seq_length=4096,
-        )
+        build(config, valid_samples=None, seq_length=4096)
 
 
 def test_data_of_exactly_one_sample_are_enough(tmp_path: Path) -> None:
@@ -132,14 +107,8 @@ def test_data_of_exactly_one_sample_are_enough(tmp_path: Path) -> None:
 def test_the_seed_alone_decides_the_order(prefix: str, tmp_path: Path) -> None:
     config = DataConfig(train_data=[prefix])
     elsewhere = DataConfig(train_data=[prefix], cache_path=str(tmp_path / "elsewhere"))
-    assert torch.equal(tokens(build(config).train, 50), tokens(build(elsewhere).train, 50))
-    assert not torch.equal(tokens(build(config).train, 50), tokens(build(config, seed=2).train, 50))
-
-
-def test_within_an_epoch_the_order_does_not_depend_on_how_much_is_asked_for(prefix: str) -> None:
-    config = DataConfig(train_data=[prefix])
-    fewer, more = build(config, train_samples=50).train, build(config, train_samples=100).train
-    assert torch.equal(tokens(fewer, 50), tokens(more, 50))
+    assert torch.equal(drawn(build(config).train, 50), drawn(build(elsewhere).train, 50))
+    assert not torch.equal(drawn(build(config).train, 50), drawn(build(config, seed=2).train, 50))
 
 
 def test_replaced_data_do_not_meet_the_old_indices(prefix: str, tmp_path: Path) -> None:
@@ -149,7 +118,7 @@ def test_replaced_data_do_not_meet_the_old_indices(prefix: str, tmp_path: Path) 
     lengths[3], lengths[4] = [lengths[3][0] - 1], [lengths[4][0] + 1]
     write_pair(Path(prefix), lengths)
     fresh = DataConfig(train_data=[prefix], cache_path=str(tmp_path / "fresh"))
-    assert torch.equal(tokens(build(DataConfig(train_data=[prefix])).train, 50), tokens(build(fresh).train, 50))
+    assert torch.equal(drawn(build(DataConfig(train_data=[prefix])).train, 50), drawn(build(fresh).train, 50))
 
 
 def test_a_cache_that_cannot_be_written_is_an_input_error(prefix: str, tmp_path: Path) -> None:
@@ -160,14 +129,16 @@ def test_a_cache_that_cannot_be_written_is_an_input_error(prefix: str, tmp_path:
 
 def first_samples(prefix: str, other_prefix: str) -> list[list[int]]:
     config = DataConfig(train_data=["1", prefix, "1", other_prefix])
-    return tokens(build(config).train, 20).tolist()
+    return drawn(build(config).train, 20).tolist()
 
 
+@pytest.mark.parametrize("kind", ["pairs", "mixed"])
 def test_two_ranks_build_the_same_samples_at_once(
-    prefix: str, other_prefix: str, run_on_ranks: Callable[..., list[Any]]
+    prefix: str, other_prefix: str, npy_files: list[str], run_on_ranks: Callable[..., list[Any]], kind: str
 ) -> None:
-    first, second = run_on_ranks(2, first_samples, prefix, other_prefix)
-    assert first == second == first_samples(prefix, other_prefix)
+    other = other_prefix if kind == "pairs" else npy_files[0]
+    first, second = run_on_ranks(2, first_samples, prefix, other)
+    assert first == second == first_samples(prefix, other)
 
 
 # -- .npy files
@@ -176,13 +147,13 @@ def test_two_ranks_build_the_same_samples_at_once(
 def test_npy_files_without_weights_are_one_set_in_the_papers_order(npy_files: list[str], tmp_path: Path) -> None:
     raw = [np.fromfile(path, "<u2").astype(np.int64) for path in npy_files]
     rows = [file[first : first + SEQ_LENGTH] for file in raw for first in range(0, len(file) - 63, SEQ_LENGTH)]
-    drawn = tokens(build(DataConfig(train_data=npy_files)).train, 50).tolist()
+    taken = drawn(build(DataConfig(train_data=npy_files)).train, 50).tolist()
     expected: list[list[int]] = []
     for epoch in range(3):
         order = np.arange(len(rows), dtype=np.uint32)
         np.random.Generator(np.random.PCG64(1 + epoch)).shuffle(order)
         expected += [rows[number].tolist() for number in order]
-    assert drawn == expected[:50]
+    assert taken == expected[:50]
 
 
 def test_npy_data_are_as_long_as_asked_and_one_epoch_otherwise(npy_files: list[str]) -> None:
@@ -194,7 +165,7 @@ def test_npy_data_are_as_long_as_asked_and_one_epoch_otherwise(npy_files: list[s
 def test_the_type_of_npy_files_may_be_stated(tmp_path: Path) -> None:
     path = write_npy(tmp_path / "wide.npy", 640, dtype="<u4")
     wide = build(DataConfig(train_data=[path], npy_dtype="uint32"), train_samples=10).train
-    assert sorted(tokens(wide, 10).flatten().tolist()) == sorted(np.fromfile(path, "<u4").tolist())
+    assert sorted(drawn(wide, 10).flatten().tolist()) == sorted(np.fromfile(path, "<u4").tolist())
 
 
 def test_npy_files_and_pairs_are_drawn_by_their_weights(prefix: str, npy_files: list[str]) -> None:
@@ -207,15 +178,15 @@ def test_npy_files_and_pairs_are_drawn_by_their_weights(prefix: str, npy_files: 
 def test_npy_files_in_a_blend_keep_their_own_order(prefix: str, npy_files: list[str]) -> None:
     train = build(DataConfig(train_data=["1", prefix, "2", npy_files[0]]), train_samples=60).train
     alone = build(DataConfig(train_data=npy_files[:1]), train_samples=40).train
-    drawn = [train[sample]["tokens"] for sample in range(60) if train[sample]["dataset_id"] == 1]
-    assert torch.equal(torch.stack(drawn), tokens(alone, len(drawn)))
+    taken = [train[sample]["tokens"] for sample in range(60) if train[sample]["dataset_id"] == 1]
+    assert torch.equal(torch.stack(taken), drawn(alone, len(taken)))
 
 
 @pytest.mark.parametrize("samples", [1, 7, 10])
 def test_a_blend_finds_all_samples_that_it_draws(prefix: str, npy_files: list[str], samples: int) -> None:
     """A source's share may be rounded up by one."""
     train = build(DataConfig(train_data=["1", prefix, "2", npy_files[0]]), train_samples=samples).train
-    assert len(tokens(train, samples)) == len(train) == samples
+    assert len(drawn(train, samples)) == len(train) == samples
 
 
 def test_npy_files_and_pairs_without_weights_count_by_their_size(prefix: str, npy_files: list[str]) -> None:
@@ -225,20 +196,6 @@ def test_npy_files_and_pairs_without_weights_count_by_their_size(prefix: str, np
     assert len(valid) == pair + 22
     sources = [int(valid[sample]["dataset_id"]) for sample in range(len(valid))]
     assert sources.count(0) == pytest.approx(22, abs=1)
-
-
-def test_a_blend_file_is_read_like_its_words(prefix: str, npy_files: list[str], tmp_path: Path) -> None:
-    (tmp_path / "my.blend").write_text("0.5 samples\n0.5 a.npy\n")
-    by_file = build(DataConfig(train_data=[f"@{tmp_path / 'my.blend'}"])).train
-    by_words = build(DataConfig(train_data=["0.5", prefix, "0.5", npy_files[0]])).train
-    assert torch.equal(tokens(by_file, 50), tokens(by_words, 50))
-
-
-def test_two_ranks_build_the_same_mixed_blend_at_once(
-    prefix: str, npy_files: list[str], run_on_ranks: Callable[..., list[Any]]
-) -> None:
-    first, second = run_on_ranks(2, first_samples, prefix, npy_files[0])
-    assert first == second == first_samples(prefix, npy_files[0])
 
 
 def test_npy_files_cannot_be_split(prefix: str, npy_files: list[str]) -> None:

@@ -12,8 +12,8 @@ from megatron_fanformer.data.config import DataConfig
 from megatron_fanformer.data.origins import sample_spans
 from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.errors import InputError
-from tests.data.test_datasets import SEQ_LENGTH, build
-from tests.data.token_making import VOCAB_SIZE, random_ids, write_manifest
+from tests.data.test_datasets import SEQ_LENGTH
+from tests.data.token_making import VOCAB_SIZE, build, random_ids, write_manifest
 from tests.token_pairs import write_token_pair
 
 EOD = 0  # in the manifests of `write_manifest`; `random_ids` never draws it

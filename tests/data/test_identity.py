@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.datasets import build_datasets
 from megatron_fanformer.data.identity import (
     BLOCK_BYTES,
     BLOCKS,
@@ -24,7 +23,7 @@ from megatron_fanformer.data.identity import (
 from megatron_fanformer.data.sample_counts import SampleCounts
 from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.errors import CorruptError, InputError
-from tests.data.token_making import write_manifest, write_npy, write_pair
+from tests.data.token_making import build, drawn, write_manifest, write_npy, write_pair
 
 DOCUMENTS = [[300 + 10 * number] for number in range(12)]
 
@@ -199,10 +198,7 @@ def test_the_order_is_the_same_for_any_number_of_samples_that_repeats_no_pair(da
     counts = SampleCounts(survey_data(config), 64)
 
     def order(samples: int) -> list[Any]:
-        train = build_datasets(
-            config, seq_length=64, train_samples=samples, valid_samples=8, seed=1, vocab_size=600, eod_id=1
-        ).train
-        return [train[sample]["tokens"] for sample in range(30)]
+        return list(drawn(build(config, samples).train, 30))
 
     numbers = (30, 45, 60, 66, 100, 130, 250)
     repeats = {n: counts.repeats_pairs(config, train_samples=n, valid_samples=8) for n in numbers}

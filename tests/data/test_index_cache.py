@@ -10,10 +10,9 @@ import torch
 
 from megatron_fanformer.data import index_cache
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.datasets import build_datasets
 from megatron_fanformer.data.index_cache import indices_in
 from megatron_fanformer.durable_files import take_lock
-from tests.data.token_making import write_npy, write_pair
+from tests.data.token_making import build, drawn, write_npy, write_pair
 
 SAMPLES = 60
 INDICES = ("document_index", "sample_index", "shuffle_index")
@@ -29,11 +28,8 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / ".index_cache"
 
 
-def drawn(config: DataConfig) -> torch.Tensor:
-    datasets = build_datasets(
-        config, seq_length=64, train_samples=SAMPLES, valid_samples=8, seed=1, vocab_size=600, eod_id=1
-    )
-    return torch.stack([datasets.train[sample]["tokens"] for sample in range(SAMPLES)])
+def samples_of(config: DataConfig) -> torch.Tensor:
+    return drawn(build(config, SAMPLES).train, SAMPLES)
 
 
 def stamps(cache: Path) -> dict[str, int]:
@@ -72,8 +68,8 @@ def put_pickle(path: Path) -> None:
 
 
 def test_whole_indices_are_used_again(config: DataConfig, cache: Path) -> None:
-    first, before = drawn(config), stamps(cache)
-    assert torch.equal(drawn(config), first)
+    first, before = samples_of(config), stamps(cache)
+    assert torch.equal(samples_of(config), first)
     assert stamps(cache) == before
 
 
@@ -82,30 +78,30 @@ def test_whole_indices_are_used_again(config: DataConfig, cache: Path) -> None:
 def test_torn_indices_are_built_again(
     config: DataConfig, cache: Path, spoil: Callable[[Path], Any], index: str
 ) -> None:
-    first = drawn(config)
+    first = samples_of(config)
     (path,) = cache.glob(f"*/*{index}.npy")
     spoil(path)
-    assert torch.equal(drawn(config), first)
+    assert torch.equal(samples_of(config), first)
     assert Trap.sprung == []
     assert np.load(path, allow_pickle=False).size
 
 
 def test_indices_that_a_killed_job_left_are_built_again(config: DataConfig, cache: Path) -> None:
     """It had not written down yet that they are whole."""
-    first = drawn(config)
+    first = samples_of(config)
     for path in cache.glob("*/complete.json"):
         path.unlink()
     for path in cache.glob("*/*shuffle_index.npy"):
         cut_off(path)
-    assert torch.equal(drawn(config), first)
+    assert torch.equal(samples_of(config), first)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": "b"}'])
 def test_a_torn_record_of_what_is_whole_is_not_believed(config: DataConfig, cache: Path, text: str) -> None:
-    first = drawn(config)
+    first = samples_of(config)
     for path in cache.glob("*/complete.json"):
         path.write_text(text)
-    assert torch.equal(drawn(config), first)
+    assert torch.equal(samples_of(config), first)
 
 
 @pytest.mark.parametrize("index", ["dataset_index", "dataset_sample_index"])
@@ -113,14 +109,14 @@ def test_a_mixed_blends_torn_indices_are_built_again(
     config: DataConfig, cache: Path, tmp_path: Path, index: str
 ) -> None:
     blend = DataConfig(train_data=["1", config.train_data[0], "2", write_npy(tmp_path / "a.npy", 4_000)])
-    first = drawn(blend)
+    first = samples_of(blend)
     (path,) = cache.glob(f"*/*{index}.npy")
     overwrite_an_entry(path)
-    assert torch.equal(drawn(blend), first)
+    assert torch.equal(samples_of(blend), first)
 
 
 def test_npy_files_alone_need_no_cache(cache: Path, tmp_path: Path) -> None:
-    drawn(DataConfig(train_data=[write_npy(tmp_path / "a.npy", 4_000)]))
+    samples_of(DataConfig(train_data=[write_npy(tmp_path / "a.npy", 4_000)]))
     assert not cache.exists()
 
 

@@ -12,7 +12,6 @@ import torch
 from megatron_fanformer.data.blends import parse_chats
 from megatron_fanformer.data.chat_dataset import ChatDataset
 from megatron_fanformer.data.config import DataConfig
-from megatron_fanformer.data.datasets import Datasets, build_datasets
 from megatron_fanformer.data.live_files import BLOCK_BYTES, SummedFile, block_sums, block_sums_of_file
 from megatron_fanformer.data.packing import Conversations
 from megatron_fanformer.data.token_files import INDEX_HEADER
@@ -20,7 +19,7 @@ from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import find_sets
 from tests.chat_pairs import write_chats
-from tests.data.token_making import VOCAB_SIZE, write_manifest, write_npy, write_pair
+from tests.data.token_making import VOCAB_SIZE, build, write_manifest, write_npy, write_pair
 
 SEQ_LENGTH = 64
 SAMPLES = 40
@@ -28,12 +27,7 @@ LENGTHS = [200 + number for number in range(30)]
 FOREIGN = 60_000
 
 
-def build(config: DataConfig) -> Datasets:
-    sizes = {"seq_length": SEQ_LENGTH, "train_samples": SAMPLES, "valid_samples": None}
-    return build_datasets(config, **sizes, seed=1, vocab_size=VOCAB_SIZE, eod_id=1)
-
-
-def drawn(dataset: Any) -> torch.Tensor:
+def read(dataset: Any) -> torch.Tensor:
     items = [dataset[number] for number in range(SAMPLES)]
     return torch.stack([torch.cat([item["tokens"], item["labels"]]) for item in items])
 
@@ -92,8 +86,8 @@ def of_pointers(change: Callable[[np.ndarray], Any]) -> Callable[[str], None]:
 )
 def test_an_index_overwritten_during_a_run_is_an_error(tmp_path: Path, spoil: Callable[[str], None]) -> None:
     prefix = write_pair(tmp_path / "samples", [[length] for length in LENGTHS])
-    train = build(DataConfig(train_data=[prefix])).train
-    drawn(train)
+    train = build(DataConfig(train_data=[prefix]), SAMPLES, None).train
+    read(train)
     spoil(prefix)
     for number in range(SAMPLES):
         with pytest.raises(CorruptError, match=f"{prefix}.idx has been overwritten since it was checked"):
@@ -107,14 +101,14 @@ def test_an_index_overwritten_during_a_run_is_an_error(tmp_path: Path, spoil: Ca
 def test_a_sample_index_overwritten_during_a_run_is_an_error(tmp_path: Path, index: str) -> None:
     prefix = write_pair(tmp_path / "samples", [[length] for length in LENGTHS])
     config = DataConfig(train_data=[prefix])
-    built = drawn(build(config).train)  # writes the indices; the next one reads them
-    train = build(config).train
-    assert torch.equal(drawn(train), built)
+    built = read(build(config, SAMPLES, None).train)  # writes the indices; the next one reads them
+    train = build(config, SAMPLES, None).train
+    assert torch.equal(read(train), built)
     (file,) = tmp_path.glob(f".index_cache/*/*-train-{index}.npy")
     overwrite(file, lambda values: np.concatenate([values[:128], values[128:][::-1]]))
     with pytest.raises(CorruptError, match=f"{file} has been overwritten since it was checked"):
-        drawn(train)
-    assert torch.equal(drawn(build(config).train), built)  # a start builds them again
+        read(train)
+    assert torch.equal(read(build(config, SAMPLES, None).train), built)  # a start builds them again
 
 
 @pytest.mark.parametrize("index", ["dataset_index", "dataset_sample_index"])
@@ -123,13 +117,13 @@ def test_a_blends_index_overwritten_during_a_run_is_an_error(tmp_path: Path, ind
     first = write_pair(tmp_path / "first", [[length] for length in LENGTHS])
     other = write_npy(tmp_path / "b.npy", 3000) if mixed else write_pair(tmp_path / "second", [[3000]], seed=9)
     config = DataConfig(train_data=["0.7", first, "0.3", other])
-    built = drawn(build(config).train)
-    train = build(config).train
-    assert torch.equal(drawn(train), built)
+    built = read(build(config, SAMPLES, None).train)
+    train = build(config, SAMPLES, None).train
+    assert torch.equal(read(train), built)
     (file,) = tmp_path.glob(f".index_cache/*/*-train-{index}.npy")
     overwrite(file, lambda values: np.concatenate([values[:128], np.zeros_like(values[128:])]))
     with pytest.raises(CorruptError, match=f"{file} has been overwritten since it was checked"):
-        drawn(train)
+        read(train)
 
 
 # -- ids
@@ -149,9 +143,9 @@ def test_an_id_of_a_pair_that_its_manifest_does_not_know(tmp_path: Path, is_late
     prefix = write_pair(tmp_path / "samples", [[100, 60], [140], [20]])
     write_manifest(prefix, dtype="uint16", max_token_id=VOCAB_SIZE - 1)
     config = DataConfig(train_data=[prefix])
-    train = build(config).train
+    train = build(config, SAMPLES, None).train
     foreign(Path(f"{prefix}.bin"), 250)
-    train = train if is_late else build(config).train
+    train = train if is_late else build(config, SAMPLES, None).train
     outcomes = set()
     for number in range(len(train)):
         try:
@@ -167,7 +161,7 @@ def test_an_id_of_a_pair_that_its_manifest_does_not_know(tmp_path: Path, is_late
 
 def test_an_id_that_is_a_label_alone(tmp_path: Path) -> None:
     prefix = write_pair(tmp_path / "samples", [[SEQ_LENGTH + 1]])
-    train = build(DataConfig(train_data=[prefix])).train
+    train = build(DataConfig(train_data=[prefix]), SAMPLES, None).train
     foreign(Path(f"{prefix}.bin"), SEQ_LENGTH)
     with refused(f"{prefix}.bin", f"token {SEQ_LENGTH} of the file, in document 0"):
         train[0]
@@ -177,7 +171,7 @@ def test_an_id_that_is_a_label_alone(tmp_path: Path) -> None:
 def test_an_id_of_a_npy_file(tmp_path: Path, dtype: str) -> None:
     path = Path(write_npy(tmp_path / "a.npy", SEQ_LENGTH, dtype=dtype))
     write_manifest(str(tmp_path / "a"), dtype=dtype, max_token_id=VOCAB_SIZE - 1)
-    train = build(DataConfig(train_data=[str(path)])).train
+    train = build(DataConfig(train_data=[str(path)]), SAMPLES, None).train
     (whole,) = find_sets(
         PerplexityConfig(sets={"own": [str(path)]}), seq_length=SEQ_LENGTH, vocab_size=VOCAB_SIZE, batch_tokens=64
     )

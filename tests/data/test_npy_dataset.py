@@ -9,7 +9,6 @@ import torch
 from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.data.npy_dataset import NpyDataset, epoch_order
 from megatron_fanformer.data.npy_files import open_npy_files
-from megatron_fanformer.errors import InputError
 from tests.data.token_making import VOCAB_SIZE, write_npy
 
 SEQ_LENGTH = 8
@@ -103,8 +102,3 @@ def test_a_pickled_dataset_draws_the_same_samples(paths: list[str]) -> None:
 def test_there_is_no_sample_outside_the_length(paths: list[str], index: int) -> None:
     with pytest.raises(IndexError):
         dataset_of(paths)[index]
-
-
-def test_files_without_a_whole_sample_are_an_input_error(paths: list[str]) -> None:
-    with pytest.raises(InputError, match=r"1 \.npy files hold 0 whole samples of 8 tokens"):
-        dataset_of(paths[1:2])

@@ -36,14 +36,19 @@ def test_numpys_own_header_is_refused_with_the_remedy(tmp_path: Path) -> None:
     assert open_npy_files([str(path)], "uint16")[0].read(0, 10).tolist() == list(range(10))
 
 
-def test_a_missing_file_is_an_input_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"a\.npy does not exist"):
-        open_npy_files([str(tmp_path / "a.npy")], "uint16")
-
-
-def test_half_a_token_is_corrupt(tmp_path: Path) -> None:
-    (tmp_path / "a.npy").write_bytes(b"abc")
-    with pytest.raises(CorruptError, match=r"a\.npy holds 3 bytes, not a multiple of 2, a token of uint16"):
+@pytest.mark.parametrize(
+    ("content", "kind", "said"),
+    [
+        (None, InputError, r"a\.npy does not exist"),
+        (b"abc", CorruptError, r"a\.npy holds 3 bytes, not a multiple of 2, a token of uint16"),
+    ],
+)
+def test_what_is_no_file_of_tokens_is_named(
+    tmp_path: Path, content: bytes | None, kind: type[Exception], said: str
+) -> None:
+    if content is not None:
+        (tmp_path / "a.npy").write_bytes(content)
+    with pytest.raises(kind, match=said):
         open_npy_files([str(tmp_path / "a.npy")], "uint16")
 
 
@@ -63,14 +68,6 @@ def test_a_file_cut_off_while_it_is_read_is_corrupt(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:10])
     with pytest.raises(CorruptError, match=r"a\.npy has become shorter"):
         file.read(0, 10)
-
-
-def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    np.array([3, 700, 5], "<u2").tofile(tmp_path / "a.npy")
-    files = open_npy_files([str(tmp_path / "a.npy")], "uint16")
-    check_npy_ids(files, 701)
-    with pytest.raises(InputError, match=r"a\.npy holds token id 700, outside the vocabulary of 700"):
-        check_npy_ids(files, 700)
 
 
 def test_the_manifests_largest_id_is_believed(tmp_path: Path) -> None:

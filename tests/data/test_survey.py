@@ -1,7 +1,5 @@
 """What is found of token files in one pass, and what follows from it for megatron-core."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,19 +10,8 @@ from megatron_fanformer.data.sample_counts import TRAIN, VALIDATION, SampleCount
 from megatron_fanformer.data.survey import survey_data
 from megatron_fanformer.data.token_files import CHECKED_ENTRIES, read_index
 from megatron_fanformer.errors import InputError
+from tests.data.test_blends import SPLITS
 from tests.data.token_making import write_npy, write_pair
-
-SPLITS = ["99,1,0", "969,30,1", "8,2", ".7,.2,.1", "1,1,1", "999.9,.1", "33.3,33.3,33.4", "50,50,0"]
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_the_parts_of_a_split_are_megatrons(split: str) -> None:
-    from megatron.core.datasets.blended_megatron_dataset_config import (
-        convert_split_vector_to_split_matrix,
-        parse_and_normalize_split,
-    )
-
-    assert split_bounds(split) == convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
 
 
 @pytest.mark.parametrize("block", [7, CHECKED_ENTRIES])
@@ -50,7 +37,7 @@ def test_each_file_is_looked_at_once_however_often_it_is_named(tmp_path: Path, m
     npy = write_npy(tmp_path / "a.npy", 100)
     seen: list[str] = []
 
-    def read(prefix: str, parts: list[tuple[float, float]]) -> object:
+    def read(prefix: str, parts: dict[int, tuple[float, float]]) -> object:
         seen.append(prefix)
         return read_index(prefix, parts)
 
@@ -65,16 +52,7 @@ def test_a_part_without_documents_is_told_of_the_part_that_is_drawn_alone(tmp_pa
     prefix = write_pair(tmp_path / "samples", [[90], [80]])
     counts = SampleCounts(survey_data(DataConfig(train_data=[prefix], split="1,1,0")), 16)
     blend = survey_data(DataConfig(train_data=[prefix])).train
-    assert counts.of_pairs(blend, {TRAIN: 3, VALIDATION: 2}, is_split=True).requested == [3, 2, 0]
+    assert counts.of_pairs(blend, {TRAIN: 3, VALIDATION: 2}, is_split=True)[1] == [3, 2, 0]
     config = DataConfig(train_data=[prefix], split="99,1,0")
     with pytest.raises(InputError, match="none is left for validation"):
         SampleCounts(survey_data(config), 16).check(config, train_samples=3, valid_samples=2)
-
-
-def test_nothing_of_it_imports_torch() -> None:
-    """A missing file is told before torch, which takes seconds, is there."""
-    code = (
-        "import sys, megatron_fanformer.data.sample_counts, megatron_fanformer.training.run_log\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

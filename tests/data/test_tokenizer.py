@@ -57,14 +57,11 @@ def test_runs_of_spaces_become_pieces(small: Tokenizer) -> None:
 
 def test_the_end_of_text_is_never_matched_in_a_text(small: Tokenizer) -> None:
     assert small.eod_id not in small.encode("a<|endoftext|>b")
+    assert small.vocab_size == 600  # as asked for
 
 
 def test_a_batch_is_its_texts_one_by_one(small: Tokenizer, sample_texts: list[str]) -> None:
     assert small.encode_batch(sample_texts[:3]) == [small.encode(text) for text in sample_texts[:3]]
-
-
-def test_training_gives_the_size_asked_for(small: Tokenizer) -> None:
-    assert small.vocab_size == 600
 
 
 def test_too_little_text_for_the_vocabulary_is_an_input_error(tmp_path: Path) -> None:
@@ -115,11 +112,8 @@ def test_a_folder_stands_for_the_tokenizer_it_holds(small_tokenizer_file: Path) 
     assert load_tokenizer(small_tokenizer_file.parent).path == small_tokenizer_file
 
 
-def test_a_stated_end_of_text_overrides(olmo_tokenizer_file: Path) -> None:
-    assert load_tokenizer(olmo_tokenizer_file, eod_id=1).eod_id == 1
-
-
-def test_a_stated_end_of_text_outside_the_vocabulary_is_an_input_error(small_tokenizer_file: Path) -> None:
+def test_a_stated_end_of_text_overrides_if_it_is_in_the_vocabulary(small_tokenizer_file: Path) -> None:
+    assert load_tokenizer(small_tokenizer_file, eod_id=5).eod_id == 5
     with pytest.raises(InputError, match="eod_id 600"):
         load_tokenizer(small_tokenizer_file, eod_id=600)
 

@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
+from megatron_fanformer.data.config import DataConfig
+from megatron_fanformer.data.datasets import Datasets, build_datasets
 from megatron_fanformer.data.manifest import (
     FileRecord,
     PartManifest,
@@ -37,6 +41,19 @@ def write_npy(path: Path, tokens: int, *, seed: int = 0, dtype: str = "<u2") -> 
     """A headerless file of random ids; returns its path."""
     random_ids(tokens, seed=seed).astype(dtype).tofile(path)
     return str(path)
+
+
+def build(
+    config: DataConfig, train_samples: int = 50, valid_samples: int | None = 8, *, seq_length: int = 64, seed: int = 1
+) -> Datasets:
+    """The datasets of a configuration, without a survey from before."""
+    sizes: dict[str, Any] = {"train_samples": train_samples, "valid_samples": valid_samples}
+    return build_datasets(config, seq_length=seq_length, seed=seed, vocab_size=VOCAB_SIZE, eod_id=1, **sizes)
+
+
+def drawn(dataset: Any, samples: int) -> torch.Tensor:
+    """[samples, seq_length], their tokens."""
+    return torch.stack([dataset[sample]["tokens"] for sample in range(samples)])
 
 
 def raw_tokens(prefix: str, first: int, length: int, *, dtype: str = "<u2") -> list[int]:

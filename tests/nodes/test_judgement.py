@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from megatron_fanformer.nodes.facts import DRIVER, Facts, Gpu, facts_from_plain
-from megatron_fanformer.nodes.judgement import Links, Rules, judge
+from megatron_fanformer.nodes.judgement import Links, judge
 from megatron_fanformer.nodes.links import rounds
+from megatron_fanformer.nodes.verb import CheckConfig
 
 GPU = Gpu(name="H100", flops_per_second=700e12, clock_mhz=1500)
 VERSIONS = {"torch": "2.13.0", "NCCL": "2.27.3"}
@@ -38,7 +39,7 @@ def slow(**changes: Any) -> dict[str, Any]:
 )
 def test_the_node_that_differs_is_named_and_no_other(changes: dict[str, Any], named: str) -> None:
     found = {number: node(number, **(changes if number == SICK else {})) for number in range(4)}
-    verdicts = judge(found, {}, Rules())
+    verdicts = judge(found, {}, CheckConfig())
     assert [number for number, verdict in verdicts.items() if not verdict.is_healthy] == [SICK]
     [problem] = verdicts[SICK].problems
     assert problem.startswith(named)
@@ -49,21 +50,21 @@ def test_the_node_that_differs_is_named_and_no_other(changes: dict[str, Any], na
 def test_a_node_without_nvidia_smi_is_not_blamed_for_the_driver_it_cannot_tell() -> None:
     told = {**VERSIONS, DRIVER: "580.95.05"}
     found = {number: node(number, versions=told if number == SICK else VERSIONS) for number in range(4)}
-    assert all(verdict.is_healthy for verdict in judge(found, {}, Rules()).values())
+    assert all(verdict.is_healthy for verdict in judge(found, {}, CheckConfig()).values())
     found |= {number: node(number, versions={**told, DRIVER: "570.1"}) for number in (0, 1)}
-    assert [number for number, verdict in judge(found, {}, Rules()).items() if not verdict.is_healthy] == [SICK]
+    assert [number for number, verdict in judge(found, {}, CheckConfig()).items() if not verdict.is_healthy] == [SICK]
 
 
 @pytest.mark.parametrize("changes", [slow(flops_per_second=600e12), slow(clock_mhz=1280)])
 def test_what_is_within_the_tolerance_is_healthy(changes: dict[str, Any]) -> None:
     found = {number: node(number, **(changes if number == SICK else {})) for number in range(4)}
-    assert all(verdict.is_healthy for verdict in judge(found, {}, Rules()).values())
+    assert all(verdict.is_healthy for verdict in judge(found, {}, CheckConfig()).values())
 
 
 def test_of_two_processors_the_slower_one_is_named() -> None:
     found = {number: node(number, gpus=[], flops_per_second=rate) for number, rate in enumerate((80e9, 100e9))}
-    assert [verdict.is_healthy for verdict in judge(found, {}, Rules()).values()] == [False, True]
-    assert all(verdict.is_healthy for verdict in judge(found, {}, Rules(tolerance=0.75)).values())
+    assert [verdict.is_healthy for verdict in judge(found, {}, CheckConfig()).values()] == [False, True]
+    assert all(verdict.is_healthy for verdict in judge(found, {}, CheckConfig(tolerance=0.75)).values())
 
 
 def ring(rates: list[float]) -> dict[int, Links]:
@@ -78,9 +79,9 @@ def ring(rates: list[float]) -> dict[int, Links]:
 @pytest.mark.parametrize(
     ("rates", "least", "sick"),
     [
-        ([50e9, 50e9, 50e9, 50e9], 45e9, []),
-        ([50e9, 20e9, 20e9, 50e9], 45e9, [2]),  # both links of node 2
-        ([50e9, 20e9, 50e9, 50e9], 45e9, []),  # one link: the nodes' other ones are as they should be
+        ([50e9, 50e9, 50e9, 50e9], 45, []),
+        ([50e9, 20e9, 20e9, 50e9], 45, [2]),  # both links of node 2
+        ([50e9, 20e9, 50e9, 50e9], 45, []),  # one link: the nodes' other ones are as they should be
         ([50e9, 20e9, 20e9, 50e9], None, [2]),
         ([50e9, 30e9, 30e9, 50e9], None, []),
         ([50e9, 0.0, 0.0, 50e9], None, [2]),
@@ -88,7 +89,7 @@ def ring(rates: list[float]) -> dict[int, Links]:
     ],
 )
 def test_a_node_is_held_to_the_better_of_its_links(rates: list[float], least: float | None, sick: list[int]) -> None:
-    verdicts = judge({number: node(number) for number in range(4)}, ring(rates), Rules(minimum_bandwidth=least))
+    verdicts = judge({number: node(number) for number in range(4)}, ring(rates), CheckConfig(minimum_bandwidth=least))
     assert [number for number, verdict in verdicts.items() if not verdict.is_healthy] == sick
     assert all("see its network" in verdicts[number].problems[0] for number in sick)
 
@@ -106,6 +107,6 @@ def test_each_neighbour_is_met_once_and_one_at_a_time(count: int) -> None:
 
 
 def test_facts_survive_their_message() -> None:
-    assert facts_from_plain(node(1, shared_file="/a", shared_text="b").as_plain()) == node(
+    assert facts_from_plain(dataclasses.asdict(node(1, shared_file="/a", shared_text="b"))) == node(
         1, shared_file="/a", shared_text="b"
     )

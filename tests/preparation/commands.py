@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -11,18 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.small_runs import start_command
+
 # VmHWM is a peak that the kernel keeps, so that only a process's last moments can be missed.
 LOOK_SECONDS = 0.02
-
-
-def start(arguments: Sequence[str], **options: object) -> "subprocess.Popen[str]":
-    """Start `megatron-fanformer prepare` in a session (and so a process group) of its own."""
-    command = [sys.executable, "-m", "megatron_fanformer", "prepare", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True, **options
-    )  # type: ignore[call-overload]
 
 
 def kill_all(process: "subprocess.Popen[str]") -> None:
@@ -46,10 +37,10 @@ class Ended:
     """The largest sum of resident bytes seen at one moment."""
 
 
-def run(arguments: Sequence[str], *, watched: bool = False, **options: object) -> Ended:
+def run(arguments: Sequence[str], *, watched: bool = False) -> Ended:
     """Run it to its end; `watched`: see what memory it takes, for which a quarter of a core looks at all processes."""
     began = time.monotonic()
-    process = start(arguments, **options)
+    process = start_command("prepare", *arguments)
     ended = Ended(0, "", "", 0.0)
     watch = threading.Thread(target=_watch, args=(process, ended))
     if watched:

@@ -1,12 +1,12 @@
 """What the tests of the preparation share: document files, and token files made of them."""
 
 import gzip
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from tests.preparation.making import prepare_files
+from tests.preparation.making import Prepare, WriteLines, prepare_files
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,13 @@ def quick_workers(forked_workers: None) -> None:
 
 
 @pytest.fixture
-def write_lines(tmp_path: Path) -> Callable[[str, Iterable[bytes]], Path]:
+def prepare(small_tokenizer_file: Path) -> Prepare:
+    """`prepare_files` with the small tokenizer: the prefix, then each file."""
+    return lambda prefix, *files, **settings: prepare_files(str(prefix), list(files), small_tokenizer_file, **settings)
+
+
+@pytest.fixture
+def write_lines(tmp_path: Path) -> WriteLines:
     """Write lines, each ended by a line feed, to a document file of the test's folder."""
 
     def write(name: str, lines: Iterable[bytes]) -> Path:

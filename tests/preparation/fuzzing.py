@@ -7,7 +7,6 @@ which it is refused. The same seed makes the same files.
 import gzip
 import json
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,11 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fanformer.preparation import documents
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
+from megatron_fanformer.preparation.document_files import zstd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +36,8 @@ class FuzzedFile:
     lines: list[FuzzedLine]
 
 
+Maker = Callable[[random.Random], FuzzedLine]
+
 # Words on which readers of text go wrong: line ends that JSON does not know, controls, joiners, special pieces.
 WORDS = (
     *("the", "of", "and", "house", "1234", "3.14", "don't", "__init__", "(x)", "{}", "[]", "\\", '"', "'", "/"),
@@ -60,13 +57,7 @@ NAMES: tuple[tuple[str, str | None], ...] = (
 # Values of fields that nobody reads: they must not matter, however odd.
 EXTRAS = (
     *("1", "null", "[]", "{}", '"x"', "1e999", "-1E-999", "9" * 5000, "NaN", "-Infinity", '"\\ud800"', '{"text":"no"}'),
-    *(
-        '["a",{"b":[1,2,{"id":3}]}]',
-        '"\\"text\\":\\"no\\""',
-        "[" * 200 + "]" * 200,
-        '"\\u0000"',
-        '"' + "x" * 9000 + '"',
-    ),
+    *('["a",{"b":[1,2,{"id":3}]}]', '"\\"text\\":\\"no\\""', "[" * 200 + "]" * 200, '"\\u0000"', f'"{"x" * 9000}"'),
 )
 NOT_TEXTS = ("null", "1", "1.5", "true", "false", "[]", "{}", '["a"]', '{"text":"a"}', "NaN", "1e999")
 NOT_OBJECTS = ("null", "true", "1", "-1.5e3", '"text"', '{"text":"a"}'.join("[]"), "[]", "NaN", '"\\ud800"')
@@ -77,7 +68,7 @@ NOT_JSON = (
     *('{"text":"a","n":1.}', '{"text":"a","n":"\x01"}', '{"text":undefined}', "1 2", "\ufeff", "\ufeff\ufeff{}", "--"),
     *('{"text":"a","x":' + "[" * 100_000 + "]" * 100_000 + "}", "[" * 100_000, '{"a":' * 100_000, "{}{}", "\xa0"),
 )
-EMPTY_LINES = (b"", b" ", b"\t", b"  \t ", b"\r", b"\x0c")
+EMPTY_LINES = ("", " ", "\t", "  \t ", "\r", "\x0c")
 NOT_UTF8 = (b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xed\xbf\xbf", b"\xf5\x80\x80\x80", b"\xc0\x80", b"\xe2\x82", b"\x80")
 LONE_SURROGATES = ("\\ud800", "\\udfff", "\\ud800\\ud800", "\\udc00\\ud800", "\\ud83dx", "\\ud83d\\u0041")
 
@@ -136,30 +127,13 @@ def _other_members(chance: random.Random) -> FuzzedLine:
     return FuzzedLine(data=_object(chance, [*near, *_named(chance)[0]]), reason=documents.NO_TEXT_FIELD)
 
 
-def _not_text(chance: random.Random) -> FuzzedLine:
-    # No extras: a number that Python does not read would make it another reason's.
-    return FuzzedLine(data=b'{"text": %s}' % chance.choice(NOT_TEXTS).encode(), reason=documents.TEXT_NOT_A_STRING)
-
-
-def _empty_text(chance: random.Random) -> FuzzedLine:
-    return FuzzedLine(data=b'{"id": "1", "text": ""}', reason=documents.EMPTY_TEXT)
-
-
-def _not_an_object(chance: random.Random) -> FuzzedLine:
-    return FuzzedLine(data=chance.choice(NOT_OBJECTS).encode(), reason=documents.NOT_AN_OBJECT)
-
-
-def _not_json(chance: random.Random) -> FuzzedLine:
-    return FuzzedLine(data=chance.choice(NOT_JSON).encode(), reason=documents.NOT_JSON)
+def _one_of(lines: Sequence[str], reason: str) -> Maker:
+    return lambda chance: FuzzedLine(data=chance.choice(lines).encode(), reason=reason)
 
 
 def _cut_short(chance: random.Random) -> FuzzedLine:
     whole = json.dumps({"id": "1", "text": some_text(chance)}).encode()
     return FuzzedLine(data=whole[: chance.randrange(1, len(whole))], reason=documents.NOT_JSON)
-
-
-def _empty_line(chance: random.Random) -> FuzzedLine:
-    return FuzzedLine(data=chance.choice(EMPTY_LINES), reason=documents.EMPTY_LINE)
 
 
 def _not_utf8(chance: random.Random) -> FuzzedLine:
@@ -176,19 +150,19 @@ def _lone_surrogate(chance: random.Random) -> FuzzedLine:
     return FuzzedLine(data=data, reason=documents.UNPAIRED_SURROGATE)
 
 
-Maker = Callable[[random.Random], FuzzedLine]
 # How often, in a hundred lines.
 KINDS: dict[Maker, int] = {
     _document: 60,
     _document_of_two_texts: 3,
     _pair_of_surrogates: 2,
     _other_members: 4,
-    _not_text: 4,
-    _empty_text: 3,
-    _not_an_object: 3,
-    _not_json: 4,
+    # No extras: a number that Python does not read would make it another reason's.
+    _one_of([f'{{"text": {value}}}' for value in NOT_TEXTS], documents.TEXT_NOT_A_STRING): 4,
+    _one_of(['{"id": "1", "text": ""}'], documents.EMPTY_TEXT): 3,
+    _one_of(NOT_OBJECTS, documents.NOT_AN_OBJECT): 3,
+    _one_of(NOT_JSON, documents.NOT_JSON): 4,
     _cut_short: 4,
-    _empty_line: 5,
+    _one_of(EMPTY_LINES, documents.EMPTY_LINE): 5,
     _not_utf8: 4,
     _unread_bytes: 1,
     _lone_surrogate: 3,

@@ -1,6 +1,7 @@
 """Makes documents and token files for the tests of the data room."""
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,3 +22,7 @@ def prepare_files(
     settings = {"workers": 1, **settings}
     inputs = tuple(map(str, files))
     return prepare(PrepareConfig(inputs=inputs, output=prefix, tokenizer=str(tokenizer), **settings), progress)
+
+
+Prepare = Callable[..., PrepareReport]
+WriteLines = Callable[[str, Iterable[bytes]], Path]

@@ -1,11 +1,9 @@
 """Conversations to token files: each line accounted for, cut or dropped, in both forms, as OLMo's script has them."""
 
 import json
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pyarrow
 import pytest
@@ -14,19 +12,17 @@ from tokenizers import Tokenizer as Library
 
 from megatron_fanformer.data.chat_files import open_chats
 from megatron_fanformer.data.chat_template import OLMO_TEMPLATE, ChatTemplate, encode_chat
-from megatron_fanformer.data.manifest import ChatSettings
+from megatron_fanformer.data.manifest import ChatSettings, Settings
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation import chats, documents
-from megatron_fanformer.preparation.chats import Chat, ChatParser, ChatRows
-from megatron_fanformer.preparation.document_files import DocumentFile, LineBlock
+from megatron_fanformer.preparation.chats import Chat, ChatParser, chat_columns
+from megatron_fanformer.preparation.document_files import DocumentFile, parse_block
 from megatron_fanformer.preparation.documents import Refusal
 from megatron_fanformer.preparation.encoding import ChatEncoder
 from megatron_fanformer.preparation.id_encoders import choose_encoder
 from tests.data.chat_making import Messages, made_up_chats
-from tests.preparation.making import prepare_files
-
-WriteLines = Callable[[str, Iterable[bytes]], Path]
+from tests.preparation.making import Prepare, WriteLines, prepare_files
 
 USER, ANSWER = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
 OLMO: dict[str, Any] = {"chat": True, "chat_template": "olmo"}
@@ -93,8 +89,8 @@ def test_rows_of_parquet_are_what_the_same_lines_are(tmp_path: Path, write_lines
     """Also where a row has no messages, an unknown role, or fields of tools, which are null."""
 
     def parsed(path: Path) -> list[Any]:
-        blocks = [block.parse(ChatParser()) for block in DocumentFile(path, ChatRows()).blocks()]
-        return [entry for block in blocks for entry in (*block.documents, *block.refusals)]
+        blocks = DocumentFile(path, chat_columns).blocks()
+        return [entry for block in blocks for entry in parse_block(block, ChatParser())]
 
     rows = [{"id": str(n), "messages": messages, "other": n} for n, messages in enumerate(made_up_chats(40))]
     rows += [
@@ -107,7 +103,7 @@ def test_rows_of_parquet_are_what_the_same_lines_are(tmp_path: Path, write_lines
     parquet.write_table(pyarrow.Table.from_pylist(rows, pyarrow.schema(kinds.items())), tmp_path / "chats.parquet")
     found = parsed(tmp_path / "chats.parquet")
     assert found == parsed(lines) and len(found) == len(rows)
-    assert found[-2:] == [(40, chats.NO_MESSAGES_FIELD), (41, chats.UNKNOWN_ROLE)]
+    assert found[-2:] == [Refusal(chats.NO_MESSAGES_FIELD), Refusal(chats.UNKNOWN_ROLE)]
 
 
 # -- prepared
@@ -156,7 +152,7 @@ def test_the_npy_form_is_what_olmos_script_writes(
 
 
 def test_the_ledger_accounts_for_every_line(
-    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
+    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path, prepare: Prepare
 ) -> None:
     """No conversation may be longer than a sum with its answer, as a question of ten words is."""
     template = ChatTemplate(OLMO_TEMPLATE, {"eos_token": "<|endoftext|>"})
@@ -172,7 +168,7 @@ def test_the_ledger_accounts_for_every_line(
     ):
         outcomes = ["whole", chats.NO_ASSISTANT_TURN, *of_longer, "whole", documents.NOT_JSON]
         config = {**OLMO, "max_tokens": whole, "too_long": too_long}
-        report = prepare_files(str(tmp_path / too_long), [file], small_tokenizer_file, **config)
+        report = prepare(tmp_path / too_long, file, **config)
         rows = parquet.read_table(tmp_path / f"{too_long}.ledger.parquet").to_pylist()
         assert [row["outcome"] for row in rows] == outcomes
         assert [row["line"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -186,17 +182,14 @@ def test_the_ledger_accounts_for_every_line(
 
 def test_the_last_turn_alone_may_be_learned(small_tokenizer_file: Path) -> None:
     choice = choose_encoder(load_tokenizer(small_tokenizer_file), "sentencepiece", 0)
-    block = LineBlock(b"\n".join(as_lines(made_up_chats(50))))
-    settings = ChatSettings(
-        template=OLMO_TEMPLATE,
-        template_variables={"eos_token": "<|endoftext|>"},
-        learn="all",
-        max_tokens=None,
-        too_long="cut",
-        pad_id=None,
+    block = b"\n".join(as_lines(made_up_chats(50)))
+    options = {"template": OLMO_TEMPLATE, "template_variables": {"eos_token": "<|endoftext|>"}, "too_long": "cut"}
+    every, last = (
+        ChatEncoder(choice, Settings(text_field="", dtype="uint16", chat=settings)).encode(0, block)
+        for settings in (
+            ChatSettings(learn=learn, max_tokens=None, pad_id=None, **options) for learn in ("all", "last")
+        )
     )
-    every = ChatEncoder(choice, settings, "uint16").encode(0, block)
-    last = ChatEncoder(choice, msgspec.structs.replace(settings, learn="last"), "uint16").encode(0, block)
     assert every.learned is not None and last.learned is not None
     assert (every.tokens == last.tokens).all() and len(every.lengths) == 50
     for end, length in zip(np.cumsum(every.lengths), every.lengths, strict=True):
@@ -208,14 +201,14 @@ def test_the_last_turn_alone_may_be_learned(small_tokenizer_file: Path) -> None:
 
 @pytest.mark.parametrize("form", ["megatron", pytest.param("npy", marks=pytest.mark.full)])
 def test_the_bytes_do_not_depend_on_the_number_of_workers(
-    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path, form: str
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, form: str
 ) -> None:
     lines = as_lines(made_up_chats(600))
     files = [write_lines(f"{n}.jsonl.gz", [*lines[n::2], b"{"]) for n in range(2)]
     for workers in (1, 3):  # three: two threads for one of the files
         prefix = str(tmp_path / str(workers) / "chats")
         config = {**OLMO, "max_tokens": 300}
-        prepare_files(prefix, files, small_tokenizer_file, format=form, workers=workers, **config)
+        prepare(prefix, *files, format=form, workers=workers, **config)
     first, second = (
         {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         for folder in (tmp_path / "1", tmp_path / "3")
@@ -252,22 +245,22 @@ def test_gigatoken_gives_the_same_bytes(tmp_path: Path, write_lines: WriteLines,
     ],
 )
 def test_wrong_options_are_one_line_and_leave_nothing(
-    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path, settings: dict[str, Any], said: str
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, settings: dict[str, Any], said: str
 ) -> None:
     file = write_lines("chats.jsonl", as_lines([[USER, ANSWER]]))
     with pytest.raises(InputError, match=said) as error:
-        prepare_files(str(tmp_path / "out" / "x"), [file], small_tokenizer_file, **{**OLMO, **settings})
+        prepare(tmp_path / "out" / "x", file, **{**OLMO, **settings})
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_prefix_with_another_template_or_with_documents_is_not_prepared_again(
-    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare
 ) -> None:
     file = write_lines("chats.jsonl", as_lines([[USER, ANSWER]]))
     prefix = str(tmp_path / "x")
-    prepare_files(prefix, [file], small_tokenizer_file, **OLMO)
-    assert prepare_files(prefix, [file], small_tokenizer_file, **OLMO).already_there
+    prepare(prefix, file, **OLMO)
+    assert prepare(prefix, file, **OLMO).already_there
     (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
     for chat, said in (
         ({"chat": True, "chat_template": str(tmp_path / "t.jinja")}, "with another chat template"),
@@ -275,14 +268,12 @@ def test_a_prefix_with_another_template_or_with_documents_is_not_prepared_again(
         ({}, "with conversations and not documents"),
     ):
         with pytest.raises(InputError, match=said):
-            prepare_files(prefix, [file], small_tokenizer_file, **chat)
+            prepare(prefix, file, **chat)
 
 
-def test_inputs_without_any_conversation_are_refused(
-    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
-) -> None:
+def test_inputs_without_any_conversation_are_refused(tmp_path: Path, write_lines: WriteLines, prepare: Prepare) -> None:
     file = write_lines("chats.jsonl", as_lines([[USER, ANSWER]]))
     (tmp_path / "t.jinja").write_text("{{ raise_exception('never') }}")
     config: dict[str, Any] = {"chat": True, "chat_template": str(tmp_path / "t.jinja")}
     with pytest.raises(InputError, match="hold no conversation: 1 lines read, refused: 1 refused by the template"):
-        prepare_files(str(tmp_path / "x"), [file], small_tokenizer_file, **config)
+        prepare(tmp_path / "x", file, **config)

@@ -1,8 +1,7 @@
 import gzip
 import hashlib
-import sys
 import tracemalloc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,17 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.preparation import document_files, documents
-from megatron_fanformer.preparation.document_files import DocumentFile, read_documents
-from megatron_fanformer.preparation.documents import DocumentParser, DocumentRules, Refusal
-from tests.preparation.making import as_line
+from megatron_fanformer.preparation.document_files import DocumentFile, parse_block, read_documents, zstd
+from megatron_fanformer.preparation.documents import DocumentParser, Refusal
+from tests.preparation.making import WriteLines, as_line
 
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
 
-WriteLines = Callable[[str, Iterable[bytes]], Path]
-PARSER = DocumentParser(DocumentRules())
+def parsed_blocks(path: Path, *block_bytes: int) -> list[list[Any]]:
+    """What is on the lines of each block."""
+    return [parse_block(block, DocumentParser()) for block in DocumentFile(path).blocks(*block_bytes)]
 
 
 def compress_zstd(data: bytes) -> bytes:
@@ -33,34 +30,19 @@ def compress_zstd(data: bytes) -> bytes:
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "zst": compress_zstd}
 
 
-@pytest.mark.parametrize("kind", ["gz", "zst"])
-def test_all_members_of_a_concatenated_file_are_read(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / f"two.jsonl.{kind}"
-    path.write_bytes(b"".join(COMPRESS[kind](as_line(text) + b"\n") for text in ("one", "two")))
-    assert list(read_documents(path)) == ["one", "two"]
-
-
 def test_lines_longer_than_a_block_stay_whole(write_lines: WriteLines) -> None:
     lines = [as_line("x" * length) for length in (1, 500, 3, 1000)]
     path = write_lines("long.jsonl.gz", lines)
-    texts = [document.text for block in DocumentFile(path).blocks(64) for document in block.parse(PARSER).documents]
+    texts = [document.text for block in parsed_blocks(path, 64) for document in block]
     assert texts == ["x" * length for length in (1, 500, 3, 1000)]
 
 
-def test_a_last_line_without_line_end_counts(tmp_path: Path) -> None:
-    path = tmp_path / "open.jsonl"
-    path.write_bytes(as_line("a") + b"\n" + as_line("b"))
-    assert list(read_documents(path)) == ["a", "b"]
-
-
-def test_bytes_and_hash_are_those_of_the_file_on_disk(write_lines: WriteLines) -> None:
-    path = write_lines("a.jsonl.gz", [as_line("text")] * 1000)
-    file = DocumentFile(path)
-    list(file.blocks())
-    assert (file.bytes_read, file.sha256) == (
-        path.stat().st_size,
-        hashlib.sha256(path.read_bytes()).hexdigest(),
-    )
+def test_bytes_and_hash_are_those_of_the_file_on_disk(tmp_path: Path, write_lines: WriteLines) -> None:
+    lines = write_lines("a.jsonl.gz", [as_line("text")] * 1000)
+    for path in (lines, write_parquet(tmp_path / "a.parquet", {"text": ["a"] * 1000})):
+        file = DocumentFile(path)
+        list(file.blocks())
+        assert (file.bytes_read, file.sha256) == (path.stat().st_size, sha256_of(path))
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
@@ -88,12 +70,8 @@ def test_a_line_over_the_limit_is_refused_and_the_next_one_read(
     path = tmp_path / "long.jsonl"
     path.write_bytes(b"\n".join([as_line("a"), as_line("x" * 30_000), as_line("b"), as_line("y" * 30_000)]))
     refused = Refusal(documents.TOO_LONG_A_LINE)
-    texts = [
-        (document.text for document in parsed.documents) if parsed.documents else parsed.refusals
-        for block in DocumentFile(path).blocks(1000)
-        for parsed in [block.parse(PARSER)]
-    ]
-    assert [list(part) for part in texts] == [["a"], [(0, refused.reason)], ["b"], [(0, refused.reason)]]
+    ([a], first, [b], second) = parsed_blocks(path, 1000)
+    assert (a.text, first, b.text, second) == ("a", [refused], "b", [refused])
 
 
 def test_a_compressed_bomb_is_refused_within_bounded_memory(tmp_path: Path) -> None:
@@ -121,8 +99,8 @@ def test_a_parquet_row_is_a_line(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", {"other": [1, 2, 3, 4], "text": texts, "id": ["a", "b", "c", "d"]})
     refusals = [Refusal(documents.TEXT_NOT_A_STRING), Refusal(documents.EMPTY_TEXT)]
     assert list(read_documents(path)) == ["one", *refusals, "two\ttwo"]
-    parsed = [block.parse(PARSER) for block in DocumentFile(path).blocks()]
-    assert [document.id for part in parsed for document in part.documents] == ["a", "d"]
+    [rows] = parsed_blocks(path)
+    assert (rows[0].id, rows[3].id) == ("a", "d")
 
 
 def test_parquet_text_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
@@ -152,9 +130,9 @@ def test_rows_that_may_repeat_a_large_dictionary_come_in_smaller_blocks(
     """A few bytes of a file repeat such a value any number of times."""
     values = pyarrow.array(["x" * 1000] * 500).dictionary_encode()
     path = write_parquet(tmp_path / "a.parquet", {"text": values})
-    assert [len(block.parse(PARSER).documents) for block in DocumentFile(path).blocks()] == [256, 244]
+    assert [*map(len, parsed_blocks(path))] == [256, 244]
     monkeypatch.setattr(document_files, "REPEATED_BYTES_A_BLOCK", 200_000)
-    parts = [len(block.parse(PARSER).documents) for block in DocumentFile(path).blocks()]
+    parts = [*map(len, parsed_blocks(path))]
     assert sum(parts) == 500 and 150 <= max(parts) <= 200  # a dictionary of 1,000 bytes and its length
 
 
@@ -171,13 +149,6 @@ def test_a_damaged_parquet_file_is_corrupt_and_named(tmp_path: Path, damage: str
     path.write_bytes(data)
     with pytest.raises(CorruptError, match=r"a\.parquet"):
         list(read_documents(path))
-
-
-def test_a_parquet_files_bytes_and_hash_are_those_on_disk(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", {"text": ["a"] * 1000})
-    file = DocumentFile(path)
-    list(file.blocks())
-    assert (file.bytes_read, file.sha256) == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def test_a_zstd_window_beyond_the_memory_bound_is_told_apart_from_damage(tmp_path: Path) -> None:

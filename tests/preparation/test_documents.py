@@ -2,9 +2,9 @@ import pytest
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.preparation import documents
-from megatron_fanformer.preparation.documents import Document, DocumentParser, DocumentRules, Refusal
+from megatron_fanformer.preparation.documents import Document, DocumentParser, Refusal
 
-PARSER = DocumentParser(DocumentRules())
+PARSER = DocumentParser()
 
 
 def text_of(outcome: Document | Refusal) -> str:
@@ -46,14 +46,12 @@ def test_a_documents_text_comes_out_as_it_is(line: bytes, text: str) -> None:
 
 
 def test_the_text_field_has_the_name_that_is_asked_for() -> None:
-    assert (
-        text_of(DocumentParser(DocumentRules(text_field="content")).parse(b'{"text": "no", "content": "yes"}')) == "yes"
-    )
+    assert text_of(DocumentParser("content").parse(b'{"text": "no", "content": "yes"}')) == "yes"
 
 
 def test_a_text_field_that_no_json_key_can_match_is_an_input_error() -> None:
     with pytest.raises(InputError, match="text_field"):
-        DocumentParser(DocumentRules(text_field='a"b'))
+        DocumentParser('a"b')
 
 
 @pytest.mark.parametrize(
@@ -73,7 +71,7 @@ def test_id_and_source_are_kept_as_text(fields: bytes, id: str | None, source: s
 
 @pytest.mark.parametrize("field", ["id", "source"])
 def test_the_text_may_stand_in_the_field_of_id_or_source(field: str) -> None:
-    parser = DocumentParser(DocumentRules(text_field=field))
+    parser = DocumentParser(field)
     assert text_of(parser.parse(b'{"%s": "the text"}' % field.encode())) == "the text"
 
 
@@ -89,6 +87,6 @@ def test_the_text_may_stand_in_the_field_of_id_or_source(field: str) -> None:
     ],
 )
 def test_documents_are_let_in_by_length_and_source(text: str, source: str | None, reason: str | None) -> None:
-    parser = DocumentParser(DocumentRules(min_length=3, max_length=6, sources=frozenset({"web", "wiki"})))
+    parser = DocumentParser(min_length=3, max_length=6, sources=["web", "wiki"])
     expected = Document(text, None, source) if reason is None else Refusal(reason)
     assert parser.judge(text, None, source) == expected

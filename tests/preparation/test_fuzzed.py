@@ -16,7 +16,7 @@ from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.preparation import document_files, documents
 from tests.preparation import commands, fuzzing
 from tests.preparation.fuzzing import FuzzedFile, FuzzedLine
-from tests.preparation.making import as_line, prepare_files
+from tests.preparation.making import Prepare, as_line
 
 Row = tuple[str, int, str | None, str | None, str]
 
@@ -71,12 +71,12 @@ def assert_all_accounted_for(files: Sequence[FuzzedFile], prefix: str, tokenizer
 
 @pytest.mark.parametrize(("backend", "workers"), [("sentencepiece", 2), ("gigatoken", 1)])
 def test_every_line_of_a_fuzzed_corpus_is_accounted_for(
-    tmp_path: Path, small_tokenizer_file: Path, backend: str, workers: int
+    tmp_path: Path, small_tokenizer_file: Path, prepare: Prepare, backend: str, workers: int
 ) -> None:
     files = fuzzing.write_fuzzed(tmp_path, LINES // 2, seed=workers)
     prefix = str(tmp_path / "out" / "tokens")
     paths = [file.path for file in files]
-    prepare_files(prefix, paths, small_tokenizer_file, backend=backend, workers=workers)
+    prepare(prefix, *paths, backend=backend, workers=workers)
     assert_all_accounted_for(files, prefix, small_tokenizer_file)
 
 
@@ -94,7 +94,7 @@ def test_the_fuzz_holds_every_reason() -> None:
 )
 def test_a_line_of_millions_of_objects_is_not_built(start: bytes) -> None:
     line = start + b"{}," * 4_000_000 + b"1]}"
-    parser = documents.DocumentParser(documents.DocumentRules())
+    parser = documents.DocumentParser()
     tracemalloc.start()
     outcome = parser.parse(line)
     peak = tracemalloc.get_traced_memory()[1]
@@ -104,7 +104,7 @@ def test_a_line_of_millions_of_objects_is_not_built(start: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", [pytest.param("gz", marks=pytest.mark.full), "zst"])
-def test_bombs_cost_a_line_or_their_lines(tmp_path: Path, small_tokenizer_file: Path, kind: str) -> None:
+def test_bombs_cost_a_line_or_their_lines(tmp_path: Path, prepare: Prepare, kind: str) -> None:
     write = fuzzing.write_gzip_bomb if kind == "gz" else fuzzing.write_zstd_bomb
     size = 2 * document_files.MAX_LINE_BYTES >> 20
     write(tmp_path / f"a.jsonl.{kind}", b"a" * (1 << 20), size)
@@ -113,7 +113,7 @@ def test_bombs_cost_a_line_or_their_lines(tmp_path: Path, small_tokenizer_file: 
     last.write_bytes(as_line("after all"))
     paths = sorted(tmp_path.glob("*.jsonl*"))
     assert sum(path.stat().st_size for path in paths) < size << 20 >> 9
-    report = prepare_files(str(tmp_path / "out"), paths, small_tokenizer_file, workers=2)
+    report = prepare(tmp_path / "out", *paths, workers=2)
     assert report.manifest.refused == {documents.TOO_LONG_A_LINE: 1, documents.EMPTY_LINE: lines}
     assert report.manifest.documents == 1
 

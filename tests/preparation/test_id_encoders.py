@@ -38,6 +38,15 @@ def rows(plan: EncoderChoice, texts: Sequence[str]) -> list[list[int]]:
     return [row.tolist() for row in np.split(ids, np.cumsum(counts)[:-1])]
 
 
+def trained(folder: Path, texts: list[str], **options: Any) -> Tokenizer:
+    """By sentencepiece, with other options than those of `train_sentencepiece`."""
+    import sentencepiece
+
+    place = {"model_prefix": str(folder / "trained"), "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), **place, **options)
+    return load_tokenizer(folder / "trained.model")
+
+
 def test_gigatoken_serves_for_both_kinds(plan: EncoderChoice) -> None:
     assert (plan.encoding.backend, plan.encoding.reason) == ("gigatoken", None)
 
@@ -91,16 +100,7 @@ def test_without_gigatoken_the_exact_library_serves(
 def test_a_tokenizer_that_gigatoken_cannot_read_goes_to_the_exact_library(
     tmp_path: Path, sample_texts: list[str]
 ) -> None:
-    import sentencepiece
-
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(" ".join(sample_texts).split(". ")),
-        model_prefix=str(tmp_path / "unigram"),
-        model_type="unigram",
-        vocab_size=400,
-        minloglevel=2,
-    )
-    tokenizer = load_tokenizer(tmp_path / "unigram.model")
+    tokenizer = trained(tmp_path, " ".join(sample_texts).split(". "), model_type="unigram", vocab_size=400)
     encoding = choose_encoder(tokenizer, "auto", MUCH).encoding
     assert encoding.backend == "sentencepiece" and "gigatoken cannot read it" in str(encoding.reason)
     with pytest.raises(InputError, match="gigatoken cannot be used"):
@@ -188,17 +188,7 @@ def test_a_long_text_has_the_same_ids_in_pieces(
 
 
 def test_a_tokenizer_that_joins_words_gets_long_texts_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sentencepiece
-
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["the end of the day is the end of the night"] * 50),
-        model_prefix=str(tmp_path / "joining"),
-        model_type="bpe",
-        vocab_size=60,
-        split_by_whitespace=False,
-        minloglevel=2,
-    )
-    monkeypatch.setattr(id_encoders, "PIECE_CHARACTERS", 10)
-    tokenizer = load_tokenizer(tmp_path / "joining.model")
     text = "the end of the day is the end of the night"
+    tokenizer = trained(tmp_path, [text] * 50, model_type="bpe", vocab_size=60, split_by_whitespace=False)
+    monkeypatch.setattr(id_encoders, "PIECE_CHARACTERS", 10)
     assert ExactEncoder(tokenizer).encode(text).tolist() == tokenizer.encode(text)

@@ -4,22 +4,21 @@ import hashlib
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.data.chat_making import made_up_chats
+from tests.disk_steps import small_files
 from tests.patience import PATIENCE_SECONDS
 from tests.preparation import commands, fuzzing
 from tests.preparation.making import as_line
+from tests.small_runs import ROOT, start_command
 
-ROOT = Path(__file__).parents[2]
 LINES = 400
 FULL_LINES = 20_000
 FULL_KILLS = 50
@@ -43,17 +42,12 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def options(tmp_path: Path, small_tokenizer_file: Path) -> list[str]:
+    """The command but for its output, of a fuzzed corpus: all its files, `.json` files too."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     fuzzing.write_fuzzed(folder, LINES, seed=5)
-    return folder
-
-
-@pytest.fixture
-def options(corpus: Path, small_tokenizer_file: Path) -> list[str]:
-    """The command but for its output: all files of the corpus, `.json` files too."""
-    return [*sorted(map(str, corpus.iterdir())), "--tokenizer", str(small_tokenizer_file)]
+    return [*sorted(map(str, folder.iterdir())), "--tokenizer", str(small_tokenizer_file)]
 
 
 def complete(options: list[str], folder: Path, workers: int = 1) -> dict[str, str]:
@@ -75,18 +69,9 @@ def chat_options(tmp_path: Path, small_tokenizer_file: Path) -> list[str]:
     return [str(folder), "--tokenizer", str(small_tokenizer_file)]
 
 
-@pytest.mark.parametrize("numbers", [(1, 3), pytest.param((1, 2, 3, 8), marks=pytest.mark.full)], ids=str)
-def test_the_bytes_do_not_depend_on_the_number_of_workers(
-    tmp_path: Path, options: list[str], numbers: tuple[int, ...]
-) -> None:
-    results = [complete([*options, *VARIANTS["parts"]], tmp_path / str(n), workers=n) for n in numbers]
-    assert "tokens.blend" in results[0]
-    assert all(result == results[0] for result in results)
-
-
 def killed_after(command: list[str], seconds: float) -> bool:
     """Start, and kill the whole run after a time; False where it had ended by itself."""
-    process = commands.start(command)
+    process = start_command("prepare", *command)
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -113,17 +98,8 @@ def assert_killed_at_steps(options: list[str], folder: Path, stride: int) -> int
     expected = complete(options, folder / "whole")
     trials = folder / "trials"
     trials.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "tests.preparation.step_killing",
-        str(trials),
-        str(stride),
-        *options,
-        "--workers",
-        "2",
-    ]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    program = [sys.executable, "-m", "tests.preparation.step_killing", str(trials), str(stride)]
+    ran = subprocess.run([*program, *options, "--workers", "2"], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     killed = int(ran.stdout.split()[-1])
     results = [hashes(trial) for trial in trials.iterdir() if trial.name != "done"]
@@ -163,7 +139,7 @@ def test_a_run_killed_before_any_step_of_its_ending_ends_with_the_same_bytes(
 
 @pytest.mark.full
 def test_another_run_of_a_prefix_is_refused_while_one_is_under_way(long_input: "LongInput") -> None:
-    first = commands.start(long_input.command)
+    first = start_command("prepare", *long_input.command)
     worker = long_input.stopped_worker(first.pid)
     second = commands.run(long_input.command)
     assert (second.code, second.errors.count("\n")) == (2, 1)
@@ -226,7 +202,7 @@ def long_input(tmp_path: Path, small_tokenizer_file: Path) -> LongInput:
 
 @pytest.mark.full  # on few documents: test_prepare.py
 def test_a_worker_that_dies_once_costs_nothing_but_time(long_input: LongInput) -> None:
-    process = commands.start(long_input.command)
+    process = start_command("prepare", *long_input.command)
     worker = long_input.stopped_worker(process.pid)
     os.kill(worker, signal.SIGKILL)
     os.kill(long_input.stopped_worker(process.pid, worker), signal.SIGCONT)
@@ -236,7 +212,7 @@ def test_a_worker_that_dies_once_costs_nothing_but_time(long_input: LongInput) -
 
 
 def test_a_file_that_kills_its_workers_is_named_at_once(long_input: LongInput) -> None:
-    process = commands.start(long_input.command)
+    process = start_command("prepare", *long_input.command)
     dead: list[int] = []
     for _ in range(2):
         dead.append(long_input.stopped_worker(process.pid, *dead))
@@ -247,7 +223,7 @@ def test_a_file_that_kills_its_workers_is_named_at_once(long_input: LongInput) -
 
 
 def test_workers_do_not_outlive_their_parent(long_input: LongInput) -> None:
-    process = commands.start(long_input.command)
+    process = start_command("prepare", *long_input.command)
     long_input.stopped_worker(process.pid)
     process.kill()
     process.wait()
@@ -256,10 +232,6 @@ def test_workers_do_not_outlive_their_parent(long_input: LongInput) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.communicate()
-
-
-def _limit_file_size(number: int) -> Callable[[], None]:
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
 
 
 @pytest.mark.parametrize("larger_than", [pytest.param("a shard", marks=pytest.mark.full), "the output"])
@@ -275,8 +247,8 @@ def test_a_full_disk_is_one_line_and_a_later_run_goes_on(
     expected = complete(options, tmp_path / "whole")
     whole = (tmp_path / "whole" / "tokens.bin").stat().st_size
     command = [*options, "--output", str(tmp_path / "out" / "tokens"), "--workers", "2"]
-    limit = _limit_file_size(whole // 16 if larger_than == "a shard" else whole // 2)
-    ended = commands.run(command, preexec_fn=limit)
+    with small_files(whole // 16 if larger_than == "a shard" else whole // 2):
+        ended = commands.run(command)
     assert (ended.code, ended.errors.count("\n")) == (1, 1), ended.errors
     assert "File too large" in ended.errors
     assert not (tmp_path / "out" / "tokens.manifest.json").exists()
@@ -297,13 +269,9 @@ def test_fifty_random_kills(tmp_path: Path, small_tokenizer_file: Path, capsys: 
     chance = random.Random(13)
     expected: dict[str, dict[str, str]] = {}
     seconds: dict[tuple[str, int], float] = {}
+    files += ["--tokenizer", str(small_tokenizer_file)]
     options = {
-        variant: [
-            *files,
-            "--tokenizer",
-            str(small_tokenizer_file),
-            *(FULL_PART if o.endswith("K") else o for o in more),
-        ]
+        variant: [*files, *(FULL_PART if word.endswith("K") else word for word in more)]
         for variant, more in VARIANTS.items()
     }
     for variant in VARIANTS:

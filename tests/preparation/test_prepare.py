@@ -1,6 +1,6 @@
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,7 @@ from megatron_fanformer.preparation.pipeline import PrepareProgress
 from megatron_fanformer.preparation.prepare import PrepareConfig, _settings
 from megatron_fanformer.preparation.work_folder import work_folder
 from tests.disk_steps import recorded_steps
-from tests.preparation.making import as_line, prepare_files
-
-WriteLines = Callable[[str, Iterable[bytes]], Path]
+from tests.preparation.making import Prepare, WriteLines, as_line, prepare_files
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -39,6 +37,17 @@ def mixed(write_lines: WriteLines) -> Path:
     """Seven lines: three documents and four refused lines."""
     lines = [as_line("one"), b"{", as_line(""), as_line("two\ttwo"), b'{"id": 1}', b"{", as_line("three")]
     return write_lines("mixed.jsonl", lines)
+
+
+@pytest.fixture
+def damaged(write_lines: WriteLines) -> Path:
+    """A hundred documents, the last of them cut off."""
+    return cut_off(write_lines("damaged.jsonl.gz", [as_line("text " * 100)] * 100))
+
+
+def cut_off(file: Path) -> Path:
+    file.write_bytes(file.read_bytes()[:-9])
+    return file
 
 
 def test_megatrons_reader_gives_every_document_and_its_end(
@@ -63,44 +72,39 @@ def test_every_sample_document_ends_with_50279_under_the_papers_tokenizer(
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(
-    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare
 ) -> None:
     long = write_lines("a.jsonl.gz", (as_line(f"{n} line\n" * 3000) for n in range(BLOCK_BYTES * 3 // 25_000)))
     mixed = write_lines("b.jsonl", [b"{" if n % 5 == 0 else as_line(f"document {n}") for n in range(2000)])
     for workers in (1, 2, 3):
         prefix = str(tmp_path / str(workers) / "tokens")
-        prepare_files(prefix, [long, mixed], small_tokenizer_file, workers=workers)
+        prepare(prefix, long, mixed, workers=workers)
     assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
 
 
-def test_lines_are_documents_or_counted_by_reason(tmp_path: Path, mixed: Path, small_tokenizer_file: Path) -> None:
-    manifest = prepare_files(str(tmp_path / "out"), [mixed], small_tokenizer_file).manifest
-    assert (manifest.lines_read, manifest.documents, manifest.refused) == (
-        7,
-        3,
-        {"empty text": 1, "no text field": 1, "not JSON": 2},
-    )
-
-
-def test_refused_lines_are_named(tmp_path: Path, mixed: Path, small_tokenizer_file: Path) -> None:
-    manifest = prepare_files(str(tmp_path / "out"), [mixed], small_tokenizer_file).manifest
+def test_lines_are_documents_or_counted_by_reason(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
+    seen: list[PrepareProgress] = []
+    manifest = prepare(tmp_path / "out", mixed, progress=seen.append).manifest
+    assert (manifest.lines_read, manifest.documents) == (7, 3)
+    assert (seen[-1].documents, seen[-1].input_bytes) == (3, mixed.stat().st_size)
+    assert manifest.refused == {"empty text": 1, "no text field": 1, "not JSON": 2}
     assert [example.line for example in manifest.refused_examples] == [2, 3, 5, 6]
 
 
 def test_a_refused_lines_number_counts_from_its_own_file_over_blocks(
-    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare
 ) -> None:
     first = write_lines("a.jsonl", [as_line("a")] * 3)
     second = write_lines("b.jsonl", [*[as_line("x" * 100_000)] * 11, b"{"])
-    manifest = prepare_files(str(tmp_path / "out"), [first, second], small_tokenizer_file).manifest
+    manifest = prepare(tmp_path / "out", first, second).manifest
     assert str(manifest.refused_examples[0]) == f"{second}:12: not JSON"
 
 
 def test_strict_stops_at_the_first_refused_line_and_leaves_nothing(
-    tmp_path: Path, mixed: Path, small_tokenizer_file: Path
+    tmp_path: Path, mixed: Path, prepare: Prepare
 ) -> None:
     with pytest.raises(InputError, match=r"mixed\.jsonl:2: not JSON"):
-        prepare_files(str(tmp_path / "new" / "out"), [mixed], small_tokenizer_file, strict=True)
+        prepare(tmp_path / "new" / "out", mixed, strict=True)
     assert not (tmp_path / "new").exists()
 
 
@@ -115,77 +119,64 @@ def test_the_manifest_tells_what_the_files_hold(token_prefix: str, sample_files:
         assert record.sha256 == sha256_of(Path(token_prefix + suffix))
 
 
-def test_the_same_preparation_again_does_nothing(tmp_path: Path, mixed: Path, small_tokenizer_file: Path) -> None:
-    prefix = str(tmp_path / "new" / "out")
-    first = prepare_files(prefix, [mixed], small_tokenizer_file)
+def test_the_same_preparation_again_does_nothing(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
+    prefix = tmp_path / "new" / "out"
+    first = prepare(prefix, mixed)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "new").iterdir()}
-    again = prepare_files(prefix, [mixed], small_tokenizer_file, workers=2)
+    os.utime(mixed, (1, 1))  # its content is the same
+    again = prepare(prefix, mixed, workers=2)
     assert (again.already_there, again.manifest) == (True, first.manifest)
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "new").iterdir()}
 
 
-def test_an_input_touched_but_unchanged_is_the_same(tmp_path: Path, mixed: Path, small_tokenizer_file: Path) -> None:
-    prefix = str(tmp_path / "out")
-    prepare_files(prefix, [mixed], small_tokenizer_file)
-    os.utime(mixed, (1, 1))
-    assert prepare_files(prefix, [mixed], small_tokenizer_file).already_there
-
-
-@pytest.mark.parametrize("change", ["text_field", "eod_id", "inputs", "content", "strict"])
+@pytest.mark.parametrize(
+    "change", ["inputs", "content", {"text_field": "content"}, {"eod_id": 5}, {"strict": True}], ids=str
+)
 def test_an_output_made_otherwise_is_refused_and_left_alone(
-    tmp_path: Path, mixed: Path, small_tokenizer_file: Path, change: str
+    tmp_path: Path, mixed: Path, write_lines: WriteLines, prepare: Prepare, change: Any
 ) -> None:
-    prefix = str(tmp_path / "new" / "out")
-    prepare_files(prefix, [mixed], small_tokenizer_file)
+    prefix = tmp_path / "new" / "out"
+    prepare(prefix, mixed)
     before = contents(tmp_path / "new")
-    inputs = [mixed]
-    settings: dict[str, object] = {}
-    if change == "inputs":
-        inputs = [tmp_path / "other.jsonl"]
-        inputs[0].write_bytes(as_line("other") + b"\n")
-    elif change == "content":
+    if change == "content":
         mixed.write_bytes(mixed.read_bytes().replace(b"one", b"1ne"))
-    else:
-        settings = {change: {"text_field": "content", "eod_id": 5, "strict": True}[change]}
+    file = write_lines("other.jsonl", [as_line("other")]) if change == "inputs" else mixed
     with pytest.raises(InputError, match="exists"):
-        prepare_files(prefix, inputs, small_tokenizer_file, **settings)
+        prepare(prefix, file, **(change if isinstance(change, dict) else {}))
     assert contents(tmp_path / "new") == before
 
 
-def test_token_files_without_a_manifest_are_never_overwritten(
-    tmp_path: Path, mixed: Path, small_tokenizer_file: Path
-) -> None:
+def test_token_files_without_a_manifest_are_never_overwritten(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
     (tmp_path / "out.bin").write_bytes(b"somebody's")
     with pytest.raises(InputError, match="no manifest of a complete preparation"):
-        prepare_files(str(tmp_path / "out"), [mixed], small_tokenizer_file)
+        prepare(tmp_path / "out", mixed)
     assert (tmp_path / "out.bin").read_bytes() == b"somebody's"
 
 
 def test_damaged_inputs_are_all_named_and_nothing_is_published(
-    tmp_path: Path, mixed: Path, write_lines: WriteLines, small_tokenizer_file: Path
+    tmp_path: Path, mixed: Path, damaged: Path, prepare: Prepare
 ) -> None:
-    damaged = [write_lines(f"damaged-{number}.jsonl.gz", [as_line("text " * 100)] * 100) for number in range(2)]
-    for path in damaged:
-        path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CorruptError, match=r"damaged-0.*truncated.*damaged-1.*truncated.*same command continues"):
-        prepare_files(str(tmp_path / "new" / "out"), [mixed, *damaged], small_tokenizer_file)
+    other = damaged.rename(tmp_path / "a.jsonl.gz")
+    damaged.write_bytes(other.read_bytes())
+    with pytest.raises(CorruptError, match=r"a\.jsonl.*truncated.*damaged.*truncated.*same command continues"):
+        prepare(tmp_path / "new" / "out", mixed, other, damaged)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["out.parts"]
 
 
 def test_once_the_damaged_input_is_mended_the_rest_is_not_done_again(
-    tmp_path: Path, mixed: Path, write_lines: WriteLines, small_tokenizer_file: Path
+    tmp_path: Path, mixed: Path, write_lines: WriteLines, prepare: Prepare
 ) -> None:
     other = write_lines("other.jsonl.gz", [as_line("text " * 100)] * 100)
     whole, times = other.read_bytes(), (1, 1)
     os.utime(other, times)
-    prepare_files(str(tmp_path / "expected" / "out"), [mixed, other], small_tokenizer_file)
-    other.write_bytes(whole[:-9])
+    prepare(tmp_path / "expected" / "out", mixed, other)
+    cut_off(other)
     with pytest.raises(CorruptError, match="truncated"):
-        prepare_files(str(tmp_path / "new" / "out"), [mixed, other], small_tokenizer_file)
+        prepare(tmp_path / "new" / "out", mixed, other)
     other.write_bytes(whole)
     os.utime(other, times)
     seen: list[PrepareProgress] = []
-    prepare_files(str(tmp_path / "new" / "out"), [mixed, other], small_tokenizer_file, progress=seen.append)
+    prepare(tmp_path / "new" / "out", mixed, other, progress=seen.append)
     assert seen[-1].input_bytes == mixed.stat().st_size + len(whole)
     assert seen[-1].text_bytes == 500 * 100  # of the other file alone: what was done before is not encoded again
     assert outputs(tmp_path / "new") == outputs(tmp_path / "expected")
@@ -199,16 +190,16 @@ def flip(file: Path) -> None:
 
 
 @pytest.fixture
-def cut_short(tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path) -> Callable[..., Any]:
+def cut_short(tmp_path: Path, write_lines: WriteLines, prepare: Prepare) -> Callable[..., Any]:
     """Prepare two inputs, of which the second is damaged and then mended; call the same command again."""
     first, second = (write_lines(f"{name}.jsonl.gz", [as_line("text " * 100)] * 100) for name in ("first", "second"))
 
     def prepare_them(**settings: Any) -> Any:
-        return prepare_files(str(tmp_path / "new" / "out"), [first, second], small_tokenizer_file, **settings)
+        return prepare(tmp_path / "new" / "out", first, second, **settings)
 
     def start(**settings: Any) -> Callable[[], Any]:
         whole = second.read_bytes()
-        second.write_bytes(whole[:-9])
+        cut_off(second)
         with pytest.raises(CorruptError, match="truncated"):
             prepare_them(**settings)
         second.write_bytes(whole)
@@ -218,13 +209,13 @@ def cut_short(tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Pat
 
 
 def test_a_shard_that_was_damaged_meanwhile_is_made_again(
-    tmp_path: Path, cut_short: Callable[..., Any], small_tokenizer_file: Path
+    tmp_path: Path, cut_short: Callable[..., Any], prepare: Prepare
 ) -> None:
     again = cut_short()
     flip(tmp_path / "new" / "out.parts" / "000000.tokens")
     again()
     inputs = sorted(tmp_path.glob("*.jsonl.gz"))
-    prepare_files(str(tmp_path / "expected" / "out"), inputs, small_tokenizer_file)
+    prepare(tmp_path / "expected" / "out", *inputs)
     assert outputs(tmp_path / "new")["out.bin"] == outputs(tmp_path / "expected")["out.bin"]
 
 
@@ -245,19 +236,19 @@ def test_an_input_that_was_changed_after_its_documents_were_published_is_refused
 
 
 def test_an_index_of_many_documents_is_written_in_chunks(
-    tmp_path: Path, mixed: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mixed: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare_files(str(tmp_path / "whole"), [mixed], small_tokenizer_file)
+    prepare(tmp_path / "whole", mixed)
     monkeypatch.setattr(token_writer, "INDEX_CHUNK", 1)  # three documents make three
-    prepare_files(str(tmp_path / "chunks"), [mixed], small_tokenizer_file)
+    prepare(tmp_path / "chunks", mixed)
     assert (tmp_path / "chunks.idx").read_bytes() == (tmp_path / "whole.idx").read_bytes()
 
 
 def test_token_files_get_their_names_once_they_are_on_the_disk(
-    tmp_path: Path, mixed: Path, small_tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mixed: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = recorded_steps(monkeypatch)
-    prepare_files(str(tmp_path / "out"), [mixed], small_tokenizer_file)
+    prepare(tmp_path / "out", mixed)
     names = ("out.bin", "out.idx", "out.ledger.parquet")
     for name in names:
         renamed = steps.index(("rename", name))
@@ -274,87 +265,80 @@ def test_npy_ids_have_room_for_the_whole_vocabulary(vocab_size: int, dtype: str)
 
 
 def test_an_input_damaged_with_nothing_else_done_leaves_nothing(
-    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
+    tmp_path: Path, damaged: Path, prepare: Prepare
 ) -> None:
-    damaged = write_lines("damaged.jsonl.gz", [as_line("text " * 100)] * 100)
-    damaged.write_bytes(damaged.read_bytes()[:-9])
     with pytest.raises(CorruptError, match="truncated"):
-        prepare_files(str(tmp_path / "new" / "out"), [damaged], small_tokenizer_file)
+        prepare(tmp_path / "new" / "out", damaged)
     assert not (tmp_path / "new").exists()
 
 
 def test_inputs_without_a_document_are_an_input_error(
-    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare
 ) -> None:
     empty = write_lines("empty.jsonl", [b"{", b""])
     with pytest.raises(InputError, match="1 empty line, 1 not JSON"):
-        prepare_files(str(tmp_path / "new" / "out"), [empty], small_tokenizer_file)
+        prepare(tmp_path / "new" / "out", empty)
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_worker_that_dies_has_its_file_tried_once_more(
-    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path, times: int
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare, times: int
 ) -> None:
     long = write_lines("long.jsonl", [as_line("word " * 50_000)] * 40)
-    prepare_files(str(tmp_path / "expected" / "out"), [long], small_tokenizer_file)
+    prepare(tmp_path / "expected" / "out", long)
     others = set(multiprocessing.active_children())
-    killed = 0
+    killed: list[Any] = []
 
     def kill_workers(progress: PrepareProgress) -> None:
-        nonlocal killed
-        if killed < times:
+        if len(killed) < times:
             for worker in set(multiprocessing.active_children()) - others:
                 worker.kill()
-                killed += 1
+                killed.append(worker)
 
-    prefix = str(tmp_path / "new" / "out")
+    prefix = tmp_path / "new" / "out"
     if times == 1:
-        prepare_files(prefix, [long], small_tokenizer_file, progress=kill_workers)
+        prepare(prefix, long, progress=kill_workers)
         assert outputs(tmp_path / "new") == outputs(tmp_path / "expected")
     else:
         with pytest.raises(FanformerError, match=r"two workers died by signal 9 while preparing .*long\.jsonl"):
-            prepare_files(prefix, [long], small_tokenizer_file, progress=kill_workers)
+            prepare(prefix, long, progress=kill_workers)
         assert not (tmp_path / "new").exists()
 
 
-def test_an_output_that_cannot_be_written_is_an_input_error(
-    tmp_path: Path, mixed: Path, small_tokenizer_file: Path
-) -> None:
+def test_an_output_that_cannot_be_written_is_an_input_error(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot be written"):
-        prepare_files(str(tmp_path / "file" / "out"), [mixed], small_tokenizer_file)
+        prepare(tmp_path / "file" / "out", mixed)
 
 
-def test_two_preparations_of_one_prefix_do_not_mix(tmp_path: Path, mixed: Path, small_tokenizer_file: Path) -> None:
-    prefix = str(tmp_path / "new" / "out")
-    with work_folder(prefix), pytest.raises(InputError, match="another process"):
-        prepare_files(prefix, [mixed], small_tokenizer_file)
-    prepare_files(prefix, [mixed], small_tokenizer_file)
+def test_two_preparations_of_one_prefix_do_not_mix(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
+    prefix = tmp_path / "new" / "out"
+    with work_folder(str(prefix)), pytest.raises(InputError, match="another process"):
+        prepare(prefix, mixed)
+    prepare(prefix, mixed)
 
 
-@pytest.mark.parametrize("change", ["text_field", "min_length", "format", "inputs"])
+@pytest.mark.parametrize("settings", [{"text_field": "content"}, {"min_length": 2}, {"format": "npy"}, {}], ids=str)
 def test_an_unfinished_preparation_of_another_kind_is_refused(
-    tmp_path: Path, mixed: Path, write_lines: WriteLines, small_tokenizer_file: Path, change: str
+    tmp_path: Path, mixed: Path, damaged: Path, prepare: Prepare, settings: dict[str, Any]
 ) -> None:
-    damaged = write_lines("damaged.jsonl.gz", [as_line("text " * 100)] * 100)
-    damaged.write_bytes(damaged.read_bytes()[:-9])
-    prefix = str(tmp_path / "out")
+    """Of other settings, or of other inputs."""
+    prefix = tmp_path / "out"
     with pytest.raises(CorruptError):
-        prepare_files(prefix, [mixed, damaged], small_tokenizer_file)
-    settings = {"text_field": "content", "min_length": 2, "format": "npy"}
-    inputs = [mixed] if change == "inputs" else [mixed, damaged]
-    with pytest.raises(InputError, match=rf"unfinished preparation.*{change}"):
-        prepare_files(prefix, inputs, small_tokenizer_file, **{change: settings[change]} if change in settings else {})
+        prepare(prefix, mixed, damaged)
+    inputs = [mixed, damaged] if settings else [mixed]
+    with pytest.raises(InputError, match=rf"unfinished preparation.*{next(iter(settings), 'inputs')}"):
+        prepare(prefix, *inputs, **settings)
 
 
 def test_the_ledger_says_where_each_document_came_from(
-    tmp_path: Path, write_lines: WriteLines, small_tokenizer_file: Path
+    tmp_path: Path, write_lines: WriteLines, prepare: Prepare
 ) -> None:
     lines = [b'{"id": "x", "text": "one", "source": "web"}', b"{", b'{"id": 7, "text": "two two"}']
     first, second = write_lines("a.jsonl.gz", lines), write_lines("b.jsonl", [as_line("three")])
     prefix = str(tmp_path / "out")
-    prepare_files(prefix, [first, second], small_tokenizer_file)
+    prepare(prefix, first, second)
     rows = parquet.read_table(prefix + ".ledger.parquet").to_pylist()
     assert [(row["id"], row["source"], row["shard"], row["line"]) for row in rows] == [
         ("x", "web", str(first), 1),
@@ -366,18 +350,18 @@ def test_the_ledger_says_where_each_document_came_from(
     assert [row["first_token"] for row in rows] == [0, lengths[0], lengths[0] + lengths[1]]
 
 
-def test_without_a_ledger_the_tokens_are_the_same(tmp_path: Path, mixed: Path, small_tokenizer_file: Path) -> None:
-    prepare_files(str(tmp_path / "with" / "out"), [mixed], small_tokenizer_file)
-    prepare_files(str(tmp_path / "without" / "out"), [mixed], small_tokenizer_file, ledger=False)
+def test_without_a_ledger_the_tokens_are_the_same(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
+    prepare(tmp_path / "with" / "out", mixed)
+    prepare(tmp_path / "without" / "out", mixed, ledger=False)
     assert set(contents(tmp_path / "without")) == {"out.bin", "out.idx", "out.manifest.json"}
     assert contents(tmp_path / "with")["out.bin"] == contents(tmp_path / "without")["out.bin"]
 
 
 def test_parts_together_are_the_whole(
-    tmp_path: Path, sample_files: list[Path], small_tokenizer_file: Path, token_prefix: str
+    tmp_path: Path, sample_files: list[Path], prepare: Prepare, token_prefix: str
 ) -> None:
     prefix = str(tmp_path / "out")
-    manifest = prepare_files(prefix, sample_files, small_tokenizer_file, part_bytes=10_000).manifest
+    manifest = prepare(prefix, *sample_files, part_bytes=10_000).manifest
     names = [output.prefix for output in manifest.outputs]
     assert names == [f"out-{part:05d}" for part in range(len(names))] and len(names) > 3
     assert Path(prefix + ".blend").read_text().split() == names
@@ -392,30 +376,24 @@ def test_parts_together_are_the_whole(
     assert {table.column("first_token")[0].as_py() for table in ledgers} == {0}
 
 
-def test_npy_output_is_the_tokens_alone(
-    tmp_path: Path, sample_files: list[Path], small_tokenizer_file: Path, token_prefix: str
+def test_npy_output_is_the_tokens_alone_and_documents_again(
+    tmp_path: Path, sample_files: list[Path], prepare: Prepare, token_prefix: str
 ) -> None:
-    prefix = str(tmp_path / "out")
-    prepare_files(prefix, sample_files, small_tokenizer_file, format="npy")
-    assert set(contents(tmp_path)) == {"out.npy", "out.ledger.parquet", "out.manifest.json"}
-    assert Path(prefix + ".npy").read_bytes() == Path(token_prefix + ".bin").read_bytes()
+    npy, back = tmp_path / "npy" / "out", tmp_path / "back" / "out"
+    prepare(npy, *sample_files, format="npy")
+    assert set(contents(npy.parent)) == {"out.npy", "out.ledger.parquet", "out.manifest.json"}
+    prepare(back, Path(f"{npy}.npy"), from_npy=True)
+    for found, suffix in ((f"{npy}.npy", ".bin"), (f"{back}.bin", ".bin"), (f"{back}.idx", ".idx")):
+        assert Path(found).read_bytes() == Path(token_prefix + suffix).read_bytes()
 
 
-def test_token_files_there_and_back_are_the_same(
-    tmp_path: Path, sample_files: list[Path], small_tokenizer_file: Path, token_prefix: str
+def test_a_last_document_without_its_end_keeps_its_tokens(
+    tmp_path: Path, small_tokenizer_file: Path, prepare: Prepare
 ) -> None:
-    npy, back = str(tmp_path / "npy"), str(tmp_path / "back")
-    prepare_files(npy, sample_files, small_tokenizer_file, format="npy")
-    prepare_files(back, [Path(npy + ".npy")], small_tokenizer_file, from_npy=True)
-    for suffix in (".bin", ".idx"):
-        assert Path(back + suffix).read_bytes() == Path(token_prefix + suffix).read_bytes()
-
-
-def test_a_last_document_without_its_end_keeps_its_tokens(tmp_path: Path, small_tokenizer_file: Path) -> None:
     eod = load_tokenizer(small_tokenizer_file).eod_id
     np.array([5, 6, eod, eod, 7, 8], np.uint16).tofile(tmp_path / "a.npy")
     prefix = str(tmp_path / "out")
-    prepare_files(prefix, [tmp_path / "a.npy"], small_tokenizer_file, from_npy=True)
+    prepare(prefix, tmp_path / "a.npy", from_npy=True)
     assert read_index(prefix).lengths.tolist() == [3, 1, 2]
 
 
@@ -428,11 +406,11 @@ def test_a_last_document_without_its_end_keeps_its_tokens(tmp_path: Path, small_
     ],
 )
 def test_npy_files_that_cannot_serve_are_refused(
-    tmp_path: Path, small_tokenizer_file: Path, data: bytes, kind: type[FanformerError], message: str
+    tmp_path: Path, prepare: Prepare, data: bytes, kind: type[FanformerError], message: str
 ) -> None:
     (tmp_path / "a.npy").write_bytes(data)
     with pytest.raises(kind, match=message):
-        prepare_files(str(tmp_path / "out"), [tmp_path / "a.npy"], small_tokenizer_file, from_npy=True)
+        prepare(tmp_path / "out", tmp_path / "a.npy", from_npy=True)
 
 
 @pytest.mark.parametrize(
@@ -449,25 +427,19 @@ def test_npy_files_that_cannot_serve_are_refused(
     ],
 )
 def test_a_setting_that_makes_no_sense_is_an_input_error(
-    tmp_path: Path, mixed: Path, small_tokenizer_file: Path, setting: dict[str, Any]
+    tmp_path: Path, mixed: Path, prepare: Prepare, setting: dict[str, Any]
 ) -> None:
     with pytest.raises(InputError):
-        prepare_files(str(tmp_path / "new" / "out"), [mixed], small_tokenizer_file, **setting)
+        prepare(tmp_path / "new" / "out", mixed, **setting)
     assert not (tmp_path / "new").exists()
 
 
-def test_a_run_killed_after_its_last_step_is_tidied_up(tmp_path: Path, mixed: Path, small_tokenizer_file: Path) -> None:
-    prefix = str(tmp_path / "new" / "out")
-    prepare_files(prefix, [mixed], small_tokenizer_file)
+def test_a_run_killed_after_its_last_step_is_tidied_up(tmp_path: Path, mixed: Path, prepare: Prepare) -> None:
+    prefix = tmp_path / "new" / "out"
+    prepare(prefix, mixed)
     (tmp_path / "new" / "out.parts").mkdir()
-    assert prepare_files(prefix, [mixed], small_tokenizer_file).already_there
+    assert prepare(prefix, mixed).already_there
     assert not (tmp_path / "new" / "out.parts").exists()
-
-
-def test_progress_ends_with_all_input_bytes(tmp_path: Path, mixed: Path, small_tokenizer_file: Path) -> None:
-    seen: list[PrepareProgress] = []
-    prepare_files(str(tmp_path / "out"), [mixed], small_tokenizer_file, progress=seen.append)
-    assert (seen[-1].documents, seen[-1].input_bytes) == (3, mixed.stat().st_size)
 
 
 def test_workers_import_neither_torch_nor_megatron() -> None:
@@ -487,6 +459,6 @@ def test_token_files_of_another_end_of_text_are_not_one_document(
     monkeypatch.setattr(npy_documents, "BLOCK_TOKENS", 10)
     monkeypatch.setattr(npy_documents, "MAX_DOCUMENT_TOKENS", 100)
     np.full(200, 7, np.uint16).tofile(tmp_path / "a.npy")
-    file = npy_documents.NpyDocuments(tmp_path / "a.npy", dtype="uint16", eod_id=1, vocab_size=600)
+    kinds = {"dtype": "uint16", "output_dtype": "uint16"}
     with pytest.raises(InputError, match="no end-of-text id 1"):
-        list(file.blocks("uint16"))
+        list(npy_documents.npy_blocks(tmp_path / "a.npy", eod_id=1, vocab_size=600, **kinds))
