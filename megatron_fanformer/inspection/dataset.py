@@ -10,12 +10,9 @@ from megatron_fanformer.data.blends import parse_blend
 from megatron_fanformer.data.chat_files import MASK_SUFFIX, count_learned, is_row_folder, open_chats
 from megatron_fanformer.data.ledger import Ledger, ledger_path
 from megatron_fanformer.data.manifest import (
-    FileRecord,
-    InputRecord,
     Manifest,
     PartManifest,
     Settings,
-    TokenFiles,
     manifest_path,
     read_any_manifest,
     token_files_record,
@@ -86,8 +83,10 @@ def _weighted_sources(file: Path) -> list[dict[str, Any]]:
 def describe_prefix(prefix: str) -> Report:
     """Describe the token files of one prefix."""
     manifest = read_any_manifest(prefix)
-    is_whole = isinstance(manifest, Manifest) and token_files_record(prefix) is None
-    form, facts, rows = _of_parts(manifest) if is_whole else _of_files(prefix)
+    if isinstance(manifest, Manifest) and token_files_record(prefix) is None:
+        form, facts, rows = _of_parts(manifest)
+    else:
+        form, facts, rows = _of_files(prefix)
     if manifest is None:
         stated = None
         rows.append(("manifest", "none: these files were not written by prepare"))
@@ -98,9 +97,9 @@ def describe_prefix(prefix: str) -> Report:
     return Report(f"{prefix}: {TITLES[form]}", facts, rows)
 
 
-def _of_parts(manifest: Any) -> tuple[str, dict[str, Any], Rows]:
+def _of_parts(manifest: Manifest) -> tuple[str, dict[str, Any], Rows]:
     """Describe a preparation in several parts, which has no token files of its own."""
-    outputs: list[TokenFiles] = manifest.outputs
+    outputs = manifest.outputs
     files = [record for output in outputs for record in output.files.values()]
     rows = [
         ("documents", f"{manifest.documents:,}"),
@@ -212,27 +211,19 @@ def _manifest_rows(manifest: Manifest | PartManifest) -> Rows:
     ]
     if isinstance(manifest, PartManifest):
         return [*rows, ("part", f"{manifest.part} of the preparation {manifest.whole}")]
-    return rows + _preparation_rows(manifest)
-
-
-def _preparation_rows(manifest: Manifest) -> Rows:
+    inputs, encoding = manifest.inputs, manifest.encoding
     refused = sum(manifest.refused.values())
     reasons = "; ".join(f"{reason} {count:,}" for reason, count in manifest.refused.items())
-    examples = [("", str(example)) for example in manifest.refused_examples]
-    encoding = manifest.encoding
+    named = some(file.path for file in inputs)
     return [
-        ("inputs", _inputs(manifest.inputs)),
+        *rows,
+        ("inputs", f"{plural(len(inputs), 'file')}, {size(sum(file.bytes for file in inputs))}: {named}"),
         ("text", f"{size(manifest.text_bytes)} in {plural(manifest.lines_read, 'line')}"),
         ("refused", f"{plural(refused, 'line')}{f': {reasons}' if reasons else ''}"),
-        *examples,
+        *(("", str(example)) for example in manifest.refused_examples),
         ("encoded by", encoding.backend + (f" ({encoding.reason})" if encoding.reason else "")),
         ("made with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
     ]
-
-
-def _inputs(inputs: list[InputRecord]) -> str:
-    files: list[FileRecord] = list(inputs)
-    return f"{plural(len(files), 'file')}, {size(sum(f.bytes for f in files))}: {some(f.path for f in files)}"
 
 
 def _settings(settings: Settings) -> str:

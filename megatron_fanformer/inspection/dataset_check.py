@@ -51,7 +51,9 @@ def check_data(target: Target, advance: Advance) -> str:
         for output in _outputs(manifest)
         for ending, record in output.files.items()
     ]
-    largest = _check_files(files, advance)
+    with ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
+        found = pool.map(lambda file: _check_file(file, advance), files)
+        largest = {file.path: value for file, value in zip(files, found, strict=True) if file.dtype}
     for prefix, manifest in manifests.items():
         for output in _outputs(manifest):
             _check_output(Path(prefix).parent, output, manifest, largest)
@@ -91,13 +93,6 @@ def _check_counts(prefix: str, manifest: Manifest | PartManifest) -> None:
         record = read_any_manifest(part)
         if isinstance(record, PartManifest) and record.output != output:
             raise CorruptError(f"{manifest_path(part)} and {path} describe its files differently; prepare it again")
-
-
-def _check_files(files: "list[_File]", advance: Advance) -> dict[Path, int]:
-    """Return the largest token id of each token file; all files are read and hashed, several at a time."""
-    with ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
-        largest = pool.map(lambda file: _check_file(file, advance), files)
-        return {file.path: value for file, value in zip(files, largest, strict=True) if file.dtype}
 
 
 class _File(NamedTuple):
