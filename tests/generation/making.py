@@ -15,7 +15,6 @@ from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.generation.config import SamplingConfig
 from megatron_fanformer.generation.continuation import Continuation, continue_all
 from megatron_fanformer.generation.models import TrainedModel, build_model, find_model
-from megatron_fanformer.generation.sampling import Sampler
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.runtime.config import DeviceKind
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
@@ -27,6 +26,18 @@ from tests.whole_models import export_huggingface
 END_OF_TEXT_ID = 0
 PROMPT = "def f(x):"
 GREEDY = SamplingConfig()
+
+
+@dataclasses.dataclass
+class Bytes:
+    """A tokenizer whose ids are bytes; the model's vocabulary goes on to 299."""
+
+    eod_id: int = END_OF_TEXT_ID
+    vocab_size: int = 256
+
+    @staticmethod
+    def decode(ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
 
 
 def write_tokenizer(folder: Path, vocab_size: int = 250) -> Path:
@@ -115,7 +126,7 @@ def new_ids_of_many(
 ) -> list[list[int]]:
     """Of each prompt its own number of new ids, decoded in batches."""
     rows = [
-        Continuation(prompt, max_new_tokens=number, sampler=Sampler(sampling, str(prompt)), end_of_text_id=None)
+        Continuation(Bytes(eod_id=-1), prompt, sampling, max_new_tokens=number)
         for prompt, number in zip(prompts, new_tokens, strict=True)
     ]
     continue_all(model, rows, batch_size=batch_size)
