@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from megatron_fanformer.evaluation.jobs import Jobs
     from megatron_fanformer.runtime.parallel import RankGrid
 
-GENERATION = ("run_code", "num_samples", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
-"""The options that are fields of `GenerationSettings`."""
 NEEDED = {
     **dict.fromkeys(("perplexity_folder", "chunk_tokens", "batches", "eod_id"), "perplexity"),
     "context_length": "prepare",
@@ -64,31 +62,32 @@ def evaluate(options: EvaluateOptions, local: Local) -> None:
             )
         _prepare(options, options.prepare)
         return
-    if address is None:
-        request = read_options(options, local)
-        if not request.checkpoints:
-            _print_results(options, request, [])
-            return
-        first, *others = request.checkpoints
-        print_loading(f"{first} and {len(others)} more" if others else str(first))
-        jobs = _find_jobs(request)
-        _start(options, request, jobs)
+    if address is not None:
+        _join(options, address, local)
         return
-    _join(options, address, local)
+    request = read_options(options, local)
+    if request.checkpoints:
+        _start(request)
+    else:
+        _print_results(request, [])
 
 
-def _start(options: EvaluateOptions, request: EvaluationRequest, jobs: "Jobs") -> None:
+def _start(request: EvaluationRequest) -> None:
     """Evaluate in this process, or on local ranks."""
-    ranks = request.layout.world_size
+    first, *others = request.checkpoints
+    print_loading(f"{first} and {len(others)} more" if others else str(first))
+    jobs = _find_jobs(request)
+    options, ranks = request.options, request.layout.world_size
+    runtime = RuntimeConfig(device=options.device)
     if ranks > 1:
         remedy = "change it, or start on several nodes with torchrun"
-        refuse_ranks_without_gpu(ranks, request.runtime, origin="--layout", remedy=remedy)
+        refuse_ranks_without_gpu(ranks, runtime, origin="--layout", remedy=remedy)
         launch_ranks(ranks, options.command_line, threads=devices.threads_per_rank(ranks), found=(request, jobs))
         return
     from megatron_fanformer.runtime.parallel import distributed
 
-    with distributed(request.layout.parallel, None, request.runtime) as grid:
-        _run(options, request, jobs, grid)
+    with distributed(request.layout.parallel, None, runtime) as grid:
+        _run(request, jobs, grid)
 
 
 def _join(options: EvaluateOptions, address: devices.RankAddress, local: Local) -> None:
@@ -107,7 +106,7 @@ def _join(options: EvaluateOptions, address: devices.RankAddress, local: Local) 
     with report_failure(), process_group(runtime, address) as kind:
         request, jobs = on_main(find)
         with rank_grid(request.layout.parallel, kind, runtime) as grid:
-            _run(options, request, jobs, grid)
+            _run(request, jobs, grid)
 
 
 def _find_jobs(request: EvaluationRequest) -> "Jobs":
@@ -122,7 +121,7 @@ def _find_jobs(request: EvaluationRequest) -> "Jobs":
         raise InputError("\n".join(map(as_options, str(error).splitlines()))) from None
 
 
-def _run(options: EvaluateOptions, request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
+def _run(request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
     from megatron_fanformer.evaluation.jobs import evaluate_jobs
 
     results: list[Result] = []
@@ -131,13 +130,13 @@ def _run(options: EvaluateOptions, request: EvaluationRequest, jobs: "Jobs", gri
             for result in evaluate_jobs(request, jobs, grid, log=log):
                 if grid.is_main:
                     results.append(result)
-                    _write(options, results)  # now: whatever ends the next one
+                    _write(request.options, results)  # now: whatever ends the next one
     except Exception:
         if results:
-            _print_results(options, replace(request, compared=()), results)
+            _print_results(replace(request, compared=()), results)
         raise
     if grid.is_main:
-        _print_results(options, request, results)
+        _print_results(request, results)
 
 
 # -- what is asked
@@ -168,16 +167,11 @@ def read_options(options: EvaluateOptions, local: Local, *, world_size: int | No
     if found or layout is None:
         raise InputError("\n".join(found))
     return EvaluationRequest(
+        options=options,
         checkpoints=checkpoints,
         compared=tuple(filter(None, compared)),
         evaluation=evaluation,
-        generation={name: getattr(options, name) for name in GENERATION},
-        ulogic=options.ulogic,
-        tokenizer=options.tokenizer,
         layout=layout,
-        runtime=RuntimeConfig(device=options.device),
-        dtype=options.dtype,
-        batch_tokens=options.batch_tokens,
     )
 
 
@@ -315,15 +309,13 @@ def _layout(text: str, world_size: int | None) -> Layout:
 # -- the output
 
 
-def _print_results(options: EvaluateOptions, request: EvaluationRequest, results: list[Result]) -> None:
+def _print_results(request: EvaluationRequest, results: list[Result]) -> None:
     """Draw and print the results, then compare two of them; files first, for nobody may be reading what is printed."""
-    from megatron_fanformer.evaluation.report import comparison_lines, result_lines
+    from megatron_fanformer.evaluation.report import comparison_lines, result_lines, results_picture
 
-    comparison = None
+    options, comparison = request.options, None
     try:
         if options.picture is not None:
-            from megatron_fanformer.evaluation.report import results_picture
-
             write_atomically(options.picture, results_picture(results))
         if request.compared:
             of_path = {result.checkpoint: result for result in results}

@@ -1,6 +1,5 @@
 """The section `evaluation` of a run's configuration, and the command `evaluate`'s request, of which it is a part."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,8 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
 from megatron_fanformer.evaluation.results import Result
 from megatron_fanformer.evaluation.tasks import resolve
+from megatron_fanformer.evaluation.verb import EvaluateOptions
 from megatron_fanformer.model.layouts import Layout
-from megatron_fanformer.runtime.config import RuntimeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,20 +76,17 @@ class EvaluationConfig:
 class EvaluationRequest:
     """The options of `evaluate`, read and checked as far as that needs no model."""
 
+    options: EvaluateOptions
     checkpoints: tuple[Path, ...]
     """To evaluate, each once, in the order of the table."""
     compared: tuple[Path | Result, ...]
     """Nothing, or two: what files of results hold, or checkpoints that are among `checkpoints`."""
     evaluation: EvaluationConfig
     """On what; `tasks` may have generation tasks, and is empty for all that the request file has."""
-    generation: Mapping[str, Any]
-    """Fields of `GenerationSettings`."""
-    ulogic: Path | None
-    """ULogic's rules."""
-    tokenizer: Path | None
-    """In place of the checkpoints' own."""
     layout: Layout
-    runtime: RuntimeConfig
-    dtype: str
-    batch_tokens: int
-    """About how many tokens a micro batch has."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Return the options that are fields of `GenerationSettings`."""
+        names = ("run_code", "num_samples", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
+        return {name: getattr(self.options, name) for name in names}

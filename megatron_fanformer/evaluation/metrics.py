@@ -5,12 +5,12 @@ the quotient's by the delta method, sqrt(Σ (a − M b)²) / Σ b: of a share p 
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.evaluation.requests import TaskRequests
+from megatron_fanformer.evaluation.results import MetricValue
 from megatron_fanformer.evaluation.tasks import OF_ONE_ANSWER
 
 PMI = "pmi"
@@ -20,18 +20,9 @@ POSITIVE = 0
 """The choice that F1 looks for: yes, which is the first one of mrpc."""
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A metric of a task: a share or F1 between 0 and 1, or bits or nats."""
-
-    value: float
-    standard_error: float
-    documents: int
-
-
 def task_metrics(
     requests: TaskRequests, log_probabilities: np.ndarray, unconditional: np.ndarray | None = None
-) -> dict[str, Metric]:
+) -> dict[str, MetricValue]:
     """Return every metric that applies to a task, by its name.
 
     The share of documents whose right choice has the highest score (of equal ones the first counts), by score:
@@ -64,7 +55,12 @@ def document_sums(
 
     The arguments and errors are those of `task_metrics`. Resampled rows make a bootstrap of any metric.
     """
-    _refuse_bad_numbers(requests, log_probabilities, unconditional)
+    for values in (log_probabilities, unconditional):
+        if values is not None and (bad := np.count_nonzero(~np.isfinite(values))):
+            raise DivergenceError(
+                f"task {requests.name}: {bad} of {len(values)} log-probabilities are not finite; the model diverged: "
+                "evaluate an earlier checkpoint"
+            )
     right = requests.labels == requests.choices
     scores = {
         "acc": log_probabilities,
@@ -93,17 +89,6 @@ def document_sums(
     return sums
 
 
-def _refuse_bad_numbers(
-    requests: TaskRequests, log_probabilities: np.ndarray, unconditional: np.ndarray | None
-) -> None:
-    for values in (log_probabilities, unconditional):
-        if values is not None and (bad := np.count_nonzero(~np.isfinite(values))):
-            raise DivergenceError(
-                f"task {requests.name}: {bad} of {len(values)} log-probabilities are not finite; the model diverged: "
-                "evaluate an earlier checkpoint"
-            )
-
-
 def _per(lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Values by length; of a continuation without length −inf: it is never chosen."""
     return np.where(lengths > 0, values / np.maximum(lengths, 1), -np.inf)
@@ -121,11 +106,11 @@ def _mean_of(values: np.ndarray) -> np.ndarray:
     return np.stack([values.astype(np.float64), np.ones(len(values))], axis=1)
 
 
-def _quotient(numerators: np.ndarray, denominators: np.ndarray) -> Metric:
+def _quotient(numerators: np.ndarray, denominators: np.ndarray) -> MetricValue:
     """Return the quotient of the sums; 0, as is the custom for F1, if nothing is found and nothing there."""
     total = denominators.sum()
     if not total:
-        return Metric(0.0, 0.0, len(numerators))
+        return MetricValue(value=0.0, standard_error=0.0, documents=len(numerators))
     value = numerators.sum() / total
     error = math.sqrt(((numerators - value * denominators) ** 2).sum()) / total
-    return Metric(float(value), float(error), len(numerators))
+    return MetricValue(value=float(value), standard_error=float(error), documents=len(numerators))

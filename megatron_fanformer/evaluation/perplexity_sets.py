@@ -6,7 +6,7 @@ of its ways (`PLACES`, `FORMS`). Nothing here imports torch.
 
 import dataclasses
 import glob
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -253,7 +253,10 @@ def find_sets(
     sets = []
     for name, group, paths in _named_files(config):
         files = tuple(_opened(path, config, tokenizer) for path in paths)
-        _refuse_ids_outside(vocab_size, files)
+        for file in (each.file for each in files):
+            refuse_ids_outside(
+                vocab_size, file.path, Path(file.path), file.dtype, largest=file.max_token_id, cache=None
+            )
         each = PerplexitySet(
             name=name,
             group=group,
@@ -278,18 +281,6 @@ def _opened(path: str, config: PerplexityConfig, tokenizer: Tokenizer | None) ->
     if eod_id is None and (source := manifest.tokenizer if manifest else tokenizer) is not None:
         eod_id = None if source.eod_id == NO_ID else source.eod_id
     return TokenFile(file=file, index=None, eod_id=eod_id)
-
-
-def _refuse_ids_outside(vocab_size: int, files: Iterable[TokenFile]) -> None:
-    for file in files:
-        refuse_ids_outside(
-            vocab_size,
-            file.file.path,
-            Path(file.file.path),
-            file.file.dtype,
-            largest=file.file.max_token_id,
-            cache=None,
-        )
 
 
 # -- bytes

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +21,19 @@ from megatron_fanformer.evaluation import command
 from megatron_fanformer.evaluation.command import read_options
 from megatron_fanformer.evaluation.config import EvaluationRequest
 from megatron_fanformer.evaluation.jobs import find_jobs
-from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, write_requests
+from megatron_fanformer.evaluation.requests import write_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.output import guarded
 from megatron_fanformer.processes import hold_signals
+from tests.evaluation.made_up import made_up_requests
 from tests.evaluation.test_ulogic import RULES as ulogic_rules
 from tests.generation.making import model_and_tensors, write_checkpoint, write_export, write_tokenizer
 from tests.whole_models import export_huggingface
 
 VOCAB_SIZE = 250
 CASE = "fanformer-tied"
-
-
-def requests_of(name: str, metric: str, *, documents: int, choices: int, seed: int) -> TaskRequests:
-    """Random contexts of five ids and continuations of one to three."""
-    generator = np.random.default_rng(seed)
-    count = documents * choices
-    tokens = generator.integers(1, 4, size=count)
-    offsets = np.cumsum([0, *(5 + tokens)])
-    return TaskRequests(
-        name=name,
-        metric=metric,
-        documents=np.repeat(np.arange(documents, dtype=np.int32), choices),
-        choices=np.tile(np.arange(choices, dtype=np.int32), documents),
-        labels=np.repeat(generator.integers(choices, size=documents), choices).astype(np.int32),
-        ids=generator.integers(1, VOCAB_SIZE, size=offsets[-1]).astype(np.int32),
-        offsets=offsets,
-        continuation_tokens=tokens.astype(np.int32),
-        cut_tokens=np.zeros(count, np.int32),
-        lengths={length: (3 * tokens + number).astype(np.int32) for number, length in enumerate(LENGTHS)},
-    )
+QUESTION = {"prompt": "2 + 2 = 4. " * 100, "stop": ["Q"], "max_new_tokens": 8, "solution": ""}
+"""Too long for the model, so that its beginning is cut."""
 
 
 class Made:
@@ -71,9 +55,10 @@ class Made:
         self.write(self.requests, sha256_of(self.tokenizer))
 
     def write(self, path: Path, tokenizer_sha256: str) -> None:
+        made = partial(made_up_requests, neutral=False, vocab_size=VOCAB_SIZE)
         tasks = [
-            requests_of("hellaswag", "len_norm", documents=9, choices=4, seed=1),
-            requests_of("mrpc", "f1", documents=7, choices=2, seed=2),
+            made([4] * 9, name="hellaswag", metric="len_norm", seed=1),
+            made([2] * 7, name="mrpc", metric="f1", seed=2),
         ]
         write_requests(
             path,
@@ -81,20 +66,8 @@ class Made:
             context_length=64,
             versions={},
             tasks={task.name: task for task in tasks},
-            texts={"gsm8k": [self.question(number, answer) for number, answer in enumerate("40")]},
+            texts={"gsm8k": [{**QUESTION, "doc_id": number, "answer": answer} for number, answer in enumerate("40")]},
         )
-
-    def question(self, number: int, answer: str) -> dict[str, Any]:
-        """Too long for the model, so that its beginning is cut."""
-        prompt = "2 + 2 = 4. " * 100
-        return {
-            "doc_id": number,
-            "prompt": prompt,
-            "stop": ["Q"],
-            "max_new_tokens": 8,
-            "answer": answer,
-            "solution": "",
-        }
 
 
 @pytest.fixture(scope="module")
@@ -107,17 +80,8 @@ def evaluate(*arguments: object) -> int:
 
 
 def everything(made: Made) -> list[object]:
-    return [
-        "--requests",
-        made.requests,
-        "--tasks",
-        "hellaswag",
-        "mrpc",
-        "--perplexity",
-        f"own={made.tokens}",
-        "--chunk-tokens",
-        32,
-    ]
+    tasks = ["--requests", made.requests, "--tasks", "hellaswag", "mrpc"]
+    return [*tasks, "--perplexity", f"own={made.tokens}", "--chunk-tokens", 32]
 
 
 def test_a_run_is_evaluated_on_tasks_and_sets(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,12 +224,8 @@ def test_checkpoints_are_found_by_any_of_their_names(made: Made, tmp_path: Path)
     asked = ["--requests", made.requests]
     every = sorted((made.run / "checkpoints").iterdir())  # as a shell expands *, `latest` among them
     assert made.run / "checkpoints" / "latest" in every
-    for names in (
-        every,
-        [made.run / "checkpoints"],
-        [made.run / "checkpoints" / "*"],
-        [first, made.run / "checkpoints"],
-    ):
+    folder = made.run / "checkpoints"
+    for names in (every, [folder], [folder / "*"], [first, folder]):
         assert read(*names, *asked).checkpoints == steps
     pointer = made.run / "checkpoints" / "latest"
     assert read(pointer, made.export, *asked).checkpoints == (latest, made.export)
@@ -335,11 +295,7 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
         ([RUN, "--perplexity", TOKENS, "--output", "no/where"], 2, "--output no/where is not a file in a folder"),
         (["--compare", "none", "nor"], 2, "none does not exist"),
         ([RUN, "--perplexity", TOKENS, "--limit", "2"], 2, "--limit is set without --requests; name a request file"),
-        (
-            [RUN, "--requests", REQUESTS, "--tasks", "ulogic"],
-            2,
-            "unknown task ulogic; request it from `evaluate` by --",
-        ),
+        ([RUN, "--requests", REQUESTS, "--tasks", "ulogic"], 2, "ulogic; request it from `evaluate` by --ulogic"),
         ([RUN, "--requests", REQUESTS, "--batches", "2"], 2, "--batches has no effect without --perplexity"),
         ([RUN, "--prepare", "out"], 2, "--prepare writes a request file and reads no model"),
         (["--prepare", "out", "--tasks", "piqa"], 2, "--prepare needs --tasks and --tokenizer"),
