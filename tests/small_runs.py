@@ -60,6 +60,13 @@ def write_config(file: Path, values: dict[str, Any]) -> Path:
     return file
 
 
+def write_program(file: Path, script: str, *, interpreter: str = "/usr/bin/env bash") -> Path:
+    """Write a script that can be run by its name."""
+    file.write_text(f"#!{interpreter}\n{script}\n")
+    file.chmod(0o755)
+    return file
+
+
 def start_command(*arguments: str, **options: Any) -> "subprocess.Popen[str]":
     """Start `python -m megatron_fanformer ARGUMENTS` in a session of its own, its output captured."""
     return start_program(sys.executable, "-m", "megatron_fanformer", *arguments, **options)

@@ -24,7 +24,7 @@ from megatron_fanformer.training.config import RunConfig, load_config
 from megatron_fanformer.training.metrics import read_metrics
 from tests.chat_pairs import random_chats, write_chats
 from tests.patience import PATIENCE_SECONDS
-from tests.small_runs import ROOT, start_program, write_tokens
+from tests.small_runs import ROOT, start_program, write_program, write_tokens
 from tests.training.test_presets import write_saved_model
 
 EXAMPLES = ROOT / "examples"
@@ -167,11 +167,6 @@ def test_two_nodes_under_torchrun_learn_what_one_node_does(
         assert [m.get(name) for m in metrics["nodes"]] == [m.get(name) for m in metrics["ours"]]
 
 
-def stand_in(folder: Path, name: str, script: str) -> None:
-    (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
-    (folder / name).chmod(0o755)
-
-
 SRUN = """
 if [[ "$*" == *check-node* ]]; then
     [[ -z $CHECK_CODE ]] || exit "$CHECK_CODE"
@@ -195,11 +190,12 @@ def run_slurm_script(
     """
     (folder / "codes").write_text("".join(f"{code}\n" for code in codes))
     (folder / "srun.told").touch()
-    stand_in(folder, "srun", SRUN)
-    stand_in(folder, "scontrol", f'echo "$*" >> {folder}/scontrol.told; printf "node-7\\nnode-8\\nnode-9\\n"')
+    write_program(folder / "srun", SRUN)
+    write_program(folder / "scontrol", f'echo "$*" >> {folder}/scontrol.told; printf "node-7\\nnode-8\\nnode-9\\n"')
     # The controller does not answer the first time, and the script waits for it.
-    stand_in(folder, "squeue", f'[[ -e {folder}/asked ]] && echo "node-[7-9]" || {{ touch {folder}/asked; exit 1; }}')
-    stand_in(folder, "sleep", "")
+    answer = f'[[ -e {folder}/asked ]] && echo "node-[7-9]" || {{ touch {folder}/asked; exit 1; }}'
+    write_program(folder / "squeue", answer)
+    write_program(folder / "sleep", "")
     environment = {
         "PATH": f"{folder}:/usr/bin:/bin",
         "SLURM_JOB_NUM_NODES": "3",
@@ -299,9 +295,8 @@ def test_the_scripts_pass_shellcheck(script: Path) -> None:
 
 def test_olmes_gets_the_export_as_a_local_model_and_the_papers_suite(tmp_path: Path) -> None:
     """By a stand-in for the command, which needs the network."""
-    told, olmes = tmp_path / "told", tmp_path / "olmes"
-    olmes.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {told}\n')
-    olmes.chmod(0o755)
+    told = tmp_path / "told"
+    olmes = write_program(tmp_path / "olmes", f'printf "%s\\n" "$@" > {told}')
     (tmp_path / "an export").mkdir()
     command = ["bash", str(EXAMPLES / "olmes.sh"), "an export", "results", "--limit", "10"]
     subprocess.run(command, cwd=tmp_path, env={**os.environ, "OLMES": str(olmes), "MAX_LENGTH": "512"}, check=True)

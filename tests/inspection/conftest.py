@@ -21,8 +21,11 @@ class Said(NamedTuple):
     error: str
 
 
+Inspect = Callable[..., Said]
+
+
 @pytest.fixture
-def inspect(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+def inspect(capsys: pytest.CaptureFixture[str]) -> Inspect:
     """`inspect("PATH", "--json")`: the command's exit code and output."""
 
     def run(*arguments: object) -> Said:

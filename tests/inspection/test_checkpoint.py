@@ -18,13 +18,12 @@ from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, sto
 from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.model.config import FANConfig
 from tests.formats.test_hostile import Bomb
-from tests.inspection.conftest import TOKENIZER, Said
+from tests.inspection.conftest import TOKENIZER, Inspect
 from tests.inspection.test_dataset import flip, refused
 from tests.small_runs import small_run, write_tokens
 from tests.tiny import tiny_model
 from tests.training.test_trainer import train
 
-Inspect = Callable[..., Said]
 QK_AND_V = tiny_model(num_query_groups=2, fan=FANConfig(placement="qk_and_v", v_p_ratio=0.125))
 
 
