@@ -43,8 +43,6 @@ class _Help(argparse.HelpFormatter):
 
 
 class _PrintCompletion(argparse.Action):
-    """Prints a shell's completion of the command, by shtab."""
-
     def __call__(self, _parser_of_one: Any, _namespace: Any, shell: Any, _flag: str | None = None) -> None:
         try:
             import shtab

@@ -160,7 +160,6 @@ def add_options(parser: argparse.ArgumentParser, owner: type) -> None:
 
 
 def _keywords(each: "dataclasses.Field[Any]", hint: Any, shape: _Shape) -> dict[str, Any]:
-    """Return what argparse needs to know about a field's type."""
     is_optional = get_origin(hint) in (Union, UnionType)
     kind = next(kind for kind in get_args(hint) if kind is not NoneType) if is_optional else hint
     if kind is bool:

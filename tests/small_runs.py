@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import yaml
 
+from tests.tiny import TINY
 from tests.token_pairs import write_token_pair
 
 ROOT = Path(__file__).parents[1]
-VOCAB_SIZE = 100
+VOCAB_SIZE = TINY["vocab_size"]
 SEQ_LENGTH = 16
 
 
@@ -26,14 +27,7 @@ def write_tokens(prefix: Path, *, vocab_size: int = VOCAB_SIZE, documents: int =
 def small_run(tokens: str, run_dir: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     """A configuration's plain values: one rank, fp32, 20 steps; `sections` are laid over it, key by key."""
     values: dict[str, dict[str, Any]] = {
-        "model": {
-            "num_layers": 2,
-            "hidden_size": 32,
-            "ffn_hidden_size": 64,
-            "num_attention_heads": 4,
-            "vocab_size": VOCAB_SIZE,
-            "seq_length": SEQ_LENGTH,
-        },
+        "model": {**TINY, "ffn_hidden_size": 64, "seq_length": SEQ_LENGTH},
         "parallel": {},
         "kernels": {"transformer_impl": "local"},
         "runtime": {"device": "cpu", "threads_per_rank": 1, "cpu_kernels": "torch"},
@@ -41,12 +35,7 @@ def small_run(tokens: str, run_dir: Path, **sections: dict[str, Any]) -> dict[st
         "data": {"train_data": [tokens]},
         "optimizer": {"lr": 1e-2},
         "schedule": {"lr_warmup_iters": 5},
-        "training": {
-            "run_dir": str(run_dir),
-            "train_iters": 20,
-            "global_batch_size": 4,
-            "micro_batch_size": 2,
-        },
+        "training": {"run_dir": str(run_dir), "train_iters": 20, "global_batch_size": 4, "micro_batch_size": 2},
         "logging": {"tensorboard": False},
     }
     for section, fields in sections.items():

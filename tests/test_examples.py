@@ -19,13 +19,13 @@ from megatron_fanformer.data.blends import parse_blend
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.demo.demo import MODEL as DEMO_MODEL
 from megatron_fanformer.model.config import PRESETS
-from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import RunConfig, load_config
 from megatron_fanformer.training.metrics import read_metrics
 from tests.chat_pairs import random_chats, write_chats
 from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import ROOT, start_program, write_program, write_tokens
 from tests.training.test_presets import write_saved_model
+from tests.training.test_trainer import train
 
 EXAMPLES = ROOT / "examples"
 FINE_TUNING = sorted(EXAMPLES.glob("sft-*.yaml"))
@@ -114,16 +114,6 @@ def free_port() -> int:
         return port
 
 
-def train_here(file: Path, overrides: list[str]) -> None:
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = load_config(file, overrides)
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = Trainer(config, grid)
-        trainer.train()
-        trainer.close()
-
-
 @pytest.mark.full  # two launchers import torch and megatron-core beside two ranks
 def test_two_nodes_under_torchrun_learn_what_one_node_does(
     run_on_ranks: Callable[..., list[Any]], tmp_path: Path
@@ -159,7 +149,7 @@ def test_two_nodes_under_torchrun_learn_what_one_node_does(
     for node in nodes:
         _, errors = node.communicate(timeout=PATIENCE_SECONDS)
         assert node.returncode == 0, errors
-    run_on_ranks(2, train_here, example, overrides("ours"))
+    run_on_ranks(2, train, load_config(example, [*overrides("ours"), "--runtime.device", "cpu"]).as_dict())
 
     metrics = {run: read_metrics(tmp_path / run) for run in ("nodes", "ours")}
     assert len(metrics["ours"]) == 5 and "validation_loss/random" in metrics["ours"][-1]
@@ -264,7 +254,9 @@ def test_the_slurm_script_requeues_a_check_that_its_signal_ended(tmp_path: Path)
 
 
 @pytest.mark.full
-def test_the_tasks_of_an_array_prepare_a_list_each_and_their_outputs_are_one_blend(tmp_path: Path) -> None:
+def test_the_tasks_of_an_array_prepare_a_list_each_and_their_outputs_are_one_blend(
+    tmp_path: Path, olmo_tokenizer_file: Path
+) -> None:
     for shard in range(3):
         line = json.dumps({"id": str(shard), "text": f"shard {shard} " * 20})
         (tmp_path / f"{shard}.jsonl").write_text(line + "\n")
@@ -272,10 +264,9 @@ def test_the_tasks_of_an_array_prepare_a_list_each_and_their_outputs_are_one_ble
     (tmp_path / "lists").mkdir()
     cut = ["split", "--number=r/2", "--numeric-suffixes", "--suffix-length=3", "-", f"{tmp_path}/lists/"]
     subprocess.run(cut, input=shards, text=True, check=True)
-    tokenizer = Path(__file__).parent / "samples" / "tokenizers" / "allenai_gpt-neox-olmo-dolma-v1_5.json"
     for task in range(2):
         environment = {**os.environ, "SLURM_ARRAY_TASK_ID": str(task), "PYTHON": sys.executable}
-        words = [tmp_path / "lists", tmp_path / "dolma", tokenizer, "--no-ledger"]
+        words = [tmp_path / "lists", tmp_path / "dolma", olmo_tokenizer_file, "--no-ledger"]
         script = subprocess.run(["bash", EXAMPLES / "prepare.sh", *words], env=environment, check=False, cwd=tmp_path)
         assert script.returncode == 0
     listed = "printf '%s\\n' dolma-*.manifest.json | sed 's|.*/||; s|\\.manifest\\.json$||' > dolma.blend"

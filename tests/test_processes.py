@@ -156,16 +156,13 @@ def test_verbs_that_answer_no_signal_end_by_it_as_ever(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGUSR1
 
 
-def test_the_loop_takes_signals_over_and_a_child_keeps_its_own() -> None:
-    process = start(LISTENS)
+@pytest.mark.parametrize(
+    ("code", "heard"), [(LISTENS, "['SIGTERM', 'SIGUSR2', 'SIGTERM'] 7"), (IS_OVER, f"{len(STOP_SIGNALS) + 1}")]
+)
+def test_the_loop_takes_signals_over_until_it_ends_and_a_child_keeps_its_own(code: str, heard: str) -> None:
+    process = start(code)
     said, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    assert (process.returncode, said) == (0, "['SIGTERM', 'SIGUSR2', 'SIGTERM'] 7\n")
-
-
-def test_signals_after_the_last_step_change_nothing() -> None:
-    process = start(IS_OVER)
-    said, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    assert (process.returncode, said) == (0, f"{len(STOP_SIGNALS) + 1}\n")
+    assert (process.returncode, said) == (0, f"{heard}\n")
 
 
 @pytest.mark.parametrize(("who", "code"), [("watch", 7), ("signal", 5)])

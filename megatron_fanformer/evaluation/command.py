@@ -15,8 +15,7 @@ from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.evaluation import results as result_files
 from megatron_fanformer.evaluation.comparison import Comparison, compare
-from megatron_fanformer.evaluation.config import EvaluationConfig, EvaluationRequest
-from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
+from megatron_fanformer.evaluation.config import EvaluationConfig, EvaluationRequest, PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import SETS, set_problems
 from megatron_fanformer.evaluation.results import Result
 from megatron_fanformer.evaluation.tasks import resolve
@@ -73,7 +72,6 @@ def evaluate(options: EvaluateOptions, local: Local) -> None:
 
 
 def _start(request: EvaluationRequest) -> None:
-    """Evaluate in this process, or on local ranks."""
     first, *others = request.checkpoints
     print_loading(f"{first} and {len(others)} more" if others else str(first))
     jobs = _find_jobs(request)
@@ -91,7 +89,6 @@ def _start(request: EvaluationRequest) -> None:
 
 
 def _join(options: EvaluateOptions, address: devices.RankAddress, local: Local) -> None:
-    """Evaluate as one of the ranks that a launcher started."""
     from megatron_fanformer.runtime.agreement import on_main
     from megatron_fanformer.runtime.launch import report_failure
     from megatron_fanformer.runtime.parallel import process_group, rank_grid
@@ -217,7 +214,6 @@ def _checkpoint(path: str, local: Local) -> Path:
 
 
 def _is_pointer(path: Path) -> bool:
-    """Return whether it is a run's `checkpoints/latest`."""
     return path.name == store.LATEST and path.parent.name == store.CHECKPOINTS and path.is_file()
 
 
@@ -330,7 +326,6 @@ def _print_results(request: EvaluationRequest, results: list[Result]) -> None:
 
 
 def _write(options: EvaluateOptions, results: Sequence[Result], comparison: Comparison | None = None) -> None:
-    """Write the requested file of results, as far as they are there."""
     from megatron_fanformer.evaluation.report import comparison_values
 
     if options.output is not None:

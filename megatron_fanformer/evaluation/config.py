@@ -2,14 +2,64 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from megatron_fanformer.data.npy_files import NpyType
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
 from megatron_fanformer.evaluation.results import Result
 from megatron_fanformer.evaluation.tasks import resolve
 from megatron_fanformer.evaluation.verb import EvaluateOptions
 from megatron_fanformer.model.layouts import Layout
+
+Group = Literal["v2-small", "v3-small"]
+Chunking = Literal["tokens", "documents"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityConfig:
+    """Sets of tokens whose perplexity is measured."""
+
+    sets: dict[str, list[str]] = field(default_factory=dict)
+    """Sets by name: prefixes of pairs, `.npy` files, globs, or folders."""
+    groups: list[Group] = field(default_factory=list)
+    """The paper's groups of sets, looked for in `folder`."""
+    folder: str | None = None
+    """Where the groups' sets are, as OLMo lays them out (docs/evaluation.md#perplexity-sets)."""
+    chunking: Chunking = "tokens"
+    """`tokens`: each file cut into chunks, across documents, as the paper does; `documents`: each document by
+    itself."""
+    chunk_tokens: int | None = None
+    """Tokens of a chunk, of which all but the first are scored; null: the model's `seq_length`."""
+    batches: int | None = None
+    """Batches of `evaluation.batch_tokens` tokens from the beginning of each set; null: whole sets."""
+    npy_dtype: NpyType = "uint16"
+    """Type of the token ids in `.npy` files without a manifest."""
+    eod_id: int | None = None
+    """With `documents`, the id that ends a document in `.npy` files; null: the manifest's, or the tokenizer's."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether it names no set."""
+        return not (self.sets or self.groups)
+
+    def problems(self) -> list[str]:
+        """Rules of single fields that this configuration breaks, one line each; no file is looked for."""
+        section = "evaluation.perplexity"
+        found = [
+            f"{section}.sets: {name!r} is no name of a set; use letters, digits, '.', '_' and '-'"
+            for name in self.sets
+            if not name or not all(c.isalnum() or c in "._-" for c in name)
+        ]
+        found += [f"{section}.sets.{name} is empty; name token files" for name, paths in self.sets.items() if not paths]
+        if self.groups and self.folder is None:
+            found.append(f"{section}.groups is {', '.join(self.groups)} without a folder; set {section}.folder")
+        if self.chunk_tokens is not None and self.chunk_tokens < 2:
+            found.append(f"{section}.chunk_tokens is {self.chunk_tokens}; it must be at least 2, or null")
+        if self.batches is not None and self.batches < 1:
+            found.append(f"{section}.batches is {self.batches}; it must be at least 1, or null")
+        if self.eod_id is not None and self.eod_id < 0:
+            found.append(f"{section}.eod_id is {self.eod_id}; it must not be negative")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,19 +107,16 @@ class EvaluationConfig:
                 for name in ("interval", "batch_tokens")
                 if getattr(self, name)
             ]
-        return [*found, *self._task_problems(), *self.perplexity.problems()]
-
-    def _task_problems(self) -> list[str]:
         try:
-            tasks = resolve(self.tasks)
+            found += [
+                f"evaluation.tasks has {task.name}, whose answers a model writes; leave it out, and have `evaluate` "
+                "score the run's checkpoints on it"
+                for task in resolve(self.tasks)
+                if task.is_generated
+            ]
         except InputError as error:
-            return [f"evaluation.tasks: {line}" for line in str(error).splitlines()]
-        return [
-            f"evaluation.tasks has {task.name}, whose answers a model writes; leave it out, and have `evaluate` score "
-            "the run's checkpoints on it"
-            for task in tasks
-            if task.is_generated
-        ]
+            found += [f"evaluation.tasks: {line}" for line in str(error).splitlines()]
+        return [*found, *self.perplexity.problems()]
 
 
 @dataclass(frozen=True, kw_only=True)

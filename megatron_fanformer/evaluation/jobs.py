@@ -20,7 +20,7 @@ from megatron_fanformer.errors import DivergenceError, InputError, collect_probl
 from megatron_fanformer.evaluation import generation_tasks, ulogic
 from megatron_fanformer.evaluation.config import EvaluationConfig, EvaluationRequest
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings
-from megatron_fanformer.evaluation.metrics import document_sums, task_metrics
+from megatron_fanformer.evaluation.metrics import DIVISORS, document_sums, task_metrics
 from megatron_fanformer.evaluation.perplexity import SetLoss, group_perplexities, perplexity_of_sets
 from megatron_fanformer.evaluation.requests import RequestFile, TaskRequests, read_requests
 from megatron_fanformer.evaluation.results import Result, SetResult, Settings, TaskResult
@@ -39,15 +39,6 @@ from megatron_fanformer.terminal import Report
 Documents = dict[str, list[dict[str, Any]]]
 
 VERSIONED = ("torch", "megatron-core", "numpy")
-
-DIVISORS = {
-    "len_norm": "characters_no_space",
-    "len_norm_with_space": "characters",
-    "bpb": "bytes_no_space",
-    "bpb_with_space": "bytes",
-    "ce_loss": "characters_no_space",
-}
-"""By metric: the length of a continuation that it divides by; the others divide by tokens, or by nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

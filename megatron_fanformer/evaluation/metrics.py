@@ -16,6 +16,15 @@ from megatron_fanformer.evaluation.tasks import OF_ONE_ANSWER
 PMI = "pmi"
 """The metric that needs log-probabilities behind a task's neutral contexts."""
 
+DIVISORS = {
+    "len_norm": "characters_no_space",
+    "len_norm_with_space": "characters",
+    "bpb": "bytes_no_space",
+    "bpb_with_space": "bytes",
+    "ce_loss": "characters_no_space",
+}
+"""By metric: the length of a continuation that it divides by; the others divide by tokens, or by nothing."""
+
 POSITIVE = 0
 """The choice that F1 looks for: yes, which is the first one of mrpc."""
 
@@ -64,8 +73,8 @@ def document_sums(
     right = requests.labels == requests.choices
     scores = {
         "acc": log_probabilities,
-        "len_norm": _per(requests.lengths["characters_no_space"], log_probabilities),
-        "len_norm_with_space": _per(requests.lengths["characters"], log_probabilities),
+        "len_norm": _per(requests.lengths[DIVISORS["len_norm"]], log_probabilities),
+        "len_norm_with_space": _per(requests.lengths[DIVISORS["len_norm_with_space"]], log_probabilities),
         "per_token": _per(requests.continuation_tokens, log_probabilities),
     }
     if unconditional is not None:
@@ -80,12 +89,8 @@ def document_sums(
             # 2 TP / (2 TP + FP + FN), in which a document that is neither found nor there counts nothing.
             sums["f1"] = np.stack([2.0 * (found & there), 1.0 * found + 1.0 * there], axis=1)
     of_right = log_probabilities[right]
-    for name, length, unit in (
-        ("bpb", "bytes_no_space", math.log(2)),
-        ("bpb_with_space", "bytes", math.log(2)),
-        ("ce_loss", "characters_no_space", 1.0),
-    ):
-        sums[name] = _mean_of(-_per(requests.lengths[length][right], of_right) / unit)
+    for name, unit in (("bpb", math.log(2)), ("bpb_with_space", math.log(2)), ("ce_loss", 1.0)):
+        sums[name] = _mean_of(-_per(requests.lengths[DIVISORS[name]][right], of_right) / unit)
     return sums
 
 

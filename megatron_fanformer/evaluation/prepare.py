@@ -220,8 +220,6 @@ class Builder:
 
 
 class _Request(NamedTuple):
-    """One request, as text."""
-
     document: int
     choice: int
     label: int
@@ -255,7 +253,6 @@ def _numbering(library_module: Any) -> Any:
 
 
 def _neutral_texts(built: Any) -> dict[tuple[int, int], str]:
-    """OLMES's neutral contexts by document and choice."""
     return {
         (request["doc_id"] - UNCONDITIONAL, request["idx"]): request["request"]["context"]
         for requests in built.dataset

@@ -58,14 +58,12 @@ def _one(result: Result, width: int | None) -> Iterator[str]:
 
 
 def _metric_rows(name: str, task: TaskResult) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of its metrics, the task's own first."""
     for metric, found in sorted(task.metrics.items(), key=lambda item: item[0] != task.metric):
         value, error = figure(metric, found.value), figure(metric, found.standard_error)
         yield name if metric == task.metric else "", metric, value, error, f"{found.documents:,}"
 
 
 def _column(result: Result) -> dict[str, str]:
-    """Return the results of a checkpoint, by task with its own metric, set and group."""
     cells = {
         f"{name} {task.metric}": figure(task.metric, result.headline(name).value) for name, task in result.tasks.items()
     }

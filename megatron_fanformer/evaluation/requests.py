@@ -223,7 +223,6 @@ def _arrays(task: TaskRequests) -> dict[str, np.ndarray]:
 
 
 def _digest(content: str, arrays: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 of the content and of all arrays with their names, types and shapes."""
     digest = hashlib.sha256(content.encode())
     for name, array in sorted(arrays.items()):
         digest.update(f"\0{name} {array.dtype.str} {array.shape}\0".encode())

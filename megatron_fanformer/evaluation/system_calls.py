@@ -175,7 +175,6 @@ def refuse_system_calls() -> None:
 
 
 def _filter(column: int, architecture: int) -> list[_Instruction]:
-    """Return the filter's program: the first that returns decides."""
     refuse, not_there = REFUSE | errno.EPERM, REFUSE | errno.ENOSYS
     program = [(LOAD, 0, 0, ARCHITECTURE), (IF_EQUAL, 1, 0, architecture), (RETURN, 0, 0, refuse)]
     program += [(LOAD, 0, 0, NUMBER), (IF_AT_LEAST, 0, 1, X32), (RETURN, 0, 0, refuse)]

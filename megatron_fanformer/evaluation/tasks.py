@@ -142,7 +142,6 @@ TASKS: Mapping[str, Task] = {
 
 
 def _meant(name: str) -> str:
-    """Return the remedy for an unknown name."""
     if name == ULOGIC:
         return "request it from `evaluate` by --ulogic FILE"
     return did_you_mean(name, [*GROUPS, *TASKS], f"the groups are {', '.join(GROUPS)}")

@@ -188,7 +188,6 @@ def _log_likelihoods(model: TrainedModel, prompts: Sequence[list[int]], ending: 
 
 
 def _of_endings(logits_bsv: Tensor, ending: list[int]) -> list[float]:
-    """Sums of the log-probabilities of the last tokens."""
     log_probabilities = logits_bsv[:, -len(ending) - 1 : -1].double().log_softmax(-1)
     ids = torch.tensor(ending, device=logits_bsv.device).expand(len(logits_bsv), -1)
     sums: list[float] = log_probabilities.gather(2, ids[..., None]).sum((1, 2)).tolist()

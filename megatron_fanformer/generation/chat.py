@@ -133,6 +133,5 @@ def _without_oldest_turn(messages: Sequence[Message]) -> list[Message] | None:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the number of tokens that two sequences begin with in common."""
     shorter = min(len(left), len(right))
     return next((place for place in range(shorter) if left[place] != right[place]), shorter)

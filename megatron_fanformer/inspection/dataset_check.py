@@ -79,7 +79,6 @@ def _outputs(manifest: Manifest | PartManifest) -> list[TokenFiles]:
 
 
 def _check_counts(prefix: str, manifest: Manifest | PartManifest) -> None:
-    """Check a whole preparation's manifest against itself and its parts' manifests."""
     if isinstance(manifest, PartManifest):
         return
     path = manifest_path(prefix)
@@ -96,8 +95,6 @@ def _check_counts(prefix: str, manifest: Manifest | PartManifest) -> None:
 
 
 class _File(NamedTuple):
-    """A file of a manifest."""
-
     folder: Path
     record: FileRecord
     dtype: str | None
@@ -141,7 +138,6 @@ def _read_through(path: Path, dtype: str | None, advance: Advance) -> tuple[str,
 def _check_output(
     folder: Path, output: TokenFiles, manifest: Manifest | PartManifest, largest: dict[Path, int]
 ) -> None:
-    """Check what a manifest says about one prefix against its index, its mask, its ledger and its largest id."""
     prefix = str(folder / output.prefix)
     path, lengths = manifest_path(prefix), None
     ending, tokens_file = next((end, record) for end, record in output.files.items() if end in TOKEN_ENDINGS)

@@ -32,6 +32,8 @@ from tests.whole_models import export_huggingface
 
 VOCAB_SIZE = 250
 CASE = "fanformer-tied"
+RUN, TOKENS, REQUESTS, DAMAGED, OTHER = "RUN", "own=TOKENS", "REQUESTS", "DAMAGED", "OTHER"
+LARGER, RULES = "LARGER", "RULES"
 QUESTION = {"prompt": "2 + 2 = 4. " * 100, "stop": ["Q"], "max_new_tokens": 8, "solution": ""}
 """Too long for the model, so that its beginning is cut."""
 
@@ -53,6 +55,21 @@ class Made:
         np.random.default_rng(0).integers(1, VOCAB_SIZE, size=300).astype("<u2").tofile(self.tokens)
         self.requests = folder / "requests.safetensors"
         self.write(self.requests, sha256_of(self.tokenizer))
+        self.write(folder / "other.safetensors", "0" * 64)
+        damaged = bytearray(self.requests.read_bytes())
+        damaged[-9] ^= 1
+        (folder / "damaged.safetensors").write_bytes(damaged)
+        (folder / "rules.json").write_text(json.dumps(ulogic_rules))
+        self.places = {
+            RUN: self.run,
+            TOKENS: f"own={self.tokens}",
+            REQUESTS: self.requests,
+            DAMAGED: folder / "damaged.safetensors",
+            OTHER: folder / "other.safetensors",
+            LARGER: write_tokenizer(folder, vocab_size=600),
+            RULES: folder / "rules.json",
+        }
+        """By the words for them in the arguments of the tests."""
 
     def write(self, path: Path, tokenizer_sha256: str) -> None:
         made = partial(made_up_requests, neutral=False, vocab_size=VOCAB_SIZE)
@@ -149,14 +166,8 @@ def test_results_outlive_a_comparison_that_fails(
     kept = json.loads(output.read_text())
     assert kept["perplexity"]["own"]["tokens"] == 9 * 31
     assert kept["tokenizer"] == sha256_of(made.tokenizer)
-    assert kept["settings"] | {"sampling": None} == {
-        "chunking": "tokens",
-        "chunk_tokens": 32,
-        "batches": None,
-        "batch_tokens": 8192,
-        "dtype": "float32",
-        "sampling": None,
-    }
+    chunks = {"chunking": "tokens", "chunk_tokens": 32, "batches": None, "batch_tokens": 8192}
+    assert kept["settings"] | {"sampling": None} == {**chunks, "dtype": "float32", "sampling": None}
     # a file that is no result is found before anything is evaluated
     (tmp_path / "bad.json").write_text("[")
     assert evaluate("--compare", tmp_path / "bad.json", *own, "--output", tmp_path / "lost.json") == 3
@@ -257,20 +268,6 @@ def test_local_ranks_come_to_the_same(made: Made, tmp_path: Path, layout: str) -
             assert own["log_probabilities"] == pytest.approx(other["log_probabilities"], rel=1e-4)
 
 
-def damaged(made: Made, tmp_path: Path) -> Path:
-    content = bytearray(made.requests.read_bytes())
-    content[-9] ^= 1
-    (tmp_path / "damaged.safetensors").write_bytes(content)
-    return tmp_path / "damaged.safetensors"
-
-
-def of_another_tokenizer(made: Made, tmp_path: Path) -> Path:
-    made.write(tmp_path / "other.safetensors", "0" * 64)
-    return tmp_path / "other.safetensors"
-
-
-RUN, TOKENS, REQUESTS, DAMAGED, OTHER = "RUN", "own=TOKENS", "REQUESTS", "DAMAGED", "OTHER"
-LARGER, RULES = "LARGER", "RULES"
 GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
 
 
@@ -311,24 +308,9 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
     ],
 )
 def test_what_cannot_be_evaluated_is_one_line(
-    made: Made,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    code: int,
-    said: str,
+    made: Made, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
 ) -> None:
-    places = {
-        RUN: made.run,
-        TOKENS: f"own={made.tokens}",
-        REQUESTS: made.requests,
-        DAMAGED: damaged(made, tmp_path),
-        OTHER: of_another_tokenizer(made, tmp_path),
-        LARGER: write_tokenizer(tmp_path, vocab_size=600),
-        RULES: tmp_path / "rules.json",
-    }
-    (tmp_path / "rules.json").write_text(json.dumps(ulogic_rules))
-    assert evaluate(*(places.get(argument, argument) for argument in arguments)) == code
+    assert evaluate(*(made.places.get(argument, argument) for argument in arguments)) == code
     (line,) = [line for line in capsys.readouterr().err.splitlines() if said in line]
     assert line.startswith("megatron-fanformer: ")
 
@@ -350,9 +332,8 @@ def test_a_model_that_diverged_has_bad_numbers(
     export_huggingface(
         config, tensors, tmp_path / "export", dtype=torch.float32, tokenizer_path=made.tokenizer, end_of_text_id=0
     )
-    places = {TOKENS: f"own={made.tokens}", REQUESTS: made.requests}
     output = tmp_path / "result.json"
-    asked = [str(places.get(word, word)) for word in asked]
+    asked = [str(made.places.get(word, word)) for word in asked]
     assert evaluate(tmp_path / "export", *asked, "--output", output) == 4
     assert "the model diverged: evaluate an earlier checkpoint" in capsys.readouterr().err
     assert not output.exists()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_fanformer.evaluation.config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity import SetLoss, perplexity_metrics, perplexity_of_sets
-from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import SETS, PerplexitySet, find_sets, set_name
 from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.hf import FANformerForCausalLM

@@ -43,22 +43,11 @@ class Bytes:
 def write_tokenizer(folder: Path, vocab_size: int = 250) -> Path:
     """A tokenizer of single characters, each with its code point as id; id 0 is the end of text."""
     vocabulary = {chr(code): code for code in range(1, vocab_size)}
+    flags = {**dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False), "special": True}
     content = {
         "version": "1.0",
-        "added_tokens": [
-            {
-                "id": END_OF_TEXT_ID,
-                "content": "<|endoftext|>",
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-        ],
-        "normalizer": None,
-        "pre_tokenizer": None,
-        "post_processor": None,
+        "added_tokens": [{"id": END_OF_TEXT_ID, "content": "<|endoftext|>", **flags}],
+        **dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor")),
         "decoder": {"type": "Fuse"},
         "model": {"type": "BPE", "vocab": {"<|endoftext|>": END_OF_TEXT_ID, **vocabulary}, "merges": []},
     }
