@@ -4,6 +4,7 @@ import copy
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from tests.token_pairs import write_token_pair
 ROOT = Path(__file__).parents[1]
 VOCAB_SIZE = TINY["vocab_size"]
 SEQ_LENGTH = 16
+
+RunOnRanks = Callable[..., list[Any]]
+"""Of the fixture `run_on_ranks`."""
 
 
 def write_tokens(prefix: Path, *, vocab_size: int = VOCAB_SIZE, documents: int = 60) -> str:

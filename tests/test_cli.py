@@ -133,10 +133,6 @@ def test_a_value_that_is_refused(refused: Refused, config: str, overrides: str, 
     one_line(refused("train", "--config", config, *overrides.split()), *said.split(" … "))
 
 
-def test_a_number_without_a_point_before_its_exponent_is_a_number(config: str) -> None:
-    assert load_config(Path(config), ["--optimizer.lr", "4e-4"]).optimizer.lr == 4e-4
-
-
 def test_an_empty_section_has_its_defaults(tmp_path: Path, config: str) -> None:
     file = tmp_path / "empty.yaml"
     file.write_text(Path(config).read_text() + "checkpoint:\n  # save_interval: 10\n")
@@ -155,15 +151,6 @@ def test_missing_values_are_named(refused: Refused, tmp_path: Path) -> None:
 def test_a_file_that_is_no_configuration(refused: Refused, tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     one_line(refused("train", "--config", "config.yaml"), said)
-
-
-def test_several_problems_are_reported_together(refused: Refused, config: str) -> None:
-    overrides = ["--model.hiden_size", "3", "--optimizer.lr", "fast", "--training.seed", "x"]
-    assert refused("train", "--config", config, *overrides) == [
-        "unknown configuration key model.hiden_size; did you mean model.hidden_size?",
-        'optimizer.lr is "fast"; it must be a finite number',
-        'training.seed is "x"; it must be an integer',
-    ]
 
 
 def test_problems_of_sound_values_and_missing_files_are_reported_together(refused: Refused, config: str) -> None:

@@ -9,9 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +21,7 @@ from megatron_fanformer.training.config import RunConfig, load_config
 from megatron_fanformer.training.metrics import read_metrics
 from tests.chat_pairs import random_chats, write_chats
 from tests.patience import PATIENCE_SECONDS
-from tests.small_runs import ROOT, start_program, write_program, write_tokens
+from tests.small_runs import ROOT, RunOnRanks, start_program, write_program, write_tokens
 from tests.training.test_presets import write_saved_model
 from tests.training.test_trainer import train
 
@@ -115,9 +113,7 @@ def free_port() -> int:
 
 
 @pytest.mark.full  # two launchers import torch and megatron-core beside two ranks
-def test_two_nodes_under_torchrun_learn_what_one_node_does(
-    run_on_ranks: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_two_nodes_under_torchrun_learn_what_one_node_does(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
     """The tiny example for five steps: two launcher agents of one rank each, and two ranks of ours."""
     tokens = write_tokens(tmp_path / "tokens", vocab_size=8192)
 

@@ -34,6 +34,8 @@ ARRAYS = {
     "continuation_tokens": np.int32,
     "cut_tokens": np.int32,
 }
+OF_REQUESTS = tuple(name for name in ARRAYS if name not in ("ids", "offsets"))
+"""The arrays with an element for each request."""
 OF_UNCONDITIONAL = ("ids", "offsets", "cut_tokens")
 """The arrays in which a task's unconditional requests differ from its own."""
 METRICS = {*OF_CHOICES, "f1", "pmi"}
@@ -124,13 +126,9 @@ def first_documents(requests: TaskRequests, limit: int | None) -> TaskRequests:
     count = int(np.searchsorted(requests.documents, numbers[limit]))
     return replace(
         requests,
-        documents=requests.documents[:count],
-        choices=requests.choices[:count],
-        labels=requests.labels[:count],
+        **{name: getattr(requests, name)[:count] for name in OF_REQUESTS},
         ids=requests.ids[: requests.offsets[count]],
         offsets=requests.offsets[: count + 1],
-        continuation_tokens=requests.continuation_tokens[:count],
-        cut_tokens=requests.cut_tokens[:count],
         lengths={name: values[:count] for name, values in requests.lengths.items()},
         unconditional=requests.unconditional and first_documents(requests.unconditional, limit),
     )
@@ -307,8 +305,7 @@ def _task(name: str, metric: str, arrays: Mapping[str, np.ndarray]) -> TaskReque
 def _refuse_disorder(task: TaskRequests) -> None:
     """Raises ValueError if the arrays do not fit one another; a forged file has the right SHA-256."""
     n = len(task.documents)
-    of_requests = [getattr(task, name) for name in ARRAYS if name not in ("ids", "offsets")]
-    of_requests += task.lengths.values()
+    of_requests = [*(getattr(task, name) for name in OF_REQUESTS), *task.lengths.values()]
     fits = (
         n > 0
         and all(array.shape == (n,) and array.dtype == np.int32 and array.min() >= 0 for array in of_requests)

@@ -4,10 +4,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +26,7 @@ from megatron_fanformer.processes import hold_signals
 from tests.evaluation.made_up import made_up_requests
 from tests.evaluation.test_ulogic import RULES as ulogic_rules
 from tests.generation.making import model_and_tensors, write_checkpoint, write_export, write_tokenizer
+from tests.small_runs import RunOnRanks
 from tests.whole_models import export_huggingface
 
 VOCAB_SIZE = 250
@@ -41,7 +40,7 @@ QUESTION = {"prompt": "2 + 2 = 4. " * 100, "stop": ["Q"], "max_new_tokens": 8, "
 class Made:
     """What the tests evaluate, in one folder."""
 
-    def __init__(self, folder: Path, run_on_ranks: Callable[..., list[Any]]) -> None:
+    def __init__(self, folder: Path, run_on_ranks: RunOnRanks) -> None:
         self.folder = folder
         self.tokenizer = write_tokenizer(folder)
         self.run = folder / "run"
@@ -88,7 +87,7 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, run_on_ranks: Callable[..., list[Any]]) -> Made:
+def made(tmp_path_factory: pytest.TempPathFactory, run_on_ranks: RunOnRanks) -> Made:
     return Made(tmp_path_factory.mktemp("evaluated"), run_on_ranks)
 
 
