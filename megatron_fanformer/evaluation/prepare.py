@@ -129,12 +129,9 @@ def prepare_requests(
         tasks=choices,
         texts=texts,
     )
+    seconds = time.monotonic() - began
     return RequestsReport(
-        path=output,
-        sha256=sha256,
-        seconds=time.monotonic() - began,
-        context_length=context_length,
-        tasks=tuple(prepared),
+        path=output, sha256=sha256, seconds=seconds, context_length=context_length, tasks=tuple(prepared)
     )
 
 
