@@ -18,6 +18,7 @@ from megatron_fanformer.errors import FanformerError, InputError, escaped, holds
 from megatron_fanformer.options import PROGRAM, Verb, add_options, path_or_none
 from megatron_fanformer.output import go_on_unread
 from megatron_fanformer.processes import signals_released
+from megatron_fanformer.runtime.device import launched_here
 from megatron_fanformer.terminal import print_stderr
 from megatron_fanformer.verbs import VERBS
 
@@ -29,8 +30,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse with our errors: one line, exit code 2."""
 
     def error(self, message: str) -> Any:
-        message = message if len(message) <= 2 * MOST_SHOWN else f"{message[: 2 * MOST_SHOWN]}…"
-        raise InputError(f"{message}; {self.prog} --help lists the options")
+        raise InputError(f"{_cut(message, 2 * MOST_SHOWN)}; {self.prog} --help lists the options")
 
 
 class _Help(argparse.HelpFormatter):
@@ -43,8 +43,6 @@ class _Help(argparse.HelpFormatter):
 
 
 class _PrintCompletion(argparse.Action):
-    """Prints a shell's completion of the command, by shtab."""
-
     def __call__(self, _parser_of_one: Any, _namespace: Any, shell: Any, _flag: str | None = None) -> None:
         try:
             import shtab
@@ -68,29 +66,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             _check_text(argument)
         verb, options = read_command(arguments)
         _check_outputs(options)
-        if verb.results_are_files or _launcher_reports():
+        if verb.results_are_files or launched_here():
             go_on_unread()
         with nullcontext() if verb.takes_signals else signals_released():
             verb.run(options)
             sys.stdout.flush()  # here, where what fails is still an error
     except KeyboardInterrupt:
         return _report("stopped by the keyboard", 1)
-    except FanformerError as error:
-        if debug:
-            print(getattr(error, "rank_traceback", "") or traceback.format_exc(), file=sys.stderr)
-        return error.exit_code if error.already_reported else _report(str(error), error.exit_code)
-    except OSError as error:
-        if debug:
-            traceback.print_exc()
-        return _report(*_refusal(error))
-    except ModuleNotFoundError as error:
-        if debug:
-            traceback.print_exc()
-        return _report(not_installed(error), InputError.exit_code)
     except Exception as error:
         if debug:
-            traceback.print_exc()
-        return _report(f"{type(error).__name__}: {error} (--debug shows where)", 1)
+            print(getattr(error, "rank_traceback", "") or traceback.format_exc(), file=sys.stderr)
+        message, code = _in_words(error)
+        return code if getattr(error, "already_reported", False) else _report(message, code)
     return 0
 
 
@@ -110,7 +97,7 @@ def read_command(arguments: Sequence[str]) -> tuple[Verb[Any], Any]:
 
 def _report(message: str, exit_code: int) -> int:
     """Print an error, unless this rank's launcher will: then it is printed there, once."""
-    if not _launcher_reports():
+    if not launched_here():
         for line in escaped(redacted(message)).split("\n"):
             print_stderr(f"{PROGRAM}: {line}")
     return exit_code
@@ -123,13 +110,18 @@ _WRONG_PATH = (
 )
 
 
-def _refusal(error: OSError) -> tuple[str, int]:
-    """Return what to say where the system refused a path that nothing else reported, and the exit code."""
+def _in_words(error: Exception) -> tuple[str, int]:
+    """Return what to say, and the exit code; of a system's error, that it refused a path that nothing else reported."""
+    if isinstance(error, FanformerError):
+        return str(error), error.exit_code
+    if isinstance(error, ModuleNotFoundError):
+        return not_installed(error), InputError.exit_code
+    if not isinstance(error, OSError):
+        return f"{type(error).__name__}: {error} (--debug shows where)", 1
     reason = error.strerror or str(error)
     if error.filename is None:
         return f"{reason}; --debug shows where", 1
-    name = str(error.filename)
-    name = name if len(name) <= MOST_SHOWN else f"{name[:MOST_SHOWN]}…"
+    name = _cut(str(error.filename))
     if error.errno in _WRONG_PATH:
         return f"{name} cannot be used ({reason}); name another path, or change what is there", InputError.exit_code
     return f"{name} cannot be used ({reason}); free what ran out, or mend the disk, and start again", 1
@@ -154,13 +146,11 @@ def _check_outputs(options: Any) -> None:
 
 
 def _shown(argument: str) -> str:
-    return ascii(argument if len(argument) <= MOST_SHOWN else f"{argument[:MOST_SHOWN]}…")
+    return ascii(_cut(argument))
 
 
-def _launcher_reports() -> bool:
-    from megatron_fanformer.runtime.device import launched_here
-
-    return launched_here()
+def _cut(text: str, most: int = MOST_SHOWN) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _parser(described: Collection[str] = VERBS) -> argparse.ArgumentParser:

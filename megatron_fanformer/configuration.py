@@ -77,7 +77,30 @@ def value_problems(
     values: Mapping[str, Any], owner: type, prefix: str = "", *, advice: Advice = no_advice
 ) -> list[str]:
     """One line for each key that the dataclass does not have, each missing one, and each value of a wrong type."""
-    return list(_value_problems(values, owner, prefix, advice))
+    hints = get_type_hints(owner)
+    found = []
+    for key in values:
+        if key not in hints:
+            name = f"{prefix}{key!s:.{MOST_SHOWN}}"
+            remedy = did_you_mean(str(key), hints, f"the keys here are {', '.join(hints)}", prefix=prefix)
+            found.append(f"unknown configuration key {name}; {advice(name) or remedy}")
+    for field in dataclasses.fields(owner):
+        name, hint = prefix + field.name, hints[field.name]
+        present, value = field.name in values, values.get(field.name)
+        if _is_section(hint):
+            if isinstance(value, Mapping) or (_is_required(field) and not present):
+                found += value_problems(value or {}, hint, f"{name}.", advice=advice)
+            elif present:
+                key = dataclasses.fields(hint)[0].name
+                found.append(f"{name} is {_shown(value)}; it must be a section with keys such as {key}")
+        elif _is_required(field) and not present:
+            found.append(f"{name} is missing; it must be {_demand(hint)}")
+        elif present and not _fits(value, hint):
+            found.append(f"{name} is {_shown(value)}; it must be {_demand(hint)}")
+        elif present and _is_beyond(value):
+            rule = f"no value may hold {NO_TEXT_IN_WORDS}, or exceed {LARGEST_INTEGER}"
+            found.append(f"{name} is {_shown(value)}; {rule}")
+    return found
 
 
 def _instance(values: Mapping[str, Any], owner: type[Config]) -> Config:
@@ -90,33 +113,6 @@ def _instance(values: Mapping[str, Any], owner: type[Config]) -> Config:
         elif name in values:
             fields[name] = msgspec.convert(values[name], hint)
     return owner(**fields)
-
-
-def _value_problems(values: Mapping[str, Any], owner: Any, prefix: str, advice: Advice) -> Iterator[str]:
-    hints = get_type_hints(owner)
-    yield from _unknown_keys(values, hints, prefix, advice)
-    for field in dataclasses.fields(owner):
-        name, hint = prefix + field.name, hints[field.name]
-        present, value = field.name in values, values.get(field.name)
-        if _is_section(hint):
-            if isinstance(value, Mapping) or (_is_required(field) and not present):
-                yield from _value_problems(value or {}, hint, f"{name}.", advice)
-            elif present:
-                yield f"{name} is {_shown(value)}; it must be a section with keys such as {_first_key(hint)}"
-        elif _is_required(field) and not present:
-            yield f"{name} is missing; it must be {_demand(hint)}"
-        elif present and not _fits(value, hint):
-            yield f"{name} is {_shown(value)}; it must be {_demand(hint)}"
-        elif present and _is_beyond(value):
-            yield f"{name} is {_shown(value)}; no value may hold {NO_TEXT_IN_WORDS}, or exceed {LARGEST_INTEGER}"
-
-
-def _unknown_keys(values: Mapping[str, Any], known: Mapping[str, Any], prefix: str, advice: Advice) -> Iterator[str]:
-    for key in values:
-        if key not in known:
-            name = f"{prefix}{key!s:.{MOST_SHOWN}}"
-            remedy = did_you_mean(str(key), known, f"the keys here are {', '.join(known)}", prefix=prefix)
-            yield f"unknown configuration key {name}; {advice(name) or remedy}"
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -155,7 +151,6 @@ def _is_required(field: "dataclasses.Field[Any]") -> bool:
 
 
 def _demand(hint: Any) -> str:
-    """Describe what a value must be, for an error."""
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, get_args(hint)))
     if get_origin(hint) in (Union, UnionType):
@@ -173,10 +168,6 @@ def _shown(value: Any) -> str:
     except (ValueError, RecursionError):  # YAML allows values that contain themselves
         text = repr(value)
     return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "…"
-
-
-def _first_key(owner: Any) -> str:
-    return dataclasses.fields(owner)[0].name
 
 
 # -- files and overrides
@@ -313,7 +304,11 @@ def read_overrides(arguments: Sequence[str], *, advice: Advice = no_advice) -> d
             if not left:
                 raise InputError(f"--{key} has no value; write --section.field VALUE")
             text = left.pop(0)
-        _set_nested(values, key.split("."), _parsed(key, text))
+        try:
+            value = yaml_value(text)
+        except ValueError:
+            raise InputError(f"--{key} {text!r} is not a valid YAML value; quote it") from None
+        _set_nested(values, key.split("."), value)
     return values
 
 
@@ -345,13 +340,6 @@ def _set_nested(values: dict[str, Any], path: Sequence[str], value: Any) -> None
             values[name] = _Section()
         values = values[name]
     values[path[-1]] = value
-
-
-def _parsed(key: str, text: str) -> Any:
-    try:
-        return yaml_value(text)
-    except ValueError:
-        raise InputError(f"--{key} {text!r} is not a valid YAML value; quote it") from None
 
 
 def moved_names(values: Mapping[str, Any], moves: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
@@ -444,7 +432,6 @@ def _default(field: "dataclasses.Field[Any]") -> Any:
 
 
 def _written(value: Any) -> str:
-    """A value as YAML writes it, on one line."""
     if isinstance(value, list | dict):
         return str(yaml.safe_dump(value, default_flow_style=True)).strip()
     return value if isinstance(value, str) else json.dumps(value).replace("e-0", "e-")
@@ -463,7 +450,6 @@ def json_schema(owner: type) -> dict[str, Any]:
 
 
 def _sections(owner: Any) -> Iterator[Any]:
-    """A dataclass and all its sections."""
     yield owner
     for hint in get_type_hints(owner).values():
         if _is_section(hint):

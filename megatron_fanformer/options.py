@@ -137,11 +137,9 @@ def option_name(name: str) -> str:
 
 def add_options(parser: argparse.ArgumentParser, owner: type) -> None:
     """Add an argument for each field; what is not given on the line stays out of the namespace."""
-    hints = get_type_hints(owner)
-    dataclasses_of = [base for base in reversed(owner.__mro__) if dataclasses.is_dataclass(base)]
-    texts = {name: text for base in dataclasses_of for name, text in field_texts(base).items()}
+    hints, texts = get_type_hints(owner), field_texts(owner)
     groups: dict[str | None, Any] = {None: parser}
-    for each in _fields(owner):
+    for each in dataclasses.fields(owner):
         shape = _shape(each)
         if shape.source not in ("option", "argument"):
             continue
@@ -162,7 +160,6 @@ def add_options(parser: argparse.ArgumentParser, owner: type) -> None:
 
 
 def _keywords(each: "dataclasses.Field[Any]", hint: Any, shape: _Shape) -> dict[str, Any]:
-    """Return what argparse needs to know about a field's type."""
     is_optional = get_origin(hint) in (Union, UnionType)
     kind = next(kind for kind in get_args(hint) if kind is not NoneType) if is_optional else hint
     if kind is bool:

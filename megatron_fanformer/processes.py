@@ -210,8 +210,8 @@ def usable_cores(system: Path = Path("/")) -> int:
     Args:
         system: where `proc` and `sys` are.
     """
-    quotas = [quota for quota in _quotas(system) if quota > 0]
-    return max(1, min(len(os.sched_getaffinity(0)), *map(int, quotas))) if quotas else len(os.sched_getaffinity(0))
+    quotas = [int(quota) for quota in _quotas(system) if quota > 0]
+    return max(1, min([len(os.sched_getaffinity(0)), *quotas]))
 
 
 def _quotas(system: Path) -> Iterator[float]:

@@ -102,7 +102,6 @@ def _beside(cells: list[Row], align: str, width: int | None) -> list[str]:
 
 
 def _row(row: Row, rooms: list[int], align: str) -> Iterator[str]:
-    """The lines of a row whose cells of text wrap in their rooms."""
     cells = [wrapped(cell, room) if len(cell) > room else [cell] for cell, room in zip(row, rooms, strict=True)]
     for parts in itertools.zip_longest(*cells, fillvalue=""):
         placed = (

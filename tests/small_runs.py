@@ -4,17 +4,22 @@ import copy
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
+from tests.tiny import TINY
 from tests.token_pairs import write_token_pair
 
 ROOT = Path(__file__).parents[1]
-VOCAB_SIZE = 100
+VOCAB_SIZE = TINY["vocab_size"]
 SEQ_LENGTH = 16
+
+RunOnRanks = Callable[..., list[Any]]
+"""Of the fixture `run_on_ranks`."""
 
 
 def write_tokens(prefix: Path, *, vocab_size: int = VOCAB_SIZE, documents: int = 60) -> str:
@@ -26,14 +31,7 @@ def write_tokens(prefix: Path, *, vocab_size: int = VOCAB_SIZE, documents: int =
 def small_run(tokens: str, run_dir: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     """A configuration's plain values: one rank, fp32, 20 steps; `sections` are laid over it, key by key."""
     values: dict[str, dict[str, Any]] = {
-        "model": {
-            "num_layers": 2,
-            "hidden_size": 32,
-            "ffn_hidden_size": 64,
-            "num_attention_heads": 4,
-            "vocab_size": VOCAB_SIZE,
-            "seq_length": SEQ_LENGTH,
-        },
+        "model": {**TINY, "ffn_hidden_size": 64, "seq_length": SEQ_LENGTH},
         "parallel": {},
         "kernels": {"transformer_impl": "local"},
         "runtime": {"device": "cpu", "threads_per_rank": 1, "cpu_kernels": "torch"},
@@ -41,12 +39,7 @@ def small_run(tokens: str, run_dir: Path, **sections: dict[str, Any]) -> dict[st
         "data": {"train_data": [tokens]},
         "optimizer": {"lr": 1e-2},
         "schedule": {"lr_warmup_iters": 5},
-        "training": {
-            "run_dir": str(run_dir),
-            "train_iters": 20,
-            "global_batch_size": 4,
-            "micro_batch_size": 2,
-        },
+        "training": {"run_dir": str(run_dir), "train_iters": 20, "global_batch_size": 4, "micro_batch_size": 2},
         "logging": {"tensorboard": False},
     }
     for section, fields in sections.items():
@@ -57,6 +50,13 @@ def small_run(tokens: str, run_dir: Path, **sections: dict[str, Any]) -> dict[st
 def write_config(file: Path, values: dict[str, Any]) -> Path:
     """Write plain values as a configuration file."""
     file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def write_program(file: Path, script: str, *, interpreter: str = "/usr/bin/env bash") -> Path:
+    """Write a script that can be run by its name."""
+    file.write_text(f"#!{interpreter}\n{script}\n")
+    file.chmod(0o755)
     return file
 
 

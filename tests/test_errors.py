@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_fanformer.cli import _refusal, main
+from megatron_fanformer.cli import _in_words, main
 from megatron_fanformer.errors import FanformerError, InputError, escaped, redacted
 from tests.small_runs import small_run, write_config
 
@@ -42,7 +42,7 @@ def test_untrusted_text_moves_no_cursor() -> None:
     + [(number, 1) for number in (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EDQUOT)],
 )
 def test_a_path_that_the_system_refuses_is_the_users_error_and_a_failing_disk_is_not(number: int, code: int) -> None:
-    said, found = _refusal(OSError(number, "the reason", "the path"))
+    said, found = _in_words(OSError(number, "the reason", "the path"))
     assert found == code and said.startswith("the path cannot be used (the reason); ")
 
 

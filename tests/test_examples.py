@@ -9,9 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,13 +17,13 @@ from megatron_fanformer.data.blends import parse_blend
 from megatron_fanformer.data.token_files import read_index
 from megatron_fanformer.demo.demo import MODEL as DEMO_MODEL
 from megatron_fanformer.model.config import PRESETS
-from megatron_fanformer.runtime.parallel import rank_grid
 from megatron_fanformer.training.config import RunConfig, load_config
 from megatron_fanformer.training.metrics import read_metrics
 from tests.chat_pairs import random_chats, write_chats
 from tests.patience import PATIENCE_SECONDS
-from tests.small_runs import ROOT, start_program, write_tokens
+from tests.small_runs import ROOT, RunOnRanks, start_program, write_program, write_tokens
 from tests.training.test_presets import write_saved_model
+from tests.training.test_trainer import train
 
 EXAMPLES = ROOT / "examples"
 FINE_TUNING = sorted(EXAMPLES.glob("sft-*.yaml"))
@@ -114,20 +112,8 @@ def free_port() -> int:
         return port
 
 
-def train_here(file: Path, overrides: list[str]) -> None:
-    from megatron_fanformer.training.trainer import Trainer
-
-    config = load_config(file, overrides)
-    with rank_grid(config.parallel, "cpu") as grid:
-        trainer = Trainer(config, grid)
-        trainer.train()
-        trainer.close()
-
-
 @pytest.mark.full  # two launchers import torch and megatron-core beside two ranks
-def test_two_nodes_under_torchrun_learn_what_one_node_does(
-    run_on_ranks: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_two_nodes_under_torchrun_learn_what_one_node_does(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
     """The tiny example for five steps: two launcher agents of one rank each, and two ranks of ours."""
     tokens = write_tokens(tmp_path / "tokens", vocab_size=8192)
 
@@ -159,17 +145,12 @@ def test_two_nodes_under_torchrun_learn_what_one_node_does(
     for node in nodes:
         _, errors = node.communicate(timeout=PATIENCE_SECONDS)
         assert node.returncode == 0, errors
-    run_on_ranks(2, train_here, example, overrides("ours"))
+    run_on_ranks(2, train, load_config(example, [*overrides("ours"), "--runtime.device", "cpu"]).as_dict())
 
     metrics = {run: read_metrics(tmp_path / run) for run in ("nodes", "ours")}
     assert len(metrics["ours"]) == 5 and "validation_loss/random" in metrics["ours"][-1]
     for name in ("step", "loss", "grad_norm", "validation_loss/random"):
         assert [m.get(name) for m in metrics["nodes"]] == [m.get(name) for m in metrics["ours"]]
-
-
-def stand_in(folder: Path, name: str, script: str) -> None:
-    (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
-    (folder / name).chmod(0o755)
 
 
 SRUN = """
@@ -195,11 +176,12 @@ def run_slurm_script(
     """
     (folder / "codes").write_text("".join(f"{code}\n" for code in codes))
     (folder / "srun.told").touch()
-    stand_in(folder, "srun", SRUN)
-    stand_in(folder, "scontrol", f'echo "$*" >> {folder}/scontrol.told; printf "node-7\\nnode-8\\nnode-9\\n"')
+    write_program(folder / "srun", SRUN)
+    write_program(folder / "scontrol", f'echo "$*" >> {folder}/scontrol.told; printf "node-7\\nnode-8\\nnode-9\\n"')
     # The controller does not answer the first time, and the script waits for it.
-    stand_in(folder, "squeue", f'[[ -e {folder}/asked ]] && echo "node-[7-9]" || {{ touch {folder}/asked; exit 1; }}')
-    stand_in(folder, "sleep", "")
+    answer = f'[[ -e {folder}/asked ]] && echo "node-[7-9]" || {{ touch {folder}/asked; exit 1; }}'
+    write_program(folder / "squeue", answer)
+    write_program(folder / "sleep", "")
     environment = {
         "PATH": f"{folder}:/usr/bin:/bin",
         "SLURM_JOB_NUM_NODES": "3",
@@ -268,7 +250,9 @@ def test_the_slurm_script_requeues_a_check_that_its_signal_ended(tmp_path: Path)
 
 
 @pytest.mark.full
-def test_the_tasks_of_an_array_prepare_a_list_each_and_their_outputs_are_one_blend(tmp_path: Path) -> None:
+def test_the_tasks_of_an_array_prepare_a_list_each_and_their_outputs_are_one_blend(
+    tmp_path: Path, olmo_tokenizer_file: Path
+) -> None:
     for shard in range(3):
         line = json.dumps({"id": str(shard), "text": f"shard {shard} " * 20})
         (tmp_path / f"{shard}.jsonl").write_text(line + "\n")
@@ -276,10 +260,9 @@ def test_the_tasks_of_an_array_prepare_a_list_each_and_their_outputs_are_one_ble
     (tmp_path / "lists").mkdir()
     cut = ["split", "--number=r/2", "--numeric-suffixes", "--suffix-length=3", "-", f"{tmp_path}/lists/"]
     subprocess.run(cut, input=shards, text=True, check=True)
-    tokenizer = Path(__file__).parent / "samples" / "tokenizers" / "allenai_gpt-neox-olmo-dolma-v1_5.json"
     for task in range(2):
         environment = {**os.environ, "SLURM_ARRAY_TASK_ID": str(task), "PYTHON": sys.executable}
-        words = [tmp_path / "lists", tmp_path / "dolma", tokenizer, "--no-ledger"]
+        words = [tmp_path / "lists", tmp_path / "dolma", olmo_tokenizer_file, "--no-ledger"]
         script = subprocess.run(["bash", EXAMPLES / "prepare.sh", *words], env=environment, check=False, cwd=tmp_path)
         assert script.returncode == 0
     listed = "printf '%s\\n' dolma-*.manifest.json | sed 's|.*/||; s|\\.manifest\\.json$||' > dolma.blend"
@@ -299,9 +282,8 @@ def test_the_scripts_pass_shellcheck(script: Path) -> None:
 
 def test_olmes_gets_the_export_as_a_local_model_and_the_papers_suite(tmp_path: Path) -> None:
     """By a stand-in for the command, which needs the network."""
-    told, olmes = tmp_path / "told", tmp_path / "olmes"
-    olmes.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {told}\n')
-    olmes.chmod(0o755)
+    told = tmp_path / "told"
+    olmes = write_program(tmp_path / "olmes", f'printf "%s\\n" "$@" > {told}')
     (tmp_path / "an export").mkdir()
     command = ["bash", str(EXAMPLES / "olmes.sh"), "an export", "results", "--limit", "10"]
     subprocess.run(command, cwd=tmp_path, env={**os.environ, "OLMES": str(olmes), "MAX_LENGTH": "512"}, check=True)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.patience import PATIENCE_SECONDS
-from tests.small_runs import ROOT
+from tests.patience import PATIENCE_SECONDS, wait_until
+from tests.small_runs import ROOT, write_program
 
 MANIFEST = ROOT / "examples" / "kubernetes-jobset.yaml"
 
@@ -157,7 +157,7 @@ def test_exit_codes_mean_what_they_do_elsewhere(manifest: dict[str, Any]) -> Non
     assert (ends["action"], ends["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
 
 
-STAND_IN = """#!/usr/bin/env bash
+STAND_IN = """
 echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $*" >> {folder}/told
 trap 'echo "$RANK" >> {folder}/stopped; exit 5' TERM
 case $(sed -n "$((LOCAL_RANK + 1))p" {folder}/codes) in
@@ -172,11 +172,14 @@ def start_pod(manifest: dict[str, Any], folder: Path, ends: list[str]) -> "subpr
     _, pod = parts(manifest)
     [ranks] = pod["containers"]
     (folder / "codes").write_text("\n".join(ends) + "\n")
-    (folder / "python3").write_text(STAND_IN.format(folder=folder))
-    (folder / "python3").chmod(0o755)
-    environment = {entry["name"]: entry["value"] for entry in ranks["env"]}
+    write_program(folder / "python3", STAND_IN.format(folder=folder))
+    return start_container(ranks, folder)
+
+
+def start_container(container: dict[str, Any], folder: Path) -> "subprocess.Popen[bytes]":
+    environment = {entry["name"]: entry["value"] for entry in container["env"]}
     environment |= {"JOB_COMPLETION_INDEX": "3", "PATH": f"{folder}:{os.environ['PATH']}"}
-    return subprocess.Popen([*ranks["command"], *ranks["args"]], env=environment)
+    return subprocess.Popen([*container["command"], *container["args"]], env=environment)
 
 
 @pytest.mark.parametrize(("ends", "code"), [(["0"] * 8, 0), (["0", "3", "1"] + ["0"] * 5, 3)])
@@ -192,10 +195,8 @@ def test_a_pod_starts_its_ranks_and_ends_with_their_highest_code(
 
 def test_a_pod_passes_its_end_on_and_tells_that_the_ranks_stopped(manifest: dict[str, Any], tmp_path: Path) -> None:
     pod = start_pod(manifest, tmp_path, ["waits"] * 8)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (tmp_path / "told").is_file() or len((tmp_path / "told").read_text().splitlines()) < 8:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    (tmp_path / "told").touch()
+    wait_until(lambda: (tmp_path / "told").read_text().count("\n") == 8)
     time.sleep(0.2)
     pod.terminate()
     assert pod.wait(timeout=PATIENCE_SECONDS) == 5
@@ -216,10 +217,7 @@ def test_after_a_failed_check_there_is_time_to_cordon_the_node(
 def test_a_pod_that_waits_after_its_check_ends_when_it_is_told_to(manifest: dict[str, Any], tmp_path: Path) -> None:
     """Process 1 of a container ignores a signal that it does not handle."""
     check = start_check(manifest, tmp_path, 1, waits=True)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (tmp_path / "slept").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until((tmp_path / "slept").read_text)
     check.terminate()
     assert check.wait(timeout=PATIENCE_SECONDS) == 143
 
@@ -228,13 +226,7 @@ def start_check(manifest: dict[str, Any], folder: Path, code: int, *, waits: boo
     """The check of node 3, with a stand-in for it that ends with a code, and one for `sleep` that may not end."""
     [check] = parts(manifest)[1]["initContainers"]
     (folder / "slept").touch()
-    scripts = {
-        "python3": f'echo "$RANK $*" >> {folder}/told; exit {code}',
-        "sleep": f"echo $1 >> {folder}/slept; {'exec tail -f /dev/null' if waits else 'exit 0'}",
-    }
-    for name, script in scripts.items():
-        (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
-        (folder / name).chmod(0o755)
-    environment = {entry["name"]: entry["value"] for entry in check["env"]}
-    environment |= {"JOB_COMPLETION_INDEX": "3", "PATH": f"{folder}:{os.environ['PATH']}"}
-    return subprocess.Popen([*check["command"], *check["args"]], env=environment)
+    write_program(folder / "python3", f'echo "$RANK $*" >> {folder}/told; exit {code}')
+    end = "exec tail -f /dev/null" if waits else "exit 0"
+    write_program(folder / "sleep", f"echo $1 >> {folder}/slept; {end}")
+    return start_container(check, folder)

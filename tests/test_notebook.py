@@ -1,7 +1,6 @@
 """examples/quickstart.ipynb: as a file, and every cell of it, in order, on a small run and an export."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.generation.making import write_export, write_tokenizer
-from tests.small_runs import ROOT, small_run, write_tokens
+from tests.small_runs import ROOT, RunOnRanks, small_run, write_tokens
 from tests.training.test_trainer import train
 
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
@@ -36,7 +35,7 @@ def test_the_notebook_is_one_without_what_was_run() -> None:
 
 
 @pytest.mark.full  # a training run
-def test_every_cell_runs(run_on_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_every_cell_runs(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("Agg")
     tokens = write_tokens(tmp_path / "tokens")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fanformer.processes import STOP_SIGNALS, seconds_since_start, signals_held, usable_cores
+from megatron_fanformer.processes import NOTHING_LOST, STOP_SIGNALS, seconds_since_start, signals_held, usable_cores
 from tests.faults.lives import is_running
-from tests.patience import PATIENCE_SECONDS
+from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.small_runs import ROOT, small_run, start_command, write_config, write_tokens
 
 WAITS_IN_A_LIBRARY = """
@@ -96,7 +96,7 @@ sys.meta_path.insert(0, Finder())
 """As `sitecustomize`: a signal at the moment when a module is about to be imported."""
 MOMENTS = ("megatron_fanformer.cli", "argparse", "megatron_fanformer.runtime.launch", "yaml")
 LATE_MOMENTS = ("torch", "megatron.core", "megatron_fanformer.training.trainer", "megatron.core.optimizer")
-STOPPED = "stopped on SIGUSR1 with no step in progress; nothing is lost, run the same command to continue"
+STOPPED = f"stopped on SIGUSR1 {NOTHING_LOST}"
 
 
 def ignore_no_signal() -> None:
@@ -122,10 +122,7 @@ def test_a_signal_at_the_start_ends_a_process_at_once_with_a_line(number: signal
     process.send_signal(signal.SIGUSR2)  # there is nothing to save yet
     process.send_signal(number)
     said, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 5
-    assert said == (
-        f"stopped on {number.name} with no step in progress; nothing is lost, run the same command to continue\n"
-    )
+    assert (process.returncode, said) == (5, f"stopped on {number.name} {NOTHING_LOST}\n")
 
 
 @pytest.mark.parametrize(
@@ -159,16 +156,13 @@ def test_verbs_that_answer_no_signal_end_by_it_as_ever(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGUSR1
 
 
-def test_the_loop_takes_signals_over_and_a_child_keeps_its_own() -> None:
-    process = start(LISTENS)
+@pytest.mark.parametrize(
+    ("code", "heard"), [(LISTENS, "['SIGTERM', 'SIGUSR2', 'SIGTERM'] 7"), (IS_OVER, f"{len(STOP_SIGNALS) + 1}")]
+)
+def test_the_loop_takes_signals_over_until_it_ends_and_a_child_keeps_its_own(code: str, heard: str) -> None:
+    process = start(code)
     said, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    assert (process.returncode, said) == (0, "['SIGTERM', 'SIGUSR2', 'SIGTERM'] 7\n")
-
-
-def test_signals_after_the_last_step_change_nothing() -> None:
-    process = start(IS_OVER)
-    said, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    assert (process.returncode, said) == (0, f"{len(STOP_SIGNALS) + 1}\n")
+    assert (process.returncode, said) == (0, f"{heard}\n")
 
 
 @pytest.mark.parametrize(("who", "code"), [("watch", 7), ("signal", 5)])
@@ -183,10 +177,7 @@ def test_a_child_ends_with_its_parent_also_if_that_has_ended_before() -> None:
     pid = int(line_of(parent))
     assert line_of(parent) == "ready"
     parent.kill()
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not is_running(pid)
+    wait_until(lambda: not is_running(pid))
     parent.communicate()
     with start(LEAVES_A_CHILD, "1") as parent:  # the owner that the child is told is not its parent any more
         assert int(line_of(parent)) and line_of(parent) == "ended"

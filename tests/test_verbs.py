@@ -281,11 +281,6 @@ def test_a_verb_without_overrides_has_no_unknown_arguments(
     assert "unknown argument --a.b; megatron-fanformer bare --help lists the options" in capsys.readouterr().err
 
 
-def test_a_record_that_lacks_something_fails_alone() -> None:
-    with pytest.raises(TypeError, match="'examples'"):
-        Verb(name="toy", help="Play.", options=ToyOptions, run=print)  # type: ignore[call-arg]
-
-
 @pytest.mark.parametrize("verb", cli.VERBS.values(), ids=lambda verb: verb.name)
 def test_every_record_is_whole(verb: Verb[Any]) -> None:
     """Its options have types that a parser can be made of, and docstrings; it is called with nothing else."""

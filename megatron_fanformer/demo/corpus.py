@@ -9,7 +9,7 @@ import gzip
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -97,12 +97,8 @@ def _is_held_out(name: str) -> bool:
 
 
 def _write_shard(path: Path, sources: Sequence[_Source], added: datetime) -> None:
-    write_atomically(path, gzip.compress(b"".join(_lines(sources, added)), COMPRESSION_LEVEL, mtime=0))
-
-
-def _lines(sources: Iterable[_Source], added: datetime) -> Iterator[bytes]:
-    for source in sources:
-        document = {
+    documents = [
+        {
             "id": source.name,
             "text": source.text,
             "source": "python-standard-library",
@@ -110,7 +106,9 @@ def _lines(sources: Iterable[_Source], added: datetime) -> Iterator[bytes]:
             "created": _timestamp(source.modified),
             "metadata": {"path": source.name, "bytes": len(source.text.encode())},
         }
-        yield msgspec.json.encode(document) + b"\n"
+        for source in sources
+    ]
+    write_atomically(path, gzip.compress(msgspec.json.Encoder().encode_lines(documents), COMPRESSION_LEVEL, mtime=0))
 
 
 def _timestamp(moment: datetime) -> str:

@@ -11,7 +11,6 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,45 +60,21 @@ MODEL = FANformerConfig(
 )
 
 
-@dataclass(frozen=True)
 class Places:
     """The paths of all that the demo makes."""
 
-    root: Path
-
-    @property
-    def documents(self) -> Path:
-        """Dolma shards."""
-        return self.root / "documents"
-
-    @property
-    def tokenizer(self) -> Path:
-        """Return the path of the sentencepiece model."""
-        return self.root / TOKENIZER_MODEL
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.documents = root / "documents"
+        self.tokenizer = root / TOKENIZER_MODEL
+        self.config = root / "train.yaml"
+        self.run = root / "run"
+        self.huggingface = root / "huggingface"
+        self.loss_curve = root / "loss.png"
 
     def tokens(self, part: str) -> Path:
         """Prefix of the token files of `train` or `held-out`."""
         return self.root / "tokens" / part
-
-    @property
-    def run(self) -> Path:
-        """Return the training run's folder."""
-        return self.root / "run"
-
-    @property
-    def config(self) -> Path:
-        """Return the file of the training run's configuration, as written for it."""
-        return self.root / "train.yaml"
-
-    @property
-    def huggingface(self) -> Path:
-        """Return the folder of the exported model."""
-        return self.root / "huggingface"
-
-    @property
-    def loss_curve(self) -> Path:
-        """Return the file of the picture."""
-        return self.root / "loss.png"
 
 
 def run_demo(output: Path) -> None:
@@ -116,9 +91,10 @@ def run_demo(output: Path) -> None:
     with _step(console, 1, "documents: the standard library's source files"):
         corpus = pack_standard_library(places.documents)
     with _step(console, 2, f"tokenizer: sentencepiece BPE, {VOCAB_SIZE:,} pieces"):
-        train_sentencepiece(
-            _texts(corpus), places.tokenizer.with_suffix(""), vocab_size=VOCAB_SIZE, num_threads=usable_cores()
-        )
+        documents = (text for shard in corpus.train for text in read_documents(shard))
+        texts = (text for text in documents if isinstance(text, str))
+        prefix = places.tokenizer.with_suffix("")
+        train_sentencepiece(texts, prefix, vocab_size=VOCAB_SIZE, num_threads=usable_cores())
     with _step(console, 3, "tokens: Megatron .bin/.idx"):
         tokens = {
             "train": _tokenize(places, "train", list(corpus.train)),
@@ -139,17 +115,8 @@ def run_demo(output: Path) -> None:
     entropy = unigram_entropy(places.tokens(VALIDATION))
     metrics = read_metrics(places.run)
     write_atomically(places.loss_curve, loss_picture(metrics, entropy=entropy))
-    console.print(
-        _summary(
-            places,
-            corpus,
-            tokens,
-            steps=metrics,
-            entropy=entropy,
-            difference=difference,
-            seconds=time.monotonic() - started,
-        )
-    )
+    seconds = time.monotonic() - started
+    console.print(_summary(places, corpus, tokens, metrics, entropy=entropy, difference=difference, seconds=seconds))
     console.print("\n".join(next_lines(places)), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -169,11 +136,6 @@ def _step(console: Console, number: int, title: str) -> Iterator[None]:
     started = time.monotonic()
     yield
     console.print(f"[dim]{time.monotonic() - started:.1f} s[/dim]")
-
-
-def _texts(corpus: Corpus) -> Iterator[str]:
-    for shard in corpus.train:
-        yield from (text for text in read_documents(shard) if isinstance(text, str))
 
 
 def _tokenize(places: Places, part: str, inputs: list[Path]) -> int:
@@ -282,8 +244,8 @@ def _summary(
     places: Places,
     corpus: Corpus,
     tokens: dict[str, int],
-    *,
     steps: list[dict[str, Any]],
+    *,
     entropy: float,
     difference: float,
     seconds: float,

@@ -15,9 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -67,9 +67,6 @@ class Result:
     """The error, or the signal, that ended it."""
 
 
-NOT_RUN = Result(outcome="not run")
-
-
 def check_confinement() -> None:
     """See whether programs can be confined here, by an empty one.
 
@@ -101,28 +98,21 @@ def run_programs(
         InputError: they cannot be confined on this machine.
     """
     check_confinement()
-    workers = workers or usable_cores()
     results = []
-    with _kept_to_itself(), ThreadPoolExecutor(workers) as pool:
-        started = [pool.submit(_run, program, limits) for program in programs]
-        try:
-            for number, future in enumerate(started, start=1):
-                results.append(future.result())
-                on_result(number)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return results
-
-
-@contextmanager
-def _kept_to_itself() -> Iterator[None]:
-    """This process, which has read all tests, cannot be read by others of its user meanwhile."""
-    refuse_inspection()
+    refuse_inspection()  # of this process, which has read all tests
     try:
-        yield
+        with ThreadPoolExecutor(workers or usable_cores()) as pool:
+            started = [pool.submit(_run, program, limits) for program in programs]
+            try:
+                for number, future in enumerate(started, start=1):
+                    results.append(future.result())
+                    on_result(number)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
     finally:
         refuse_inspection(refused=False)
+    return results
 
 
 def _run(program: Program, limits: Limits) -> Result:
@@ -150,7 +140,6 @@ def _run(program: Program, limits: Limits) -> Result:
 
 
 def _started(module: str, ends: tuple[int, ...], home: str, limits: Limits) -> "subprocess.Popen[bytes]":
-    """Return a process of a program or of a judge, with its ends of pipes."""
     arguments = (os.getpid(), *ends, limits.memory_bytes, limits.cpu_seconds, home)
     return subprocess.Popen(
         [sys.executable, "-B", "-m", module, *map(str, arguments)],
@@ -172,7 +161,6 @@ def _started(module: str, ends: tuple[int, ...], home: str, limits: Limits) -> "
 
 
 def _give(process: "subprocess.Popen[bytes]", content: bytes) -> None:
-    """Give a process its standard input, which it reads before it does anything else."""
     assert process.stdin is not None
     with suppress(BrokenPipeError):
         process.stdin.write(content)
@@ -214,10 +202,9 @@ def _result(
         return Result(outcome="not run", message=text)
     if kind == judging.PASSED:
         return Result(outcome="passed")
-    ended = running if kind == judging.GONE else None if report else judge
-    if ended is None:
+    if report and kind != judging.GONE:
         return Result(outcome="failed", message=text)
-    code = ended.wait()
+    code = (running if kind == judging.GONE else judge).wait()
     if code == -signal.SIGXCPU:
         return Result(outcome="timed out", message=f"it took more than {limits.cpu_seconds} s of CPU time")
     if code < 0:

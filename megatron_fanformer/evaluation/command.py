@@ -15,8 +15,7 @@ from megatron_fanformer.durable_files import file_problems, write_atomically
 from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.evaluation import results as result_files
 from megatron_fanformer.evaluation.comparison import Comparison, compare
-from megatron_fanformer.evaluation.config import EvaluationConfig, EvaluationRequest
-from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
+from megatron_fanformer.evaluation.config import EvaluationConfig, EvaluationRequest, PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import SETS, set_problems
 from megatron_fanformer.evaluation.results import Result
 from megatron_fanformer.evaluation.tasks import resolve
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from megatron_fanformer.evaluation.jobs import Jobs
     from megatron_fanformer.runtime.parallel import RankGrid
 
-GENERATION = ("run_code", "num_samples", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
-"""The options that are fields of `GenerationSettings`."""
 NEEDED = {
     **dict.fromkeys(("perplexity_folder", "chunk_tokens", "batches", "eod_id"), "perplexity"),
     "context_length": "prepare",
@@ -64,35 +61,34 @@ def evaluate(options: EvaluateOptions, local: Local) -> None:
             )
         _prepare(options, options.prepare)
         return
-    if address is None:
-        request = read_options(options, local)
-        if not request.checkpoints:
-            _print_results(options, request, [])
-            return
-        first, *others = request.checkpoints
-        print_loading(f"{first} and {len(others)} more" if others else str(first))
-        jobs = _find_jobs(request)
-        _start(options, request, jobs)
+    if address is not None:
+        _join(options, address, local)
         return
-    _join(options, address, local)
+    request = read_options(options, local)
+    if request.checkpoints:
+        _start(request)
+    else:
+        _print_results(request, [])
 
 
-def _start(options: EvaluateOptions, request: EvaluationRequest, jobs: "Jobs") -> None:
-    """Evaluate in this process, or on local ranks."""
-    ranks = request.layout.world_size
+def _start(request: EvaluationRequest) -> None:
+    first, *others = request.checkpoints
+    print_loading(f"{first} and {len(others)} more" if others else str(first))
+    jobs = _find_jobs(request)
+    options, ranks = request.options, request.layout.world_size
+    runtime = RuntimeConfig(device=options.device)
     if ranks > 1:
         remedy = "change it, or start on several nodes with torchrun"
-        refuse_ranks_without_gpu(ranks, request.runtime, origin="--layout", remedy=remedy)
+        refuse_ranks_without_gpu(ranks, runtime, origin="--layout", remedy=remedy)
         launch_ranks(ranks, options.command_line, threads=devices.threads_per_rank(ranks), found=(request, jobs))
         return
     from megatron_fanformer.runtime.parallel import distributed
 
-    with distributed(request.layout.parallel, None, request.runtime) as grid:
-        _run(options, request, jobs, grid)
+    with distributed(request.layout.parallel, None, runtime) as grid:
+        _run(request, jobs, grid)
 
 
 def _join(options: EvaluateOptions, address: devices.RankAddress, local: Local) -> None:
-    """Evaluate as one of the ranks that a launcher started."""
     from megatron_fanformer.runtime.agreement import on_main
     from megatron_fanformer.runtime.launch import report_failure
     from megatron_fanformer.runtime.parallel import process_group, rank_grid
@@ -107,7 +103,7 @@ def _join(options: EvaluateOptions, address: devices.RankAddress, local: Local) 
     with report_failure(), process_group(runtime, address) as kind:
         request, jobs = on_main(find)
         with rank_grid(request.layout.parallel, kind, runtime) as grid:
-            _run(options, request, jobs, grid)
+            _run(request, jobs, grid)
 
 
 def _find_jobs(request: EvaluationRequest) -> "Jobs":
@@ -122,7 +118,7 @@ def _find_jobs(request: EvaluationRequest) -> "Jobs":
         raise InputError("\n".join(map(as_options, str(error).splitlines()))) from None
 
 
-def _run(options: EvaluateOptions, request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
+def _run(request: EvaluationRequest, jobs: "Jobs", grid: "RankGrid") -> None:
     from megatron_fanformer.evaluation.jobs import evaluate_jobs
 
     results: list[Result] = []
@@ -131,13 +127,13 @@ def _run(options: EvaluateOptions, request: EvaluationRequest, jobs: "Jobs", gri
             for result in evaluate_jobs(request, jobs, grid, log=log):
                 if grid.is_main:
                     results.append(result)
-                    _write(options, results)  # now: whatever ends the next one
+                    _write(request.options, results)  # now: whatever ends the next one
     except Exception:
         if results:
-            _print_results(options, replace(request, compared=()), results)
+            _print_results(replace(request, compared=()), results)
         raise
     if grid.is_main:
-        _print_results(options, request, results)
+        _print_results(request, results)
 
 
 # -- what is asked
@@ -168,16 +164,11 @@ def read_options(options: EvaluateOptions, local: Local, *, world_size: int | No
     if found or layout is None:
         raise InputError("\n".join(found))
     return EvaluationRequest(
+        options=options,
         checkpoints=checkpoints,
         compared=tuple(filter(None, compared)),
         evaluation=evaluation,
-        generation={name: getattr(options, name) for name in GENERATION},
-        ulogic=options.ulogic,
-        tokenizer=options.tokenizer,
         layout=layout,
-        runtime=RuntimeConfig(device=options.device),
-        dtype=options.dtype,
-        batch_tokens=options.batch_tokens,
     )
 
 
@@ -223,7 +214,6 @@ def _checkpoint(path: str, local: Local) -> Path:
 
 
 def _is_pointer(path: Path) -> bool:
-    """Return whether it is a run's `checkpoints/latest`."""
     return path.name == store.LATEST and path.parent.name == store.CHECKPOINTS and path.is_file()
 
 
@@ -315,15 +305,13 @@ def _layout(text: str, world_size: int | None) -> Layout:
 # -- the output
 
 
-def _print_results(options: EvaluateOptions, request: EvaluationRequest, results: list[Result]) -> None:
+def _print_results(request: EvaluationRequest, results: list[Result]) -> None:
     """Draw and print the results, then compare two of them; files first, for nobody may be reading what is printed."""
-    from megatron_fanformer.evaluation.report import comparison_lines, result_lines
+    from megatron_fanformer.evaluation.report import comparison_lines, result_lines, results_picture
 
-    comparison = None
+    options, comparison = request.options, None
     try:
         if options.picture is not None:
-            from megatron_fanformer.evaluation.report import results_picture
-
             write_atomically(options.picture, results_picture(results))
         if request.compared:
             of_path = {result.checkpoint: result for result in results}
@@ -338,7 +326,6 @@ def _print_results(options: EvaluateOptions, request: EvaluationRequest, results
 
 
 def _write(options: EvaluateOptions, results: Sequence[Result], comparison: Comparison | None = None) -> None:
-    """Write the requested file of results, as far as they are there."""
     from megatron_fanformer.evaluation.report import comparison_values
 
     if options.output is not None:

@@ -6,7 +6,6 @@ draws: as many documents as there are, with replacement, ten thousand times (Efr
 the Bootstrap, chapters 8 and 13: the percentile interval of paired data).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -66,6 +65,11 @@ class Comparison:
     tasks: list[Difference]
     mean: Difference | None
     """Over the tasks whose metric is a share of documents; None below two of them."""
+
+    @property
+    def differences(self) -> list[Difference]:
+        """Return those of the tasks, and their mean."""
+        return [*self.tasks, *([self.mean] if self.mean else [])]
 
 
 def compare(a: Result, b: Result, *, seed: int = 0, draws: int = DRAWS) -> Comparison:
@@ -201,13 +205,8 @@ def _documents(name: str, task: TaskResult) -> list[ScoredDocument]:
 # -- in words
 
 
-def sentences(comparison: Comparison) -> Iterator[str]:
-    """Yield a plain sentence for each task, and for their mean."""
-    for each in (*comparison.tasks, *([comparison.mean] if comparison.mean else [])):
-        yield _sentence(each)
-
-
-def _sentence(found: Difference) -> str:
+def sentence(found: Difference) -> str:
+    """Return a difference in plain words."""
     unit = "points" if is_share(found.metric) else LOWER_IS_BETTER[found.metric]
     metric = f" ({found.metric})" if found.metric else ""
     value, low, high = (figure(found.metric, each, sign="+") for each in (found.value, found.low, found.high))

@@ -1,16 +1,64 @@
 """The section `evaluation` of a run's configuration, and the command `evaluate`'s request, of which it is a part."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from megatron_fanformer.data.npy_files import NpyType
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
 from megatron_fanformer.evaluation.results import Result
 from megatron_fanformer.evaluation.tasks import resolve
+from megatron_fanformer.evaluation.verb import EvaluateOptions
 from megatron_fanformer.model.layouts import Layout
-from megatron_fanformer.runtime.config import RuntimeConfig
+
+Group = Literal["v2-small", "v3-small"]
+Chunking = Literal["tokens", "documents"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityConfig:
+    """Sets of tokens whose perplexity is measured."""
+
+    sets: dict[str, list[str]] = field(default_factory=dict)
+    """Sets by name: prefixes of pairs, `.npy` files, globs, or folders."""
+    groups: list[Group] = field(default_factory=list)
+    """The paper's groups of sets, in `folder`."""
+    folder: str | None = None
+    """Where the sets of `groups` are, as OLMo lays them out (docs/evaluation.md#perplexity-sets)."""
+    chunking: Chunking = "tokens"
+    """`tokens`: each file cut into chunks, across documents, as in the paper; `documents`: each by itself."""
+    chunk_tokens: int | None = None
+    """Tokens of a chunk, all but the first scored; null: `seq_length`."""
+    batches: int | None = None
+    """Batches of `evaluation.batch_tokens` from the beginning of each set; null: whole sets."""
+    npy_dtype: NpyType = "uint16"
+    """Type of the token ids in `.npy` files without a manifest."""
+    eod_id: int | None = None
+    """With `documents`: the id that ends one in `.npy` files; null: the manifest's or the tokenizer's."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether it names no set."""
+        return not (self.sets or self.groups)
+
+    def problems(self) -> list[str]:
+        """Rules of single fields that this configuration breaks, one line each; no file is looked for."""
+        section = "evaluation.perplexity"
+        found = [
+            f"{section}.sets: {name!r} is no name of a set; use letters, digits, '.', '_' and '-'"
+            for name in self.sets
+            if not name or not all(c.isalnum() or c in "._-" for c in name)
+        ]
+        found += [f"{section}.sets.{name} is empty; name token files" for name, paths in self.sets.items() if not paths]
+        if self.groups and self.folder is None:
+            found.append(f"{section}.groups is {', '.join(self.groups)} without a folder; set {section}.folder")
+        if self.chunk_tokens is not None and self.chunk_tokens < 2:
+            found.append(f"{section}.chunk_tokens is {self.chunk_tokens}; it must be at least 2, or null")
+        if self.batches is not None and self.batches < 1:
+            found.append(f"{section}.batches is {self.batches}; it must be at least 1, or null")
+        if self.eod_id is not None and self.eod_id < 0:
+            found.append(f"{section}.eod_id is {self.eod_id}; it must not be negative")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,39 +104,33 @@ class EvaluationConfig:
                 for name in ("interval", "batch_tokens")
                 if getattr(self, name)
             ]
-        return [*found, *self._task_problems(), *self.perplexity.problems()]
-
-    def _task_problems(self) -> list[str]:
         try:
-            tasks = resolve(self.tasks)
+            found += [
+                f"evaluation.tasks has {task.name}, whose answers a model writes; leave it out, and have `evaluate` "
+                "score the run's checkpoints on it"
+                for task in resolve(self.tasks)
+                if task.is_generated
+            ]
         except InputError as error:
-            return [f"evaluation.tasks: {line}" for line in str(error).splitlines()]
-        return [
-            f"evaluation.tasks has {task.name}, whose answers a model writes; leave it out, and have `evaluate` score "
-            "the run's checkpoints on it"
-            for task in tasks
-            if task.is_generated
-        ]
+            found += [f"evaluation.tasks: {line}" for line in str(error).splitlines()]
+        return [*found, *self.perplexity.problems()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
     """The options of `evaluate`, read and checked as far as that needs no model."""
 
+    options: EvaluateOptions
     checkpoints: tuple[Path, ...]
     """To evaluate, each once, in the order of the table."""
     compared: tuple[Path | Result, ...]
     """Nothing, or two: what files of results hold, or checkpoints that are among `checkpoints`."""
     evaluation: EvaluationConfig
     """On what; `tasks` may have generation tasks, and is empty for all that the request file has."""
-    generation: Mapping[str, Any]
-    """Fields of `GenerationSettings`."""
-    ulogic: Path | None
-    """ULogic's rules."""
-    tokenizer: Path | None
-    """In place of the checkpoints' own."""
     layout: Layout
-    runtime: RuntimeConfig
-    dtype: str
-    batch_tokens: int
-    """About how many tokens a micro batch has."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Return the options that are fields of `GenerationSettings`."""
+        names = ("run_code", "num_samples", "temperature", "top_k", "top_p", "max_new_tokens", "seed")
+        return {name: getattr(self.options, name) for name in names}

@@ -5,11 +5,13 @@ which knows the tests, is another process (`judging.py`): whatever the program f
 there.
 """
 
+import operator
 import os
 import resource
 import signal
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 from megatron_fanformer.evaluation.exchange import Channel, Gone, decoded, encoded
@@ -92,8 +94,6 @@ def _run(source: bytes, module: types.ModuleType) -> str | None:
 
 
 class _Answers:
-    """Answers of a program's process: values, and numbers of objects that cannot be copied."""
-
     def __init__(self, channel: Channel, module: types.ModuleType) -> None:
         self._channel, self._module = channel, module
         self._objects: list[Any] = []
@@ -123,21 +123,7 @@ class _Answers:
             positional, named = rest
             value = owner(*positional, **named)
             return ["returned", encoded(value, self._number), [encoded(one, self._number) for one in positional]]
-        return ["returned", encoded(self._of(what, owner, rest), self._number)]
-
-    def _of(self, what: str, owner: Any, rest: list[Any]) -> Any:
-        if what == "attribute":
-            return getattr(owner, rest[0])
-        if what == "set":
-            return setattr(owner, rest[0], rest[1])
-        if what == "iterate":
-            return _Iterator(iter(owner))
-        if what == "next":
-            return next(([item] for item in owner), None)
-        if what == "item":
-            return owner[rest[0]]
-        measure: Any = {"len": len, "bool": bool, "str": str}[what]
-        return measure(owner)
+        return ["returned", encoded(_ACTIONS[what](owner, *rest), self._number)]
 
     def _number(self, value: Any) -> int:
         if id(value) not in self._numbers:
@@ -154,6 +140,18 @@ class _Iterator:
 
     def __iter__(self) -> Any:
         return self._items
+
+
+_ACTIONS: dict[str, Callable[..., Any]] = {
+    "attribute": getattr,
+    "set": setattr,
+    "iterate": lambda owner: _Iterator(iter(owner)),
+    "next": lambda owner: next(([item] for item in owner), None),
+    "item": operator.getitem,
+    "len": len,
+    "bool": bool,
+    "str": str,
+}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation.code_execution import Limits
 from megatron_fanformer.generation.config import SamplingConfig
-from megatron_fanformer.generation.continuation import Continuation, continue_all, new_continuation
+from megatron_fanformer.generation.continuation import Continuation, continue_all
 from megatron_fanformer.generation.models import TrainedModel
 
 Log = Callable[[str], None]
@@ -34,13 +34,7 @@ class GenerationSettings(SamplingConfig):
 
     def problems(self) -> list[str]:
         """Rules of single fields that these settings break, one line each."""
-        found = super().problems()
-        found += [
-            f"{name} is {value}; it must be at least 1"
-            for name in ("max_new_tokens", "batch_size")
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
-        return found
+        return [*super().problems(), *self._below_one("max_new_tokens", "batch_size")]
 
     def length_problems(self, seq_length: int) -> list[str]:
         """List the settings that do not suit a model of sequences of that length."""
@@ -89,7 +83,7 @@ def write_texts(
         new_tokens = settings.max_new_tokens or min(document["max_new_tokens"], longest // 2)
         kept = (ids or [tokenizer.eod_id])[new_tokens - longest :]
         texts = [
-            new_continuation(tokenizer, kept, settings, sample=sample, max_new_tokens=new_tokens, stop=document["stop"])
+            Continuation(tokenizer, kept, settings, sample=sample, max_new_tokens=new_tokens, stop=document["stop"])
             for sample in range(settings.num_samples)
         ]
         written.append(Written(texts=texts, prompt_cut=max(len(ids) - len(kept), 0)))

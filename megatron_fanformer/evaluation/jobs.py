@@ -20,10 +20,10 @@ from megatron_fanformer.errors import DivergenceError, InputError, collect_probl
 from megatron_fanformer.evaluation import generation_tasks, ulogic
 from megatron_fanformer.evaluation.config import EvaluationConfig, EvaluationRequest
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings
-from megatron_fanformer.evaluation.metrics import document_sums, task_metrics
+from megatron_fanformer.evaluation.metrics import DIVISORS, document_sums, task_metrics
 from megatron_fanformer.evaluation.perplexity import SetLoss, group_perplexities, perplexity_of_sets
 from megatron_fanformer.evaluation.requests import RequestFile, TaskRequests, read_requests
-from megatron_fanformer.evaluation.results import MetricValue, Result, SetResult, Settings, TaskResult
+from megatron_fanformer.evaluation.results import Result, SetResult, Settings, TaskResult
 from megatron_fanformer.evaluation.scoring import scores_of_tasks
 from megatron_fanformer.evaluation.survey import EvaluationSurvey, survey_evaluation
 from megatron_fanformer.evaluation.tasks import ULOGIC
@@ -39,15 +39,6 @@ from megatron_fanformer.terminal import Report
 Documents = dict[str, list[dict[str, Any]]]
 
 VERSIONED = ("torch", "megatron-core", "numpy")
-
-DIVISORS = {
-    "len_norm": "characters_no_space",
-    "len_norm_with_space": "characters",
-    "bpb": "bytes_no_space",
-    "bpb_with_space": "bytes",
-    "ce_loss": "characters_no_space",
-}
-"""By metric: the length of a continuation that it divides by; the others divide by tokens, or by nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,78 +81,65 @@ def find_jobs(request: EvaluationRequest) -> Jobs:
     found: list[str] = []
     choices, texts = _tasks(request, request_file, found)
     evaluation = replace(request.evaluation, tasks=choices, requests=path if choices else None)
-    surveys = _Surveys(evaluation, request_file, request.batch_tokens)
-    # where choice tasks are asked for, too, their survey checks the file against the tokenizer
-    text_rules = _TextRules(request, texts, None if choices else request_file)
+    known: dict[Any, EvaluationSurvey | None] = {}  # checkpoints of a run share one, though each has a tokenizer
     jobs = []
     for checkpoint in request.checkpoints:
         source = find_model(checkpoint)
-        tokenizer = request.tokenizer or source.tokenizer
+        tokenizer = request.options.tokenizer or source.tokenizer
         found += layout_problems(source.config, request.layout.parallel)
         if (choices or texts) and tokenizer is None:
             found.append(f"{checkpoint} holds no tokenizer; name the one that it was trained with as --tokenizer")
             continue
         digest = None if tokenizer is None else sha256_of(tokenizer_file(tokenizer))
-        found += text_rules.broken_by(source, tokenizer, digest)
-        if (survey := collect_problems(found, partial(surveys.of, source, tokenizer, digest))) is not None:
-            jobs.append(EvaluationJob(source=source, tokenizer=tokenizer, tokenizer_sha256=digest, survey=survey))
+        key = (source.config.seq_length, source.config.vocab_size, source.end_of_text_id, digest)
+        if key not in known:
+            if texts and tokenizer is not None:
+                # where choice tasks are asked for, too, their survey checks the file against the tokenizer
+                file = None if choices or list(texts) == [ULOGIC] else request_file
+                found += _text_problems(request, source, tokenizer, texts, file)
+            batch_tokens = request.options.batch_tokens
+            survey = partial(_survey, evaluation, source, tokenizer, request_file, batch_tokens)
+            known[key] = collect_problems(found, survey)
+        if (its := known[key]) is not None:
+            jobs.append(EvaluationJob(source=source, tokenizer=tokenizer, tokenizer_sha256=digest, survey=its))
     if found:
         raise InputError("\n".join(dict.fromkeys(found)))  # checkpoints of a run have the same problems
     return Jobs(jobs=jobs, texts=texts, requests=None if request_file is None else request_file.sha256)
 
 
-class _Surveys:
-    """Surveys by model. Checkpoints of a run share one, though each has a copy of the tokenizer."""
-
-    def __init__(self, evaluation: EvaluationConfig, request_file: RequestFile | None, batch_tokens: int) -> None:
-        self._evaluation, self._requests, self._batch_tokens = evaluation, request_file, batch_tokens
-        self._known: dict[Any, EvaluationSurvey] = {}
-
-    def of(self, source: ModelSource, tokenizer: Path | None, digest: str | None) -> EvaluationSurvey:
-        """Raises InputError and CorruptError like `survey_evaluation`."""
-        perplexity = self._evaluation.perplexity
-        if perplexity.eod_id is None:
-            perplexity = replace(perplexity, eod_id=source.end_of_text_id)
-        shape = {"seq_length": source.config.seq_length, "vocab_size": source.config.vocab_size}
-        key = (*shape.values(), perplexity.eod_id, digest)
-        if key not in self._known:
-            self._known[key] = survey_evaluation(
-                replace(self._evaluation, perplexity=perplexity),
-                **shape,
-                batch_tokens=self._batch_tokens,
-                tokenizer=None if tokenizer is None else str(tokenizer),
-                requests=self._requests,
-            )
-        return self._known[key]
+def _survey(
+    evaluation: EvaluationConfig,
+    source: ModelSource,
+    tokenizer: Path | None,
+    requests: RequestFile | None,
+    batch_tokens: int,
+) -> EvaluationSurvey:
+    perplexity = evaluation.perplexity
+    if perplexity.eod_id is None:
+        perplexity = replace(perplexity, eod_id=source.end_of_text_id)
+    return survey_evaluation(
+        replace(evaluation, perplexity=perplexity),
+        seq_length=source.config.seq_length,
+        vocab_size=source.config.vocab_size,
+        batch_tokens=batch_tokens,
+        tokenizer=None if tokenizer is None else str(tokenizer),
+        requests=requests,
+    )
 
 
-class _TextRules:
-    """The rules for a model that writes the requested answers. Checkpoints of a run are checked once."""
-
-    def __init__(self, request: EvaluationRequest, texts: Documents, request_file: RequestFile | None) -> None:
-        self._texts = texts
-        self._of_file = set(texts) - {generation_tasks.ULOGIC}  # ULogic's answers have a length of their own
-        self._requests = request_file if self._of_file else None
-        self._settings = GenerationSettings(**request.generation)
-        self._known: dict[Any, list[str]] = {}
-
-    def broken_by(self, source: ModelSource, tokenizer: Path | None, digest: str | None) -> list[str]:
-        """One line each."""
-        if not self._texts or tokenizer is None:
-            return []
-        key = (source.config.seq_length, source.config.vocab_size, digest)
-        if key not in self._known:
-            found: list[str] = []
-            if (
-                read := collect_problems(found, partial(load_tokenizer, tokenizer, eod_id=source.end_of_text_id))
-            ) is not None:
-                found += source.tokenizer_problems(read)
-            if self._requests is not None:
-                collect_problems(found, partial(self._requests.refuse_other_tokenizer, tokenizer_file(tokenizer)))
-            if self._of_file:
-                found += self._settings.length_problems(source.config.seq_length)
-            self._known[key] = found
-        return self._known[key]
+def _text_problems(
+    request: EvaluationRequest, source: ModelSource, tokenizer: Path, texts: Documents, file: RequestFile | None
+) -> list[str]:
+    """List what keeps a model from writing the answers that are asked for."""
+    found: list[str] = []
+    read = collect_problems(found, partial(load_tokenizer, tokenizer, eod_id=source.end_of_text_id))
+    if read is not None:
+        found += source.tokenizer_problems(read)
+    if file is not None:
+        collect_problems(found, partial(file.refuse_other_tokenizer, tokenizer_file(tokenizer)))
+    if list(texts) != [ULOGIC]:  # whose answers have a length of their own
+        found += GenerationSettings(**request.sampling).length_problems(source.config.seq_length)
+    return found
 
 
 def _tasks(
@@ -176,18 +154,16 @@ def _tasks(
         texts = {name: request_file.texts[name][:limit] for name in names if name in request_file.texts}
         choices = [name for name in names if name not in texts]
         collect_problems(problems, partial(request_file.selected, choices))
-    if (
-        request.ulogic is not None
-        and (rules := collect_problems(problems, partial(ulogic.documents, request.ulogic))) is not None
-    ):
-        texts[ULOGIC] = rules[:limit]
+    if request.options.ulogic is not None:
+        rules = collect_problems(problems, partial(ulogic.documents, request.options.ulogic))
+        texts |= {} if rules is None else {ULOGIC: rules[:limit]}
     if texts and request.layout.world_size > 1:
         problems.append(
             f"{', '.join(texts)}: a model writes its answers in one process; leave them out, or run in one (without "
             "--layout and torchrun)"
         )
     for name in texts:
-        collect_problems(problems, partial(generation_tasks.check, name, GenerationSettings(**request.generation)))
+        collect_problems(problems, partial(generation_tasks.check, name, GenerationSettings(**request.sampling)))
     return [name for name in choices if request_file is not None and name in request_file.tasks], texts
 
 
@@ -204,18 +180,19 @@ def evaluate_jobs(request: EvaluationRequest, jobs: Jobs, grid: RankGrid, *, log
         CorruptError: a checkpoint's weights or token files are damaged.
         DivergenceError: a model's numbers are not finite.
     """
+    batch_tokens = request.options.batch_tokens
     versions = {"megatron_fanformer": __version__} | {name: version(name) for name in VERSIONED}
     for job, stages in _built(request, jobs.jobs, grid, log):
         path = job.source.path
         if job.survey.sets:
             log(f"{path}: perplexity")
-        losses = perplexity_of_sets(stages, job.survey.sets, grid, batch_tokens=request.batch_tokens)
+        losses = perplexity_of_sets(stages, job.survey.sets, grid, batch_tokens=batch_tokens)
         perplexity = {name: _set_result(name, found) for name, found in losses.items()}  # raises on every rank
         if job.survey.tasks:
             log(f"{path}: tasks")
-        scores = scores_of_tasks(stages, job.survey.tasks, grid, batch_tokens=request.batch_tokens, every_metric=True)
+        scores = scores_of_tasks(stages, job.survey.tasks, grid, batch_tokens=batch_tokens, every_metric=True)
         tasks = {name: choice_result(task, *scores[name]) for name, task in job.survey.tasks.items()}
-        tasks |= _generated_results(stages, job, jobs.texts, GenerationSettings(**request.generation), grid, log)
+        tasks |= _generated_results(stages, job, jobs.texts, GenerationSettings(**request.sampling), grid, log)
         yield Result(
             checkpoint=str(path),
             step=store.step_of(path),
@@ -235,9 +212,9 @@ def _settings(request: EvaluationRequest, source: ModelSource, grid: RankGrid) -
         chunking=sets.chunking,
         chunk_tokens=sets.chunk_tokens or source.config.seq_length,
         batches=sets.batches,
-        batch_tokens=request.batch_tokens,
+        batch_tokens=request.options.batch_tokens,
         dtype=str(_dtype(request, source, grid)).removeprefix("torch."),
-        sampling=dict(request.generation),
+        sampling=request.sampling,
     )
 
 
@@ -262,8 +239,8 @@ def _built(
 
 
 def _dtype(request: EvaluationRequest, source: ModelSource, grid: RankGrid) -> torch.dtype:
-    if request.dtype != "auto":
-        return DTYPES[request.dtype]
+    if request.options.dtype != "auto":
+        return DTYPES[request.options.dtype]
     return source.dtype if grid.device == "cuda" else torch.float32
 
 
@@ -275,10 +252,7 @@ def choice_result(task: TaskRequests, found: np.ndarray, unconditional: np.ndarr
     rows = zip(begins.tolist(), [*begins[1:].tolist(), len(task)], sums.tolist(), strict=True)
     return TaskResult(
         metric=task.metric,
-        metrics={
-            name: MetricValue(value=each.value, standard_error=each.standard_error, documents=each.documents)
-            for name, each in task_metrics(task, found, unconditional).items()
-        },
+        metrics=task_metrics(task, found, unconditional),
         documents=[
             {
                 "doc_id": int(task.documents[first]),

@@ -85,8 +85,6 @@ class _Names(dict[str, Any]):
 
 
 class _Program:
-    """The program's process."""
-
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
@@ -136,7 +134,6 @@ def _module(name: str) -> Any:
 
 
 def _update(argument: Any, changed: Any) -> None:
-    """Make an argument what the program has made of its copy."""
     if type(argument) is type(changed) and argument != changed:
         if isinstance(argument, list):
             argument[:] = changed

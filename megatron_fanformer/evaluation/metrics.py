@@ -5,33 +5,33 @@ the quotient's by the delta method, sqrt(Σ (a − M b)²) / Σ b: of a share p 
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.evaluation.requests import TaskRequests
+from megatron_fanformer.evaluation.results import MetricValue
 from megatron_fanformer.evaluation.tasks import OF_ONE_ANSWER
 
 PMI = "pmi"
 """The metric that needs log-probabilities behind a task's neutral contexts."""
 
+DIVISORS = {
+    "len_norm": "characters_no_space",
+    "len_norm_with_space": "characters",
+    "bpb": "bytes_no_space",
+    "bpb_with_space": "bytes",
+    "ce_loss": "characters_no_space",
+}
+"""By metric: the length of a continuation that it divides by; the others divide by tokens, or by nothing."""
+
 POSITIVE = 0
 """The choice that F1 looks for: yes, which is the first one of mrpc."""
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A metric of a task: a share or F1 between 0 and 1, or bits or nats."""
-
-    value: float
-    standard_error: float
-    documents: int
-
-
 def task_metrics(
     requests: TaskRequests, log_probabilities: np.ndarray, unconditional: np.ndarray | None = None
-) -> dict[str, Metric]:
+) -> dict[str, MetricValue]:
     """Return every metric that applies to a task, by its name.
 
     The share of documents whose right choice has the highest score (of equal ones the first counts), by score:
@@ -64,12 +64,17 @@ def document_sums(
 
     The arguments and errors are those of `task_metrics`. Resampled rows make a bootstrap of any metric.
     """
-    _refuse_bad_numbers(requests, log_probabilities, unconditional)
+    for values in (log_probabilities, unconditional):
+        if values is not None and (bad := np.count_nonzero(~np.isfinite(values))):
+            raise DivergenceError(
+                f"task {requests.name}: {bad} of {len(values)} log-probabilities are not finite; the model diverged: "
+                "evaluate an earlier checkpoint"
+            )
     right = requests.labels == requests.choices
     scores = {
         "acc": log_probabilities,
-        "len_norm": _per(requests.lengths["characters_no_space"], log_probabilities),
-        "len_norm_with_space": _per(requests.lengths["characters"], log_probabilities),
+        "len_norm": _per(requests.lengths[DIVISORS["len_norm"]], log_probabilities),
+        "len_norm_with_space": _per(requests.lengths[DIVISORS["len_norm_with_space"]], log_probabilities),
         "per_token": _per(requests.continuation_tokens, log_probabilities),
     }
     if unconditional is not None:
@@ -84,24 +89,9 @@ def document_sums(
             # 2 TP / (2 TP + FP + FN), in which a document that is neither found nor there counts nothing.
             sums["f1"] = np.stack([2.0 * (found & there), 1.0 * found + 1.0 * there], axis=1)
     of_right = log_probabilities[right]
-    for name, length, unit in (
-        ("bpb", "bytes_no_space", math.log(2)),
-        ("bpb_with_space", "bytes", math.log(2)),
-        ("ce_loss", "characters_no_space", 1.0),
-    ):
-        sums[name] = _mean_of(-_per(requests.lengths[length][right], of_right) / unit)
+    for name, unit in (("bpb", math.log(2)), ("bpb_with_space", math.log(2)), ("ce_loss", 1.0)):
+        sums[name] = _mean_of(-_per(requests.lengths[DIVISORS[name]][right], of_right) / unit)
     return sums
-
-
-def _refuse_bad_numbers(
-    requests: TaskRequests, log_probabilities: np.ndarray, unconditional: np.ndarray | None
-) -> None:
-    for values in (log_probabilities, unconditional):
-        if values is not None and (bad := np.count_nonzero(~np.isfinite(values))):
-            raise DivergenceError(
-                f"task {requests.name}: {bad} of {len(values)} log-probabilities are not finite; the model diverged: "
-                "evaluate an earlier checkpoint"
-            )
 
 
 def _per(lengths: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -121,11 +111,11 @@ def _mean_of(values: np.ndarray) -> np.ndarray:
     return np.stack([values.astype(np.float64), np.ones(len(values))], axis=1)
 
 
-def _quotient(numerators: np.ndarray, denominators: np.ndarray) -> Metric:
+def _quotient(numerators: np.ndarray, denominators: np.ndarray) -> MetricValue:
     """Return the quotient of the sums; 0, as is the custom for F1, if nothing is found and nothing there."""
     total = denominators.sum()
     if not total:
-        return Metric(0.0, 0.0, len(numerators))
+        return MetricValue(value=0.0, standard_error=0.0, documents=len(numerators))
     value = numerators.sum() / total
     error = math.sqrt(((numerators - value * denominators) ** 2).sum()) / total
-    return Metric(float(value), float(error), len(numerators))
+    return MetricValue(value=float(value), standard_error=float(error), documents=len(numerators))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fanformer.evaluation.perplexity_config import Group
+from megatron_fanformer.evaluation.config import Group
 from megatron_fanformer.evaluation.perplexity_sets import SETS, PerplexitySet, set_name
 from megatron_fanformer.evaluation.rows import losses_of_rows
 from megatron_fanformer.runtime.parallel import RankGrid
@@ -42,16 +42,11 @@ def perplexity_of_sets(
     batch_tokens: int,
     shall_stop: Callable[[], bool] | None = None,
 ) -> dict[str, SetLoss]:
-    """Return the loss of each set, by its name, the same on every rank; a collective call.
-
-    Args:
-        stages: the chunks of this rank's stage, in megatron-core's data parallelism or without.
-        batch_tokens: about how many tokens a micro batch has.
-        shall_stop: asked before each batch, on every rank equally often; its answer must be the same on all.
+    """Return the loss of each set, by its name, the same on every rank; a collective call, as `losses_of_rows`.
 
     Raises:
         CorruptError: a file has become shorter since it was found.
-        Stopped: on every rank, as `shall_stop` said.
+        Stopped: as `losses_of_rows`.
     """
     return {each.name: _loss_of(stages, each, grid, batch_tokens, shall_stop) for each in sets}
 

@@ -6,7 +6,7 @@ of its ways (`PLACES`, `FORMS`). Nothing here imports torch.
 
 import dataclasses
 import glob
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from megatron_fanformer.data.npy_files import SUFFIX, NpyFile, npy_prefix, open_
 from megatron_fanformer.data.token_files import bin_path, idx_path, read_index
 from megatron_fanformer.data.tokenizer import NO_ID, Tokenizer
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluation.perplexity_config import Group, PerplexityConfig
+from megatron_fanformer.evaluation.config import Group, PerplexityConfig
 
 SETS: dict[Group, tuple[str, ...]] = {
     "v2-small": (
@@ -90,7 +90,6 @@ class PerplexitySet:
     """A set that was found: its files, and how they are cut."""
 
     name: str
-    group: Group | None
     files: tuple[TokenFile, ...]
     by_documents: bool
     chunk_tokens: int
@@ -216,12 +215,12 @@ def _group_files(config: PerplexityConfig, group: Group, name: str) -> list[str]
     return []
 
 
-def _named_files(config: PerplexityConfig) -> Iterator[tuple[str, Group | None, list[str]]]:
+def _named_files(config: PerplexityConfig) -> Iterator[tuple[str, list[str]]]:
     for group in config.groups:
         for name in SETS[group]:
-            yield set_name(group, name), group, _group_files(config, group, name)
+            yield set_name(group, name), _group_files(config, group, name)
     for name, paths in config.sets.items():
-        yield name, None, [file for path in paths for file in _files_of(path)]
+        yield name, [file for path in paths for file in _files_of(path)]
 
 
 def find_sets(
@@ -251,12 +250,14 @@ def find_sets(
     if found:
         raise InputError("\n".join(found))
     sets = []
-    for name, group, paths in _named_files(config):
+    for name, paths in _named_files(config):
         files = tuple(_opened(path, config, tokenizer) for path in paths)
-        _refuse_ids_outside(vocab_size, files)
+        for file in (each.file for each in files):
+            refuse_ids_outside(
+                vocab_size, file.path, Path(file.path), file.dtype, largest=file.max_token_id, cache=None
+            )
         each = PerplexitySet(
             name=name,
-            group=group,
             files=files,
             by_documents=config.chunking == "documents",
             chunk_tokens=chunk,
@@ -278,18 +279,6 @@ def _opened(path: str, config: PerplexityConfig, tokenizer: Tokenizer | None) ->
     if eod_id is None and (source := manifest.tokenizer if manifest else tokenizer) is not None:
         eod_id = None if source.eod_id == NO_ID else source.eod_id
     return TokenFile(file=file, index=None, eod_id=eod_id)
-
-
-def _refuse_ids_outside(vocab_size: int, files: Iterable[TokenFile]) -> None:
-    for file in files:
-        refuse_ids_outside(
-            vocab_size,
-            file.file.path,
-            Path(file.file.path),
-            file.file.dtype,
-            largest=file.file.max_token_id,
-            cache=None,
-        )
 
 
 # -- bytes

@@ -22,12 +22,7 @@ from megatron_fanformer.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_fanformer.durable_files import sha256_of
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import task_documents
-from megatron_fanformer.evaluation.requests import (
-    LENGTHS,
-    TaskRequests,
-    cut_to_context,
-    write_requests,
-)
+from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, cut_to_context, write_requests
 from megatron_fanformer.evaluation.tasks import OF_ONE_ANSWER, Task, resolve
 from megatron_fanformer.terminal import table
 
@@ -43,17 +38,16 @@ CONTEXT_LENGTH = 2048  # the paper's
 UNCONDITIONAL = 1_000_000  # what OLMES adds to the number of a document to request its choices behind a neutral context
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparedTask:
+class PreparedTask(NamedTuple):
     """The counts of a task that was written."""
 
     name: str
     documents: int
-    requests: int
+    requests: int = 0
     """0 where a model writes the answer: the file then holds the documents as text."""
-    tokens: int
+    tokens: int = 0
     """Of its requests, unconditional ones left out."""
-    cut: int
+    cut: int = 0
     """Requests that lost the beginning of their context."""
 
 
@@ -63,27 +57,19 @@ class RequestsReport:
 
     path: Path
     sha256: str
-    bytes: int
     seconds: float
     context_length: int
     tasks: tuple[PreparedTask, ...]
 
     def lines(self, width: int | None) -> Iterator[str]:
         """Yield a table with a row for each task, for a terminal of that width; None: any."""
-        total = PreparedTask(
-            name="together",
-            documents=sum(task.documents for task in self.tasks),
-            requests=sum(task.requests for task in self.tasks),
-            tokens=sum(task.tokens for task in self.tasks),
-            cut=sum(task.cut for task in self.tasks),
-        )
-        rows = [
-            (task.name, *(f"{count:,}" for count in (task.documents, task.requests, task.tokens, task.cut)))
-            for task in (*self.tasks, total)
-        ]
+        _, *counts = zip(*self.tasks, strict=True)
+        rows = [(name, *(f"{count:,}" for count in own)) for name, *own in self.tasks]
+        rows.append(("together", *(f"{sum(column):,}" for column in counts)))
         yield from table(("task", "documents", "requests", "tokens", "cut"), rows, align="lrrrr", width=width)
+        megabytes = self.path.stat().st_size / 1e6
         yield (
-            f"{self.path}: {self.bytes / 1e6:.1f} MB in {self.seconds:.0f} s, context length {self.context_length}, "
+            f"{self.path}: {megabytes:.1f} MB in {self.seconds:.0f} s, context length {self.context_length}, "
             f"SHA-256 {self.sha256[:12]}…"
         )
 
@@ -127,10 +113,11 @@ def prepare_requests(
     for task in named:
         if builder and not task.is_generated:
             requests = choices[task.name] = builder.requests(task, context_length, limit)
-            prepared.append(_counted(requests))
+            documents = len(np.unique(requests.documents))
+            prepared.append(PreparedTask(task.name, documents, len(requests), len(requests.ids), requests.cut))
         else:
-            documents = texts[task.name] = task_documents.documents(task.name, data_folder())[:limit]
-            prepared.append(PreparedTask(name=task.name, documents=len(documents), requests=0, tokens=0, cut=0))
+            texts[task.name] = task_documents.documents(task.name, data_folder())[:limit]
+            prepared.append(PreparedTask(task.name, len(texts[task.name])))
         if on_task:
             on_task(prepared[-1])
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -142,23 +129,9 @@ def prepare_requests(
         tasks=choices,
         texts=texts,
     )
+    seconds = time.monotonic() - began
     return RequestsReport(
-        path=output,
-        sha256=sha256,
-        bytes=output.stat().st_size,
-        seconds=time.monotonic() - began,
-        context_length=context_length,
-        tasks=tuple(prepared),
-    )
-
-
-def _counted(requests: TaskRequests) -> PreparedTask:
-    return PreparedTask(
-        name=requests.name,
-        documents=len(np.unique(requests.documents)),
-        requests=len(requests),
-        tokens=len(requests.ids),
-        cut=requests.cut,
+        path=output, sha256=sha256, seconds=seconds, context_length=context_length, tasks=tuple(prepared)
     )
 
 
@@ -244,8 +217,6 @@ class Builder:
 
 
 class _Request(NamedTuple):
-    """One request, as text."""
-
     document: int
     choice: int
     label: int
@@ -279,7 +250,6 @@ def _numbering(library_module: Any) -> Any:
 
 
 def _neutral_texts(built: Any) -> dict[tuple[int, int], str]:
-    """OLMES's neutral contexts by document and choice."""
     return {
         (request["doc_id"] - UNCONDITIONAL, request["idx"]): request["request"]["context"]
         for requests in built.dataset

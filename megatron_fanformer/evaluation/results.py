@@ -33,7 +33,7 @@ MOST_BYTES = 1 << 30  # the paper's tasks whole are some 10 MB a checkpoint
 
 
 class MetricValue(msgspec.Struct, frozen=True, kw_only=True):
-    """A metric of a task."""
+    """A metric of a task: a share or F1 between 0 and 1, or bits or nats."""
 
     value: float
     standard_error: float
@@ -108,20 +108,17 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 def names_of(results: Sequence[Result]) -> list[str]:
     """The checkpoints in headings: their steps, if they are of one run, and else as much of their paths as differs."""
-    parts = [
-        [*(part for part in Path(each.checkpoint).parts[:-1] if part != CHECKPOINTS), _own_name(each)]
-        for each in results
-    ]
+    parts = []
+    for each in results:
+        *folders, name = Path(each.checkpoint).parts
+        own = name if each.step is None else f"{each.step:,}"
+        parts.append([*(folder for folder in folders if folder != CHECKPOINTS), own])
     least = 2 if len({each.run for each in results if each.run is not None}) > 1 else 1
     for depth in range(least, max(map(len, parts), default=0) + 1):
         names = ["/".join(of_one[-depth:]) for of_one in parts]
         if len(set(names)) == len(names):
             return names
     return ["/".join(of_one) for of_one in parts]
-
-
-def _own_name(result: Result) -> str:
-    return f"{result.step:,}" if result.step is not None else Path(result.checkpoint).name
 
 
 def write_results(path: Path, results: Sequence[Result], comparison: dict[str, Any] | None = None) -> None:

@@ -160,7 +160,7 @@ def losses_of_rows(
             own_mb = batch.rows[grid.data_parallel_rank]
             found = row_losses(
                 stages,
-                (_micro_batch(_taken(rows, read, scored), len(rows), batch.seq_length) for rows in own_mb),
+                (_micro_batch(rows, read, scored, batch.seq_length) for rows in own_mb),
                 grid,
                 num_micro_batches=own_mb.shape[0],
                 micro_batch_size=own_mb.shape[1],
@@ -168,7 +168,11 @@ def losses_of_rows(
             )
             is_row = own_mb.flatten() != EMPTY
             losses[own_mb.flatten()[is_row]] = found.numpy()[is_row]
-    return _of_all_replicas(losses, grid)
+    if grid.data_parallel_size == 1:
+        return losses
+    whole = torch.from_numpy(losses).to(grid.torch_device)  # of each replica its own rows, and 0 elsewhere
+    dist.all_reduce(whole, group=grid.groups.dp)
+    return np.asarray(whole.cpu())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,36 +208,21 @@ def padded_length(length: int, unit: int) -> int:
     return _rounded_up(length, math.lcm(unit, max(8, octave // LENGTHS_AN_OCTAVE)))
 
 
-def _taken(rows: np.ndarray, read: ReadRow, scored: np.ndarray) -> list[tuple[np.ndarray, int]]:
-    return [(read(int(row)), int(scored[row])) for row in rows if row != EMPTY]
-
-
-def _micro_batch(rows: list[tuple[np.ndarray, int]], size: int, seq_length: int) -> dict[str, Tensor]:
-    """Rows of ids, and of how many of their last the losses count, as a micro batch of `size` rows [b, s].
-
-    Each id but a row's last is a token, and the one that follows it its label.
-    """
-    tokens = np.zeros((size, seq_length), dtype=np.int64)
+def _micro_batch(rows: np.ndarray, read: ReadRow, scored: np.ndarray, seq_length: int) -> dict[str, Tensor]:
+    """Rows, by their numbers, as a micro batch [b, s]: each id but the last is a token, the one behind it its label."""
+    tokens = np.zeros((len(rows), seq_length), dtype=np.int64)
     labels, loss_mask = np.zeros_like(tokens), np.zeros(tokens.shape, dtype=np.float32)
-    for number, (ids, count) in enumerate(rows):
+    for number, row in enumerate(rows[rows != EMPTY]):
+        ids = read(int(row))
         end = len(ids) - 1
         tokens[number, :end], labels[number, :end] = ids[:-1], ids[1:]
-        loss_mask[number, end - count : end] = 1
+        loss_mask[number, end - scored[row] : end] = 1
     return {
         "tokens": torch.from_numpy(tokens),
         "labels": torch.from_numpy(labels),
         "loss_mask": torch.from_numpy(loss_mask),
-        "position_ids": torch.arange(seq_length).expand(size, -1).contiguous(),
+        "position_ids": torch.arange(seq_length).expand(len(rows), -1).contiguous(),
     }
-
-
-def _of_all_replicas(own: np.ndarray, grid: RankGrid) -> np.ndarray:
-    """Return the sums of arrays of which each replica has its own elements, and 0 elsewhere."""
-    if grid.data_parallel_size == 1:
-        return own
-    whole = torch.from_numpy(own).to(grid.torch_device)
-    dist.all_reduce(whole, group=grid.groups.dp)
-    return np.asarray(whole.cpu())
 
 
 def _rounded_up(number: int, unit: int) -> int:

@@ -54,20 +54,12 @@ def log_probabilities(
     batch_tokens: int,
     shall_stop: Callable[[], bool] | None = None,
 ) -> list[np.ndarray]:
-    """Return the log-probability of each request's continuation behind its context, in nats; a collective call.
+    """Return the log-probability of each request's continuation behind its context, in nats, as `losses_of_rows`.
 
     The requests of all tasks share batches; equal ones are scored once.
 
-    Args:
-        stages: the chunks of this rank's stage, in megatron-core's data parallelism or without.
-        batch_tokens: about how many tokens a micro batch has: one request at the least.
-        shall_stop: asked before each batch, on every rank equally often; its answer must be the same on all.
-
     Returns:
         For each task [n] float64, in its requests' order, the same on every rank.
-
-    Raises:
-        Stopped: on every rank, as `shall_stop` said.
     """
     rows = _Rows()
     numbers = [np.array([rows.number(task, request) for request in range(len(task))], dtype=np.int64) for task in tasks]
@@ -84,8 +76,6 @@ def log_probabilities(
 
 
 class _Rows:
-    """The different ones of some requests."""
-
     def __init__(self) -> None:
         self.ids: list[np.ndarray] = []
         self.scored: list[int] = []

@@ -22,9 +22,8 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 CLONE_THREAD = 0x10000  # clone(2)
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-SOCKET_OF_DATAGRAMS = (
-    2  # SOCK_DGRAM, and SOCK_RAW that is made one: it sends to any address, though it is one of a pair
-)
+# SOCK_DGRAM, and SOCK_RAW that is made one: it sends to any address, though it is one of a pair
+SOCKET_OF_DATAGRAMS = 2
 OWNER_OF_SIGNALS = 8  # in F_SETOWN, F_SETSIG and F_SETOWN_EX: which process a file's signals go to, and which ones
 # In FIOSETOWN and SIOCSPGRP, which do what F_SETOWN does, and in what gives the kernel a value (_IOW), as for a file's
 # attributes; not in the old ones that tell of terminals and pipes.
@@ -176,7 +175,6 @@ def refuse_system_calls() -> None:
 
 
 def _filter(column: int, architecture: int) -> list[_Instruction]:
-    """Return the filter's program: the first that returns decides."""
     refuse, not_there = REFUSE | errno.EPERM, REFUSE | errno.ENOSYS
     program = [(LOAD, 0, 0, ARCHITECTURE), (IF_EQUAL, 1, 0, architecture), (RETURN, 0, 0, refuse)]
     program += [(LOAD, 0, 0, NUMBER), (IF_AT_LEAST, 0, 1, X32), (RETURN, 0, 0, refuse)]

@@ -123,15 +123,6 @@ class Task:
         """Return whether a model's text is judged, not log-probabilities."""
         return self.metric in GENERATED
 
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Return the metrics that log-probabilities give; with neutral contexts in the data `pmi`, too."""
-        if self.is_generated:
-            return (self.metric,)
-        if self.metric in OF_ONE_ANSWER:
-            return OF_ONE_ANSWER
-        return (*OF_CHOICES, "f1") if self.metric == "f1" else OF_CHOICES
-
 
 def _expanded(text: str) -> Iterator[str]:
     """Yield the names in a text, with every value of a name's braces."""
@@ -151,7 +142,6 @@ TASKS: Mapping[str, Task] = {
 
 
 def _meant(name: str) -> str:
-    """Return the remedy for an unknown name."""
     if name == ULOGIC:
         return "request it from `evaluate` by --ulogic FILE"
     return did_you_mean(name, [*GROUPS, *TASKS], f"the groups are {', '.join(GROUPS)}")

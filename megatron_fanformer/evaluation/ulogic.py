@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.durable_files import regular_file
@@ -181,15 +180,10 @@ def _log_likelihoods(model: TrainedModel, prompts: Sequence[list[int]], ending: 
         most = max(1, MOST_TOKENS // length)
         batch = [number for number in numbers[:most] if len(rows[number]) == length]
         numbers = numbers[len(batch) :]
-        sums = _of_endings(model.logits(torch.tensor([rows[number] for number in batch])), ending)
+        logits_bsv = model.logits(torch.tensor([rows[number] for number in batch]))
+        log_probabilities = logits_bsv[:, -len(ending) - 1 : -1].double().log_softmax(-1)
+        ids = torch.tensor(ending, device=logits_bsv.device).expand(len(batch), -1)
+        sums = log_probabilities.gather(2, ids[..., None]).sum((1, 2)).tolist()
         for number, value in zip(batch, sums, strict=True):
             found[number] = value
     return found
-
-
-def _of_endings(logits_bsv: Tensor, ending: list[int]) -> list[float]:
-    """Sums of the log-probabilities of the last tokens."""
-    log_probabilities = logits_bsv[:, -len(ending) - 1 : -1].double().log_softmax(-1)
-    ids = torch.tensor(ending, device=logits_bsv.device).expand(len(logits_bsv), -1)
-    sums: list[float] = log_probabilities.gather(2, ids[..., None]).sum((1, 2)).tolist()
-    return sums

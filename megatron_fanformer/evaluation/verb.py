@@ -2,6 +2,7 @@
 
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,16 +19,13 @@ OUTPUT = "output"
 REQUEST_FILE = "request file"
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 2**31:
-        raise ArgumentTypeError(f"{text!r} is not a number from 1 to 2^31")
+def _count(text: str, least: int = 1) -> int:
+    if not text.isdecimal() or not least <= int(text) <= 2**31:
+        raise ArgumentTypeError(f"{text!r} is not a number from {least} to 2^31")
     return int(text)
 
 
-def _id(text: str) -> int:
-    if not text.isdecimal() or int(text) > 2**31:
-        raise ArgumentTypeError(f"{text!r} is not a number from 0 to 2^31")
-    return int(text)
+_id = partial(_count, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

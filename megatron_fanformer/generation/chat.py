@@ -16,8 +16,8 @@ from megatron_fanformer.data.chat_template import (
 from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError, collect_problems
 from megatron_fanformer.generation.config import ChatConfig
-from megatron_fanformer.generation.continuation import new_continuation
-from megatron_fanformer.generation.models import ModelSource, TrainedModel, find_model_and_tokenizer, load_model
+from megatron_fanformer.generation.continuation import Continuation
+from megatron_fanformer.generation.models import TrainedModel, find_model_and_tokenizer, load_model
 from megatron_fanformer.runtime.device import return_freed_memory
 
 FREE_SHARE = 4
@@ -33,12 +33,6 @@ def open_chat(config: ChatConfig) -> Iterator["Chat"]:
             together, before weights are read.
         CorruptError: the checkpoint is damaged.
     """
-    source, tokenizer, template = _find(config)
-    with load_model(source.path) as model:
-        yield Chat(model, tokenizer, template, config)
-
-
-def _find(config: ChatConfig) -> tuple[ModelSource, Tokenizer, ChatTemplate]:
     problems = config.problems()
     source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, problems)
     template = None
@@ -55,7 +49,8 @@ def _find(config: ChatConfig) -> tuple[ModelSource, Tokenizer, ChatTemplate]:
             collect_problems(problems, lambda: refuse_spaces_between(tokenizer))
     if problems or source is None or tokenizer is None or template is None:
         raise InputError("\n".join(problems))
-    return source, tokenizer, template
+    with load_model(source.path) as model:
+        yield Chat(model, tokenizer, template, config)
 
 
 class Chat:
@@ -87,13 +82,8 @@ class Chat:
         """
         ids = self._with_room([*self._messages, {"role": "user", "content": text}])
         room = self._context_tokens - len(ids)
-        answer = new_continuation(
-            self._tokenizer,
-            ids,
-            self._config,
-            max_new_tokens=min(self._config.max_new_tokens or room, room),
-            stop=self._config.stop,
-        )
+        most = min(self._config.max_new_tokens or room, room)
+        answer = Continuation(self._tokenizer, ids, self._config, max_new_tokens=most, stop=self._config.stop)
         written = 0
         try:
             while answer.ended_by is None:
@@ -143,6 +133,5 @@ def _without_oldest_turn(messages: Sequence[Message]) -> list[Message] | None:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the number of tokens that two sequences begin with in common."""
     shorter = min(len(left), len(right))
     return next((place for place in range(shorter) if left[place] != right[place]), shorter)

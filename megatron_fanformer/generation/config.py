@@ -38,14 +38,17 @@ class SamplingConfig:
             found.append(f"top_p is {self.top_p}; it must lie in (0, 1] (1 samples from all tokens)")
         if not 0 <= self.seed < SEED_LIMIT:
             found.append(f"seed is {self.seed}; it must lie in [0, 2**63)")
-        if self.num_samples < 1:
-            found.append(f"num_samples is {self.num_samples}; it must be at least 1")
+        found += self._below_one("num_samples")
         if self.num_samples > 1 and self.temperature == 0:
             found.append(
                 f"num_samples is {self.num_samples}, but temperature 0 takes the most likely tokens each time; set a "
                 "temperature above 0, or num_samples to 1"
             )
         return found
+
+    def _below_one(self, *names: str) -> list[str]:
+        values = {name: getattr(self, name) for name in names}
+        return [f"{name} is {n}; it must be at least 1" for name, n in values.items() if n is not None and n < 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,10 @@ class _TextConfig(SamplingConfig):
     """A .model, a tokenizer.json or a folder that holds one, instead of the checkpoint's own."""
     stop: tuple[str, ...] = option((), repeated=True)
     """End before this string, which is not part of the text; may be repeated."""
+
+    def problems(self) -> list[str]:
+        """Rules of single fields that this configuration breaks, one line each."""
+        return [*super().problems(), *(["a stop string is empty; leave it out"] if "" in self.stop else [])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,17 +86,8 @@ class GenerateConfig(_TextConfig):
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
-        found = super().problems()
-        found += [
-            f"{name} is {value}; it must be at least 1"
-            for name in ("max_new_tokens", "batch_size")
-            if (value := getattr(self, name)) < 1
-        ]
-        if not self.prompts:
-            found.append("there is no prompt; name at least one")
-        if "" in self.stop:
-            found.append("a stop string is empty; leave it out")
-        return found
+        found = [*super().problems(), *self._below_one("max_new_tokens", "batch_size")]
+        return found if self.prompts else [*found, "there is no prompt; name at least one"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +103,4 @@ class ChatConfig(_TextConfig):
 
     def problems(self) -> list[str]:
         """Rules of single fields that this configuration breaks, one line each."""
-        found = super().problems()
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            found.append(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
-        if "" in self.stop:
-            found.append("a stop string is empty; leave it out")
-        return found
+        return [*super().problems(), *self._below_one("max_new_tokens")]

@@ -64,30 +64,35 @@ class NewText:
 
 
 class Continuation:
-    """A prompt that is being continued."""
+    """A prompt that is being continued; its draws depend on the seed, it and its number alone, whatever the batch."""
 
     def __init__(
         self,
+        tokenizer: Tokenizer,
         prompt_ids: Sequence[int],
+        sampling: SamplingConfig,
         *,
         max_new_tokens: int,
-        sampler: Sampler,
-        end_of_text_id: int | None,
-        new_text: NewText | None = None,
+        sample: int = 0,
+        stop: Sequence[str] = (),
     ) -> None:
         """A prompt that nothing follows yet.
 
         Args:
+            tokenizer: its end of text ends it with `end_of_text`.
             prompt_ids: at least one token.
             max_new_tokens: at least one; it ends there with `length`.
-            end_of_text_id: ends it; None: no token does.
-            new_text: decodes it, and ends it at a stop string; None: the ids are all that is wanted.
+            sample: its number among the continuations of the prompt.
+            stop: strings that end it with `stop`.
         """
         self.prompt_ids = list(prompt_ids)
         self.max_new_tokens = max_new_tokens
         self.ids: list[int] = []
+        """New tokens; the last ones are the end of text, or of a stop string, if that was reached."""
         self.ended_by: EndedBy | None = None
-        self._sampler, self._end_of_text_id, self._new_text = sampler, end_of_text_id, new_text
+        self._sampler = Sampler(sampling, f"sample {sample} of {' '.join(map(str, prompt_ids))}")
+        self._end_of_text_id = tokenizer.eod_id
+        self._new_text = NewText(tokenizer, prompt_ids, stop)
 
     @property
     def length(self) -> int:
@@ -97,13 +102,11 @@ class Continuation:
     @property
     def text(self) -> str:
         """Return what follows the prompt, without the end of text and without a stop string."""
-        assert self._new_text is not None
         return self._new_text.text
 
     @property
     def settled_text(self) -> str:
         """Return the beginning of `text` that is final."""
-        assert self._new_text is not None
         return self._new_text.text if self.ended_by else self._new_text.settled
 
     def token_at(self, position: int) -> int:
@@ -118,33 +121,13 @@ class Continuation:
             DivergenceError: a logit is not finite.
         """
         self.ids.append(self._sampler(logits_v))
-        if self._new_text is not None:
-            self._new_text.update(self.ids)
+        self._new_text.update(self.ids)
         if self.ids[-1] == self._end_of_text_id:
             self.ended_by = "end_of_text"
-        elif self._new_text is not None and self._new_text.is_stopped:
+        elif self._new_text.is_stopped:
             self.ended_by = "stop"
         elif len(self.ids) == self.max_new_tokens:
             self.ended_by = "length"
-
-
-def new_continuation(
-    tokenizer: Tokenizer,
-    prompt_ids: Sequence[int],
-    sampling: SamplingConfig,
-    *,
-    sample: int = 0,
-    max_new_tokens: int,
-    stop: Sequence[str] = (),
-) -> Continuation:
-    """A continuation with text; its draws depend on the seed, its prompt and its number alone, whatever the batch."""
-    return Continuation(
-        prompt_ids,
-        max_new_tokens=max_new_tokens,
-        sampler=Sampler(sampling, f"sample {sample} of {' '.join(map(str, prompt_ids))}"),
-        end_of_text_id=tokenizer.eod_id,
-        new_text=NewText(tokenizer, prompt_ids, stop),
-    )
 
 
 # -- several together

@@ -3,34 +3,16 @@
 import functools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from megatron_fanformer.data.tokenizer import Tokenizer
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.generation.config import GenerateConfig
-from megatron_fanformer.generation.continuation import Continuation, EndedBy, continue_together, new_continuation
-from megatron_fanformer.generation.models import ModelSource, find_model_and_tokenizer, load_model
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """One continuation of a prompt."""
-
-    prompt: str
-    sample: int
-    """Which of the prompt's continuations, from 0."""
-    text: str
-    """What follows the prompt, without the end of text and without a stop string."""
-    ended_by: EndedBy
-    ids: list[int]
-    """Its token ids; the last ones are the end of text, or of a stop string, if that was reached."""
-    prompt_ids: list[int]
-    """The prompt's token ids; the end of text alone for an empty prompt."""
+from megatron_fanformer.generation.continuation import Continuation, continue_together
+from megatron_fanformer.generation.models import find_model_and_tokenizer, load_model
 
 
 def generate(
     config: GenerateConfig, watch: Callable[[int, Sequence[Continuation]], None] = lambda first, batch: None
-) -> list[Generation]:
+) -> list[Continuation]:
     """Continue prompts: the samples of the first, then those of the next.
 
     A text depends on the model, the settings, the seed, its prompt and the sample's number alone: neither on the other
@@ -46,46 +28,22 @@ def generate(
         CorruptError: the checkpoint is damaged.
         DivergenceError: the model's logits are not finite.
     """
-    source, tokenizer = _find(config)
-    encoded = [tokenizer.encode(prompt) or [tokenizer.eod_id] for prompt in config.prompts]  # documents follow one
-    _check_lengths(encoded, config.max_new_tokens, source.config.seq_length)
-    samples = [(number, sample) for number in range(len(encoded)) for sample in range(config.num_samples)]
+    problems = config.problems()
+    source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, problems)
+    if problems or source is None or tokenizer is None:
+        raise InputError("\n".join(problems))
+    prompts = [tokenizer.encode(prompt) or [tokenizer.eod_id] for prompt in config.prompts]  # documents follow one
+    _check_lengths(prompts, config.max_new_tokens, source.config.seq_length)
     rows = [
-        new_continuation(
-            tokenizer,
-            encoded[number],
-            config,
-            sample=sample,
-            max_new_tokens=config.max_new_tokens,
-            stop=config.stop,
-        )
-        for number, sample in samples
+        Continuation(tokenizer, prompt, config, sample=sample, max_new_tokens=config.max_new_tokens, stop=config.stop)
+        for prompt in prompts
+        for sample in range(config.num_samples)
     ]
     with load_model(source.path) as model:
         for first in range(0, len(rows), config.batch_size):
             batch = rows[first : first + config.batch_size]
             continue_together(model, batch, functools.partial(watch, first, batch))
-    return [
-        Generation(
-            prompt=config.prompts[number],
-            sample=sample,
-            text=row.text,
-            ended_by=row.ended_by,
-            ids=row.ids,
-            prompt_ids=row.prompt_ids,
-        )
-        for (number, sample), row in zip(samples, rows, strict=True)
-        if row.ended_by
-    ]
-
-
-def _find(config: GenerateConfig) -> tuple[ModelSource, Tokenizer]:
-    """Return the model and its tokenizer; all problems of the settings and of both are reported together."""
-    problems = config.problems()
-    source, tokenizer = find_model_and_tokenizer(config.checkpoint, config.tokenizer, problems)
-    if problems or source is None or tokenizer is None:
-        raise InputError("\n".join(problems))
-    return source, tokenizer
+    return rows
 
 
 def _check_lengths(prompts: Sequence[Sequence[int]], new_tokens: int, seq_length: int) -> None:

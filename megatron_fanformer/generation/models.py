@@ -67,7 +67,17 @@ def find_model(checkpoint: Path) -> ModelSource:
     """
     target = recognise(checkpoint, RUNNABLE)
     if target.kind == "hf":
-        return _huggingface_source(target.path)
+        from megatron_fanformer.formats.huggingface import stated_model  # imports transformers: over a second
+
+        stated = stated_model(target.path)
+        return ModelSource(
+            path=target.path,
+            config=stated.config,
+            dtype=torch.bfloat16 if stated.dtype == torch.bfloat16 else torch.float32,
+            tokenizer=store.attached_tokenizer(target.path),
+            end_of_text_id=stated.end_of_text_id,
+            fill=functools.partial(_fill_from_huggingface, target.path),
+        )
     found = checkpoint_of(target)
     is_bf16 = store.saved_config(found).get("precision", {}).get("dtype") == "bf16"
     return ModelSource(
@@ -102,20 +112,6 @@ def find_model_and_tokenizer(
     if source is not None and tokenizer is not None:
         problems += source.tokenizer_problems(tokenizer)
     return source, tokenizer
-
-
-def _huggingface_source(folder: Path) -> ModelSource:
-    from megatron_fanformer.formats.huggingface import stated_model  # imports transformers: over a second
-
-    stated = stated_model(folder)
-    return ModelSource(
-        path=folder,
-        config=stated.config,
-        dtype=torch.bfloat16 if stated.dtype == torch.bfloat16 else torch.float32,
-        tokenizer=store.attached_tokenizer(folder),
-        end_of_text_id=stated.end_of_text_id,
-        fill=functools.partial(_fill_from_huggingface, folder),
-    )
 
 
 @torch.no_grad()

@@ -1,19 +1,23 @@
-"""The verbs `generate` and `chat`; imports nothing that is slow."""
+"""The verbs `generate` and `chat`, and files of prompts; imports nothing that is slow."""
 
 import functools
+import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
+from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.generation.config import ChatConfig, GenerateConfig
 from megatron_fanformer.options import Verb
 from megatron_fanformer.runtime import device
 from megatron_fanformer.terminal import print_loading
 
+JSON_LINES = (".jsonl", ".ndjson")
+MOST_BYTES = 1 << 30  # of a file of prompts
+
 
 def _generate(config: GenerateConfig) -> None:
-    from megatron_fanformer.generation.prompts import read_prompts
-
     config = replace(config, checkpoint=_runnable(config.checkpoint))
     if config.prompts_file is not None:
         config = replace(config, prompts=(*config.prompts, *read_prompts(config.prompts_file)))
@@ -43,6 +47,41 @@ def _runnable(checkpoint: str) -> str:
     checkpoint = on_this_machine(checkpoint)
     recognise(checkpoint, RUNNABLE)
     return checkpoint
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Return the prompts of a file, in order; lines of white space alone are passed over.
+
+    A file named .jsonl or .ndjson has a JSON object with the field `prompt` on each line, and prompts of several lines
+    need one. In any other file each line is a prompt.
+
+    Raises:
+        InputError: it cannot be read, is not UTF-8, holds no prompt, or a line is not such an object.
+    """
+    try:
+        lines = regular_file(path, most_bytes=MOST_BYTES).read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise InputError(f"prompts {path} cannot be read ({error.strerror}); name a text or JSON lines file") from error
+    except UnicodeDecodeError:
+        raise InputError(f"prompts {path} are not valid UTF-8; write them in that") from None
+    numbered = [(number, line.removesuffix("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise InputError(f"prompts {path} holds no prompt; write one a line")
+    if path.suffix in JSON_LINES:
+        return [_prompt_of(path, number, line) for number, line in numbered]
+    return [line for _, line in numbered]
+
+
+def _prompt_of(path: Path, number: int, line: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        prompt = None
+    if not isinstance(prompt, str):
+        raise InputError(
+            f'line {number} of prompts {path} is not a JSON object with a text in "prompt"; write one a line'
+        )
+    return prompt
 
 
 GENERATE = Verb(

@@ -23,8 +23,6 @@ from megatron_fanformer.inspection.model_rows import model_facts, model_rows, te
 from megatron_fanformer.inspection.report import Advance, Report, plural, size, some
 from megatron_fanformer.training.metrics import last_metrics
 
-Rows = list[tuple[str, str]]
-
 
 def describe_run(run: Path) -> Report:
     """Describe a run's folder: its checkpoints, its last step, and the newest checkpoint in full.
@@ -57,8 +55,10 @@ def describe_checkpoint(checkpoint: Path) -> Report:
     text = text_facts(checkpoint)
     files = [path for path in checkpoint.iterdir() if path.is_file()]
     total = sum(path.stat().st_size for path in files)
-    states = sum(name.startswith(OPTIMIZER_PREFIX) for name in tensors_of(table))
-    weights = len(tensors_of(table)) - states
+    tensors = tensors_of(table)
+    weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(OPTIMIZER_PREFIX)}
+    types = sorted({str(tensor.properties.dtype).removeprefix("torch.") for tensor in weights.values()})
+    states = len(tensors) - len(weights)
     facts = {
         "kind": "checkpoint",
         "path": str(checkpoint),
@@ -69,32 +69,32 @@ def describe_checkpoint(checkpoint: Path) -> Report:
         "data": data.as_plain() if data else None,
         "dtype": saved.get("precision", {}).get("dtype"),
         "format": "torch_dist",
-        "tensors": weights,
+        "tensors": len(weights),
         "optimizer_tensors": states,
         "files": len(files),
         "bytes": total,
         **text,
     }
     rows = [
-        *_progress_rows(progress, config.seq_length),
+        ("step", _progress(progress, config.seq_length)),
         *(_data_rows(data) if data else []),
         *model_rows(config),
         *([("layout", layout(saved))] if "parallel" in saved else []),
-        ("stored", f"{plural(weights, 'tensor')}, {states:,} of the optimizer; torch_dist, {_types(table)}"),
+        ("stored", f"{plural(len(weights), 'tensor')}, {states:,} of the optimizer; torch_dist, {', '.join(types)}"),
         ("files", f"{len(files)}, {size(total)}"),
         text_row(text),
     ]
     return Report(f"{checkpoint}: checkpoint", facts, rows)
 
 
-def _progress_rows(progress: SavedProgress | None, seq_length: int) -> Rows:
+def _progress(progress: SavedProgress | None, seq_length: int) -> str:
     if progress is None:
-        return [("step", "none: converted weights, not a run's")]
-    step, samples = progress.step, progress.consumed_samples
-    return [("step", f"{step:,}, after {samples:,} samples, {samples * seq_length:,} tokens")]
+        return "none: converted weights, not a run's"
+    samples = progress.consumed_samples
+    return f"{progress.step:,}, after {samples:,} samples, {samples * seq_length:,} tokens"
 
 
-def _data_rows(data: DataIdentity) -> Rows:
+def _data_rows(data: DataIdentity) -> list[tuple[str, str]]:
     return [
         *(("data", f"{name}: {_files(own)}") for name, own in [(TRAINING, data.train), *data.valid.items()]),
         *(("changed", f"after step {each.step:,}, {each.name}: {each.what}") for each in data.changes),
@@ -115,17 +115,6 @@ def last_numbers(run: Path) -> dict[str, Any] | None:
     return found and {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 
-# -- what is in it
-
-
-def _types(table: Table) -> str:
-    """Return the types of the weights alone."""
-    types = {
-        value.properties.dtype for name, value in tensors_of(table).items() if not name.startswith(OPTIMIZER_PREFIX)
-    }
-    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
-
-
 # -- whether it is whole
 
 
@@ -138,10 +127,10 @@ def check_checkpoint(checkpoint: Path, advance: Advance) -> str:
     check_stored(checkpoint, advance=advance)
     table = read_table(checkpoint)
     _check_shapes(checkpoint, table)
-    manifest = read_manifest(checkpoint)
-    what = (
-        plural(len(manifest.files), "file") if manifest else plural(sum(1 for _ in stored_parts(table)), "stored part")
-    )
+    if manifest := read_manifest(checkpoint):
+        what = plural(len(manifest.files), "file")
+    else:
+        what = plural(len(list(stored_parts(table))), "stored part")
     return f"CRC-32 of {what}, {size(bytes_stored(checkpoint))}; every tensor is complete"
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.durable_files import write_atomically
@@ -11,6 +10,9 @@ from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.recognition import DESCRIPTIONS, OURS, Target, checkpoint_of, recognise
 from megatron_fanformer.inspection.report import Advance, Report, as_json
 from megatron_fanformer.terminal import show, width
+
+_Actions = tuple[Callable[[Target], Report], Callable[[Target], int], Callable[[Target, Advance], str]]
+"""Describes a target, says how many bytes are read to check it, and checks it."""
 
 
 def inspect_path(path: str, *, verify: bool, json: bool) -> None:
@@ -21,9 +23,12 @@ def inspect_path(path: str, *, verify: bool, json: bool) -> None:
         CorruptError: it cannot be read, or fails its verification; names the file, and what differs.
     """
     target = recognise(path)
-    kind = _kind(target)
-    agrees = _verify(target, kind) if verify else None
-    report = kind.describe(target)
+    describe, bytes_to_check, check = _actions(target)
+    agrees = None
+    if verify:
+        with _progress(bytes_to_check(target)) as advance:
+            agrees = check(target, advance)
+    report = describe(target)
     if json:
         show([as_json({**report.as_object(), **({"verified": agrees} if verify else {})})], as_they_are=True)
     else:
@@ -49,60 +54,27 @@ def draw_phases(path: str, picture: Path) -> None:
     show([f"{picture}: the phases of {path}"])
 
 
-class _Kind(NamedTuple):
-    """The actions on a kind of target."""
-
-    describe: Callable[[Target], Report]
-    bytes_to_check: Callable[[Target], int]
-    check: Callable[[Target, Advance], str]
-
-
-def _kind(target: Target) -> _Kind:
-    """Imports what the kind needs: data neither torch nor megatron-core."""
+def _actions(target: Target) -> _Actions:
+    """Imports what the kind of target needs: data neither torch nor megatron-core."""
     if target.is_data:
-        return _data()
-    if target.kind == "megatron-lm":
-        return _megatron_lm()
-    return _checkpoint() if target.kind in OURS else _export()
+        from megatron_fanformer.inspection import dataset, dataset_check
 
+        return dataset.describe_data, dataset_check.bytes_to_check, dataset_check.check_data
+    if target.kind not in OURS and target.kind != "megatron-lm":
+        from megatron_fanformer.inspection import export
 
-def _data() -> _Kind:
-    from megatron_fanformer.inspection.dataset import describe_data
-    from megatron_fanformer.inspection.dataset_check import bytes_to_check, check_data
-
-    return _Kind(describe_data, bytes_to_check, check_data)
-
-
-def _checkpoint() -> _Kind:
+        return export.describe_export, export.bytes_to_check, export.check_export
     from megatron_fanformer.checkpoint.stored_files import bytes_stored
-    from megatron_fanformer.inspection.checkpoint import check_checkpoint, describe_checkpoint, describe_run
+    from megatron_fanformer.inspection import checkpoint
 
-    return _Kind(
-        lambda target: describe_run(target.path) if target.kind == "run" else describe_checkpoint(target.path),
+    if target.kind == "megatron-lm":
+        return checkpoint.describe_megatron_lm, checkpoint.bytes_to_check, checkpoint.check_megatron_lm
+    describe = checkpoint.describe_run if target.kind == "run" else checkpoint.describe_checkpoint
+    return (
+        lambda target: describe(target.path),
         lambda target: bytes_stored(checkpoint_of(target)),
-        lambda target, advance: check_checkpoint(checkpoint_of(target), advance),
+        lambda target, advance: checkpoint.check_checkpoint(checkpoint_of(target), advance),
     )
-
-
-def _megatron_lm() -> _Kind:
-    from megatron_fanformer.inspection.checkpoint import bytes_to_check, check_megatron_lm, describe_megatron_lm
-
-    return _Kind(describe_megatron_lm, bytes_to_check, check_megatron_lm)
-
-
-def _export() -> _Kind:
-    from megatron_fanformer.inspection import export
-
-    return _Kind(
-        lambda target: export.describe_export(target.path, export.format_of(target)),
-        lambda target: export.bytes_to_check(target.path),
-        lambda target, advance: export.check_export(target.path, export.format_of(target), advance),
-    )
-
-
-def _verify(target: Target, kind: _Kind) -> str:
-    with _progress(kind.bytes_to_check(target)) as advance:
-        return kind.check(target, advance)
 
 
 @contextmanager

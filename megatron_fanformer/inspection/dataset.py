@@ -8,14 +8,12 @@ import msgspec
 
 from megatron_fanformer.data.blends import parse_blend
 from megatron_fanformer.data.chat_files import MASK_SUFFIX, count_learned, is_row_folder, open_chats
+from megatron_fanformer.data.identity import SHOWN_DIGITS
 from megatron_fanformer.data.ledger import Ledger, ledger_path
 from megatron_fanformer.data.manifest import (
-    FileRecord,
-    InputRecord,
     Manifest,
     PartManifest,
     Settings,
-    TokenFiles,
     manifest_path,
     read_any_manifest,
     token_files_record,
@@ -34,7 +32,6 @@ TITLES = {
     "chat rows": "chats in rows without a header",
     "parts": "token files in parts",
 }
-SHOWN_HASH_DIGITS = 12
 
 Rows = list[tuple[str, str]]
 
@@ -75,7 +72,6 @@ def _in_one_line(facts: dict[str, Any]) -> str:
 
 
 def _weighted_sources(file: Path) -> list[dict[str, Any]]:
-    """Return what a blend file names, each with its weight where it has one."""
     blend = parse_blend([f"@{file}"])
     if blend.weights is None:
         return [{"source": path} for source in blend.sources for path in source.paths]
@@ -86,8 +82,17 @@ def _weighted_sources(file: Path) -> list[dict[str, Any]]:
 def describe_prefix(prefix: str) -> Report:
     """Describe the token files of one prefix."""
     manifest = read_any_manifest(prefix)
-    is_whole = isinstance(manifest, Manifest) and token_files_record(prefix) is None
-    form, facts, rows = _of_parts(manifest) if is_whole else _of_files(prefix)
+    if isinstance(manifest, Manifest) and token_files_record(prefix) is None:
+        form, facts, rows = _of_parts(manifest)
+    else:
+        form, facts, rows = _of_files(prefix)
+        if (path := ledger_path(prefix)).exists():
+            ledger = Ledger(path)
+            facts["ledger"] = {"path": str(path), "rows": ledger.rows}
+            rows.append(("ledger", plural(ledger.rows, "row")))
+        else:
+            facts["ledger"] = None
+            rows.append(("ledger", "none: a token's document is unknown"))
     if manifest is None:
         stated = None
         rows.append(("manifest", "none: these files were not written by prepare"))
@@ -98,9 +103,8 @@ def describe_prefix(prefix: str) -> Report:
     return Report(f"{prefix}: {TITLES[form]}", facts, rows)
 
 
-def _of_parts(manifest: Any) -> tuple[str, dict[str, Any], Rows]:
-    """Describe a preparation in several parts, which has no token files of its own."""
-    outputs: list[TokenFiles] = manifest.outputs
+def _of_parts(manifest: Manifest) -> tuple[str, dict[str, Any], Rows]:
+    outputs = manifest.outputs
     files = [record for output in outputs for record in output.files.values()]
     rows = [
         ("documents", f"{manifest.documents:,}"),
@@ -116,7 +120,6 @@ def _of_parts(manifest: Any) -> tuple[str, dict[str, Any], Rows]:
 
 
 def _of_files(prefix: str) -> tuple[str, dict[str, Any], Rows]:
-    """One prefix with token files."""
     stated = token_files_record(prefix)
     largest = f"; largest id {stated.max_token_id}" if stated else ""
     if is_row_folder(prefix) or Path(prefix + MASK_SUFFIX).exists():
@@ -124,7 +127,10 @@ def _of_files(prefix: str) -> tuple[str, dict[str, Any], Rows]:
     if bin_path(prefix).exists() or idx_path(prefix).exists():
         form, facts, lengths = "megatron", *_of_megatron(prefix)
     elif Path(prefix + SUFFIX).exists():
-        form, facts, lengths = "npy", *_of_npy(prefix)
+        (file,) = open_npy_files([prefix + SUFFIX], NPY_DTYPE)
+        total = file.tokens * file.dtype.itemsize
+        form, lengths = "npy", ""
+        facts = {"documents": None, "tokens": file.tokens, "dtype": file.dtype.name, "bytes": total}
     else:
         raise InputError(
             f"{prefix} has no token files, only the files that go with them; copy its .bin and .idx, or .npy"
@@ -133,8 +139,7 @@ def _of_files(prefix: str) -> tuple[str, dict[str, Any], Rows]:
         facts = {**facts, "documents": stated.documents}
     rows = [("documents", f"{facts['documents']:,}{lengths}")] if facts["documents"] is not None else []
     rows.append(("tokens", f"{facts['tokens']:,} of {facts['dtype']}, {size(facts['bytes'])}{largest}"))
-    ledger_facts, ledger_rows = _of_ledger(prefix)
-    return form, {**facts, **ledger_facts}, rows + ledger_rows
+    return form, facts, rows
 
 
 def _of_chats(prefix: str, largest: str) -> tuple[str, dict[str, Any], Rows]:
@@ -164,8 +169,7 @@ def _of_chats(prefix: str, largest: str) -> tuple[str, dict[str, Any], Rows]:
         ("tokens", f"{stored:,} of {chats.dtype.name}{padding}, {size(facts['bytes'])}{largest}"),
         ("learned", f"{plural(learned, 'token')}, {learned / max(1, tokens):.1%} without padding"),
     ]
-    ledger_facts, ledger_rows = _of_ledger(prefix)
-    return "chat rows" if is_row_folder(prefix) else "chats", {**facts, **ledger_facts}, rows + ledger_rows
+    return "chat rows" if is_row_folder(prefix) else "chats", facts, rows
 
 
 def _of_megatron(prefix: str) -> tuple[dict[str, Any], str]:
@@ -186,53 +190,31 @@ def _of_megatron(prefix: str) -> tuple[dict[str, Any], str]:
     return {**facts, "shortest": shortest, "longest": longest}, lengths
 
 
-def _of_npy(prefix: str) -> tuple[dict[str, Any], str]:
-    (file,) = open_npy_files([prefix + SUFFIX], NPY_DTYPE)
-    total = file.tokens * file.dtype.itemsize
-    return {"documents": None, "tokens": file.tokens, "dtype": file.dtype.name, "bytes": total}, ""
-
-
-def _of_ledger(prefix: str) -> tuple[dict[str, Any], Rows]:
-    path = ledger_path(prefix)
-    if not path.exists():
-        return {"ledger": None}, [("ledger", "none: a token's document is unknown")]
-    ledger = Ledger(path)
-    return {"ledger": {"path": str(path), "rows": ledger.rows}}, [("ledger", plural(ledger.rows, "row"))]
-
-
 def _manifest_rows(manifest: Manifest | PartManifest) -> Rows:
     tokenizer = manifest.tokenizer
     rows = [
         (
             "tokenizer",
             f"{tokenizer.path}: {tokenizer.vocab_size:,} ids, {tokenizer.eod_id} ends a document;"
-            f" SHA-256 {tokenizer.sha256[:SHOWN_HASH_DIGITS]}…",
+            f" SHA-256 {tokenizer.sha256[:SHOWN_DIGITS]}…",
         ),
         ("settings", _settings(manifest.settings)),
     ]
     if isinstance(manifest, PartManifest):
         return [*rows, ("part", f"{manifest.part} of the preparation {manifest.whole}")]
-    return rows + _preparation_rows(manifest)
-
-
-def _preparation_rows(manifest: Manifest) -> Rows:
+    inputs, encoding = manifest.inputs, manifest.encoding
     refused = sum(manifest.refused.values())
     reasons = "; ".join(f"{reason} {count:,}" for reason, count in manifest.refused.items())
-    examples = [("", str(example)) for example in manifest.refused_examples]
-    encoding = manifest.encoding
+    named = some(file.path for file in inputs)
     return [
-        ("inputs", _inputs(manifest.inputs)),
+        *rows,
+        ("inputs", f"{plural(len(inputs), 'file')}, {size(sum(file.bytes for file in inputs))}: {named}"),
         ("text", f"{size(manifest.text_bytes)} in {plural(manifest.lines_read, 'line')}"),
         ("refused", f"{plural(refused, 'line')}{f': {reasons}' if reasons else ''}"),
-        *examples,
+        *(("", str(example)) for example in manifest.refused_examples),
         ("encoded by", encoding.backend + (f" ({encoding.reason})" if encoding.reason else "")),
         ("made with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
     ]
-
-
-def _inputs(inputs: list[InputRecord]) -> str:
-    files: list[FileRecord] = list(inputs)
-    return f"{plural(len(files), 'file')}, {size(sum(f.bytes for f in files))}: {some(f.path for f in files)}"
 
 
 def _settings(settings: Settings) -> str:
@@ -247,6 +229,6 @@ def _settings(settings: Settings) -> str:
         return ", ".join([f"text field {settings.text_field}", *changed])
     longest = "any length" if chat.max_tokens is None else f"{chat.too_long} at {plural(chat.max_tokens, 'token')}"
     padding = "" if chat.pad_id is None else f", padded with {chat.pad_id}"
-    template = hashlib.sha256(chat.template.encode()).hexdigest()[:SHOWN_HASH_DIGITS]
+    template = hashlib.sha256(chat.template.encode()).hexdigest()[:SHOWN_DIGITS]
     turns = {"all": "all assistant turns learned", "last": "the last assistant turn learned"}[chat.learn]
     return ", ".join([turns, longest + padding, f"template with SHA-256 {template}…", *changed])

@@ -51,7 +51,9 @@ def check_data(target: Target, advance: Advance) -> str:
         for output in _outputs(manifest)
         for ending, record in output.files.items()
     ]
-    largest = _check_files(files, advance)
+    with ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
+        found = pool.map(lambda file: _check_file(file, advance), files)
+        largest = {file.path: value for file, value in zip(files, found, strict=True) if file.dtype}
     for prefix, manifest in manifests.items():
         for output in _outputs(manifest):
             _check_output(Path(prefix).parent, output, manifest, largest)
@@ -77,7 +79,6 @@ def _outputs(manifest: Manifest | PartManifest) -> list[TokenFiles]:
 
 
 def _check_counts(prefix: str, manifest: Manifest | PartManifest) -> None:
-    """Check a whole preparation's manifest against itself and its parts' manifests."""
     if isinstance(manifest, PartManifest):
         return
     path = manifest_path(prefix)
@@ -93,16 +94,7 @@ def _check_counts(prefix: str, manifest: Manifest | PartManifest) -> None:
             raise CorruptError(f"{manifest_path(part)} and {path} describe its files differently; prepare it again")
 
 
-def _check_files(files: "list[_File]", advance: Advance) -> dict[Path, int]:
-    """Return the largest token id of each token file; all files are read and hashed, several at a time."""
-    with ThreadPoolExecutor(min(THREADS, usable_cores())) as pool:
-        largest = pool.map(lambda file: _check_file(file, advance), files)
-        return {file.path: value for file, value in zip(files, largest, strict=True) if file.dtype}
-
-
 class _File(NamedTuple):
-    """A file of a manifest."""
-
     folder: Path
     record: FileRecord
     dtype: str | None
@@ -146,7 +138,6 @@ def _read_through(path: Path, dtype: str | None, advance: Advance) -> tuple[str,
 def _check_output(
     folder: Path, output: TokenFiles, manifest: Manifest | PartManifest, largest: dict[Path, int]
 ) -> None:
-    """Check what a manifest says about one prefix against its index, its mask, its ledger and its largest id."""
     prefix = str(folder / output.prefix)
     path, lengths = manifest_path(prefix), None
     ending, tokens_file = next((end, record) for end, record in output.files.items() if end in TOKEN_ENDINGS)

@@ -22,24 +22,20 @@ TITLES: dict[Format, str] = {"hf": "Hugging Face folder", "reference": "referenc
 PICKLE_SUFFIXES = (".pt", ".bin")
 
 
-def format_of(target: Target) -> Format:
-    """Return the format of an export that was recognised."""
-    return "hf" if target.kind == "hf" else "reference"
-
-
-def describe_export(folder: Path, format: Format) -> Report:
+def describe_export(target: Target) -> Report:
     """Describe the model, its type and its files.
 
     Raises:
         InputError: the model cannot be built here.
         CorruptError: a file is missing or cannot be read.
     """
-    shapes = read_shapes(folder)
-    config = _config(folder, format, shapes)
+    folder, shapes = target.path, read_shapes(target.path)
+    format, config = _format_and_config(target, shapes)
     files = weight_files(folder)
     text = text_facts(folder)
     total = sum(file.stat().st_size for file in files)
-    stored, types = sum(tensor.numel() for tensor in shapes.values()), _types(shapes)
+    stored = sum(tensor.numel() for tensor in shapes.values())
+    types = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in shapes.values()}))
     facts = {
         "kind": format,
         "path": str(folder),
@@ -60,37 +56,40 @@ def describe_export(folder: Path, format: Format) -> Report:
     return Report(f"{folder}: {TITLES[format]}", facts, rows)
 
 
-def _config(folder: Path, format: Format, shapes: Mapping[str, Tensor]) -> FANformerConfig:
-    return huggingface_config(folder, shapes) if format == "hf" else reference_config(folder, shapes)
+def _format_and_config(target: Target, shapes: Mapping[str, Tensor]) -> tuple[Format, FANformerConfig]:
+    if target.kind == "hf":
+        return "hf", huggingface_config(target.path, shapes)
+    return "reference", reference_config(target.path, shapes)
 
 
-def _types(shapes: Mapping[str, Tensor]) -> str:
-    return ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in shapes.values()}))
-
-
-def bytes_to_check(folder: Path) -> int:
+def bytes_to_check(target: Target) -> int:
     """Bytes that `check_export` will read."""
-    return sum(file.stat().st_size for file in weight_files(folder) if file.suffix in PICKLE_SUFFIXES)
+    return sum(file.stat().st_size for file in _archives(target))
 
 
-def check_export(folder: Path, format: Format, advance: Advance) -> str:
+def _archives(target: Target) -> list[Path]:
+    return [file for file in weight_files(target.path) if file.suffix in PICKLE_SUFFIXES]
+
+
+def check_export(target: Target, advance: Advance) -> str:
     """Check that exactly the model's tensors are there, complete and in their shapes; returns what was checked.
 
     Raises:
         CorruptError: something is missing or damaged; names it.
     """
-    found = {name: tuple(tensor.shape) for name, tensor in read_shapes(folder).items()}
-    config = _config(folder, format, read_shapes(folder))
+    shapes = read_shapes(target.path)
+    found = {name: tuple(tensor.shape) for name, tensor in shapes.items()}
+    format, config = _format_and_config(target, shapes)
     if format == "reference" and all(name.startswith(WRAP_PREFIX) for name in found):
         found = {name.removeprefix(WRAP_PREFIX): shape for name, shape in found.items()}
     expected = expected_shapes(config, format)
     for name in expected.keys() | found.keys():
         if found.get(name) != expected.get(name):
             raise CorruptError(
-                f"{folder} has {name} of shape {found.get(name) or 'none'} where its model has"
+                f"{target.path} has {name} of shape {found.get(name) or 'none'} where its model has"
                 f" {expected.get(name) or 'none'}; copy it again"
             )
-    archives = [file for file in weight_files(folder) if file.suffix in PICKLE_SUFFIXES]
+    archives = _archives(target)
     for file in archives:
         with file.open("rb") as stream:
             check_archive(file, "its weights", stream)

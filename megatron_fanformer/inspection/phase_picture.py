@@ -1,5 +1,6 @@
 """The health of a run's phases over layers and steps, as a picture."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +44,16 @@ def _looks(run: Path) -> list[dict[str, Any]]:
     if not (run / METRICS).is_file():
         return []
     looks = [entry for entry in read_metrics(run) if all(isinstance(entry.get(name), list) for name in PANELS)]
-    for look in looks:
-        for name in PANELS:
-            _check(run, look, name, layers=len(looks[0]["health/phase_max"]))
+    layers = len(looks[0]["health/phase_max"]) if looks else 0
+    for look, name in itertools.product(looks, PANELS):
+        wrong, values = "", look[name]
+        if not all(type(value) in (int, float) for value in values):
+            wrong = "of something else than numbers"
+        elif not values or len(values) != layers:
+            wrong = f"of {len(values)} layers, the first look's largest phases of {layers}"
+        if wrong:
+            raise InputError(f"{run / METRICS} has {name} {wrong}, at step {look['step']}; take that line out")
     return looks
-
-
-def _check(run: Path, look: dict[str, Any], name: str, layers: int) -> None:
-    values = look[name]
-    if not all(type(value) in (int, float) for value in values):
-        wrong = "of something else than numbers"
-    elif not values or len(values) != layers:
-        wrong = f"of {len(values)} layers, the first look's largest phases of {layers}"
-    else:
-        return
-    raise InputError(f"{run / METRICS} has {name} {wrong}, at step {look['step']}; take that line out")
 
 
 def _draw(axes: Any, by_look: list[list[float]], steps: list[int], title: str) -> None:

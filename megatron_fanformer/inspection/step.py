@@ -6,7 +6,7 @@ and the ledger of their token files which document they belong to.
 
 import dataclasses
 import os.path
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,8 +70,11 @@ class StepSamples:
     def micro_batches(self) -> Iterator[tuple[MicroBatch, list[Sample]]]:
         """Each micro batch with its samples, in the samples' order; those without tokens of `only` are left out."""
         for batch in step_micro_batches(self.config, len(self.dataset), self.step, self.data_parallel_size):
-            samples = [self._sample(number) for number in batch.samples]
-            shown = [sample for sample in samples if self._is_wanted(sample)]
+            shown = []
+            for sample in map(self._sample, batch.samples):
+                prefixes = {os.path.abspath(passage.prefix) for passage in sample.passages}
+                if self.only is None or prefixes & self.only:
+                    shown.append(sample)
             if shown:
                 yield batch, shown
 
@@ -137,9 +140,6 @@ class StepSamples:
             end = min(first_token + len(ids), document.first_token + document.length)
             yield Passage(prefix, begin, ids[begin - first_token : end - first_token], document)
 
-    def _is_wanted(self, sample: Sample) -> bool:
-        return self.only is None or any(os.path.abspath(passage.prefix) in self.only for passage in sample.passages)
-
     def _ledger(self, prefix: str) -> Ledger | None:
         if prefix not in self._ledgers:
             path = ledger_path(prefix)
@@ -179,7 +179,7 @@ def _checked(config: RunConfig, step: int, data_parallel_size: int) -> RunConfig
     return config
 
 
-def _checked_prefixes(config: RunConfig, only: Target) -> Collection[str]:
+def _checked_prefixes(config: RunConfig, only: Target) -> set[str]:
     wanted = {os.path.abspath(part) for prefix in only.prefixes for part in _parts(prefix)}
     sources = config.data.blend(config.data.train_data).sources
     training = {os.path.abspath(prefix): prefix for source in sources for prefix in source.prefixes}

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from megatron_fanformer.checkpoint.store import VALIDATION_LOSS
 from megatron_fanformer.data.batches import micro_batches
 from megatron_fanformer.errors import DivergenceError
-from megatron_fanformer.evaluation.metrics import Metric, task_metrics
+from megatron_fanformer.evaluation.metrics import task_metrics
 from megatron_fanformer.evaluation.perplexity import SetLoss, perplexity_metrics, perplexity_of_sets
 from megatron_fanformer.evaluation.perplexity_sets import PerplexitySet
 from megatron_fanformer.evaluation.requests import TaskRequests
+from megatron_fanformer.evaluation.results import MetricValue
 from megatron_fanformer.evaluation.rows import Stopped, evaluating, row_losses
 from megatron_fanformer.evaluation.scoring import scores_of_tasks
 from megatron_fanformer.evaluation.survey import EvaluationSurvey
@@ -153,7 +154,7 @@ class Evaluation:
         return metrics
 
 
-def downstream_metrics(task: TaskRequests, found: Mapping[str, Metric]) -> dict[str, float]:
+def downstream_metrics(task: TaskRequests, found: Mapping[str, MetricValue]) -> dict[str, float]:
     """Return what a run logs of a task, by OLMo's names: its own metric, and bits per byte where it is another."""
     metrics = {}
     for metric in dict.fromkeys((task.metric, BITS_PER_BYTE)):

@@ -16,7 +16,7 @@ from megatron_fanformer.data.live_files import BLOCK_BYTES, SummedFile, block_su
 from megatron_fanformer.data.packing import Conversations
 from megatron_fanformer.data.token_files import INDEX_HEADER
 from megatron_fanformer.errors import CorruptError
-from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
+from megatron_fanformer.evaluation.config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import find_sets
 from tests.chat_pairs import write_chats
 from tests.data.token_making import VOCAB_SIZE, build, write_manifest, write_npy, write_pair

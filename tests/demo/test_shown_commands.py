@@ -18,7 +18,7 @@ import pytest
 
 from megatron_fanformer.options import PROGRAM
 from tests.shown_commands import TO_RUN
-from tests.small_runs import ROOT
+from tests.small_runs import ROOT, write_program
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 
@@ -67,9 +67,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ran]:
         (folder / name).symlink_to(ROOT / name)
     (folder / "bin").mkdir()
     for name, words in ((PROGRAM, "-m megatron_fanformer"), ("python", "")):
-        program = folder / "bin" / name
-        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
-        program.chmod(0o755)
+        write_program(folder / "bin" / name, f'exec "{sys.executable}" {words} "$@"')
     return folder, run(DEMO, folder)
 
 

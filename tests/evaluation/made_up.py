@@ -1,5 +1,6 @@
-"""Requests of made-up tasks over a small vocabulary."""
+"""Made-up requests over a small vocabulary."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,56 +11,69 @@ SHAPES = {"copa": (30, 2, "acc"), "piqa": (30, 2, "len_norm"), "hellaswag": (30,
 """Documents, choices and metric by task: 300 requests of the names of four real ones."""
 
 
-def made_up_tasks(vocab_size: int, most_tokens: int, *, documents: int | None = None) -> dict[str, TaskRequests]:
-    """Tasks of random ids, of all lengths; hellaswag has unconditional requests, too, and piqa equal ones."""
-    tasks = {
-        name: _task(name, metric, vocab_size, most_tokens, documents or count, choices, seed=number)
-        for number, (name, (count, choices, metric)) in enumerate(SHAPES.items())
-    }
-    return tasks
-
-
-def _task(
-    name: str, metric: str, vocab_size: int, most_tokens: int, documents: int, choices: int, *, seed: int
+def made_up_requests(
+    choices: Sequence[int],
+    *,
+    metric: str = "acc",
+    name: str = "made_up",
+    seed: int = 0,
+    neutral: bool = True,
+    vocab_size: int = 600,
+    most_context: int = 8,
 ) -> TaskRequests:
+    """A task whose document i has `choices[i]` choices, of random ids and lengths; piqa has two equal requests."""
     generator = np.random.default_rng(seed)
-    contexts, continuations = [], []
-    for _ in range(documents):
-        context = generator.integers(vocab_size, size=generator.integers(1, most_tokens - 8))
-        contexts += [context] * choices
-        continuations += [generator.integers(vocab_size, size=generator.integers(1, 9)) for _ in range(choices)]
+    n = sum(choices)
+    labels = [generator.integers(count) for count in choices]
+    contexts = [generator.integers(vocab_size, size=generator.integers(1, most_context + 1)) for _ in choices]
+    continuations = [generator.integers(vocab_size, size=generator.integers(1, 6)) for _ in range(n)]
     if name == "piqa":
         continuations[-1] = continuations[-2]
-    lengths = np.array([len(ids) for ids in continuations], dtype=np.int32)
+    lengths = {length: generator.integers(2, 30, n).astype(np.int32) for length in LENGTHS}
 
-    def requests(contexts: list[np.ndarray], unconditional: TaskRequests | None = None) -> TaskRequests:
-        rows = [np.concatenate(parts) for parts in zip(contexts, continuations, strict=True)]
+    def task(contexts: Sequence[np.ndarray], unconditional: TaskRequests | None = None) -> TaskRequests:
+        of_requests = [context for context, count in zip(contexts, choices, strict=True) for _ in range(count)]
+        rows = [np.concatenate(parts) for parts in zip(of_requests, continuations, strict=True)]
         return TaskRequests(
             name=name,
             metric=metric,
-            documents=np.repeat(np.arange(documents, dtype=np.int32), choices),
-            choices=np.tile(np.arange(choices, dtype=np.int32), documents),
-            labels=np.repeat(generator.integers(choices, size=documents).astype(np.int32), choices),
+            documents=np.repeat(np.arange(len(choices)), choices).astype(np.int32),
+            choices=np.concatenate([np.arange(count) for count in choices]).astype(np.int32),
+            labels=np.repeat(labels, choices).astype(np.int32),
             ids=np.concatenate(rows).astype(np.int32),
             offsets=np.cumsum([0, *map(len, rows)]),
-            continuation_tokens=lengths,
-            cut_tokens=np.zeros_like(lengths),
-            lengths={kind: 4 * lengths - ("no_space" in kind) for kind in LENGTHS},
+            continuation_tokens=np.array([len(ids) for ids in continuations], np.int32),
+            cut_tokens=np.zeros(n, np.int32),
+            lengths=lengths,
             unconditional=unconditional,
         )
 
-    neutral = requests([np.array([7, 8])] * len(contexts)) if name == "hellaswag" else None
-    return requests(contexts, neutral)
+    return task(contexts, task([np.array([7, 8, 9])] * len(choices)) if neutral else None)
+
+
+def rows(requests: TaskRequests) -> list[list[int]]:
+    """The ids of each request."""
+    return [part.tolist() for part in np.split(requests.ids, requests.offsets[1:-1])]
+
+
+def made_up_tasks(vocab_size: int, most_tokens: int, *, documents: int | None = None) -> dict[str, TaskRequests]:
+    """Tasks of random ids, of all lengths up to that; hellaswag has unconditional requests, too."""
+    return {
+        name: made_up_requests(
+            [choices] * (documents or count),
+            metric=metric,
+            name=name,
+            seed=number,
+            neutral=name == "hellaswag",
+            vocab_size=vocab_size,
+            most_context=most_tokens - 5,
+        )
+        for number, (name, (count, choices, metric)) in enumerate(SHAPES.items())
+    }
 
 
 def write_made_up(path: Path, tasks: dict[str, TaskRequests], *, tokenizer_sha256: str, context_length: int) -> str:
     """A request file of them; returns its name."""
-    write_requests(
-        path,
-        tokenizer_sha256=tokenizer_sha256,
-        context_length=context_length,
-        versions={},
-        tasks=tasks,
-        texts={},
-    )
+    about = {"tokenizer_sha256": tokenizer_sha256, "context_length": context_length, "versions": {}}
+    write_requests(path, **about, tasks=tasks, texts={})
     return str(path)

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import pytest
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.evaluation import code_execution, confinement, system_calls
 from megatron_fanformer.evaluation.code_execution import Limits, Program, Result, run_programs
+from tests.faults.lives import is_running
+from tests.patience import wait_until
 from tests.small_runs import ROOT
 
 LIMITS = Limits(memory_bytes=2**28, cpu_seconds=20, wall_seconds=60.0)
@@ -371,40 +372,27 @@ def test_a_program_ends_with_the_process_that_started_it(tmp_path):
     )
     owner = subprocess.Popen([sys.executable, "-c", started], env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
-        child = _eventually(lambda: [pid for pid in _children(owner.pid) if _has_read_its_program(pid)])[0]
+        child = wait_until(lambda: [pid for pid in _children(owner.pid) if _has_read_its_program(pid)])[0]
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.wait()
-    _eventually(lambda: not os.path.exists(f"/proc/{child}") or "Z" in _state(child))
+    wait_until(lambda: not is_running(child))
 
 
 def _children(pid: int) -> list[int]:
-    tasks = os.listdir(f"/proc/{pid}/task")
-    return [int(child) for task in tasks for child in open(f"/proc/{pid}/task/{task}/children").read().split()]
+    return [int(child) for tasks in Path(f"/proc/{pid}/task").glob("*/children") for child in _text(tasks).split()]
 
 
 def _has_read_its_program(pid: int) -> bool:
     """Whether it sleeps with its filter on, which the first, empty program never does."""
-    return "Seccomp:\t2" in open(f"/proc/{pid}/status").read() and "S (sleeping)" in open(f"/proc/{pid}/status").read()
+    return "Seccomp:\t2" in (status := _text(Path(f"/proc/{pid}/status"))) and "S (sleeping)" in status
 
 
-def _state(pid: int) -> str:
+def _text(of_process: Path) -> str:
     try:
-        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "Z"
-
-
-def _eventually(find, seconds: float = 60.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            if found := find():
-                return found
-        except (FileNotFoundError, ProcessLookupError):
-            pass
-        time.sleep(0.05)
-    raise AssertionError("it did not happen in time")
+        return of_process.read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return ""
 
 
 def test_where_rights_cannot_be_taken_nothing_is_run(monkeypatch, tmp_path):

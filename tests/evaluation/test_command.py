@@ -4,9 +4,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,42 +19,28 @@ from megatron_fanformer.evaluation import command
 from megatron_fanformer.evaluation.command import read_options
 from megatron_fanformer.evaluation.config import EvaluationRequest
 from megatron_fanformer.evaluation.jobs import find_jobs
-from megatron_fanformer.evaluation.requests import LENGTHS, TaskRequests, write_requests
+from megatron_fanformer.evaluation.requests import write_requests
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.output import guarded
 from megatron_fanformer.processes import hold_signals
+from tests.evaluation.made_up import made_up_requests
 from tests.evaluation.test_ulogic import RULES as ulogic_rules
 from tests.generation.making import model_and_tensors, write_checkpoint, write_export, write_tokenizer
+from tests.small_runs import RunOnRanks
 from tests.whole_models import export_huggingface
 
 VOCAB_SIZE = 250
 CASE = "fanformer-tied"
-
-
-def requests_of(name: str, metric: str, *, documents: int, choices: int, seed: int) -> TaskRequests:
-    """Random contexts of five ids and continuations of one to three."""
-    generator = np.random.default_rng(seed)
-    count = documents * choices
-    tokens = generator.integers(1, 4, size=count)
-    offsets = np.cumsum([0, *(5 + tokens)])
-    return TaskRequests(
-        name=name,
-        metric=metric,
-        documents=np.repeat(np.arange(documents, dtype=np.int32), choices),
-        choices=np.tile(np.arange(choices, dtype=np.int32), documents),
-        labels=np.repeat(generator.integers(choices, size=documents), choices).astype(np.int32),
-        ids=generator.integers(1, VOCAB_SIZE, size=offsets[-1]).astype(np.int32),
-        offsets=offsets,
-        continuation_tokens=tokens.astype(np.int32),
-        cut_tokens=np.zeros(count, np.int32),
-        lengths={length: (3 * tokens + number).astype(np.int32) for number, length in enumerate(LENGTHS)},
-    )
+RUN, TOKENS, REQUESTS, DAMAGED, OTHER = "RUN", "own=TOKENS", "REQUESTS", "DAMAGED", "OTHER"
+LARGER, RULES = "LARGER", "RULES"
+QUESTION = {"prompt": "2 + 2 = 4. " * 100, "stop": ["Q"], "max_new_tokens": 8, "solution": ""}
+"""Too long for the model, so that its beginning is cut."""
 
 
 class Made:
     """What the tests evaluate, in one folder."""
 
-    def __init__(self, folder: Path, run_on_ranks: Callable[..., list[Any]]) -> None:
+    def __init__(self, folder: Path, run_on_ranks: RunOnRanks) -> None:
         self.folder = folder
         self.tokenizer = write_tokenizer(folder)
         self.run = folder / "run"
@@ -69,11 +54,27 @@ class Made:
         np.random.default_rng(0).integers(1, VOCAB_SIZE, size=300).astype("<u2").tofile(self.tokens)
         self.requests = folder / "requests.safetensors"
         self.write(self.requests, sha256_of(self.tokenizer))
+        self.write(folder / "other.safetensors", "0" * 64)
+        damaged = bytearray(self.requests.read_bytes())
+        damaged[-9] ^= 1
+        (folder / "damaged.safetensors").write_bytes(damaged)
+        (folder / "rules.json").write_text(json.dumps(ulogic_rules))
+        self.places = {
+            RUN: self.run,
+            TOKENS: f"own={self.tokens}",
+            REQUESTS: self.requests,
+            DAMAGED: folder / "damaged.safetensors",
+            OTHER: folder / "other.safetensors",
+            LARGER: write_tokenizer(folder, vocab_size=600),
+            RULES: folder / "rules.json",
+        }
+        """By the words for them in the arguments of the tests."""
 
     def write(self, path: Path, tokenizer_sha256: str) -> None:
+        made = partial(made_up_requests, neutral=False, vocab_size=VOCAB_SIZE)
         tasks = [
-            requests_of("hellaswag", "len_norm", documents=9, choices=4, seed=1),
-            requests_of("mrpc", "f1", documents=7, choices=2, seed=2),
+            made([4] * 9, name="hellaswag", metric="len_norm", seed=1),
+            made([2] * 7, name="mrpc", metric="f1", seed=2),
         ]
         write_requests(
             path,
@@ -81,24 +82,12 @@ class Made:
             context_length=64,
             versions={},
             tasks={task.name: task for task in tasks},
-            texts={"gsm8k": [self.question(number, answer) for number, answer in enumerate("40")]},
+            texts={"gsm8k": [{**QUESTION, "doc_id": number, "answer": answer} for number, answer in enumerate("40")]},
         )
-
-    def question(self, number: int, answer: str) -> dict[str, Any]:
-        """Too long for the model, so that its beginning is cut."""
-        prompt = "2 + 2 = 4. " * 100
-        return {
-            "doc_id": number,
-            "prompt": prompt,
-            "stop": ["Q"],
-            "max_new_tokens": 8,
-            "answer": answer,
-            "solution": "",
-        }
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, run_on_ranks: Callable[..., list[Any]]) -> Made:
+def made(tmp_path_factory: pytest.TempPathFactory, run_on_ranks: RunOnRanks) -> Made:
     return Made(tmp_path_factory.mktemp("evaluated"), run_on_ranks)
 
 
@@ -107,17 +96,8 @@ def evaluate(*arguments: object) -> int:
 
 
 def everything(made: Made) -> list[object]:
-    return [
-        "--requests",
-        made.requests,
-        "--tasks",
-        "hellaswag",
-        "mrpc",
-        "--perplexity",
-        f"own={made.tokens}",
-        "--chunk-tokens",
-        32,
-    ]
+    tasks = ["--requests", made.requests, "--tasks", "hellaswag", "mrpc"]
+    return [*tasks, "--perplexity", f"own={made.tokens}", "--chunk-tokens", 32]
 
 
 def test_a_run_is_evaluated_on_tasks_and_sets(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,14 +165,8 @@ def test_results_outlive_a_comparison_that_fails(
     kept = json.loads(output.read_text())
     assert kept["perplexity"]["own"]["tokens"] == 9 * 31
     assert kept["tokenizer"] == sha256_of(made.tokenizer)
-    assert kept["settings"] | {"sampling": None} == {
-        "chunking": "tokens",
-        "chunk_tokens": 32,
-        "batches": None,
-        "batch_tokens": 8192,
-        "dtype": "float32",
-        "sampling": None,
-    }
+    chunks = {"chunking": "tokens", "chunk_tokens": 32, "batches": None, "batch_tokens": 8192}
+    assert kept["settings"] | {"sampling": None} == {**chunks, "dtype": "float32", "sampling": None}
     # a file that is no result is found before anything is evaluated
     (tmp_path / "bad.json").write_text("[")
     assert evaluate("--compare", tmp_path / "bad.json", *own, "--output", tmp_path / "lost.json") == 3
@@ -260,12 +234,8 @@ def test_checkpoints_are_found_by_any_of_their_names(made: Made, tmp_path: Path)
     asked = ["--requests", made.requests]
     every = sorted((made.run / "checkpoints").iterdir())  # as a shell expands *, `latest` among them
     assert made.run / "checkpoints" / "latest" in every
-    for names in (
-        every,
-        [made.run / "checkpoints"],
-        [made.run / "checkpoints" / "*"],
-        [first, made.run / "checkpoints"],
-    ):
+    folder = made.run / "checkpoints"
+    for names in (every, [folder], [folder / "*"], [first, folder]):
         assert read(*names, *asked).checkpoints == steps
     pointer = made.run / "checkpoints" / "latest"
     assert read(pointer, made.export, *asked).checkpoints == (latest, made.export)
@@ -297,20 +267,6 @@ def test_local_ranks_come_to_the_same(made: Made, tmp_path: Path, layout: str) -
             assert own["log_probabilities"] == pytest.approx(other["log_probabilities"], rel=1e-4)
 
 
-def damaged(made: Made, tmp_path: Path) -> Path:
-    content = bytearray(made.requests.read_bytes())
-    content[-9] ^= 1
-    (tmp_path / "damaged.safetensors").write_bytes(content)
-    return tmp_path / "damaged.safetensors"
-
-
-def of_another_tokenizer(made: Made, tmp_path: Path) -> Path:
-    made.write(tmp_path / "other.safetensors", "0" * 64)
-    return tmp_path / "other.safetensors"
-
-
-RUN, TOKENS, REQUESTS, DAMAGED, OTHER = "RUN", "own=TOKENS", "REQUESTS", "DAMAGED", "OTHER"
-LARGER, RULES = "LARGER", "RULES"
 GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
 
 
@@ -335,11 +291,7 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
         ([RUN, "--perplexity", TOKENS, "--output", "no/where"], 2, "--output no/where is not a file in a folder"),
         (["--compare", "none", "nor"], 2, "none does not exist"),
         ([RUN, "--perplexity", TOKENS, "--limit", "2"], 2, "--limit is set without --requests; name a request file"),
-        (
-            [RUN, "--requests", REQUESTS, "--tasks", "ulogic"],
-            2,
-            "unknown task ulogic; request it from `evaluate` by --",
-        ),
+        ([RUN, "--requests", REQUESTS, "--tasks", "ulogic"], 2, "ulogic; request it from `evaluate` by --ulogic"),
         ([RUN, "--requests", REQUESTS, "--batches", "2"], 2, "--batches has no effect without --perplexity"),
         ([RUN, "--prepare", "out"], 2, "--prepare writes a request file and reads no model"),
         (["--prepare", "out", "--tasks", "piqa"], 2, "--prepare needs --tasks and --tokenizer"),
@@ -355,24 +307,9 @@ GSM8K = ("--requests", REQUESTS, "--tasks", "gsm8k")
     ],
 )
 def test_what_cannot_be_evaluated_is_one_line(
-    made: Made,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    code: int,
-    said: str,
+    made: Made, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
 ) -> None:
-    places = {
-        RUN: made.run,
-        TOKENS: f"own={made.tokens}",
-        REQUESTS: made.requests,
-        DAMAGED: damaged(made, tmp_path),
-        OTHER: of_another_tokenizer(made, tmp_path),
-        LARGER: write_tokenizer(tmp_path, vocab_size=600),
-        RULES: tmp_path / "rules.json",
-    }
-    (tmp_path / "rules.json").write_text(json.dumps(ulogic_rules))
-    assert evaluate(*(places.get(argument, argument) for argument in arguments)) == code
+    assert evaluate(*(made.places.get(argument, argument) for argument in arguments)) == code
     (line,) = [line for line in capsys.readouterr().err.splitlines() if said in line]
     assert line.startswith("megatron-fanformer: ")
 
@@ -394,9 +331,8 @@ def test_a_model_that_diverged_has_bad_numbers(
     export_huggingface(
         config, tensors, tmp_path / "export", dtype=torch.float32, tokenizer_path=made.tokenizer, end_of_text_id=0
     )
-    places = {TOKENS: f"own={made.tokens}", REQUESTS: made.requests}
     output = tmp_path / "result.json"
-    asked = [str(places.get(word, word)) for word in asked]
+    asked = [str(made.places.get(word, word)) for word in asked]
     assert evaluate(tmp_path / "export", *asked, "--output", output) == 4
     assert "the model diverged: evaluate an earlier checkpoint" in capsys.readouterr().err
     assert not output.exists()

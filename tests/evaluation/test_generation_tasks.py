@@ -6,16 +6,13 @@ from decimal import Decimal
 
 import pytest
 
-from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.evaluation.code_execution import run_programs
 from megatron_fanformer.evaluation.generated_texts import GenerationSettings, mean_of, write_texts
 from megatron_fanformer.evaluation.generation_tasks import evaluate, final_number, pass_at, program
-from megatron_fanformer.evaluation.prepare import data_folder
 from megatron_fanformer.evaluation.task_documents import documents
 from tests.evaluation.oe_data import write_library
 from tests.evaluation.oracle import Oracle
-from tests.generation.making import write_tokenizer
 
 NAMES = ("gsm8k", "humaneval", "mbpp")
 RUN = GenerationSettings(run_code=True)
@@ -24,11 +21,6 @@ RUN = GenerationSettings(run_code=True)
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     return write_library(tmp_path_factory.mktemp("library"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 def evaluated(tokenizer, name, asked, texts, settings=RUN):
@@ -168,15 +160,6 @@ def test_a_library_without_the_task_or_with_damaged_data_is_refused(tmp_path):
 # -- the library's own data
 
 
-@pytest.fixture
-def installed():
-    """The library's folder: its data are read, it is not imported."""
-    try:
-        return data_folder()
-    except InputError as error:
-        pytest.skip(str(error))
-
-
 def outcomes_of_solutions(asked):
     solved = [program(document, document["solution"]) for document in asked]
     unsolved = [program(document, "") for document in asked]
@@ -184,21 +167,21 @@ def outcomes_of_solutions(asked):
 
 
 @pytest.mark.parametrize("name", ["humaneval", "mbpp"])
-def test_the_first_solutions_pass_and_empty_ones_fail(installed, name):
-    asked = documents(name, installed)[:4]
+def test_the_first_solutions_pass_and_empty_ones_fail(library_folder, name):
+    asked = documents(name, library_folder)[:4]
     assert outcomes_of_solutions(asked) == [["passed"] * 4, ["failed"] * 4]
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)  # 1,328 processes
 @pytest.mark.parametrize(("name", "number"), [("humaneval", 164), ("mbpp", 500)])
-def test_every_solution_passes_and_no_empty_one(installed, name, number):
-    asked = documents(name, installed)
+def test_every_solution_passes_and_no_empty_one(library_folder, name, number):
+    asked = documents(name, library_folder)
     assert outcomes_of_solutions(asked) == [["passed"] * number, ["failed"] * number]
 
 
-def test_the_answers_of_gsm8k_are_the_final_numbers_of_its_solutions(installed):
-    asked = documents("gsm8k", installed)
+def test_the_answers_of_gsm8k_are_the_final_numbers_of_its_solutions(library_folder):
+    asked = documents("gsm8k", library_folder)
     assert len(asked) == 1319
     assert [one["doc_id"] for one in asked if final_number(one["solution"]) != final_number(one["answer"])] == []
     assert all(one["prompt"].count("Question:") == 9 for one in asked)

@@ -8,7 +8,7 @@ import pytest
 from megatron_fanformer.errors import DivergenceError
 from megatron_fanformer.evaluation.metrics import document_sums, task_metrics
 from megatron_fanformer.evaluation.tasks import OF_CHOICES, OF_ONE_ANSWER
-from tests.evaluation.asking import made_up_requests
+from tests.evaluation.made_up import made_up_requests
 
 CHOICES = [2, 4, 3, 1, 5, 2, 2, 3] * 5
 EXACT = 1e-12

@@ -1,28 +1,25 @@
 """The loss of perplexity sets against transformers on the export; test_scoring.py has the layouts."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_fanformer.evaluation.config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity import SetLoss, perplexity_metrics, perplexity_of_sets
-from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import SETS, PerplexitySet, find_sets, set_name
 from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.build import build_stages
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
+from tests.small_runs import RunOnRanks
 from tests.tiny import tiny_model
 from tests.token_pairs import write_token_pair
 from tests.training.layouts import set_weights
 from tests.whole_models import export_huggingface
-
-RunOnRanks = Callable[..., list[Any]]
 
 MODEL = tiny_model(seq_length=32)
 SAME_AS_TRANSFORMERS = 1e-6  # of a mean over a thousand losses in float32

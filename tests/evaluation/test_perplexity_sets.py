@@ -11,8 +11,7 @@ import pytest
 
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.evaluation.config import EvaluationConfig
-from megatron_fanformer.evaluation.perplexity_config import PerplexityConfig
+from megatron_fanformer.evaluation.config import EvaluationConfig, PerplexityConfig
 from megatron_fanformer.evaluation.perplexity_sets import SETS, PerplexitySet, find_sets, set_problems
 from megatron_fanformer.evaluation.survey import survey_evaluation
 from megatron_fanformer.preparation.prepare import prepare

@@ -14,7 +14,7 @@ from megatron_fanformer.evaluation.metrics import task_metrics
 from megatron_fanformer.evaluation.prepare import Builder, prepare_requests
 from megatron_fanformer.evaluation.requests import LENGTHS, read_requests
 from megatron_fanformer.evaluation.tasks import TASKS
-from tests.evaluation.asking import rows
+from tests.evaluation.made_up import rows
 from tests.small_runs import ROOT
 
 EOS = 50279  # of the paper's tokenizer

@@ -20,7 +20,7 @@ from megatron_fanformer.evaluation.requests import (
     read_requests,
     write_requests,
 )
-from tests.evaluation.asking import made_up_requests, rows
+from tests.evaluation.made_up import made_up_requests, rows
 
 QUESTION = {"doc_id": 7, "prompt": "Wie viele Äpfel? ☃", "stop": ["\n"], "max_new_tokens": 4, "solution": "3"}
 TEXTS = {"gsm8k": [{**QUESTION, "answer": "3"}]}

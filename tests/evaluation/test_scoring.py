@@ -1,6 +1,6 @@
 """Log-probabilities against transformers on the export, and in every layout against one process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +20,10 @@ from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from tests.evaluation.made_up import made_up_tasks
 from tests.parity.test_matrix import FAN_RECOMPUTED, LAYOUTS, LOSSES, MORE_LAYOUTS
+from tests.small_runs import RunOnRanks
 from tests.tiny import tiny_model
 from tests.training.layouts import gather, shards_of
 from tests.whole_models import export_huggingface
-
-RunOnRanks = Callable[..., list[Any]]
 
 SAME_AS_TRANSFORMERS = 1e-4  # nats, of up to eight tokens, in float32
 MODEL = tiny_model(num_layers=4, seq_length=48)

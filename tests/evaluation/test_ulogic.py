@@ -20,7 +20,7 @@ from megatron_fanformer.evaluation.ulogic import (
     stated_verdict,
 )
 from tests.evaluation.oracle import Oracle
-from tests.generation.making import with_model, write_checkpoint, write_tokenizer
+from tests.generation.making import with_model, write_checkpoint
 
 RULES = [
     {"v_rule": "If Person X owns Boat Y, then Person X can sail Boat Y.", "length": 1, "label": True, "domain": "a"},
@@ -35,11 +35,6 @@ def rules(tmp_path):
     path = tmp_path / "probing_subset.json"
     path.write_text(json.dumps(RULES))
     return documents(path)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.mark.parametrize(
@@ -163,15 +158,12 @@ def test_equal_likelihoods_are_no_verdict(tokenizer):
         ('[{"v_rule": "If A, then B."}]', "has length None"),
         ('[{"v_rule": "If A, then B.", "length": 1, "label": "yes"}]', "label 'yes'"),
         ("[" * 100_000, "is not JSON"),
+        (None, "cannot be read (No such file or directory); name ULogic's"),
     ],
 )
-def test_a_file_of_another_form_is_refused(tmp_path, content, said):
-    (tmp_path / "rules.json").write_text(content)
+def test_a_file_of_another_form_or_none_is_refused(tmp_path, content, said):
+    if content is not None:
+        (tmp_path / "rules.json").write_text(content)
     with pytest.raises(InputError) as caught:
         documents(tmp_path / "rules.json")
     assert said in str(caught.value)
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(InputError, match=r"cannot be read \(No such file or directory\); name ULogic's"):
-        documents(tmp_path / "none.json")

@@ -1,12 +1,11 @@
 """What the tests of generation share: a checkpoint with a tokenizer, and its export."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.generation.making import write_checkpoint, write_export, write_tokenizer
+from tests.small_runs import RunOnRanks
 
 
 @pytest.fixture(scope="session")
@@ -15,9 +14,7 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run_folder(
-    tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path, run_on_ranks: Callable[..., list[Any]]
-) -> Path:
+def run_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path, run_on_ranks: RunOnRanks) -> Path:
     """A run's folder with a checkpoint of `fanformer-tied`."""
     run = tmp_path_factory.mktemp("runs") / "run"
     run_on_ranks(1, write_checkpoint, run, "fanformer-tied", tokenizer_file)

@@ -15,7 +15,6 @@ from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.generation.config import SamplingConfig
 from megatron_fanformer.generation.continuation import Continuation, continue_all
 from megatron_fanformer.generation.models import TrainedModel, build_model, find_model
-from megatron_fanformer.generation.sampling import Sampler
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from megatron_fanformer.runtime.config import DeviceKind
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
@@ -29,25 +28,26 @@ PROMPT = "def f(x):"
 GREEDY = SamplingConfig()
 
 
+@dataclasses.dataclass
+class Bytes:
+    """A tokenizer whose ids are bytes; the model's vocabulary goes on to 299."""
+
+    eod_id: int = END_OF_TEXT_ID
+    vocab_size: int = 256
+
+    @staticmethod
+    def decode(ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
 def write_tokenizer(folder: Path, vocab_size: int = 250) -> Path:
     """A tokenizer of single characters, each with its code point as id; id 0 is the end of text."""
     vocabulary = {chr(code): code for code in range(1, vocab_size)}
+    flags = {**dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False), "special": True}
     content = {
         "version": "1.0",
-        "added_tokens": [
-            {
-                "id": END_OF_TEXT_ID,
-                "content": "<|endoftext|>",
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-        ],
-        "normalizer": None,
-        "pre_tokenizer": None,
-        "post_processor": None,
+        "added_tokens": [{"id": END_OF_TEXT_ID, "content": "<|endoftext|>", **flags}],
+        **dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor")),
         "decoder": {"type": "Fuse"},
         "model": {"type": "BPE", "vocab": {"<|endoftext|>": END_OF_TEXT_ID, **vocabulary}, "merges": []},
     }
@@ -115,7 +115,7 @@ def new_ids_of_many(
 ) -> list[list[int]]:
     """Of each prompt its own number of new ids, decoded in batches."""
     rows = [
-        Continuation(prompt, max_new_tokens=number, sampler=Sampler(sampling, str(prompt)), end_of_text_id=None)
+        Continuation(Bytes(eod_id=-1), prompt, sampling, max_new_tokens=number)
         for prompt, number in zip(prompts, new_tokens, strict=True)
     ]
     continue_all(model, rows, batch_size=batch_size)

@@ -4,18 +4,9 @@ import pytest
 
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.generation.continuation import NewText
+from tests.generation.making import Bytes
 
 TEXT = "def f(x):\n    return [x, 'é', '中文', '🙂']  # it's\n\nThe  end. \N{SNOWMAN}"
-
-
-class Bytes:
-    """A tokenizer whose ids are bytes; 0 is the end of text, and the model's vocabulary goes on to 299."""
-
-    vocab_size, eod_id = 256, 0
-
-    @staticmethod
-    def decode(ids):
-        return bytes(ids).decode(errors="replace")
 
 
 def settled_after_each(text: str, *stop: str) -> list[str]:

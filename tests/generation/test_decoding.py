@@ -5,8 +5,7 @@ import torch
 
 from megatron_fanformer.generation.config import SamplingConfig
 from megatron_fanformer.generation.continuation import Continuation, continue_all, continue_together
-from megatron_fanformer.generation.sampling import Sampler
-from tests.generation.making import GREEDY, new_ids_of_many, with_model, write_checkpoint
+from tests.generation.making import GREEDY, Bytes, new_ids_of_many, with_model, write_checkpoint
 
 PROMPTS = [[7, 99, 3, 200, 41], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [41, 3], [7, 99, 3, 200, 42], [9, 9, 9]]
 NEW_TOKENS = [12, 20, 7, 1, 12, 16]
@@ -33,10 +32,8 @@ class FixedModel:
         return torch.nn.functional.one_hot(torch.tensor(following), 10).float()
 
 
-def greedy(prompt_ids, max_new_tokens, end_of_text_id=9):
-    return Continuation(
-        prompt_ids, max_new_tokens=max_new_tokens, sampler=Sampler(GREEDY), end_of_text_id=end_of_text_id
-    )
+def greedy(prompt_ids, max_new_tokens):
+    return Continuation(Bytes(eod_id=9), prompt_ids, GREEDY, max_new_tokens=max_new_tokens)
 
 
 def test_rows_read_their_prompts_and_leave_at_the_end_of_text_or_the_limit():

@@ -45,12 +45,6 @@ def test_several_tokens_behind_the_cache_see_their_past_alone(reads_on, run_fold
     assert torch.allclose(torch.tensor(found), expected, rtol=0, atol=2e-5)
 
 
-def test_the_cache_gives_the_greedy_ids_of_recomputing(run_folder, run_on_ranks):
-    (ids,) = run_on_ranks(1, with_model, run_folder, new_ids, PROMPT_IDS, 20)
-    (whole,) = run_on_ranks(1, with_model, run_folder, all_logits, [PROMPT_IDS + ids])
-    assert torch.tensor(whole[0])[len(PROMPT_IDS) - 1 : -1].argmax(-1).tolist() == ids
-
-
 def test_greedy_ids_are_those_of_transformers(run_folder, exported_folder, run_on_ranks):
     (ids,) = run_on_ranks(1, with_model, run_folder, new_ids, PROMPT_IDS, 40)
     model = AutoModelForCausalLM.from_pretrained(exported_folder, trust_remote_code=True)

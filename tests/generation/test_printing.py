@@ -8,7 +8,7 @@ from megatron_fanformer.cli import main
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.generation.config import GenerateConfig
 from megatron_fanformer.generation.generate import generate, print_generations
-from megatron_fanformer.generation.prompts import read_prompts
+from megatron_fanformer.generation.verbs import read_prompts
 
 
 @pytest.fixture

@@ -35,22 +35,24 @@ def test_temperature_divides_the_logits():
     assert torch.allclose(found, squared / squared.sum(), rtol=1e-6, atol=0)
 
 
-def test_temperature_zero_takes_the_likeliest():
-    assert draws(20, temperature=0.0) == [1] * 20
+@pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (1e-3, 0), (1e-30, 0), (5e-324, 0), (5.0, 1)])
+def test_low_temperatures_and_one_token_to_choose_from_take_the_likeliest(temperature, top_k):
+    assert draws(20, temperature=temperature, top_k=top_k) == [1] * 20
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 5e-324])
-def test_low_temperatures_come_to_greedy(temperature):
-    assert draws(20, temperature=temperature) == [1] * 20
-
-
-def test_top_k_one_is_greedy_at_any_temperature():
-    assert draws(20, temperature=5.0, top_k=1) == [1] * 20
-
-
-@pytest.mark.parametrize(("top_k", "ids"), [(0, [0, 1, 2, 3, 4]), (2, [1, 3]), (3, [1, 2, 3]), (99, [0, 1, 2, 3, 4])])
-def test_top_k_keeps_the_k_likeliest(top_k, ids):
-    assert kept(top_k=top_k) == ids
+@pytest.mark.parametrize(
+    ("settings", "ids"),
+    [
+        *(({"top_k": top_k}, ids) for top_k, ids in ((0, [0, 1, 2, 3, 4]), (2, [1, 3]), (3, [1, 2, 3]))),
+        ({"top_k": 99}, [0, 1, 2, 3, 4]),
+        *(({"top_p": top_p}, ids) for top_p, ids in ((1e-9, [1]), (0.39, [1]), (0.5, [1, 3]), (0.71, [1, 2, 3]))),
+        ({"top_p": 1.0}, [0, 1, 2, 3, 4]),
+        ({"top_k": 2, "top_p": 0.57}, [1]),  # 0.4 of the 0.7 that two tokens have
+        ({"top_k": 2, "top_p": 0.58}, [1, 3]),
+    ],
+)
+def test_top_k_keeps_the_likeliest_and_top_p_the_fewest_of_that_mass_and_at_least_one(settings, ids):
+    assert kept(**settings) == ids
 
 
 def test_top_k_keeps_k_of_equal_logits():
@@ -58,24 +60,12 @@ def test_top_k_keeps_k_of_equal_logits():
     assert found.nonzero().flatten().tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("top_p", "ids"), [(1e-9, [1]), (0.39, [1]), (0.5, [1, 3]), (0.71, [1, 2, 3]), (1.0, [0, 1, 2, 3, 4])]
-)
-def test_top_p_keeps_the_fewest_tokens_of_that_mass_and_at_least_one(top_p, ids):
-    assert kept(top_p=top_p) == ids
-
-
-def test_top_p_counts_what_top_k_left():
-    assert kept(top_k=2, top_p=0.57) == [1]  # 0.4 of the 0.7 that two tokens have
-    assert kept(top_k=2, top_p=0.58) == [1, 3]
-
-
 def test_draws_follow_the_probabilities():
     counts = torch.bincount(torch.tensor(draws(4000)), minlength=5) / 4000
     assert torch.allclose(counts, PROBABILITIES, atol=0.03)  # four standard deviations
 
 
-def test_equal_seeds_draw_alike_and_leave_the_global_state_alone():
+def test_equal_seeds_alone_draw_alike_and_leave_the_global_state_alone():
     torch.manual_seed(1)
     state = torch.get_rng_state()
     first = draws(50, seed=7)
@@ -84,10 +74,7 @@ def test_equal_seeds_draw_alike_and_leave_the_global_state_alone():
     torch.manual_seed(1)
     draws(50, seed=7)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_other_seeds_draw_otherwise():
-    assert draws(50, seed=7) != draws(50, seed=8)
+    assert draws(50, seed=8) != first
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -21,8 +21,11 @@ class Said(NamedTuple):
     error: str
 
 
+Inspect = Callable[..., Said]
+
+
 @pytest.fixture
-def inspect(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+def inspect(capsys: pytest.CaptureFixture[str]) -> Inspect:
     """`inspect("PATH", "--json")`: the command's exit code and output."""
 
     def run(*arguments: object) -> Said:
@@ -42,23 +45,21 @@ class Prepared(NamedTuple):
     documents: list[list[int]]
 
 
+def prepared(prefix: Path, write: Callable[..., str], **settings: str) -> Prepared:
+    documents = random_documents(50_000)
+    write(prefix, documents)
+    write_ledger(prefix, documents)
+    write_manifest(prefix, documents, TOKENIZER, **settings)
+    return Prepared(prefix, documents)
+
+
 @pytest.fixture
 def pair(tmp_path: Path) -> Prepared:
     """A .bin and .idx pair with ledger and manifest."""
-    documents = random_documents(50_000)
-    prefix = tmp_path / "docs"
-    write_pair(prefix, documents)
-    write_ledger(prefix, documents)
-    write_manifest(prefix, documents, TOKENIZER)
-    return Prepared(prefix, documents)
+    return prepared(tmp_path / "docs", write_pair)
 
 
 @pytest.fixture
 def shard(tmp_path: Path) -> Prepared:
     """A .npy file with ledger and manifest."""
-    documents = random_documents(50_000)
-    prefix = tmp_path / "shard"
-    write_npy(prefix, documents)
-    write_ledger(prefix, documents)
-    write_manifest(prefix, documents, TOKENIZER, format="npy")
-    return Prepared(prefix, documents)
+    return prepared(tmp_path / "shard", write_npy, format="npy")

@@ -1,6 +1,5 @@
 """`inspect --step` of a run over chats, against the batches that the run took."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,10 @@ from megatron_fanformer.training.config import config_from_dict
 from tests.chat_pairs import random_chats, write_chats
 from tests.inspection.making import LINES_A_SHARD, write_ledger
 from tests.inspection.test_step import BATCH, NO_WARMUP, Recorded, recorded_batches
-from tests.small_runs import VOCAB_SIZE, small_run
+from tests.small_runs import VOCAB_SIZE, RunOnRanks, small_run
 
 
-def test_a_step_shows_its_conversations_and_what_of_them_is_learned(
-    run_on_ranks: Callable[..., list[Any]], tmp_path: Path
-) -> None:
+def test_a_step_shows_its_conversations_and_what_of_them_is_learned(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
     chats = random_chats(80, vocab_size=VOCAB_SIZE, longest=20)
     prefix = write_chats(tmp_path / "chats", chats)
     write_ledger(tmp_path / "chats", [ids for ids, _ in chats])

@@ -4,9 +4,7 @@ import dataclasses
 import json
 import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,18 +16,17 @@ from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, sto
 from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.model.config import FANConfig
 from tests.formats.test_hostile import Bomb
-from tests.inspection.conftest import TOKENIZER, Said
+from tests.inspection.conftest import TOKENIZER, Inspect
 from tests.inspection.test_dataset import flip, refused
-from tests.small_runs import small_run, write_tokens
+from tests.small_runs import RunOnRanks, small_run, write_tokens
 from tests.tiny import tiny_model
 from tests.training.test_trainer import train
 
-Inspect = Callable[..., Said]
 QK_AND_V = tiny_model(num_query_groups=2, fan=FANConfig(placement="qk_and_v", v_p_ratio=0.125))
 
 
 @pytest.fixture(scope="module")
-def trained(run_on_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps at tensor parallel 2, with two checkpoints."""
     folder = tmp_path_factory.mktemp("trained")
     values = small_run(

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,10 @@ import torch
 
 from megatron_fanformer.formats.weight_files import read_shapes
 from tests.conftest import REFERENCE
-from tests.inspection.conftest import TOKENIZER, Said
+from tests.inspection.conftest import TOKENIZER, Inspect
 from tests.inspection.test_dataset import flip, refused
 from tests.whole_models import export_huggingface, read_reference, read_weights, reference_to_megatron
 
-Inspect = Callable[..., Said]
 CASE = REFERENCE / "fanformer-untied-p0125"
 
 

@@ -1,7 +1,6 @@
 """The picture of phase health: what is drawn of a run's metrics, and what is said where there is nothing to draw."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ from matplotlib.figure import Figure
 
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.inspection.phase_picture import PANELS, phase_picture
-from tests.inspection.conftest import Said
+from tests.inspection.conftest import Inspect
 from tests.small_runs import small_run
-
-Inspect = Callable[..., Said]
 
 
 @pytest.fixture

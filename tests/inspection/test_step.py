@@ -1,7 +1,6 @@
 """`inspect --step` against training itself: the batches that a run recorded, and the documents that they are of."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,15 +9,16 @@ import pytest
 from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.inspection.step import StepSamples
 from megatron_fanformer.training.config import config_from_dict
-from tests.inspection.conftest import TOKENIZER, Said
+from tests.inspection.conftest import TOKENIZER, Inspect
 from tests.inspection.making import random_documents, write_ledger, write_manifest, write_npy, write_pair
-from tests.small_runs import VOCAB_SIZE, small_run, write_config
+from tests.small_runs import VOCAB_SIZE, RunOnRanks, small_run, write_config
 
 STEPS = 3
 BATCH = {"train_iters": STEPS, "global_batch_size": 8, "micro_batch_size": 2}
 NO_WARMUP = {"lr_warmup_iters": 0}
 OLMO_VOCABULARY = 50_280
 FULL = pytest.mark.full
+Texts = tuple[Path, list[list[int]]]
 
 
 class Recorded(NamedTuple):
@@ -95,7 +95,7 @@ def same_tokens(recorded: Recorded, ids: list[int]) -> bool:
     ],
 )
 def test_a_step_takes_what_inspect_shows(
-    run_on_ranks: Callable[..., list[Any]],
+    run_on_ranks: RunOnRanks,
     sources: dict[str, list[str]],
     tmp_path: Path,
     kind: str,
@@ -124,7 +124,7 @@ def test_a_step_takes_what_inspect_shows(
 
 
 def test_a_resumed_run_takes_what_inspect_shows(
-    run_on_ranks: Callable[..., list[Any]], sources: dict[str, list[str]], tmp_path: Path
+    run_on_ranks: RunOnRanks, sources: dict[str, list[str]], tmp_path: Path
 ) -> None:
     data = {"train_data": sources["blend"]}
     values = small_run("", tmp_path / "run", data=data, schedule=NO_WARMUP, training={**BATCH, "exit_interval": 2})
@@ -139,7 +139,7 @@ def test_a_resumed_run_takes_what_inspect_shows(
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> tuple[Path, list[list[int]]]:
+def texts(tmp_path: Path) -> Texts:
     """A configuration that trains on real text, and the documents' ids."""
     tokenizer = load_tokenizer(TOKENIZER)
     documents = [
@@ -158,9 +158,7 @@ def texts(tmp_path: Path) -> tuple[Path, list[list[int]]]:
     return write_config(tmp_path / "run.yaml", values), documents
 
 
-def test_each_passage_is_a_slice_of_its_document(
-    inspect: Callable[..., Said], texts: tuple[Path, list[list[int]]]
-) -> None:
+def test_each_passage_is_a_slice_of_its_document(inspect: Inspect, texts: Texts) -> None:
     config, documents = texts
     tokenizer = load_tokenizer(TOKENIZER)
     said = inspect(config, "--step", 2, "--full", "--json")
@@ -182,7 +180,7 @@ def test_each_passage_is_a_slice_of_its_document(
             assert passage["text"] == tokenizer.decode(passage["ids"])
 
 
-def test_a_step_as_text(inspect: Callable[..., Said], texts: tuple[Path, list[list[int]]]) -> None:
+def test_a_step_as_text(inspect: Inspect, texts: Texts) -> None:
     config, _ = texts
     said = inspect(config.parent / "docs", "--step", 1, "--config", config, "--parallel.data_parallel_size", "2")
     assert (said.code, said.error) == (0, "")
@@ -197,14 +195,12 @@ def test_a_step_as_text(inspect: Callable[..., Said], texts: tuple[Path, list[li
     assert "no ledger" not in said.out
 
 
-def test_full_texts_have_their_own_lines(inspect: Callable[..., Said], texts: tuple[Path, list[list[int]]]) -> None:
+def test_full_texts_have_their_own_lines(inspect: Inspect, texts: Texts) -> None:
     said = inspect(texts[0], "--step", 1, "--full")
     assert "\n      all work and no play\n" in said.out
 
 
-def test_a_run_knows_its_own_configuration(
-    inspect: Callable[..., Said], texts: tuple[Path, list[list[int]]], tmp_path: Path
-) -> None:
+def test_a_run_knows_its_own_configuration(inspect: Inspect, texts: Texts, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     (run / "config.yaml").write_text(texts[0].read_text())
@@ -215,9 +211,7 @@ def test_a_run_knows_its_own_configuration(
     assert inspect(other, "--step", 3).out != inspect(run, "--step", 3).out
 
 
-def test_a_step_that_was_skipped_says_why(
-    inspect: Callable[..., Said], texts: tuple[Path, list[list[int]]], tmp_path: Path
-) -> None:
+def test_a_step_that_was_skipped_says_why(inspect: Inspect, texts: Texts, tmp_path: Path) -> None:
     def shown(step: int, *options: str) -> str:
         return inspect(texts[0], "--step", step, "--training.run_dir", str(tmp_path), *options).out
 
@@ -231,9 +225,7 @@ def test_a_step_that_was_skipped_says_why(
     assert shown(2).splitlines()[2] == "skipped: skipped once more"
 
 
-def test_a_blend_is_narrowed_down_to_a_prefix(
-    inspect: Callable[..., Said], sources: dict[str, list[str]], tmp_path: Path
-) -> None:
+def test_a_blend_is_narrowed_down_to_a_prefix(inspect: Inspect, sources: dict[str, list[str]], tmp_path: Path) -> None:
     values = small_run("", tmp_path / "run", data={"train_data": sources["mixed"]}, training=BATCH)
     config = write_config(tmp_path / "run.yaml", values)
 
@@ -250,7 +242,7 @@ def test_a_blend_is_narrowed_down_to_a_prefix(
 
 
 def test_without_ledger_and_tokenizer_the_tokens_are_told(
-    inspect: Callable[..., Said], sources: dict[str, list[str]], tmp_path: Path
+    inspect: Inspect, sources: dict[str, list[str]], tmp_path: Path
 ) -> None:
     config = write_config(tmp_path / "run.yaml", small_run(sources["pair"][0], tmp_path / "run", training=BATCH))
     said = inspect(config, "--step", 1)
@@ -260,7 +252,7 @@ def test_without_ledger_and_tokenizer_the_tokens_are_told(
     assert "      ids " in said.out
 
 
-def test_the_manifest_names_the_tokenizer(inspect: Callable[..., Said], tmp_path: Path) -> None:
+def test_the_manifest_names_the_tokenizer(inspect: Inspect, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(TOKENIZER)
     documents = [tokenizer.encode("to be or not to be, that is the question ") for _ in range(60)]
     prefix = write_pair(tmp_path / "docs", documents)
@@ -288,7 +280,7 @@ def test_the_manifest_names_the_tokenizer(inspect: Callable[..., Said], tmp_path
     ],
 )
 def test_a_step_that_cannot_be_shown(
-    inspect: Callable[..., Said], texts: tuple[Path, list[list[int]]], tmp_path: Path, arguments: list[str], said: str
+    inspect: Inspect, texts: Texts, tmp_path: Path, arguments: list[str], said: str
 ) -> None:
     places = {"config": texts[0], "docs": tmp_path / "docs", "other": tmp_path / "other"}
     write_pair(tmp_path / "other", texts[1])
@@ -297,9 +289,7 @@ def test_a_step_that_cannot_be_shown(
     assert said in found.error
 
 
-def test_a_ledger_of_other_files_is_refused(
-    inspect: Callable[..., Said], texts: tuple[Path, list[list[int]]], tmp_path: Path
-) -> None:
+def test_a_ledger_of_other_files_is_refused(inspect: Inspect, texts: Texts, tmp_path: Path) -> None:
     write_ledger(tmp_path / "docs", texts[1][:3])
     found = inspect(texts[0], "--step", 1)
     assert found.code == 3

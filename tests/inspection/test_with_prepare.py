@@ -2,19 +2,17 @@
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_fanformer.cli import main
 from tests.conftest import SAMPLES
-from tests.inspection.conftest import TOKENIZER, Said
+from tests.inspection.conftest import TOKENIZER, Inspect
 from tests.small_runs import small_run, write_config
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
-Inspect = Callable[..., Said]
 END = "<|endoftext|>"
 
 
