@@ -13,7 +13,7 @@ import yaml
 from torch import Tensor
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.name_table import layer_row, names_in
 from megatron_fanformer.formats.p_ratio import inferred_p_ratio
@@ -69,39 +69,19 @@ def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
         CorruptError: the weights cannot be read, have no FAN map where the configuration says they do, or disagree
             with its p_ratio.
     """
-    fields = _convertible_fields(folder)
+    fields = _model_section(_read_config(folder))
+    if problems := _problems(fields):
+        raise InputError(f"the model in {folder} cannot be converted: {'; '.join(problems)}")
     tensors = _unwrapped(open_weights(folder))
-    return _checked_config(folder, fields, tensors.meta), tensors
+    config = _config(fields, _fan(fields, tensors.meta))
+    if found := config.stated_problems():
+        raise InputError(f"the model in {folder} cannot be built: {'; '.join(found)}")
+    return config, tensors
 
 
 def optimizer_files(folder: Path) -> list[str]:
     """The reference trainer's files next to the weights; they are not converted."""
     return [name for name in OPTIMIZER_FILES if (folder / name).exists()]
-
-
-def reference_config(folder: Path, tensors: Mapping[str, Tensor]) -> FANformerConfig:
-    """The configuration alone; only names and shapes of `tensors` are used, so they may be on the meta device.
-
-    Raises:
-        InputError, CorruptError: as `open_reference`.
-    """
-    shapes = LazyTensors(meta_of(tensors), tensors.__getitem__)
-    return _checked_config(folder, _convertible_fields(folder), _unwrapped(shapes).meta)
-
-
-def _convertible_fields(folder: Path) -> dict[str, Any]:
-    fields = _model_section(_read_config(folder))
-    problems = _problems(fields)
-    if problems:
-        raise InputError(f"the model in {folder} cannot be converted: {'; '.join(problems)}")
-    return fields
-
-
-def _checked_config(folder: Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FANformerConfig:
-    config = _config(fields, _fan(fields, tensors))
-    if found := config.stated_problems():
-        raise InputError(f"the model in {folder} cannot be built: {'; '.join(found)}")
-    return config
 
 
 def write_reference(

@@ -26,6 +26,7 @@ from megatron_fanformer.data.tokenizer import (
     SentencePieceTokenizer,
 )
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.formats.model_card import Extras
 
 # Spaces in every place, line ends, code, several scripts, combining marks, rare characters, look-alikes.
 SAMPLE_TEXTS = (
@@ -43,30 +44,23 @@ SAMPLE_TEXTS = (
 )
 
 
-def write_tokenizer(
-    folder: Path,
-    source: Path,
-    *,
-    end_of_text_id: int | None,
-    model_max_length: int,
-    chat_template: str | None = None,
-) -> int:
-    """Write the files of the tokenizer `source` (a `tokenizer.json` or sentencepiece `.model`) into `folder`.
+def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> int:
+    """Write the files of the tokenizer in `extras` (a `tokenizer.json` or sentencepiece `.model`) into `folder`.
 
     With a chat template (Jinja), special pieces that stand in a text are recognised, as `apply_chat_template` needs.
 
     Returns one more than its largest id.
 
     Raises:
-        InputError: `source` is of neither kind, or a sentencepiece model that has no exact equivalent.
+        InputError: it cannot be read, or is a sentencepiece model that has no exact equivalent.
     """
+    source, end_of_text_id = extras.tokenizer, extras.end_of_text_id
+    assert source is not None and end_of_text_id is not None
     if source.suffix == ".model":
         original, special_in_text = _write_sentencepiece(folder, source), False
-    elif source.suffix == ".json":
+    else:
         shutil.copyfile(source, folder / TOKENIZER_JSON)
         original, special_in_text = HuggingFaceTokenizer(source, eod_id=0).encode, True
-    else:
-        raise InputError(f"tokenizer {source} is of unknown kind; its name must end in .model or .json")
     vocabulary = _vocabulary(folder)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -74,13 +68,12 @@ def write_tokenizer(
         "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
-        "split_special_tokens": not special_in_text and chat_template is None,
+        "split_special_tokens": not special_in_text and extras.chat_template is None,
     }
-    if end_of_text_id is not None:
-        config["eos_token"] = config["pad_token"] = _piece_of(end_of_text_id, vocabulary, source)
+    config["eos_token"] = config["pad_token"] = _piece_of(end_of_text_id, vocabulary, source)
     (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    if chat_template is not None:
-        (folder / CHAT_TEMPLATE_JINJA).write_text(chat_template, encoding="utf-8")
+    if extras.chat_template is not None:
+        (folder / CHAT_TEMPLATE_JINJA).write_text(extras.chat_template, encoding="utf-8")
     _verify(folder, source, original, special_in_text)
     return max(vocabulary.values()) + 1
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from megatron_fanformer.checkpoint.data_files import check_archive
 from megatron_fanformer.errors import CorruptError
-from megatron_fanformer.formats.huggingface import huggingface_config
+from megatron_fanformer.formats.huggingface import open_huggingface
 from megatron_fanformer.formats.name_table import Format, expected_shapes
 from megatron_fanformer.formats.recognition import Target
-from megatron_fanformer.formats.reference import WRAP_PREFIX, reference_config
-from megatron_fanformer.formats.weight_files import read_shapes, weight_files
+from megatron_fanformer.formats.reference import open_reference
+from megatron_fanformer.formats.weight_files import weight_files
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows, text_facts, text_row
 from megatron_fanformer.inspection.report import Advance, Report, plural, size, some
 from megatron_fanformer.model.config import FANformerConfig
@@ -34,8 +34,7 @@ def describe_export(folder: Path, format: Format) -> Report:
         InputError: the model cannot be built here.
         CorruptError: a file is missing or cannot be read.
     """
-    shapes = read_shapes(folder)
-    config = _config(folder, format, shapes)
+    config, shapes = _model(folder, format)
     files = weight_files(folder)
     text = text_facts(folder)
     total = sum(file.stat().st_size for file in files)
@@ -60,8 +59,10 @@ def describe_export(folder: Path, format: Format) -> Report:
     return Report(f"{folder}: {TITLES[format]}", facts, rows)
 
 
-def _config(folder: Path, format: Format, shapes: Mapping[str, Tensor]) -> FANformerConfig:
-    return huggingface_config(folder, shapes) if format == "hf" else reference_config(folder, shapes)
+def _model(folder: Path, format: Format) -> tuple[FANformerConfig, Mapping[str, Tensor]]:
+    """The configuration, and the tensors on the meta device."""
+    config, tensors = open_huggingface(folder) if format == "hf" else open_reference(folder)
+    return config, tensors.meta
 
 
 def _types(shapes: Mapping[str, Tensor]) -> str:
@@ -79,10 +80,8 @@ def check_export(folder: Path, format: Format, advance: Advance) -> str:
     Raises:
         CorruptError: something is missing or damaged; names it.
     """
-    found = {name: tuple(tensor.shape) for name, tensor in read_shapes(folder).items()}
-    config = _config(folder, format, read_shapes(folder))
-    if format == "reference" and all(name.startswith(WRAP_PREFIX) for name in found):
-        found = {name.removeprefix(WRAP_PREFIX): shape for name, shape in found.items()}
+    config, shapes = _model(folder, format)
+    found = {name: tuple(tensor.shape) for name, tensor in shapes.items()}
     expected = expected_shapes(config, format)
     for name in expected.keys() | found.keys():
         if found.get(name) != expected.get(name):

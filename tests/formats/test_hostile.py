@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.formats.recognition import find_checkpoint
 from tests.formats.plain_fanformer import VARIANTS, random_weights, write
+from tests.whole_models import convert_checkpoint
 
 BASE = VARIANTS["fanformer"]
 

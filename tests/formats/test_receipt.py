@@ -18,13 +18,12 @@ from safetensors.torch import load_file, save_file
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats import checkpoints, transforms
-from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.formats.transforms import Transform
 from megatron_fanformer.formats.verify import receipt as receipts
 from megatron_fanformer.hf import FANformerForCausalLM
 from tests.conftest import REFERENCE
 from tests.formats.plain_fanformer import HEAD_SIZE, HIDDEN, VARIANTS, Variant, random_weights, write
-from tests.whole_models import logits_bound
+from tests.whole_models import convert_checkpoint, logits_bound
 
 FORMS = ("reference", "megatron", "hf")
 CASES = ("atl", "fanformer-tied", "fanformer-untied-p0125", "transformer-tied")

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from megatron_fanformer.checkpoint.saving import CheckpointSaver
-from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.runtime.local_shards import local_shards
 from tests.checkpoint.states import small_model, training, world_size
-from tests.whole_models import megatron_to_hf, read_huggingface
+from tests.whole_models import convert_checkpoint, megatron_to_hf, read_huggingface
 
 
 def train_and_save(layout: str, folder: Path, saved: dict[str, Any]) -> list[tuple[str, Any, Any, torch.Tensor]]:
