@@ -221,7 +221,7 @@ def read_records(stream: BinaryIO) -> Any:
     """The plain values of a torch archive, with a `Record` in the place of everything else.
 
     Raises:
-        ValueError: it is no torch archive, or damaged.
+        ValueError: it is not a torch archive, or is damaged.
     """
     refuse_compressed(stream)
     try:

@@ -2,7 +2,7 @@
 
     URL/config.yaml, metrics.jsonl, recovery.jsonl    the run's own, as they were at the last copy
     URL/checkpoints/step-00000100/…                   the files of a checkpoint
-    URL/checkpoints/step-00000100/manifest.json       written last and removed first: without it, it is no checkpoint
+    URL/checkpoints/step-00000100/manifest.json       written last and removed first: without it, there is none
     URL/checkpoints/latest                            the name of the newest one
 
 Stores have no rename that is atomic, and no checksum that all of them share. So what was written is read back and
@@ -306,7 +306,8 @@ class RemoteRun:
             raise InputError(f"{self.url}: {name} has {needed} bytes, and {folder.parent} has {free} free; free space")
 
         def fetch(file: str) -> None:
-            limit = manifest.files[file].bytes + 1  # one more shows that it is too long
+            """Copy one file; if it is longer than the manifest says, no more than a byte too many."""
+            limit = manifest.files[file].bytes + 1
             path = f"{self._checkpoints}/{name}/{file}"
             try:
                 stream = self._files.open(path, "rb", block_size=READ_BYTES)
@@ -356,6 +357,7 @@ def fetched(url: str, cache: Path, report: Callable[[str], None]) -> Path:
     run_url = parent.removesuffix(f"/{store.CHECKPOINTS}") if is_checkpoint else url.rstrip("/")
 
     def find(remote: RemoteRun) -> Path:
+        """Return the copy of the named checkpoint, or of the newest sound one."""
         names = remote.candidates() if not is_checkpoint else [last]
         if not names:
             raise InputError(
@@ -365,7 +367,9 @@ def fetched(url: str, cache: Path, report: Callable[[str], None]) -> Path:
             try:
                 return _cached(remote, name, cache, report)
             except FileNotFoundError:
-                raise InputError(f"{remote.url}: {name} has no {MANIFEST}, and is no complete checkpoint") from None
+                raise InputError(
+                    f"{remote.url}: {name} has no {MANIFEST}, and is not a complete checkpoint; name another"
+                ) from None
             except CorruptError as error:
                 if name == names[-1]:
                     raise

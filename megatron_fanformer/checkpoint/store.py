@@ -147,7 +147,7 @@ def remove(folder: Path) -> None:
 def point_to(checkpoint: Path, damaged: Sequence[Path]) -> None:
     """Make a checkpoint the one to go on from, and give damaged ones a name under which nothing looks for one.
 
-    Whatever `latest` is, or is not: it is what is mended.
+    Whatever is wrong with `latest` is repaired by this.
     """
     pointer = checkpoint.parent / LATEST
     with suppress(CorruptError):
@@ -161,7 +161,7 @@ def point_to(checkpoint: Path, damaged: Sequence[Path]) -> None:
 
 
 def set_aside(damaged: Path) -> None:
-    """Give a damaged checkpoint, or a `latest` that is no file, a name under which nothing looks for it."""
+    """Give a damaged checkpoint, or a `latest` that is not a file, a name under which nothing looks for it."""
     name = f"damaged-{damaged.name}"
     taken = sum(1 for _ in damaged.parent.glob(f"{name}*"))
     os.rename(damaged, damaged.with_name(f"{name}-{taken + 1}" if taken else name))
@@ -333,7 +333,7 @@ def read_mapping(file: Path) -> dict[str, Any]:
         reason = " ".join(str(error).split())
         raise CorruptError(f"{file} cannot be read: {reason}; copy it again, or use another checkpoint") from error
     if not isinstance(values, dict):
-        raise CorruptError(f"{file} is no mapping of fields to values; copy it again, or use another checkpoint")
+        raise CorruptError(f"{file} is not a mapping of fields to values; copy it again, or use another checkpoint")
     return values
 
 

@@ -22,6 +22,7 @@ from megatron_fanformer.checkpoint.stored_files import check_stored
 from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
 from megatron_fanformer.checkpoint.versions import OtherVersions, blaming_other_versions
 from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.runtime.agreement import of_every_rank
 from megatron_fanformer.runtime.parallel import RankGrid
 
 LAYOUT_FIELDS = (
@@ -141,12 +142,11 @@ def model_state(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, Any]]:
     Transformer Engine's FP8 scales, see below) is left out: local and Transformer Engine layers load each
     other's checkpoints.
     """
-    return {f"model{number}": _chunk_state(chunk, grid) for number, chunk in enumerate(stages)}
-
-
-def _chunk_state(chunk: Any, grid: RankGrid) -> dict[str, Any]:
-    state = chunk.sharded_state_dict(metadata=grid.sharding_metadata)
-    return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
+    states = [chunk.sharded_state_dict(metadata=grid.sharding_metadata) for chunk in stages]
+    return {
+        f"model{number}": {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
+        for number, state in enumerate(states)
+    }
 
 
 def _set_weights(stages: list[Any], loaded: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
     What one rank refuses, all do: none is left waiting in the load, which is collective.
     """
     table = None
-    refused: list[CorruptError | OtherVersions | None] = [None] * grid.world_size
+    refused: CorruptError | OtherVersions | None = None
     try:
         check_stored(checkpoint, share=grid.rank, shares=grid.world_size)
         with blaming_other_versions(checkpoint):
@@ -168,11 +168,9 @@ def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
             check_plain_values(checkpoint, table, share=grid.rank, shares=grid.world_size)
             saved_progress(checkpoint, table)
     except (CorruptError, OtherVersions) as error:
-        refused[grid.rank] = error
-    if grid.world_size > 1:
-        dist.all_gather_object(refused, refused[grid.rank])
+        refused = error
     # Damage first: what one rank cannot read may be what another has found damaged.
-    for reason in sorted(filter(None, refused), key=lambda reason: isinstance(reason, OtherVersions)):
+    for reason in sorted(filter(None, of_every_rank(refused)), key=lambda reason: isinstance(reason, OtherVersions)):
         raise reason
     assert table is not None, "else this rank would have refused"
     return table

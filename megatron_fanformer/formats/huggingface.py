@@ -15,9 +15,9 @@ from transformers import GenerationConfig
 
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.formats.fan_of_tensors import inferred_p_ratio
 from megatron_fanformer.formats.model_card import Extras, model_card
 from megatron_fanformer.formats.name_table import layer_row, names_in
-from megatron_fanformer.formats.p_ratio import inferred_p_ratio
 from megatron_fanformer.formats.recognition import CONFIG_JSON, recognise
 from megatron_fanformer.formats.tokenizer_files import write_tokenizer
 from megatron_fanformer.formats.weight_files import open_weights, write_shards

@@ -15,8 +15,8 @@ from torch import Tensor
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.formats.fan_of_tensors import inferred_p_ratio
 from megatron_fanformer.formats.name_table import layer_row, names_in
-from megatron_fanformer.formats.p_ratio import inferred_p_ratio
 from megatron_fanformer.formats.recognition import CONFIG_JSON
 from megatron_fanformer.formats.transforms import vocabulary_multiple
 from megatron_fanformer.formats.weight_files import SAFETENSORS, open_weights, write_safetensors

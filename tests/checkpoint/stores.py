@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import mirror, store
 from megatron_fanformer.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from megatron_fanformer.checkpoint.mirror import UploadStatus
 
@@ -110,13 +111,13 @@ class Host(LocalFileSystem):
         return LocalFileSystem._strip_protocol(str(path).replace("host://", "file://"))
 
 
-def save(run: Path, step: int, content: bytes = b"") -> Path:
+def save(run: Path, step: int, content: bytes = b"", keep: int | None = None) -> Path:
     """A checkpoint as far as copies are concerned."""
     folder = store.temporary_folder(run / store.CHECKPOINTS, step)
     (folder / WEIGHTS).write_bytes(content or bytes(range(256)) * step)
     (folder / "empty.distcp").touch()
     (folder / store.MEGATRON_METADATA).write_text("{}")
-    return store.publish_checkpoint(folder, run / store.CHECKPOINTS, step, {"step": step})
+    return store.publish_checkpoint(folder, run / store.CHECKPOINTS, step, {"step": step}, keep)
 
 
 def there(folder: Path) -> list[str]:
@@ -134,11 +135,8 @@ def step_names(*steps: int) -> list[str]:
     return [store.checkpoint_name(step) for step in steps]
 
 
-class Heard:
-    """Stands for the connection of the copying process."""
-
-    def __init__(self) -> None:
-        self.told: list[UploadStatus] = []
-
-    def send(self, told: UploadStatus) -> None:
-        self.told.append(told)
+def told_of_copy(url: str, checkpoint: Path) -> list[UploadStatus]:
+    """What the copying process says of a copy."""
+    told = list[UploadStatus]()
+    mirror._copy(url, None, checkpoint, SimpleNamespace(send=told.append))  # type: ignore[arg-type]
+    return told

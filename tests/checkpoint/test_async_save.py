@@ -231,28 +231,21 @@ def test_only_the_newest_are_kept(run_on_ranks: RunOnRanks, tmp_path: Path) -> N
 # -- writers that fail
 
 
-def test_a_writer_that_fails_ends_the_run_and_publishes_nothing(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
-    errors = run_on_ranks(2, lose_the_folder, "dp2", tmp_path)
-    assert errors[0] == errors[1]
-    assert errors[0].startswith(f"the checkpoint of step 2 was not written to {tmp_path / store.CHECKPOINTS} (rank ")
-    assert "No such file or directory" in errors[0]
-    assert "\n" not in errors[0]
-    assert published(tmp_path) == []
-
-
-def test_a_writer_that_is_killed_ends_the_run_and_publishes_nothing(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
-    errors = run_on_ranks(2, kill_a_writer, "dp2", tmp_path)
-    assert errors[0] == errors[1]
-    assert errors[0].startswith(f"the checkpoint of step 2 was not written to {tmp_path / store.CHECKPOINTS} (rank 1: ")
-    assert "killed" in errors[0]
-    assert list((tmp_path / store.CHECKPOINTS).iterdir()) == []
-
-
-@pytest.mark.parametrize("async_save", [True, False], ids=["async", "sync"])
-def test_what_a_writer_starts_may_be_killed_too(run_on_ranks: RunOnRanks, tmp_path: Path, async_save: bool) -> None:
-    errors = run_on_ranks(2, kill_what_a_writer_starts, "dp2", tmp_path, async_save)
-    assert errors[0] == errors[1]
-    assert errors[0].startswith(f"the checkpoint of step 2 was not written to {tmp_path / store.CHECKPOINTS} (rank 1: ")
+@pytest.mark.parametrize(
+    ("fail", "arguments", "said"),
+    [
+        (lose_the_folder, (), "No such file or directory"),
+        (kill_a_writer, (), "(rank 1: its writer was killed"),
+        (kill_what_a_writer_starts, (True,), "(rank 1: "),
+        (kill_what_a_writer_starts, (False,), "(rank 1: "),
+    ],
+)
+def test_a_writer_that_fails_ends_the_run_and_publishes_nothing(
+    run_on_ranks: RunOnRanks, tmp_path: Path, fail: Callable[..., str], arguments: tuple[bool, ...], said: str
+) -> None:
+    error, same = run_on_ranks(2, fail, "dp2", tmp_path, *arguments)
+    assert error == same and said in error and "\n" not in error
+    assert error.startswith(f"the checkpoint of step 2 was not written to {tmp_path / store.CHECKPOINTS} (rank ")
     assert list((tmp_path / store.CHECKPOINTS).iterdir()) == []
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +35,7 @@ from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, as_transformer
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
+from tests.formats.test_hostile import Bomb
 from tests.model.test_stock_megatron import MODEL, MY_SPEC, layout, stock_metadata
 from tests.stock_megatron import (
     HAS_TRAINING,
@@ -294,19 +294,16 @@ def test_a_configuration_is_for_megatron_lms_alone(tmp_path: Path, convert: Any)
     assert code == 2 and "--config is for what a checkpoint of Megatron-LM does not state" in said
 
 
-class Bomb:
-    """Makes a folder when it is loaded as a pickle."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
+class WithState(Bomb):
+    """One that would be given attributes and items, too."""
 
     def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.marker),), {"x": 1}, iter([1]), iter([(2, 3)])
+        return *super().__reduce__(), {"x": 1}, iter([1]), iter([(2, 3)])
 
 
 def test_nothing_in_the_arguments_is_executed(tmp_path: Path) -> None:
-    arguments = argparse.Namespace(bomb=Bomb(tmp_path / "marker"), dtype=torch.bfloat16, num_layers=2)
-    torch.save({"args": arguments, "tensor": torch.ones(3), "class": Bomb}, tmp_path / "common.pt")
+    arguments = argparse.Namespace(bomb=WithState(tmp_path / "marker"), dtype=torch.bfloat16, num_layers=2)
+    torch.save({"args": arguments, "tensor": torch.ones(3), "class": WithState}, tmp_path / "common.pt")
     with (tmp_path / "common.pt").open("rb") as stream:
         recorded = read_records(stream)
     state = recorded["args"].state

@@ -11,8 +11,7 @@ from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats.huggingface import to_huggingface_config
 from megatron_fanformer.formats.name_table import convert, expected_shapes, names_in, rows_of
-from megatron_fanformer.formats.name_table_markdown import rows
-from megatron_fanformer.formats.p_ratio import inferred_p_ratio
+from megatron_fanformer.formats.name_table_markdown import BEGIN, END, render, rows
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from tests.whole_models import (
@@ -203,34 +202,6 @@ def test_a_tensor_of_another_shape_is_named_with_both():
         megatron_to_reference(tensors, GROUPED)
 
 
-@pytest.mark.parametrize("hidden_size", [48, 60, 100, 768, 1000])
-def test_every_p_ratio_is_inferred_from_the_rows_that_it_gives(hidden_size):
-    for periodic in range(hidden_size // 2 + 1):
-        p_ratio = inferred_p_ratio(hidden_size - periodic, hidden_size, None)
-        assert int(p_ratio * hidden_size) == periodic
-
-
-def test_a_stated_p_ratio_that_agrees_is_kept():
-    assert inferred_p_ratio(85, 100, 0.157) == 0.157
-
-
-def test_a_stated_p_ratio_that_disagrees_is_refused():
-    with pytest.raises(CorruptError, match=r"p_ratio is stated as 0\.125.*those of p_ratio 0\.25"):
-        inferred_p_ratio(48, 64, 0.125)
-
-
-@pytest.mark.parametrize("stated", [float("nan"), float("inf"), "0.25", True, [0.25]])
-def test_a_stated_p_ratio_that_is_none_is_refused(stated):
-    with pytest.raises(CorruptError, match="p_ratio is stated as"):
-        inferred_p_ratio(48, 64, stated)
-
-
-@pytest.mark.parametrize("rows", [31, 65])
-def test_rows_of_no_fan_map_are_refused(rows):
-    with pytest.raises(CorruptError, match="it must have 32 to 64"):
-        inferred_p_ratio(rows, 64, None)
-
-
 def test_every_tensor_keeps_its_own_type():
     """As in checkpoints of mixed types, whose norms are in float32 among weights in bf16."""
     shapes = expected_shapes(GROUPED, "megatron")
@@ -239,3 +210,14 @@ def test_every_tensor_keeps_its_own_type():
     converted = convert(tensors, GROUPED, "megatron", "hf")
     for name, meta in converted.meta.items():
         assert converted[name].dtype == meta.dtype == (torch.float32 if "norm" in name else torch.bfloat16), name
+
+
+def test_the_document_shows_the_table_of_the_code():
+    _, shown = (REFERENCE.parents[1] / "docs" / "conversion.md").read_text(encoding="utf-8").split(BEGIN)
+    assert shown.split(END)[0].strip() == render()
+
+
+def test_a_row_of_the_table_is_a_line():
+    lines = render().splitlines()
+    assert len(lines) == len(rows()) + 2
+    assert {line.count(" | ") for line in lines if "---" not in line} == {4}
