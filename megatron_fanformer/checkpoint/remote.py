@@ -19,7 +19,7 @@ import re
 import shutil
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -276,8 +276,12 @@ class RemoteRun:
 
         Raises: like `download`.
         """
-        with _new_folder_here(into / name) as folder:
-            self.download(name, folder)
+        with ExitStack() as ending:
+            with reported_as_local(into):
+                folder = ending.enter_context(new_folder(into / name))
+            self.download(name, folder)  # whose failures may be the store's
+            with reported_as_local(into):
+                ending.close()
         return into / name
 
     def download(self, name: str, folder: Path) -> None:
@@ -433,29 +437,10 @@ def reported_as_local(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _local_failure(path, error) from error
-
-
-@contextmanager
-def _new_folder_here(destination: Path) -> Iterator[Path]:
-    """`new_folder`, whose own failures are told as local; those of the block, which asks the store, are left."""
-    is_of_the_block = False
-    try:
-        with new_folder(destination) as folder:
-            try:
-                yield folder
-            except BaseException:
-                is_of_the_block = True
-                raise
-    except OSError as error:
-        if is_of_the_block:
-            raise
-        raise _local_failure(destination.parent, error) from error
-
-
-def _local_failure(path: Path, error: OSError) -> InputError:
-    reason = error.strerror or str(error)
-    return InputError(f"{path} cannot be written ({reason}); free space, check its rights, or name another")
+        reason = error.strerror or str(error)
+        raise InputError(
+            f"{path} cannot be written ({reason}); free space, check its rights, or name another"
+        ) from error
 
 
 def _driver(url: str) -> tuple[Any, str]:

@@ -7,7 +7,6 @@ that `trust_remote_code=True` opens it where this package is not installed.
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,17 +67,10 @@ def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
     return _checked_config(folder, stated, tensors), tensors
 
 
-class StatedModel(NamedTuple):
-    """Describe what the configuration of a Hugging Face folder says; it is not checked against any weights."""
+def stated_model(folder: Path) -> tuple[FANformerConfig, torch.dtype, int | None]:
+    """The model that a folder's configuration states, its weights' type, and the id that ends a text.
 
-    config: FANformerConfig
-    dtype: torch.dtype
-    """Of the weights; float32 where none is stated."""
-    end_of_text_id: int | None
-
-
-def stated_model(folder: Path) -> StatedModel:
-    """The model that a folder's configuration states; its weights need not exist.
+    It is not checked against any weights, which need not exist. The type is float32 where none is stated.
 
     Raises:
         InputError: not a FANformer for transformers, or an impossible configuration.
@@ -87,7 +79,7 @@ def stated_model(folder: Path) -> StatedModel:
     stated = _stated_config(folder)
     dtype = stated.dtype if isinstance(stated.dtype, torch.dtype) else torch.float32
     end_of_text_id = stated.eos_token_id if isinstance(stated.eos_token_id, int) else None
-    return StatedModel(_checked_config(folder, stated, {}), dtype, end_of_text_id)
+    return _checked_config(folder, stated, {}), dtype, end_of_text_id
 
 
 def _stated_config(folder: Path) -> HuggingFaceConfig:
@@ -137,7 +129,7 @@ def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = 
 
 def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
     """The model's configuration here; the vocabulary is padded to Megatron's usual multiple."""
-    v_p_ratio = _v_p_ratio(stated) if PLACEMENTS[stated.fan_placement].has_own_values else None
+    v_p_ratio = stated.value_p_ratio if PLACEMENTS[stated.fan_placement].has_own_values else None
     fan = FANConfig(
         p_ratio=stated.p_ratio,
         activation="gelu" if stated.fan_activation == "gelu" else "none",
@@ -158,11 +150,6 @@ def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
         untie_embeddings_and_output_weights=not stated.tie_word_embeddings,
         fan=fan,
     )
-
-
-def _v_p_ratio(stated: HuggingFaceConfig) -> float:
-    own: float | None = getattr(stated, "v_p_ratio", None)
-    return stated.p_ratio if own is None else own
 
 
 def _write_configuration(folder: Path, config: FANformerConfig, dtype: torch.dtype, end_of_text_id: int | None) -> None:

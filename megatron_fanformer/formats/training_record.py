@@ -42,10 +42,11 @@ def training_record(format: Format, checkpoint: Path, run: tuple[Saved, SavedPro
         CorruptError: a checkpoint of ours cannot be read.
     """
     if run is not None:
-        saved, progress = run
-        rows = [*_length_rows(saved, progress), *_recipe_rows(saved), *_data_rows(_section(saved, "data"))]
+        rows = _rows(*run, [])
+    elif format == "megatron":
+        rows = _own_rows(checkpoint)
     else:
-        rows = training_rows(checkpoint) if format == "megatron" else []
+        rows = []
     if not rows:
         return (
             f"Not known: the weights were converted from {ORIGINS[format]}, which holds no record of the steps, the "
@@ -54,18 +55,16 @@ def training_record(format: Format, checkpoint: Path, run: tuple[Saved, SavedPro
     return markdown.table(["", ""], ((markdown.as_text(name), markdown.as_text(text)) for name, text in rows))
 
 
-def training_rows(checkpoint: Path) -> Rows:
-    """Name and text of all that a checkpoint of ours says about its run; empty for converted weights."""
+def _own_rows(checkpoint: Path) -> Rows:
+    """What a checkpoint of ours says about its run; empty for converted weights."""
     progress = saved_progress(checkpoint, read_table(checkpoint))
     if progress is None:
         return []
-    saved = store.saved_config(checkpoint)
-    return [
-        *_length_rows(saved, progress),
-        *_loss_rows(checkpoint, progress.step),
-        *_recipe_rows(saved),
-        *_data_rows(_section(saved, "data")),
-    ]
+    return _rows(store.saved_config(checkpoint), progress, _loss_rows(checkpoint, progress.step))
+
+
+def _rows(saved: Saved, progress: SavedProgress, losses: Rows) -> Rows:
+    return [*_length_rows(saved, progress), *losses, *_recipe_rows(saved), *_data_rows(_section(saved, "data"))]
 
 
 def layout(saved: Saved) -> str:

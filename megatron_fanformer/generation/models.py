@@ -107,13 +107,13 @@ def find_model_and_tokenizer(
 def _huggingface_source(folder: Path) -> ModelSource:
     from megatron_fanformer.formats.huggingface import stated_model  # imports transformers: over a second
 
-    stated = stated_model(folder)
+    config, dtype, end_of_text_id = stated_model(folder)
     return ModelSource(
         path=folder,
-        config=stated.config,
-        dtype=torch.bfloat16 if stated.dtype == torch.bfloat16 else torch.float32,
+        config=config,
+        dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
         tokenizer=store.attached_tokenizer(folder),
-        end_of_text_id=stated.end_of_text_id,
+        end_of_text_id=end_of_text_id,
         fill=functools.partial(_fill_from_huggingface, folder),
     )
 
