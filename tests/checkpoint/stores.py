@@ -15,6 +15,16 @@ from megatron_fanformer.checkpoint.mirror import UploadStatus
 WEIGHTS = "__0_0.distcp"
 
 
+def _failing(name: str) -> Any:
+    """A call of a store, unless it is the one that is to fail."""
+
+    def call(self: "FailingFiles", *arguments: Any, **named: Any) -> Any:
+        self._fail_if_due()
+        return getattr(LocalFileSystem, name)(self, *arguments, **named)
+
+    return call
+
+
 class FailingFiles(LocalFileSystem):
     """A store whose `target`-th call fails; 0: none, −1: all."""
 
@@ -42,25 +52,7 @@ class FailingFiles(LocalFileSystem):
         if is_due and self.kind == "cut off":
             raise TimeoutError("the connection was lost")
 
-    def mkdir(self, path: str, create_parents: bool = True, **named: Any) -> None:
-        self._fail_if_due()
-        super().mkdir(path, create_parents, **named)
-
-    def mv(self, path1: str, path2: str, recursive: bool = True, **named: Any) -> None:
-        self._fail_if_due()
-        super().mv(path1, path2, recursive, **named)
-
-    def rm_file(self, path: str) -> None:
-        self._fail_if_due()
-        super().rm_file(path)
-
-    def ls(self, path: str, detail: bool = False, **named: Any) -> Any:
-        self._fail_if_due()
-        return super().ls(path, detail, **named)
-
-    def info(self, path: Any, **named: Any) -> Any:
-        self._fail_if_due()
-        return super().info(path, **named)
+    mkdir, mv, rm_file, ls, info = map(_failing, ("mkdir", "mv", "rm_file", "ls", "info"))
 
     def open(self, path: str, mode: str = "rb", *arguments: Any, **named: Any) -> Any:
         if mode == "rb" or self.kind == "refused":

@@ -167,11 +167,6 @@ def test_a_damaged_original_is_not_published(tmp_path: Path) -> None:
     assert there(tmp_path / "there") == []
 
 
-def test_no_folder_is_made_for_the_mirror_s_own(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):  # a disk that is not mounted
-        RemoteRun(f"file://{tmp_path}/disk/run").make_ready()
-
-
 def test_attempts_follow_one_another_at_growing_distances(failing: str, tmp_path: Path, pauses: list[float]) -> None:
     FailingFiles.target, FailingFiles.kind = 2, "refused"
     assert [told.what for told in told_of_copy(failing, save(tmp_path / "run", 1))] == ["failed", "copied"]

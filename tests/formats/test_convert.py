@@ -15,7 +15,7 @@ from megatron_fanformer.formats.huggingface import from_huggingface_config, to_h
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from tests.disk_steps import small_files
-from tests.formats.plain_fanformer import VARIANTS, random_weights, write
+from tests.formats.plain_fanformer import VARIANTS, write
 from tests.generation.making import write_tokenizer
 from tests.whole_models import convert_checkpoint
 
@@ -25,7 +25,7 @@ VOCAB_SIZE = 90
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return write(tmp_path / "source", VARIANT, random_weights(VARIANT))
+    return write(tmp_path / "source", VARIANT)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.recognition import find_checkpoint
-from tests.formats.plain_fanformer import VARIANTS, random_weights, write
+from tests.formats.plain_fanformer import VARIANTS, write
 from tests.whole_models import convert_checkpoint
 
 BASE = VARIANTS["fanformer"]
@@ -41,16 +41,14 @@ def marker(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def reference(tmp_path: Path) -> Path:
-    return write(tmp_path / "reference", BASE, random_weights(BASE))
+    return write(tmp_path / "reference", BASE)
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One checkpoint of ours."""
     folder = tmp_path_factory.mktemp("published")
-    convert_checkpoint(
-        write(folder / "reference", BASE, random_weights(BASE)), folder / "run", to="megatron", verified=False
-    )
+    convert_checkpoint(write(folder / "reference", BASE), folder / "run", to="megatron", verified=False)
     checkpoint = find_checkpoint(folder / "run")
     (checkpoint / MANIFEST).unlink()  # as whoever changes a file on purpose would
     return checkpoint

@@ -125,9 +125,8 @@ def test_a_configuration_cannot_write_markdown(run: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("section", ["training", "data", "optimizer", "schedule", "parallel", "checkpoint"])
-@pytest.mark.parametrize("value", ["x"])
-def test_a_section_that_is_none_is_left_out(section: str, value: object, run: Path, tmp_path: Path) -> None:
-    change_config(run, lambda saved: saved.update({section: value}))
+def test_a_section_that_is_none_is_left_out(section: str, run: Path, tmp_path: Path) -> None:
+    change_config(run, lambda saved: saved.update({section: "x"}))
     assert rows_of(card_of(run, tmp_path))["steps"].startswith("6")
 
 
@@ -155,8 +154,9 @@ def test_the_card_tells_how_the_conversion_went(tmp_path: Path) -> None:
     convert_checkpoint(REFERENCE / "fanformer-tied", tmp_path / "verified", to="hf")
     verified = (tmp_path / "verified" / "README.md").read_text()
     assert "The receipt, [receipt.json](receipt.json), is in this folder." in verified
-    error = json.loads((tmp_path / "verified" / "receipt.json").read_text())["checks"]["logits"]["max_abs_error"]
-    assert f"differ by at most {error:.1e}" in verified
+    receipt = json.loads((tmp_path / "verified" / "receipt.json").read_text())
+    assert receipt["passed"] is True
+    assert f"differ by at most {receipt['checks']['logits']['max_abs_error']:.1e}" in verified
     assert f"torch {versions()['torch']}" in verified
     assert "was not verified: there is no receipt" in card_of(REFERENCE / "fanformer-tied", tmp_path)
 

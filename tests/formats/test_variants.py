@@ -56,7 +56,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each variant in the authors' layout and, converted, in ours."""
     root = tmp_path_factory.mktemp("variants")
     for name, variant in VARIANTS.items():
-        source = write(root / "reference" / folder_of(name), variant, random_weights(variant))
+        source = write(root / "reference" / folder_of(name), variant)
         convert_checkpoint(source, root / "megatron" / folder_of(name), to="megatron", verified=False)
     return root
 
