@@ -17,9 +17,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_fanformer.checkpoint import megatron_versions, optimizer_state, store
 from megatron_fanformer.checkpoint.data_files import reporting_damage
-from megatron_fanformer.checkpoint.plain_values import check_plain_values, saved_progress
-from megatron_fanformer.checkpoint.stored_files import check_stored
-from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
+from megatron_fanformer.checkpoint.stored_files import read_checked, saved_progress
+from megatron_fanformer.checkpoint.tensor_table import Table, tensors_of
 from megatron_fanformer.checkpoint.versions import OtherVersions, blaming_other_versions
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.runtime.agreement import of_every_rank
@@ -162,10 +161,8 @@ def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
     table = None
     refused: CorruptError | OtherVersions | None = None
     try:
-        check_stored(checkpoint, share=grid.rank, shares=grid.world_size)
+        table = read_checked(checkpoint, share=grid.rank, shares=grid.world_size)
         with blaming_other_versions(checkpoint):
-            table = read_table(checkpoint)
-            check_plain_values(checkpoint, table, share=grid.rank, shares=grid.world_size)
             saved_progress(checkpoint, table)
     except (CorruptError, OtherVersions) as error:
         refused = error

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of, open_full_tensors, write_full_tensors
-from megatron_fanformer.checkpoint.plain_values import SavedProgress
+from megatron_fanformer.checkpoint.stored_files import SavedProgress
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, own_template
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.huggingface import open_huggingface, write_huggingface

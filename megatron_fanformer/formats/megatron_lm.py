@@ -21,8 +21,7 @@ from torch import Tensor
 
 from megatron_fanformer.checkpoint.data_files import Record
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, StoredTensors
-from megatron_fanformer.checkpoint.plain_values import SavedProgress, check_format, recorded_common
-from megatron_fanformer.checkpoint.stored_files import check_parts
+from megatron_fanformer.checkpoint.stored_files import SavedProgress, check_format, check_parts, recorded_common
 from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, stored_parts
 from megatron_fanformer.configuration import read_values
 from megatron_fanformer.errors import CorruptError, InputError

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_fanformer import markdown
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.plain_values import SavedProgress, saved_progress
+from megatron_fanformer.checkpoint.stored_files import SavedProgress, saved_progress
 from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.formats.name_table import Format, listed

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
 )
 
-from megatron_fanformer.checkpoint import training_state
+from megatron_fanformer.checkpoint import stored_files
 from megatron_fanformer.checkpoint.data_files import read_records
 from megatron_fanformer.checkpoint.manifest import MANIFEST, write_manifest
-from megatron_fanformer.checkpoint.plain_values import COMMON, check_format
 from megatron_fanformer.checkpoint.store import MEGATRON_METADATA
+from megatron_fanformer.checkpoint.stored_files import COMMON, check_format
 from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, tensors_of
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import CorruptError
@@ -230,7 +230,7 @@ def test_megatron_core_and_torch_load_data_alone(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(training_state, "check_plain_values", lambda *_, **__: None)
+    monkeypatch.setattr(stored_files, "check_plain_values", lambda *_, **__: None)
     file = plant(checkpoint, Bomb(tmp_path / "marker"))
     assert main(resume(run, tmp_path)) == 3
     assert not (tmp_path / "marker").exists()
@@ -241,8 +241,8 @@ def test_megatron_core_and_torch_do_not_read_the_table_again(
     run: Values, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = read_table(checkpoint)
-    monkeypatch.setattr(training_state, "read_table", lambda _: table)
-    monkeypatch.setattr(training_state, "check_stored", lambda *_, **__: None)
+    monkeypatch.setattr(stored_files, "read_table", lambda _: table)
+    monkeypatch.setattr(stored_files, "check_stored", lambda *_, **__: None)
     plant_table(checkpoint, Bomb(tmp_path / "marker"))
     assert main(resume(run, tmp_path)) == 0
     assert not (tmp_path / "marker").exists()

@@ -16,7 +16,7 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.data_files import Record, read_records
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
 from megatron_fanformer.checkpoint.manifest import MANIFEST
-from megatron_fanformer.checkpoint.plain_values import COMMON
+from megatron_fanformer.checkpoint.stored_files import COMMON
 from megatron_fanformer.cli import PROGRAM, main
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats import foreign_names
