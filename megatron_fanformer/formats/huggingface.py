@@ -31,6 +31,16 @@ AUTO_MAP = {
     "AutoModel": "modeling_fanformer.FANformerModel",
     "AutoModelForCausalLM": "modeling_fanformer.FANformerForCausalLM",
 }
+SAME_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "max_position_embeddings": "seq_length",
+    "rms_norm_eps": "layernorm_epsilon",
+}
+"""By transformers' names, the fields of ours that have the same value."""
 
 
 def write_huggingface(folder: Path, config: FANformerConfig, tensors: Mapping[str, Tensor], extras: Extras) -> None:
@@ -107,14 +117,8 @@ def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = 
     """transformers' configuration of the same model, without vocabulary padding."""
     values_own = {"v_p_ratio": config.fan.value_p_ratio} if config.placement.has_own_values else {}
     return HuggingFaceConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.ffn_hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads,
+        **{theirs: getattr(config, ours) for theirs, ours in SAME_FIELDS.items()},
         num_key_value_heads=config.query_groups,
-        max_position_embeddings=config.seq_length,
-        rms_norm_eps=config.layernorm_epsilon,
         rope_theta=float(config.rotary_base),
         p_ratio=config.fan.p_ratio,
         fan_activation=config.fan.activation,
@@ -138,15 +142,9 @@ def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
         v_p_ratio=None if v_p_ratio == stated.p_ratio else v_p_ratio,
     )
     return FANformerConfig(
-        num_layers=stated.num_hidden_layers,
-        hidden_size=stated.hidden_size,
-        ffn_hidden_size=stated.intermediate_size,
-        num_attention_heads=stated.num_attention_heads,
+        **{ours: getattr(stated, theirs) for theirs, ours in SAME_FIELDS.items()},
         num_query_groups=stated.num_key_value_heads,
-        vocab_size=stated.vocab_size,
-        seq_length=stated.max_position_embeddings,
         rotary_base=int(stated.rope_theta),
-        layernorm_epsilon=stated.rms_norm_eps,
         untie_embeddings_and_output_weights=not stated.tie_word_embeddings,
         fan=fan,
     )

@@ -72,12 +72,6 @@ def test_a_left_padded_forward_needs_no_position_ids(fields):
         assert (row[-len(prompt) :] - model(prompt[None]).logits[0]).abs().max() < FLOAT32_LOGITS
 
 
-def test_a_static_cache_generates_what_a_dynamic_one_does(fields):
-    model, ids = build(**fields), some_ids()
-    static = model.generate(ids, max_new_tokens=12, cache_implementation="static", **GREEDY)
-    assert torch.equal(static, model.generate(ids, max_new_tokens=12, **GREEDY))
-
-
 @pytest.mark.full  # a thread and its cache
 def test_continuous_batching_generates_what_its_prompts_do_alone(fields):
     """All requests in pages of one cache and, 16 tokens at a time, in one row: prompts come in parts."""
