@@ -187,16 +187,14 @@ def check_stream(place: str, pieces: Iterable[bytes], file: FileSums, block_byte
         raise CorruptError(f"{place} is damaged after byte {block * block_bytes} (its CRC-32 differs); {REMEDY}")
 
 
-def check_small_files(checkpoint: Path) -> Manifest | None:
-    """Compare all files but the tensors with the manifest, and return it; None where there is none.
+def check_small_files(checkpoint: Path) -> None:
+    """Compare all files but the tensors with the manifest, where there is one.
 
     Raises:
         CorruptError: the manifest cannot be read, or does not agree.
     """
-    manifest = read_manifest(checkpoint)
-    if manifest is not None:
+    if (manifest := read_manifest(checkpoint)) is not None:
         check_files(checkpoint, manifest, [name for name in manifest.files if not name.endswith(WEIGHTS_SUFFIX)])
-    return manifest
 
 
 def _check_block(path: Path, file: FileSums, offset: int, length: int, crc32: str) -> int:

@@ -136,7 +136,7 @@ class CheckpointSaver:
             call.async_caller.close(abort=True)
         self._calls.async_calls.clear()
         if self._unpublished is not None and self._grid.is_main:
-            _remove(self._unpublished.folder)
+            shutil.rmtree(self._unpublished.folder, ignore_errors=True)
 
     def _start_writing(self, sharded_state: dict[str, Any], due: _Unpublished) -> None:
         try:
@@ -188,7 +188,7 @@ class CheckpointSaver:
             if refused is not None:  # what torch's writer says of a full disk is where in its code it noticed
                 needed = f", {self._needed_bytes / 1e9:.2g} GB needed" if refused.errno in NO_SPACE else ""
                 reason = f"{refused.strerror}{needed}"
-            _remove(unfinished)
+            shutil.rmtree(unfinished, ignore_errors=True)  # its space may be what was missing
         return FanformerError(
             f"the checkpoint of step {step} was not written to {self._checkpoints} ({reason}); {REMEDY}"
         )
@@ -203,11 +203,6 @@ def _summed(write: Callable[..., None], folder: Path, rank: int) -> Callable[...
         write_rank_sums(folder, rank)
 
     return write_and_sum
-
-
-def _remove(unfinished: Path) -> None:
-    """Give the space back that an unfinished checkpoint takes, which may be what was missing."""
-    shutil.rmtree(unfinished, ignore_errors=True)
 
 
 # -- what is to be saved

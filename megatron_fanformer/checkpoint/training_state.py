@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_fanformer.checkpoint import megatron_versions, optimizer_state, store
 from megatron_fanformer.checkpoint.data_files import reporting_damage
@@ -94,31 +93,19 @@ def load_training_state(
         with reporting_damage(checkpoint):
             _set_weights(stages, loaded)
             set_scales(stages, grid, loaded)
-        _load_optimizer(checkpoint, table, optimizer, tensors, group, resumed_entries)
+        # Separately from the weights, some of which it may need in float32: one load returns a name in one type.
+        own = {number: shard.data for number, shard in tensors.items()}
+        of_optimizer = megatron_versions.load({"optimizer_tensors": tensors}, checkpoint, table, group)
         with reporting_damage(checkpoint):
+            optimizer_state.set_tensors(own, of_optimizer["optimizer_tensors"])
+            groups = optimizer_state.stored_groups(of_optimizer["optimizer"])
+            optimizer_state.set_groups(optimizer, groups, resumed_entries)
             if same_layout:
                 _restore_random_state(loaded["random"])
             progress = loaded["progress"]
     if store.step_of(checkpoint) not in (None, progress["step"]):
         raise CorruptError(f"{checkpoint} holds step {progress['step']}, another than its name says; rename it")
     return progress
-
-
-def _load_optimizer(
-    checkpoint: Path,
-    table: Table,
-    optimizer: Any,
-    tensors: dict[int, ShardedTensor],
-    group: "dist.ProcessGroup | None",
-    resumed_entries: Collection[str],
-) -> None:
-    """Load separately from the weights, some of which it may need in float32: one load returns a name in one type."""
-    own = {number: shard.data for number, shard in tensors.items()}
-    loaded = megatron_versions.load({"optimizer_tensors": tensors}, checkpoint, table, group)
-    with reporting_damage(checkpoint):
-        optimizer_state.set_tensors(own, loaded["optimizer_tensors"])
-        groups = optimizer_state.stored_groups(loaded["optimizer"])
-        optimizer_state.set_groups(optimizer, groups, resumed_entries)
 
 
 def load_weights(checkpoint: Path, stages: list[Any], grid: RankGrid) -> None:

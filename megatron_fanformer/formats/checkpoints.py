@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of, open_full_tensors, write_full_tensors
-from megatron_fanformer.checkpoint.stored_files import SavedProgress
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, own_template
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.formats.huggingface import open_huggingface, write_huggingface
-from megatron_fanformer.formats.megatron_lm import open_megatron_lm
+from megatron_fanformer.formats.megatron_lm import Run, open_megatron_lm
 from megatron_fanformer.formats.model_card import Extras
 from megatron_fanformer.formats.name_table import Format
 from megatron_fanformer.formats.recognition import DESCRIPTIONS, MODELS, checkpoint_of, iteration_of, recognise
@@ -35,7 +34,7 @@ class Checkpoint(NamedTuple):
     """What there is of an optimizer's state next to the weights."""
     notes: tuple[str, ...] = ()
     """What there is to say of its conversion, a line each."""
-    run: tuple[dict[str, Any], SavedProgress] | None = None
+    run: Run | None = None
     """Configuration and progress of the run, where Megatron-LM's arguments tell them; our own have files for it."""
 
     @property
@@ -61,8 +60,8 @@ def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
     target = recognise(source, MODELS)
     if target.kind == "megatron-lm":
         folder = iteration_of(target)
-        found = open_megatron_lm(folder, config)
-        return Checkpoint("megatron", folder, found.config, found.tensors, store.attached_tokenizer(folder), *found[2:])
+        model, tensors, left, notes, run = open_megatron_lm(folder, config)
+        return Checkpoint("megatron", folder, model, tensors, store.attached_tokenizer(folder), left, notes, run)
     if config is not None:
         raise InputError(
             f"--config is for what {DESCRIPTIONS['megatron-lm']} does not state, but {source} is "

@@ -7,7 +7,7 @@ are not read: they leave no trace in the weights.
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from torch import Tensor
@@ -26,37 +26,26 @@ from megatron_fanformer.model.placements import PLACEMENTS
 WRAP_PREFIX = "model."
 SEQUENTIAL, FANFORMER = "sequential", "fanformer"
 OPTIMIZER_FILES = ("optim.pt", "optim.safetensors", "optim", "train.pt", "trainer.pt", "other.pt")
-
-
 _REQUIRED = ("d_model", "n_heads", "n_layers", "vocab_size")
 _WHOLE = (*_REQUIRED, "mlp_hidden_size", "embedding_size", "n_kv_heads", "max_sequence_length")
 _NUMBERS = ("mlp_ratio", "rope_theta", "layer_norm_eps")
 
-
-class _Rule(NamedTuple):
-    """A field that must have one value, since every FANformer here is built that way."""
-
-    default: Any
-    """The reference's, used where a configuration file omits the field."""
-    required: Any
-    reason: str
-
-
-_RULES = {
-    "block_group_size": _Rule(1, 1, "grouped blocks have other tensor names"),
-    "rope": _Rule(False, True, "positions are rotary"),
-    "alibi": _Rule(False, False, "positions are rotary"),
-    "layer_norm_type": _Rule("default", "rms", "norms are RMSNorm"),
-    "layer_norm_with_affine": _Rule(True, True, "norms have weights"),
-    "bias_for_layer_norm": _Rule(False, False, "norms have no bias"),
-    "attention_layer_norm": _Rule(False, False, "queries and keys are not normalized"),
-    "embedding_layer_norm": _Rule(False, False, "embeddings are not normalized"),
-    "norm_after": _Rule(False, False, "norms come before attention and MLP"),
-    "activation_type": _Rule("swiglu", "swiglu", "the MLP is SwiGLU"),
-    "include_bias": _Rule(True, False, "only FAN has a bias"),
-    "clip_qkv": _Rule(None, None, "queries, keys and values are not clipped"),
-    "scale_logits": _Rule(False, False, "logits are not scaled"),
+_RULES: dict[str, tuple[Any, Any, str]] = {
+    "block_group_size": (1, 1, "grouped blocks have other tensor names"),
+    "rope": (False, True, "positions are rotary"),
+    "alibi": (False, False, "positions are rotary"),
+    "layer_norm_type": ("default", "rms", "norms are RMSNorm"),
+    "layer_norm_with_affine": (True, True, "norms have weights"),
+    "bias_for_layer_norm": (False, False, "norms have no bias"),
+    "attention_layer_norm": (False, False, "queries and keys are not normalized"),
+    "embedding_layer_norm": (False, False, "embeddings are not normalized"),
+    "norm_after": (False, False, "norms come before attention and MLP"),
+    "activation_type": ("swiglu", "swiglu", "the MLP is SwiGLU"),
+    "include_bias": (True, False, "only FAN has a bias"),
+    "clip_qkv": (None, None, "queries, keys and values are not clipped"),
+    "scale_logits": (False, False, "logits are not scaled"),
 }
+"""By field: the reference's default, the one value that every FANformer here has, and why."""
 
 
 def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
@@ -111,12 +100,12 @@ def _model_section(config: dict[str, Any]) -> dict[str, Any]:
 
 def _problems(fields: Mapping[str, Any]) -> list[str]:
     found = [f"it does not state {name}" for name in _REQUIRED if name not in fields] + _type_problems(fields)
-    for name, rule in _RULES.items():
-        value = fields.get(name, rule.default)
+    for name, (default, required, reason) in _RULES.items():
+        value = fields.get(name, default)
         if value is None and name == "bias_for_layer_norm":
             value = fields.get("include_bias", True)
-        if value != rule.required:
-            found.append(f"{name} is {value!r} and must be {rule.required!r}, since {rule.reason}")
+        if value != required:
+            found.append(f"{name} is {value!r} and must be {required!r}, since {reason}")
     if (block := fields.get("block_type", SEQUENTIAL)) not in (SEQUENTIAL, FANFORMER):
         found.append(
             f"block_type is {block!r} and must be {SEQUENTIAL!r} or {FANFORMER!r}, since no other is supported"
@@ -239,6 +228,6 @@ def _fields(config: FANformerConfig, end_of_text_id: int | None) -> dict[str, An
         "embedding_dropout": 0.0,
         "attention_layer_norm_with_affine": False,
         "init_fn": "mitchell",
-        **{name: rule.required for name, rule in _RULES.items()},
+        **{name: required for name, (_, required, _) in _RULES.items()},
     }
     return fields if end_of_text_id is None else {**fields, "eos_token_id": end_of_text_id}

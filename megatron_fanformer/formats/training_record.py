@@ -14,6 +14,7 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.stored_files import SavedProgress, saved_progress
 from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.durable_files import regular_file
+from megatron_fanformer.formats.megatron_lm import Run
 from megatron_fanformer.formats.name_table import Format, listed
 
 DEGREES = {
@@ -32,7 +33,7 @@ Rows = list[tuple[str, str]]
 Saved = dict[str, Any]
 
 
-def training_record(format: Format, checkpoint: Path, run: tuple[Saved, SavedProgress] | None = None) -> str:
+def training_record(format: Format, checkpoint: Path, run: Run | None = None) -> str:
     """Markdown: a table of a run's training, or that nothing is known about it.
 
     Args:

@@ -123,11 +123,10 @@ def test_ranks_of_megatron_lm(
     (tmp_path / "saved" / TRACKER).write_text(str(STEP))
     (config := tmp_path / "config.yaml").write_text(NO_ACTIVATION)
     options = ("--config", str(config)) if spec != SPEC else ()
-    found = open_megatron_lm(iteration, config if options else None)
-    assert found.config == model
+    found, tensors, *_ = open_megatron_lm(iteration, config if options else None)
     weights = read_full_tensors(own)
-    assert found.tensors.keys() == weights.keys()
-    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in weights.items())
+    assert found == model and tensors.keys() == weights.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in weights.items())
     code, said = convert(tmp_path / "saved", *options, to="hf")
     assert code == 0, said
     exported = FANformerForCausalLM.from_pretrained(tmp_path / "out").eval()

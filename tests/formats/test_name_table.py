@@ -1,6 +1,7 @@
 """The name table: both directions of every pair, and the Hugging Face model against the reference."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -114,19 +115,12 @@ def test_random_weights_from_hugging_face_through_megatron_are_exact(config):
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
-def test_the_hugging_face_names_and_shapes_are_the_models(config):
+def test_the_table_has_every_tensor_once(config):
+    """By the model of transformers, and by the count of parameters."""
     model = FANformerForCausalLM(to_huggingface_config(config))
     assert expected_shapes(config, "hf") == {n: tuple(p.shape) for n, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
-def test_the_table_counts_every_parameter(config):
     sizes = [torch.Size(shape).numel() for shape in expected_shapes(config, "megatron").values()]
     assert sum(sizes) == config.num_parameters
-
-
-@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
-def test_every_tensor_of_a_model_stands_in_the_table_once(config):
     for form in ("megatron", "hf", *(("reference",) if config in WITH_REFERENCE.values() else ())):
         names = [name for row, layer in rows_of(config) for name in names_in(row, layer, form)]
         assert len(names) == len(set(names)) == len(expected_shapes(config, form))
@@ -183,23 +177,19 @@ def test_vocabulary_padding_is_trimmed_and_comes_back_as_zeros():
     assert restored.shape == (128, 48) and not restored[100:].any()
 
 
-def test_a_missing_tensor_is_named():
-    tensors = random_tensors(GROUPED)
-    del tensors["decoder.layers.1.mlp.linear_fc2.weight"]
-    with pytest.raises(CorruptError, match=r"missing: decoder\.layers\.1\.mlp\.linear_fc2\.weight"):
-        megatron_to_hf(tensors, GROUPED)
-
-
-def test_a_tensor_that_would_not_be_used_is_named():
-    tensors = random_tensors(GROUPED, "hf") | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}
-    with pytest.raises(CorruptError, match=r"unknown: model\.layers\.0\.self_attn\.q_proj\.bias"):
-        hf_to_megatron(tensors, GROUPED)
-
-
-def test_a_tensor_of_another_shape_is_named_with_both():
-    tensors = random_tensors(GROUPED) | {"decoder.final_layernorm.weight": torch.ones(47)}
-    with pytest.raises(CorruptError, match=r"decoder\.final_layernorm\.weight \(\[47\] instead of \[48\]\)"):
-        megatron_to_reference(tensors, GROUPED)
+@pytest.mark.parametrize(
+    ("form", "name", "size", "said"),
+    [
+        ("megatron", "decoder.layers.1.mlp.linear_fc2.weight", None, "missing: {}"),
+        ("hf", "model.layers.0.self_attn.q_proj.bias", 48, "unknown: {}"),
+        ("megatron", "decoder.final_layernorm.weight", 47, "{} ([47] instead of [48])"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(form, name, size, said):
+    tensors = random_tensors(GROUPED, form)
+    tensors.pop(name, None)
+    with pytest.raises(CorruptError, match=re.escape(said.format(name))):
+        convert(tensors if size is None else tensors | {name: torch.ones(size)}, GROUPED, form, "reference")
 
 
 def test_every_tensor_keeps_its_own_type():
