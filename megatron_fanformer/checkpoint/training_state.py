@@ -85,7 +85,8 @@ def load_training_state(
     # Looked up by the weights while these are still the parameters themselves: loading detaches them.
     tensors = optimizer_state.requested_tensors(optimizer, weights, stored)
     wanted = optimizer_state.requested_weights(weights, stored)
-    if same_layout := _is_same_layout(saved, config):
+    same_layout = all(saved.get(section, {}).get(name, 1) == config[section][name] for section, name in LAYOUT_FIELDS)
+    if same_layout:
         wanted["random"] = _random_state(grid, capture=False)
     wanted.update(scales_to_load(stages, grid, table))
     with blaming_other_versions(checkpoint):
@@ -158,10 +159,6 @@ def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
         raise reason
     assert table is not None, "else this rank would have refused"
     return table
-
-
-def _is_same_layout(saved: dict[str, Any], present: dict[str, Any]) -> bool:
-    return all(saved.get(section, {}).get(name, 1) == present[section][name] for section, name in LAYOUT_FIELDS)
 
 
 def _random_state(grid: RankGrid, *, capture: bool) -> ShardedObject:

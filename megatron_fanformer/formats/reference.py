@@ -58,7 +58,7 @@ def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
         CorruptError: the weights cannot be read, have no FAN map where the configuration says they do, or disagree
             with its p_ratio.
     """
-    fields = _model_section(_read_config(folder))
+    fields = _stated_fields(folder)
     if problems := _problems(fields):
         raise InputError(f"the model in {folder} cannot be converted: {'; '.join(problems)}")
     tensors = _unwrapped(open_weights(folder))
@@ -85,15 +85,12 @@ def write_reference(
     write_safetensors(folder / SAFETENSORS, tensors)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _stated_fields(folder: Path) -> dict[str, Any]:
+    """The model's fields: a full training configuration has them in a section, the wrapper at the top level."""
     path = next((folder / name for name in (store.CONFIG, CONFIG_JSON) if (folder / name).is_file()), None)
     if path is None:
         raise InputError(f"{folder} is not a reference checkpoint, which must hold {store.CONFIG} or {CONFIG_JSON}")
-    return store.read_mapping(path)
-
-
-def _model_section(config: dict[str, Any]) -> dict[str, Any]:
-    """The model's fields: a full training configuration has them in a section, the wrapper at the top level."""
+    config = store.read_mapping(path)
     section = config.get("model")
     return section if isinstance(section, dict) else config
 

@@ -42,26 +42,17 @@ def training_record(format: Format, checkpoint: Path, run: Run | None = None) ->
     Raises:
         CorruptError: a checkpoint of ours cannot be read.
     """
+    rows: Rows = []
     if run is not None:
         rows = _rows(*run, [])
-    elif format == "megatron":
-        rows = _own_rows(checkpoint)
-    else:
-        rows = []
+    elif format == "megatron" and (progress := saved_progress(checkpoint, read_table(checkpoint))) is not None:
+        rows = _rows(store.saved_config(checkpoint), progress, _loss_rows(checkpoint, progress.step))
     if not rows:
         return (
             f"Not known: the weights were converted from {ORIGINS[format]}, which holds no record of the steps, the "
             "data and the losses of their training."
         )
     return markdown.table(["", ""], ((markdown.as_text(name), markdown.as_text(text)) for name, text in rows))
-
-
-def _own_rows(checkpoint: Path) -> Rows:
-    """What a checkpoint of ours says about its run; empty for converted weights."""
-    progress = saved_progress(checkpoint, read_table(checkpoint))
-    if progress is None:
-        return []
-    return _rows(store.saved_config(checkpoint), progress, _loss_rows(checkpoint, progress.step))
 
 
 def _rows(saved: Saved, progress: SavedProgress, losses: Rows) -> Rows:

@@ -52,9 +52,9 @@ def writers_do_first(action: Callable[[], None]) -> Iterator[None]:
         saving.watched = as_it_is
 
 
-def wait_for(file: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not file.exists() and time.monotonic() < deadline:
+def wait_until(happened: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened() and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
@@ -62,7 +62,7 @@ def started_save(run: Training, folder: Path) -> CheckpointSaver:
     """Train two steps, and begin to save them; the writers wait for a file named `go`."""
     run.take_steps(2)
     saver = CheckpointSaver(folder, run.grid, keep=None, async_save=True)
-    with writers_do_first(lambda: wait_for(folder / "go")):
+    with writers_do_first(lambda: wait_until((folder / "go").exists)):
         assert run.save(saver) is None
     return saver
 
@@ -170,9 +170,7 @@ def save_thrice(layout: str, folder: Path) -> list[str]:
             run.take_steps(1)
             run.save(saver)
             saver.finish_due(blocking=True)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while list((folder / store.CHECKPOINTS).glob(".*")) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: not list((folder / store.CHECKPOINTS).glob(".*")))
         return sorted(path.name for path in (folder / store.CHECKPOINTS).iterdir())
 
 
@@ -295,9 +293,7 @@ def test_a_writer_does_not_outlive_its_rank() -> None:
     assert is_alive(writer)
     rank.kill()
     rank.join()
-    deadline = time.monotonic() + PATIENCE_SECONDS / 2
-    while is_alive(writer) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not is_alive(writer), PATIENCE_SECONDS / 2)
     assert not is_alive(writer)
 
 
