@@ -1,7 +1,7 @@
 """`manifest.json` of a checkpoint: its step, and the size and CRC-32 of every other file in it.
 
 It is written last, when the checkpoint is published, and checked by whatever reads the checkpoint, before anything is
-used of it. Sums are taken of blocks, so that ranks share the reading of a large file, and damage is told with its
+used of it. Sums are taken of blocks, so that ranks share the reading of a large file, and damage is reported with its
 place. A CRC-32 shows every change of up to 32 neighbouring bits, and all but one in four billion of any other; it does
 not protect against somebody who changes the manifest, too.
 
@@ -143,7 +143,7 @@ def check_files(
     Args:
         names: of the files; None: all.
         share, shares: every rank checks one of this many shares of the blocks.
-        advance: is told the bytes of each block that was checked.
+        advance: is called with the bytes of each block that was checked.
 
     Raises:
         CorruptError: a file is missing, has another size, or has changed; names it, and where.

@@ -397,7 +397,7 @@ def _cached(remote: RemoteRun, name: str, cache: Path, report: Callable[[str], N
 
 
 def query_remote(url: str, function: Callable[[RemoteRun], Result]) -> Result:
-    """`with_attempts` for a command that waits: each failure is told in the log, and the last is an error of ours.
+    """`with_attempts` for a command that waits: each failure is logged, and the last is an error of ours.
 
     Each attempt connects anew.
 
@@ -429,7 +429,7 @@ def query_remote(url: str, function: Callable[[RemoteRun], Result]) -> Result:
 
 @contextmanager
 def reported_as_local(path: Path) -> Iterator[None]:
-    """Around what is done on this machine's disk while a store is asked: its failures are not the store's.
+    """Around what is done on this machine's disk while a store is in use: its failures are not the store's.
 
     Raises:
         InputError: it failed.

@@ -219,10 +219,10 @@ def check_finite(sharded_state: dict[str, Any], step: int) -> None:
     found = next(
         (f"{name} has the value {value}" for name, value in _extremes(named) if not math.isfinite(value)), None
     )
-    told = of_every_rank(found)
-    for rank, what in enumerate(told):
+    ranks = of_every_rank(found)
+    for rank, what in enumerate(ranks):
         if what is not None:
-            where = f" on rank {rank}" if len(told) > 1 else ""
+            where = f" on rank {rank}" if len(ranks) > 1 else ""
             raise DivergenceError(
                 f"step {step} was not saved: {what}{where}; start again to go on from the last checkpoint, with a "
                 "lower optimizer.lr if it happens again"

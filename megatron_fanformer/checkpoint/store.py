@@ -99,7 +99,7 @@ def publish_checkpoint(
         in_use: names of old ones that are in use, and left to a later publication.
 
     Raises:
-        OSError: it could not be published. (One that cannot be removed is told in the log, and left.)
+        OSError: it could not be published. (One that cannot be removed is logged, and left.)
     """
     for file in attachments:
         shutil.copy(file, temporary / attachment_name(file))
@@ -126,7 +126,7 @@ def publish_checkpoint(
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, or a link to one; tell in the log if that fails."""
+    """Remove a folder, or a link to one; log it if that fails."""
     last: OSError | None = None
     for attempt in range(REMOVE_ATTEMPTS):
         if not os.path.lexists(folder):
@@ -226,7 +226,7 @@ def _steps(checkpoints: Path) -> list[Path]:
 def latest_checkpoint(run: Path) -> Path | None:
     """The newest checkpoint of a run's folder; None if it has none.
 
-    That is the one that `latest` names or, where there is no `latest`, the newest there is, which the log tells.
+    That is the one that `latest` names or, where there is no `latest`, the newest there is, which is logged.
 
     Raises:
         CorruptError: `latest` does not name a checkpoint, or the checkpoint is not complete.
@@ -247,7 +247,7 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
     """The checkpoints that a run may go on from, sound or not, in the order in which to try them.
 
     The one that `latest` names comes first, then those before it; all that there are, the newest first, where `latest`
-    names none, which the log tells.
+    names none, which is logged.
 
     Raises:
         CorruptError: `latest` names one, and there is none at all.

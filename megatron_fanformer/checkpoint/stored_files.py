@@ -65,7 +65,7 @@ def check_stored(
 
     Args:
         share, shares: every rank checks one of this many shares.
-        advance: is told the bytes that were read, as they are.
+        advance: is called with the bytes of each piece that was read.
 
     Raises:
         CorruptError: a file is missing or damaged; names it.

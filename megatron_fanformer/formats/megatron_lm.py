@@ -6,7 +6,7 @@
                                          megatron-core 0.19 on they are among the tensors
 
 Its tensors differ from ours in three ways. The layers are stacked along a first axis, in one tensor of each kind (apart
-only where Megatron-LM was asked for it). A norm that Transformer Engine fuses into the map behind it has that map's
+only where Megatron-LM was set to do so). A norm that Transformer Engine fuses into the map behind it has that map's
 name, where the layers are Megatron-LM's own. And no file states the model: its fields are among the arguments, or in
 the weights' shapes; the activation of FAN's linear rows is in neither, but in the spec, which is code.
 """
