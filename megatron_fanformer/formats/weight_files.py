@@ -6,7 +6,6 @@ folder are followed: the Hugging Face cache consists of links.)
 
 import base64
 import binascii
-import functools
 import json
 import re
 import zipfile
@@ -194,17 +193,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], names: list[str
         header[name] = {"dtype": kind, "shape": list(meta[name].shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % HEADER_MULTIPLE)
-    with path.open("wb", buffering=0) as stream:
-        write = functools.partial(_write_all, stream)
-        write(len(text).to_bytes(8, "little") + text)
+    with path.open("wb") as stream:  # buffered: it goes on where a call writes a part, and copies no large tensor
+        stream.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             tensor = tensors[name].detach()
             assert tensor.shape == meta[name].shape and tensor.dtype == meta[name].dtype, name
-            write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _write_all(stream: Any, data: Any) -> None:
-    """Write all of it: one system call writes at most 2 GiB."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[stream.write(rest) :]
+            stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -25,6 +25,7 @@ from megatron_fanformer.formats.model_card import Extras
 from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import FANConfig
+from tests.small_runs import ROOT
 from tests.tiny import tiny_model
 from tests.whole_models import (
     export_huggingface,
@@ -32,9 +33,7 @@ from tests.whole_models import (
     read_huggingface,
 )
 
-TESTS = Path(__file__).parent.parent
-ROOT = TESTS.parent
-OLMO_TOKENIZER = TESTS / "samples" / "tokenizers" / "allenai_gpt-neox-olmo-dolma-v1_5.json"
+OLMO_TOKENIZER = ROOT / "tests" / "samples" / "tokenizers" / "allenai_gpt-neox-olmo-dolma-v1_5.json"
 SMALL = tiny_model(
     num_query_groups=2,
     vocab_size=600,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from megatron_fanformer.formats.name_table import convert, expected_shapes, name
 from megatron_fanformer.formats.name_table_markdown import BEGIN, END, render, rows
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from tests.conftest import REFERENCE
 from tests.whole_models import (
     hf_to_megatron,
     logits_bound,
@@ -24,7 +24,6 @@ from tests.whole_models import (
     reference_to_megatron,
 )
 
-REFERENCE = Path(__file__).parent.parent / "reference"
 CASES = ["atl", "fanformer-tied", "fanformer-untied-p0125", "transformer-tied"]
 GROUPED = FANformerConfig(
     num_layers=2,

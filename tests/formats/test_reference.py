@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 from operator import attrgetter
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +15,10 @@ from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.formats.recognition import recognise
 from megatron_fanformer.formats.reference import optimizer_files
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from tests.conftest import REFERENCE
 from tests.tiny import tiny_model
 from tests.whole_models import read_reference, write_reference
 
-REFERENCE = Path(__file__).parent.parent / "reference"
 TIED = REFERENCE / "fanformer-tied"
 SMALL = tiny_model(num_layers=1, num_query_groups=2)
 

@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from megatron_fanformer.hf import FANformerConfig, FANformerForCausalLM, FANformerModel
 from megatron_fanformer.hf.modeling_fanformer import FANActivation, FANformerRMSNorm
 from tests.hf.models import SIZES, build, some_ids
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.small_runs import ROOT
 
 
 @pytest.mark.parametrize("activation", ["none", "gelu"])
