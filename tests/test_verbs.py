@@ -18,6 +18,7 @@ from megatron_fanformer.cli import main
 from megatron_fanformer.configuration import field_texts
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.experiments.probes.settings import PROBES
+from megatron_fanformer.formats.verb import ConvertOptions
 from megatron_fanformer.generation.config import GenerateConfig
 from megatron_fanformer.options import (
     Verb,
@@ -100,8 +101,8 @@ def test_options_of_convert() -> None:
         "convert from there --to hf --config c --tokenizer t --eod-id 3 --dtype bf16 --padded-vocab-size 64 "
         "--max-shard-size 1MB --no-verify --report r.json"
     )
-    assert passed_on("formats.convert.convert_checkpoint", *options.split()) == mock.call(
-        source=Path("from"),
+    expected = ConvertOptions(
+        source="from",
         to="hf",
         destination=Path("there"),
         config=Path("c"),
@@ -113,6 +114,7 @@ def test_options_of_convert() -> None:
         verified=False,
         receipt=Path("r.json"),
     )
+    assert passed_on("formats.convert.convert_checkpoint", *options.split()) == mock.call(expected)
 
 
 @pytest.mark.usefixtures("recognised")

@@ -11,7 +11,11 @@ from megatron_fanformer.checkpoint import megatron_versions
 from megatron_fanformer.checkpoint.full_tensors import open_full_tensors
 from megatron_fanformer.durable_files import new_folder
 from megatron_fanformer.formats import huggingface, reference
+from megatron_fanformer.formats.convert import Conversion
+from megatron_fanformer.formats.convert import convert_checkpoint as convert_by
+from megatron_fanformer.formats.model_card import Extras
 from megatron_fanformer.formats.name_table import convert
+from megatron_fanformer.formats.verb import ConvertOptions
 from megatron_fanformer.formats.weight_files import open_weights
 from megatron_fanformer.model.config import FANformerConfig
 from tests.plain_model import plain_logits
@@ -67,27 +71,17 @@ def hf_to_megatron(tensors: Tensors, config: FANformerConfig) -> Tensors:
 
 
 def export_huggingface(
-    config: FANformerConfig,
-    tensors: Tensors,
-    destination: Path,
-    *,
-    dtype: torch.dtype,
-    tokenizer_path: Path | None = None,
-    end_of_text_id: int | None = None,
-    max_shard_size: str = huggingface.MAX_SHARD_SIZE,
-    chat_template: str | None = None,
+    config: FANformerConfig, tensors: Tensors, destination: Path, *, dtype: torch.dtype, **extras: Any
 ) -> None:
+    """Write a new folder; `extras` are the fields of `Extras`, but for the name."""
     with new_folder(destination) as folder:
-        huggingface.write_huggingface(
-            folder,
-            config,
-            convert(tensors, config, "megatron", "hf", dtype=dtype),
-            destination.name,
-            tokenizer_path,
-            end_of_text_id,
-            max_shard_size,
-            chat_template=chat_template,
-        )
+        converted = convert(tensors, config, "megatron", "hf", dtype=dtype)
+        huggingface.write_huggingface(folder, config, converted, Extras(name=destination.name, **extras))
+
+
+def convert_checkpoint(source: Path, destination: Path, **options: Any) -> Conversion:
+    """Convert by options of the verb."""
+    return convert_by(ConvertOptions(source=str(source), destination=destination, **options))
 
 
 def write_reference(

@@ -136,7 +136,7 @@ def timed(operation: Callable[[], None]) -> float:
 def without_checks() -> Iterator[None]:
     """Save and load as if there were none."""
     package = "megatron_fanformer.checkpoint"
-    checks = ("saving.check_finite", "saving.write_rank_sums", "store.write_manifest", "training_state.check_stored")
+    checks = ("saving.check_finite", "saving.write_rank_sums", "store.write_manifest", "stored_files.check_stored")
     with ExitStack() as stack:
         for check in checks:
             stack.enter_context(mock.patch(f"{package}.{check}"))

@@ -40,7 +40,7 @@ PICKLE = "data.pkl"  # in an archive, beside the bytes of its tensors
 ARCHIVE = b"PK\x03\x04"  # the first bytes of one; older files of torch's are bare pickles
 
 
-def load_data(file: Any, device: str = "cpu", *, mapped: bool = False) -> Any:
+def load_data(file: Any, *, mapped: bool = False) -> Any:
     """Return what a torch file holds, as tensors and plain values: anything else is refused.
 
     Raises:
@@ -49,7 +49,7 @@ def load_data(file: Any, device: str = "cpu", *, mapped: bool = False) -> Any:
     refuse_compressed(file)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected pickle protocol")  # the file is refused, or it is fine
-        return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 def refuse_compressed(file: Any) -> None:
@@ -221,7 +221,7 @@ def read_records(stream: BinaryIO) -> Any:
     """The plain values of a torch archive, with a `Record` in the place of everything else.
 
     Raises:
-        ValueError: it is no torch archive, or damaged.
+        ValueError: it is not a torch archive, or is damaged.
     """
     refuse_compressed(stream)
     try:

@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.data_files import read_entry
-from megatron_fanformer.checkpoint.plain_values import COMMON, check_plain_values
-from megatron_fanformer.checkpoint.stored_files import check_stored
-from megatron_fanformer.checkpoint.tensor_table import METADATA, Table, read_table, tensors_of
+from megatron_fanformer.checkpoint.stored_files import COMMON, read_checked
+from megatron_fanformer.checkpoint.tensor_table import METADATA, Table, tensors_of
 from megatron_fanformer.checkpoint.versions import blaming_other_versions
 from megatron_fanformer.errors import CorruptError
 
@@ -135,16 +134,9 @@ def open_full_tensors(checkpoint: Path) -> LazyTensors:
 
     Nothing in a checkpoint is executed: its table is read as data alone, its tensors as weights only.
 
-    Raises:
-        CorruptError: a file has changed since it was written; the table holds more than a table, or names files
-            elsewhere; a tensor that cannot be read raises it later.
-        OtherVersions: no file has changed, and the versions installed here cannot read one.
+    Raises: as `read_checked`; a tensor that cannot be read does so later.
     """
-    check_stored(checkpoint)
-    with blaming_other_versions(checkpoint):
-        table = read_table(checkpoint)
-        check_plain_values(checkpoint, table)  # whoever loads the checkpoint later reads them, too
-    stored = StoredTensors(checkpoint, table)
+    stored = StoredTensors(checkpoint, read_checked(checkpoint))
 
     def read(name: str) -> Tensor:
         with blaming_other_versions(checkpoint):

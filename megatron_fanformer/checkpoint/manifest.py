@@ -1,17 +1,16 @@
 """`manifest.json` of a checkpoint: its step, and the size and CRC-32 of every other file in it.
 
 It is written last, when the checkpoint is published, and checked by whatever reads the checkpoint, before anything is
-used of it. Sums are taken of blocks, so that ranks share the reading of a large file, and damage is told with its
+used of it. Sums are taken of blocks, so that ranks share the reading of a large file, and damage is reported with its
 place. A CRC-32 shows every change of up to 32 neighbouring bits, and all but one in four billion of any other; it does
 not protect against somebody who changes the manifest, too.
 
 torch is not imported here.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 from isal import isal_zlib
@@ -45,20 +44,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """By name: all files of the folder but the manifest."""
     crc32: str
     """Of the fields above, as `_own_sum` takes it: a damaged name may be another file's."""
-
-    def small_files(self) -> list[str]:
-        """Return all but the tensors."""
-        return [name for name in self.files if not name.endswith(WEIGHTS_SUFFIX)]
-
-
-class _Block(NamedTuple):
-    """A block to check: where it is, and what its file's size and its own sum should be."""
-
-    path: Path
-    file_bytes: int
-    offset: int
-    length: int
-    crc32: str
 
 
 # -- writing
@@ -147,7 +132,7 @@ def manifest_from(content: bytes, path: Path) -> Manifest:
 def check_files(
     checkpoint: Path,
     manifest: Manifest,
-    names: Iterable[str] | None = None,
+    names: Container[str] | None = None,
     *,
     share: int = 0,
     shares: int = 1,
@@ -158,15 +143,20 @@ def check_files(
     Args:
         names: of the files; None: all.
         share, shares: every rank checks one of this many shares of the blocks.
-        advance: is told the bytes of each block that was checked.
+        advance: is called with the bytes of each block that was checked.
 
     Raises:
         CorruptError: a file is missing, has another size, or has changed; names it, and where.
     """
-    blocks = list(_expected(checkpoint, manifest, manifest.files if names is None else names))
+    blocks = [
+        (checkpoint / name, file, offset, length, crc32)
+        for name, file in manifest.files.items()
+        if names is None or name in names
+        for (offset, length), crc32 in zip(_blocks_of(file.bytes, manifest.block_bytes), file.crc32, strict=True)
+    ]
     own = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
     with ThreadPoolExecutor(THREADS) as threads:
-        for length in threads.map(_check_block, own):
+        for length in threads.map(lambda block: _check_block(*block), own):
             advance(length)
 
 
@@ -197,39 +187,26 @@ def check_stream(place: str, pieces: Iterable[bytes], file: FileSums, block_byte
         raise CorruptError(f"{place} is damaged after byte {block * block_bytes} (its CRC-32 differs); {REMEDY}")
 
 
-def check_small_files(checkpoint: Path) -> Manifest | None:
-    """Compare all files but the tensors with the manifest, and return it; None where there is none.
+def check_small_files(checkpoint: Path) -> None:
+    """Compare all files but the tensors with the manifest, where there is one.
 
     Raises:
         CorruptError: the manifest cannot be read, or does not agree.
     """
-    manifest = read_manifest(checkpoint)
-    if manifest is not None:
-        check_files(checkpoint, manifest, manifest.small_files())
-    return manifest
+    if (manifest := read_manifest(checkpoint)) is not None:
+        check_files(checkpoint, manifest, [name for name in manifest.files if not name.endswith(WEIGHTS_SUFFIX)])
 
 
-def _expected(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[_Block]:
-    for name in names:
-        file = manifest.files[name]
-        spans = _blocks_of(file.bytes, manifest.block_bytes)
-        for (offset, length), crc32 in zip(spans, file.crc32, strict=True):
-            yield _Block(checkpoint / name, file.bytes, offset, length, crc32)
-
-
-def _check_block(block: _Block) -> int:
-    """Returns its length."""
-    path = block.path
+def _check_block(path: Path, file: FileSums, offset: int, length: int, crc32: str) -> int:
+    """Compare a block of a file with its sum; returns the block's length."""
     try:
         size = regular_file(path).stat().st_size
-        if size != block.file_bytes:
-            raise CorruptError(f"{path} has {size} bytes, its manifest says {block.file_bytes}; {REMEDY}")
-        crc32 = _crc32(path, block.offset, block.length)
+        if size != file.bytes:
+            raise CorruptError(f"{path} has {size} bytes, its manifest says {file.bytes}; {REMEDY}")
+        found = _crc32(path, offset, length)
     except OSError as error:
         raise CorruptError(f"{path} cannot be read ({error.strerror}); {REMEDY}") from error
-    if crc32 != block.crc32:
-        place = f"bytes {block.offset} to {block.offset + block.length}"
-        raise CorruptError(
-            f"{path} is damaged (CRC-32 of {place} is {crc32}, its manifest says {block.crc32}); {REMEDY}"
-        )
-    return block.length
+    if found != crc32:
+        place = f"bytes {offset} to {offset + length}"
+        raise CorruptError(f"{path} is damaged (CRC-32 of {place} is {found}, its manifest says {crc32}); {REMEDY}")
+    return length

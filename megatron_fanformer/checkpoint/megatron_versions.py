@@ -53,7 +53,8 @@ def prepare_save(sharded_state: dict[str, Any], folder: Path, strategy: Any, *, 
         strategy: of `save_strategy`.
         validate: check that the ranks' shards make whole tensors.
     """
-    _keep_results_in_a_file()
+    if not isinstance(filesystem_async._results_queue, ResultsFile):  # else it starts a server process for the results
+        filesystem_async._results_queue = ResultsFile()
     return dist_checkpointing.save(
         sharded_state,
         str(folder),
@@ -187,9 +188,3 @@ def _reporting_cause(folder: Path) -> Iterator[None]:
             if isinstance(cause, FanformerError | torch.OutOfMemoryError | dist.DistError):
                 raise cause from None
         raise UnreadableError(f"{folder} cannot be loaded: {first_line(causes[0])}; {EARLIER}") from causes[0]
-
-
-def _keep_results_in_a_file() -> None:
-    """megatron-core would start a server process for the writer's results; see ResultsFile."""
-    if not isinstance(filesystem_async._results_queue, ResultsFile):
-        filesystem_async._results_queue = ResultsFile()

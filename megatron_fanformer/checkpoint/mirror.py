@@ -142,7 +142,7 @@ class Mirror:
                 self._start_next()
 
     def finish(self, is_enough: Callable[[], bool], seconds: float = float("inf")) -> None:
-        """Wait until nothing is left to copy or moves any more, and tell if something is not copied.
+        """Wait until nothing is left to copy or moves any more, and log what is not copied.
 
         Args:
             is_enough: whether to wait no longer.
@@ -265,7 +265,7 @@ def fetch_newer(url: str, run: Path, *, use_earlier: bool = True) -> None:
 def _fetch_newest(remote: RemoteRun, run: Path, least: int) -> Path | None:
     """Fetch the newest sound checkpoint of that step or a later one; None if there is none so new.
 
-    The store is asked for nothing once something has its name here: all of this may be repeated.
+    The store is not used once something has its name here: all of this may be repeated.
     """
     damage: CorruptError | None = None
     for name in remote.candidates():

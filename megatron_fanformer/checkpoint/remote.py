@@ -2,7 +2,7 @@
 
     URL/config.yaml, metrics.jsonl, recovery.jsonl    the run's own, as they were at the last copy
     URL/checkpoints/step-00000100/…                   the files of a checkpoint
-    URL/checkpoints/step-00000100/manifest.json       written last and removed first: without it, it is no checkpoint
+    URL/checkpoints/step-00000100/manifest.json       written last and removed first: without it, there is none
     URL/checkpoints/latest                            the name of the newest one
 
 Stores have no rename that is atomic, and no checksum that all of them share. So what was written is read back and
@@ -19,7 +19,7 @@ import re
 import shutil
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -276,8 +276,12 @@ class RemoteRun:
 
         Raises: like `download`.
         """
-        with _new_folder_here(into / name) as folder:
-            self.download(name, folder)
+        with ExitStack() as ending:
+            with reported_as_local(into):
+                folder = ending.enter_context(new_folder(into / name))
+            self.download(name, folder)  # whose failures may be the store's
+            with reported_as_local(into):
+                ending.close()
         return into / name
 
     def download(self, name: str, folder: Path) -> None:
@@ -306,7 +310,8 @@ class RemoteRun:
             raise InputError(f"{self.url}: {name} has {needed} bytes, and {folder.parent} has {free} free; free space")
 
         def fetch(file: str) -> None:
-            limit = manifest.files[file].bytes + 1  # one more shows that it is too long
+            """Copy one file; if it is longer than the manifest says, no more than a byte too many."""
+            limit = manifest.files[file].bytes + 1
             path = f"{self._checkpoints}/{name}/{file}"
             try:
                 stream = self._files.open(path, "rb", block_size=READ_BYTES)
@@ -356,6 +361,7 @@ def fetched(url: str, cache: Path, report: Callable[[str], None]) -> Path:
     run_url = parent.removesuffix(f"/{store.CHECKPOINTS}") if is_checkpoint else url.rstrip("/")
 
     def find(remote: RemoteRun) -> Path:
+        """Return the copy of the named checkpoint, or of the newest sound one."""
         names = remote.candidates() if not is_checkpoint else [last]
         if not names:
             raise InputError(
@@ -365,7 +371,9 @@ def fetched(url: str, cache: Path, report: Callable[[str], None]) -> Path:
             try:
                 return _cached(remote, name, cache, report)
             except FileNotFoundError:
-                raise InputError(f"{remote.url}: {name} has no {MANIFEST}, and is no complete checkpoint") from None
+                raise InputError(
+                    f"{remote.url}: {name} has no {MANIFEST}, and is not a complete checkpoint; name another"
+                ) from None
             except CorruptError as error:
                 if name == names[-1]:
                     raise
@@ -389,7 +397,7 @@ def _cached(remote: RemoteRun, name: str, cache: Path, report: Callable[[str], N
 
 
 def query_remote(url: str, function: Callable[[RemoteRun], Result]) -> Result:
-    """`with_attempts` for a command that waits: each failure is told in the log, and the last is an error of ours.
+    """`with_attempts` for a command that waits: each failure is logged, and the last is an error of ours.
 
     Each attempt connects anew.
 
@@ -421,7 +429,7 @@ def query_remote(url: str, function: Callable[[RemoteRun], Result]) -> Result:
 
 @contextmanager
 def reported_as_local(path: Path) -> Iterator[None]:
-    """Around what is done on this machine's disk while a store is asked: its failures are not the store's.
+    """Around what is done on this machine's disk while a store is in use: its failures are not the store's.
 
     Raises:
         InputError: it failed.
@@ -429,29 +437,10 @@ def reported_as_local(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _local_failure(path, error) from error
-
-
-@contextmanager
-def _new_folder_here(destination: Path) -> Iterator[Path]:
-    """`new_folder`, whose own failures are told as local; those of the block, which asks the store, are left."""
-    is_of_the_block = False
-    try:
-        with new_folder(destination) as folder:
-            try:
-                yield folder
-            except BaseException:
-                is_of_the_block = True
-                raise
-    except OSError as error:
-        if is_of_the_block:
-            raise
-        raise _local_failure(destination.parent, error) from error
-
-
-def _local_failure(path: Path, error: OSError) -> InputError:
-    reason = error.strerror or str(error)
-    return InputError(f"{path} cannot be written ({reason}); free space, check its rights, or name another")
+        reason = error.strerror or str(error)
+        raise InputError(
+            f"{path} cannot be written ({reason}); free space, check its rights, or name another"
+        ) from error
 
 
 def _driver(url: str) -> tuple[Any, str]:

@@ -120,7 +120,7 @@ def _take(run: Path) -> str:
 def _has_taken(run: Path, entry: Path) -> bool:
     """Try to take the lock; False if it has changed meanwhile.
 
-    Raises InputError if another process holds it, or what is there is no file.
+    Raises InputError if another process holds it, or what is there is not a file.
     """
     path, dead = run / LOCK, dict[Path, str]()
     while not _links(entry, path):

@@ -14,12 +14,10 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch import Tensor
@@ -31,7 +29,7 @@ from megatron_fanformer.checkpoint.training_state import training_state
 from megatron_fanformer.checkpoint.writer import watched
 from megatron_fanformer.durable_files import refusal_of
 from megatron_fanformer.errors import DivergenceError, FanformerError
-from megatron_fanformer.runtime.agreement import on_main
+from megatron_fanformer.runtime.agreement import of_every_rank, on_main
 from megatron_fanformer.runtime.parallel import RankGrid
 
 logger = logging.getLogger(__name__)
@@ -43,14 +41,12 @@ REMEDY = "free space or memory, and start again to resume from the last checkpoi
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Unpublished:
+class _Unpublished(NamedTuple):
     """A checkpoint that is being written."""
 
     step: int
     folder: Path
-    config: dict[str, Any]
-    attachments: list[Path]
+    publish: Callable[..., Path]
 
 
 class CheckpointSaver:
@@ -108,12 +104,14 @@ class CheckpointSaver:
         """
         assert self._unpublished is None, "finish_due(blocking=True) comes before the next save"
         state = training_state(stages, optimizer, progress, self._grid)
-        check_finite(state, step, self._grid)
+        check_finite(state, step)
         if not self._needed_bytes:  # what the ranks' shards are does not change
-            self._needed_bytes = bytes_of(state, self._grid)
+            self._needed_bytes = bytes_of(state)
         folder = self._on_main(step, lambda: store.temporary_folder(self._checkpoints, step))
         logger.debug("writing step %d to %s", step, folder)
-        self._unpublished = _Unpublished(step=step, folder=folder, config=config, attachments=attachments)
+        arguments = (folder, self._checkpoints, step, config, self._keep, attachments)
+        publish = functools.partial(store.publish_checkpoint, *arguments, in_background=self._async_save)
+        self._unpublished = _Unpublished(step, folder, publish)
         self._start_writing(state, self._unpublished)
         return None if self._async_save else self.finish_due(blocking=True)
 
@@ -130,12 +128,7 @@ class CheckpointSaver:
             return None
         self._unpublished = None
         logger.debug("step %d is written by every rank", due.step)
-
-        def publish() -> Path:
-            arguments = (due.folder, self._checkpoints, due.step, due.config, self._keep, due.attachments)
-            return store.publish_checkpoint(*arguments, in_background=self._async_save, in_use=self._spared())
-
-        return self._on_main(due.step, publish, unfinished=due.folder)
+        return self._on_main(due.step, lambda: due.publish(in_use=self._spared()), unfinished=due.folder)
 
     def close(self) -> None:
         """End a writer that is still running, after an error; its checkpoint is never published."""
@@ -143,7 +136,7 @@ class CheckpointSaver:
             call.async_caller.close(abort=True)
         self._calls.async_calls.clear()
         if self._unpublished is not None and self._grid.is_main:
-            _remove(self._unpublished.folder)
+            shutil.rmtree(self._unpublished.folder, ignore_errors=True)
 
     def _start_writing(self, sharded_state: dict[str, Any], due: _Unpublished) -> None:
         try:
@@ -168,7 +161,8 @@ class CheckpointSaver:
                     return False
                 time.sleep(POLL_SECONDS)
         except CheckpointException as error:  # on every rank, but only the main one knows why
-            reasons = [f"rank {rank}: {_said(reason)}" for rank, (reason, _) in error.failures.items()]
+            said = {rank: str(reason).removeprefix("Worker failure: ") for rank, (reason, _) in error.failures.items()}
+            reasons = [f"rank {rank}: {reason}" for rank, reason in said.items()]
             self._unpublished = None
             raise on_main(lambda: self._failure(due.step, "; ".join(reasons), due.folder)) from None
         except OSError as error:  # of the main rank, which writes what concerns all; the others end with it
@@ -194,7 +188,7 @@ class CheckpointSaver:
             if refused is not None:  # what torch's writer says of a full disk is where in its code it noticed
                 needed = f", {self._needed_bytes / 1e9:.2g} GB needed" if refused.errno in NO_SPACE else ""
                 reason = f"{refused.strerror}{needed}"
-            _remove(unfinished)
+            shutil.rmtree(unfinished, ignore_errors=True)  # its space may be what was missing
         return FanformerError(
             f"the checkpoint of step {step} was not written to {self._checkpoints} ({reason}); {REMEDY}"
         )
@@ -211,20 +205,11 @@ def _summed(write: Callable[..., None], folder: Path, rank: int) -> Callable[...
     return write_and_sum
 
 
-def _remove(unfinished: Path) -> None:
-    """Give the space back that an unfinished checkpoint takes, which may be what was missing."""
-    shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _said(reason: BaseException) -> str:
-    return str(reason).removeprefix("Worker failure: ")
-
-
 # -- what is to be saved
 
 
 @torch.no_grad()
-def check_finite(sharded_state: dict[str, Any], step: int, grid: RankGrid) -> None:
+def check_finite(sharded_state: dict[str, Any], step: int) -> None:
     """Look at every tensor that this rank holds of a state, in one pass; every rank calls it.
 
     Raises:
@@ -234,27 +219,20 @@ def check_finite(sharded_state: dict[str, Any], step: int, grid: RankGrid) -> No
     found = next(
         (f"{name} has the value {value}" for name, value in _extremes(named) if not math.isfinite(value)), None
     )
-    told: list[str | None] = [found]
-    if grid.world_size > 1:
-        told = [None] * grid.world_size
-        dist.all_gather_object(told, found)
-    for rank, what in enumerate(told):
+    ranks = of_every_rank(found)
+    for rank, what in enumerate(ranks):
         if what is not None:
-            where = f" on rank {rank}" if grid.world_size > 1 else ""
+            where = f" on rank {rank}" if len(ranks) > 1 else ""
             raise DivergenceError(
                 f"step {step} was not saved: {what}{where}; start again to go on from the last checkpoint, with a "
                 "lower optimizer.lr if it happens again"
             )
 
 
-def bytes_of(sharded_state: dict[str, Any], grid: RankGrid) -> int:
+def bytes_of(sharded_state: dict[str, Any]) -> int:
     """The bytes of a state's tensors over all ranks, each counted once; every rank calls it."""
-    own = sum(part.data.nbytes for part in _parts(sharded_state) if is_main_replica(part.replica_id))
-    every = [own]
-    if grid.world_size > 1:
-        every = [0] * grid.world_size
-        dist.all_gather_object(every, own)
-    return sum(every)
+    parts = _parts(sharded_state)
+    return sum(of_every_rank(sum(part.data.nbytes for part in parts if is_main_replica(part.replica_id))))
 
 
 def _extremes(named: list[tuple[str, Tensor]]) -> Iterator[tuple[str, float]]:

@@ -99,7 +99,7 @@ def publish_checkpoint(
         in_use: names of old ones that are in use, and left to a later publication.
 
     Raises:
-        OSError: it could not be published. (One that cannot be removed is told in the log, and left.)
+        OSError: it could not be published. (One that cannot be removed is logged, and left.)
     """
     for file in attachments:
         shutil.copy(file, temporary / attachment_name(file))
@@ -126,7 +126,7 @@ def publish_checkpoint(
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, or a link to one; tell in the log if that fails."""
+    """Remove a folder, or a link to one; log it if that fails."""
     last: OSError | None = None
     for attempt in range(REMOVE_ATTEMPTS):
         if not os.path.lexists(folder):
@@ -147,7 +147,7 @@ def remove(folder: Path) -> None:
 def point_to(checkpoint: Path, damaged: Sequence[Path]) -> None:
     """Make a checkpoint the one to go on from, and give damaged ones a name under which nothing looks for one.
 
-    Whatever `latest` is, or is not: it is what is mended.
+    Whatever is wrong with `latest` is repaired by this.
     """
     pointer = checkpoint.parent / LATEST
     with suppress(CorruptError):
@@ -161,7 +161,7 @@ def point_to(checkpoint: Path, damaged: Sequence[Path]) -> None:
 
 
 def set_aside(damaged: Path) -> None:
-    """Give a damaged checkpoint, or a `latest` that is no file, a name under which nothing looks for it."""
+    """Give a damaged checkpoint, or a `latest` that is not a file, a name under which nothing looks for it."""
     name = f"damaged-{damaged.name}"
     taken = sum(1 for _ in damaged.parent.glob(f"{name}*"))
     os.rename(damaged, damaged.with_name(f"{name}-{taken + 1}" if taken else name))
@@ -226,7 +226,7 @@ def _steps(checkpoints: Path) -> list[Path]:
 def latest_checkpoint(run: Path) -> Path | None:
     """The newest checkpoint of a run's folder; None if it has none.
 
-    That is the one that `latest` names or, where there is no `latest`, the newest there is, which the log tells.
+    That is the one that `latest` names or, where there is no `latest`, the newest there is, which is logged.
 
     Raises:
         CorruptError: `latest` does not name a checkpoint, or the checkpoint is not complete.
@@ -247,7 +247,7 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
     """The checkpoints that a run may go on from, sound or not, in the order in which to try them.
 
     The one that `latest` names comes first, then those before it; all that there are, the newest first, where `latest`
-    names none, which the log tells.
+    names none, which is logged.
 
     Raises:
         CorruptError: `latest` names one, and there is none at all.
@@ -333,7 +333,7 @@ def read_mapping(file: Path) -> dict[str, Any]:
         reason = " ".join(str(error).split())
         raise CorruptError(f"{file} cannot be read: {reason}; copy it again, or use another checkpoint") from error
     if not isinstance(values, dict):
-        raise CorruptError(f"{file} is no mapping of fields to values; copy it again, or use another checkpoint")
+        raise CorruptError(f"{file} is not a mapping of fields to values; copy it again, or use another checkpoint")
     return values
 
 

@@ -1,23 +1,61 @@
-"""Whether the files of a checkpoint are as they were written: what every reader asks before it uses them.
+"""The files of a checkpoint: whether they are as they were written, and what they hold besides tensors, read as data.
 
 By the manifest, which covers every byte. A checkpoint from before there were manifests is checked by what it has: each
 tensor in it is a torch archive, and so carries the CRC-32 of its bytes.
+
+Besides tensors there are a run's progress and each rank's random states. megatron-core 0.16 puts the values that are
+the same on all ranks into `common.pt`, later ones among the tensors, where each rank's own always are. Reading them
+needs only torch.
 """
 
 import io
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from megatron_fanformer.checkpoint.data_files import Section, check_archive, reporting_damage
+from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint.data_files import (
+    EARLIER,
+    Section,
+    check_archive,
+    load_data,
+    read_entry,
+    read_records,
+    reporting_damage,
+)
 from megatron_fanformer.checkpoint.manifest import MANIFEST, READ_BYTES, check_files, read_manifest
-from megatron_fanformer.checkpoint.plain_values import COMMON, common_state
-from megatron_fanformer.checkpoint.store import step_of
-from megatron_fanformer.checkpoint.tensor_table import Stored, read_table, stored_parts
+from megatron_fanformer.checkpoint.tensor_table import Stored, Table, read_table, stored_parts, tensors_of
+from megatron_fanformer.checkpoint.versions import blaming_other_versions
 from megatron_fanformer.durable_files import regular_file
 from megatron_fanformer.errors import CorruptError
 
+COMMON = "common.pt"
+COMMON_STATE = "common_state/"
+FORMAT = "torch_dist"  # of megatron-core; there are others
+
 logger = logging.getLogger(__name__)
+
+
+def read_checked(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Table:
+    """The table of a checkpoint whose files are as they were written, and hold nothing but data.
+
+    Args:
+        share, shares: every rank checks one of this many shares.
+
+    Raises:
+        CorruptError: a file has changed since it was written; or the table holds more than a table, or names files
+            elsewhere.
+        OtherVersions: no file has changed, and the versions installed here cannot read one.
+    """
+    check_stored(checkpoint, share=share, shares=shares)
+    with blaming_other_versions(checkpoint):
+        table = read_table(checkpoint)
+        check_plain_values(checkpoint, table, share=share, shares=shares)
+    return table
+
+
+# -- whether they are as they were written
 
 
 def check_stored(
@@ -27,7 +65,7 @@ def check_stored(
 
     Args:
         share, shares: every rank checks one of this many shares.
-        advance: is told the bytes that were read, as they are.
+        advance: is called with the bytes of each piece that was read.
 
     Raises:
         CorruptError: a file is missing or damaged; names it.
@@ -42,7 +80,7 @@ def check_stored(
             )
         _check_archives(checkpoint, share, shares, advance)
         return
-    if step_of(checkpoint) not in (None, manifest.step):
+    if store.step_of(checkpoint) not in (None, manifest.step):
         raise CorruptError(f"{checkpoint} is of step {manifest.step}, another than its name says; rename it")
     check_files(checkpoint, manifest, share=share, shares=shares, advance=advance)
 
@@ -78,3 +116,99 @@ def check_parts(
                 raise CorruptError(f"{path} ends before {part.name}; use another checkpoint")
             check_archive(path, part.name, io.BufferedReader(Section(stream, part.offset, part.length), READ_BYTES))
         advance(part.length)
+
+
+# -- plain values
+
+
+class SavedProgress(NamedTuple):
+    """Describe the progress that a run resumes from."""
+
+    step: int
+    consumed_samples: int
+    data: Any = None
+    """Which data it has been trained on (data/identity.py), as plain values; None in a checkpoint of an earlier version
+    of this package."""
+
+
+def saved_progress(checkpoint: Path, table: Table) -> SavedProgress | None:
+    """Step and samples of a checkpoint with its `table`; None for converted weights.
+
+    Raises:
+        CorruptError: it cannot be read as data alone, or is not progress.
+    """
+    file, common = _common_values(checkpoint, table)
+    progress = common.get("progress") if isinstance(common, dict) else common
+    if isinstance(common, dict) and not progress:
+        return None
+    found = progress if isinstance(progress, dict) else {}
+    step, samples = found.get("step"), found.get("consumed_samples")
+    if not isinstance(step, int) or not isinstance(samples, int):
+        raise CorruptError(f"{checkpoint / file} holds no step and samples ({progress!r}); use another checkpoint")
+    return SavedProgress(step, samples, found.get("data"))
+
+
+def _common_values(checkpoint: Path, table: Table) -> tuple[str, Any]:
+    """The file that they are in, and the values."""
+    place = common_state(table)
+    if place is None:
+        if not (checkpoint / COMMON).is_file():
+            raise CorruptError(f"{checkpoint / COMMON} is missing; use another checkpoint")
+        return COMMON, _read_common(checkpoint)
+    with reporting_damage(checkpoint / place.file):
+        (common,) = read_entry(checkpoint / place.file, place.offset, place.length)
+    return place.file, common
+
+
+def _read_common(checkpoint: Path) -> Any:
+    with reporting_damage(checkpoint / COMMON):
+        return load_data(regular_file(checkpoint / COMMON))
+
+
+def recorded_common(checkpoint: Path, table: Table) -> Any:
+    """The values that are the same on all ranks in a checkpoint of Megatron-LM, whose own objects come as records.
+
+    Raises:
+        CorruptError: they cannot be read.
+    """
+    place = common_state(table)
+    path = checkpoint / (place.file if place else COMMON)
+    with reporting_damage(path), regular_file(path).open("rb") as stream:
+        if place is None:
+            return read_records(stream)
+        (common,) = read_records(io.BufferedReader(Section(stream, place.offset, place.length)))
+        return common
+
+
+def common_state(table: Table) -> Stored | None:
+    """Return where a table has the plain values; None where they are in `common.pt`."""
+    return next((part for part in stored_parts(table) if part.name.startswith(COMMON_STATE)), None)
+
+
+def check_format(checkpoint: Path) -> None:
+    """Refuse a checkpoint whose `metadata.json` states another format of megatron-core's.
+
+    Raises:
+        CorruptError: it does, or cannot be read.
+    """
+    stated = store.read_mapping(checkpoint / store.MEGATRON_METADATA)
+    if stated.get("sharded_backend") != FORMAT:
+        raise CorruptError(f"{checkpoint / store.MEGATRON_METADATA} does not state the format {FORMAT}; {EARLIER}")
+
+
+def check_plain_values(checkpoint: Path, table: Table, *, share: int = 0, shares: int = 1) -> None:
+    """Refuse a checkpoint that holds more than data besides its tensors, whether or not anything here reads it.
+
+    Args:
+        share, shares: every rank checks one of this many shares of what is stored among the tensors.
+
+    Raises:
+        CorruptError: it does, or cannot be read; names the file.
+    """
+    check_format(checkpoint)
+    if common_state(table) is None or (checkpoint / COMMON).exists():
+        _read_common(checkpoint)
+    tensors = tensors_of(table)
+    others = [part for part in stored_parts(table) if part.name not in tensors]
+    for part in others[share::shares]:
+        read_entry(checkpoint / part.file, part.offset, part.length)

@@ -12,16 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_fanformer.checkpoint import megatron_versions, optimizer_state, store
 from megatron_fanformer.checkpoint.data_files import reporting_damage
-from megatron_fanformer.checkpoint.plain_values import check_plain_values, saved_progress
-from megatron_fanformer.checkpoint.stored_files import check_stored
-from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
+from megatron_fanformer.checkpoint.stored_files import read_checked, saved_progress
+from megatron_fanformer.checkpoint.tensor_table import Table, tensors_of
 from megatron_fanformer.checkpoint.versions import OtherVersions, blaming_other_versions
 from megatron_fanformer.errors import CorruptError
+from megatron_fanformer.runtime.agreement import of_every_rank
 from megatron_fanformer.runtime.parallel import RankGrid
 
 LAYOUT_FIELDS = (
@@ -86,7 +85,8 @@ def load_training_state(
     # Looked up by the weights while these are still the parameters themselves: loading detaches them.
     tensors = optimizer_state.requested_tensors(optimizer, weights, stored)
     wanted = optimizer_state.requested_weights(weights, stored)
-    if same_layout := _is_same_layout(saved, config):
+    same_layout = all(saved.get(section, {}).get(name, 1) == config[section][name] for section, name in LAYOUT_FIELDS)
+    if same_layout:
         wanted["random"] = _random_state(grid, capture=False)
     wanted.update(scales_to_load(stages, grid, table))
     with blaming_other_versions(checkpoint):
@@ -94,31 +94,19 @@ def load_training_state(
         with reporting_damage(checkpoint):
             _set_weights(stages, loaded)
             set_scales(stages, grid, loaded)
-        _load_optimizer(checkpoint, table, optimizer, tensors, group, resumed_entries)
+        # Separately from the weights, some of which it may need in float32: one load returns a name in one type.
+        own = {number: shard.data for number, shard in tensors.items()}
+        of_optimizer = megatron_versions.load({"optimizer_tensors": tensors}, checkpoint, table, group)
         with reporting_damage(checkpoint):
+            optimizer_state.set_tensors(own, of_optimizer["optimizer_tensors"])
+            groups = optimizer_state.stored_groups(of_optimizer["optimizer"])
+            optimizer_state.set_groups(optimizer, groups, resumed_entries)
             if same_layout:
                 _restore_random_state(loaded["random"])
             progress = loaded["progress"]
     if store.step_of(checkpoint) not in (None, progress["step"]):
         raise CorruptError(f"{checkpoint} holds step {progress['step']}, another than its name says; rename it")
     return progress
-
-
-def _load_optimizer(
-    checkpoint: Path,
-    table: Table,
-    optimizer: Any,
-    tensors: dict[int, ShardedTensor],
-    group: "dist.ProcessGroup | None",
-    resumed_entries: Collection[str],
-) -> None:
-    """Load separately from the weights, some of which it may need in float32: one load returns a name in one type."""
-    own = {number: shard.data for number, shard in tensors.items()}
-    loaded = megatron_versions.load({"optimizer_tensors": tensors}, checkpoint, table, group)
-    with reporting_damage(checkpoint):
-        optimizer_state.set_tensors(own, loaded["optimizer_tensors"])
-        groups = optimizer_state.stored_groups(loaded["optimizer"])
-        optimizer_state.set_groups(optimizer, groups, resumed_entries)
 
 
 def load_weights(checkpoint: Path, stages: list[Any], grid: RankGrid) -> None:
@@ -141,12 +129,11 @@ def model_state(stages: list[Any], grid: RankGrid) -> dict[str, dict[str, Any]]:
     Transformer Engine's FP8 scales, see below) is left out: local and Transformer Engine layers load each
     other's checkpoints.
     """
-    return {f"model{number}": _chunk_state(chunk, grid) for number, chunk in enumerate(stages)}
-
-
-def _chunk_state(chunk: Any, grid: RankGrid) -> dict[str, Any]:
-    state = chunk.sharded_state_dict(metadata=grid.sharding_metadata)
-    return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
+    states = [chunk.sharded_state_dict(metadata=grid.sharding_metadata) for chunk in stages]
+    return {
+        f"model{number}": {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
+        for number, state in enumerate(states)
+    }
 
 
 def _set_weights(stages: list[Any], loaded: dict[str, Any]) -> None:
@@ -160,26 +147,18 @@ def _read_checked(checkpoint: Path, grid: RankGrid) -> Table:
     What one rank refuses, all do: none is left waiting in the load, which is collective.
     """
     table = None
-    refused: list[CorruptError | OtherVersions | None] = [None] * grid.world_size
+    refused: CorruptError | OtherVersions | None = None
     try:
-        check_stored(checkpoint, share=grid.rank, shares=grid.world_size)
+        table = read_checked(checkpoint, share=grid.rank, shares=grid.world_size)
         with blaming_other_versions(checkpoint):
-            table = read_table(checkpoint)
-            check_plain_values(checkpoint, table, share=grid.rank, shares=grid.world_size)
             saved_progress(checkpoint, table)
     except (CorruptError, OtherVersions) as error:
-        refused[grid.rank] = error
-    if grid.world_size > 1:
-        dist.all_gather_object(refused, refused[grid.rank])
+        refused = error
     # Damage first: what one rank cannot read may be what another has found damaged.
-    for reason in sorted(filter(None, refused), key=lambda reason: isinstance(reason, OtherVersions)):
+    for reason in sorted(filter(None, of_every_rank(refused)), key=lambda reason: isinstance(reason, OtherVersions)):
         raise reason
     assert table is not None, "else this rank would have refused"
     return table
-
-
-def _is_same_layout(saved: dict[str, Any], present: dict[str, Any]) -> bool:
-    return all(saved.get(section, {}).get(name, 1) == present[section][name] for section, name in LAYOUT_FIELDS)
 
 
 def _random_state(grid: RankGrid, *, capture: bool) -> ShardedObject:

@@ -27,6 +27,7 @@ from megatron_fanformer.demo.corpus import Corpus, pack_standard_library
 from megatron_fanformer.durable_files import write_atomically
 from megatron_fanformer.errors import FanformerError, InputError
 from megatron_fanformer.formats.convert import convert_checkpoint
+from megatron_fanformer.formats.verb import ConvertOptions
 from megatron_fanformer.generation.config import GenerateConfig
 from megatron_fanformer.generation.generate import generate
 from megatron_fanformer.model.config import FANformerConfig
@@ -103,7 +104,7 @@ def run_demo(output: Path) -> None:
     with _step(console, 4, f"training: {STEPS} steps at tensor parallel 2, stopped half-way and resumed"):
         _train(places, console)
     with _step(console, 5, "conversion: to Hugging Face, reloaded, logits compared"):
-        convert_checkpoint(places.run, places.huggingface, to="hf")
+        convert_checkpoint(ConvertOptions(source=str(places.run), destination=places.huggingface, to="hf"))
         difference = compare_logits(places, corpus)
         console.print(f"largest difference of logits: {difference:.1e}")
     with _step(console, 6, "generation: from the checkpoint, greedy and sampled"):

@@ -4,27 +4,16 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of, open_full_tensors, write_full_tensors
-from megatron_fanformer.checkpoint.plain_values import SavedProgress
 from megatron_fanformer.data.chat_template import CHAT_TEMPLATE_JINJA, own_template
-from megatron_fanformer.data.tokenizer import load_tokenizer
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.formats.huggingface import (
-    open_huggingface,
-    write_huggingface,
-)
-from megatron_fanformer.formats.megatron_lm import open_megatron_lm
+from megatron_fanformer.formats.huggingface import open_huggingface, write_huggingface
+from megatron_fanformer.formats.megatron_lm import Run, open_megatron_lm
+from megatron_fanformer.formats.model_card import Extras
 from megatron_fanformer.formats.name_table import Format
 from megatron_fanformer.formats.recognition import DESCRIPTIONS, MODELS, checkpoint_of, iteration_of, recognise
-from megatron_fanformer.formats.reference import (
-    open_reference,
-    optimizer_files,
-    write_reference,
-)
-from megatron_fanformer.formats.verb import MAX_SHARD_SIZE
+from megatron_fanformer.formats.reference import open_reference, optimizer_files, write_reference
 from megatron_fanformer.formats.weight_files import weight_files
 from megatron_fanformer.model.config import FANformerConfig
 from megatron_fanformer.model.dtypes import DTYPES
@@ -45,7 +34,7 @@ class Checkpoint(NamedTuple):
     """What there is of an optimizer's state next to the weights."""
     notes: tuple[str, ...] = ()
     """What there is to say of its conversion, a line each."""
-    run: tuple[dict[str, Any], SavedProgress] | None = None
+    run: Run | None = None
     """Configuration and progress of the run, where Megatron-LM's arguments tell them; our own have files for it."""
 
     @property
@@ -56,26 +45,6 @@ class Checkpoint(NamedTuple):
     def weight_files(self) -> list[Path]:
         """The files that hold the tensors."""
         return sorted(self.path.glob("*.distcp")) if self.format == "megatron" else weight_files(self.path)
-
-
-class Extras(NamedTuple):
-    """Describe what is written next to the tensors."""
-
-    name: str
-    """What a model card calls the model."""
-    tokenizer: Path | None = None
-    eod_id: int | None = None
-    """The id that ends a document; None: the tokenizer's own."""
-    max_shard_size: str = MAX_SHARD_SIZE
-    training: str = ""
-    """What a model card says about how the model was trained."""
-    chat_template: str | None = None
-    """In Jinja; left out where there is no tokenizer."""
-
-    @property
-    def end_of_text_id(self) -> int | None:
-        """Return what ends a document: the id that was stated, or the tokenizer's own."""
-        return load_tokenizer(self.tokenizer, eod_id=self.eod_id).eod_id if self.tokenizer else self.eod_id
 
 
 def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
@@ -91,8 +60,8 @@ def open_checkpoint(source: Path, config: Path | None = None) -> Checkpoint:
     target = recognise(source, MODELS)
     if target.kind == "megatron-lm":
         folder = iteration_of(target)
-        found = open_megatron_lm(folder, config)
-        return Checkpoint("megatron", folder, found.config, found.tensors, store.attached_tokenizer(folder), *found[2:])
+        model, tensors, left, notes, run = open_megatron_lm(folder, config)
+        return Checkpoint("megatron", folder, model, tensors, store.attached_tokenizer(folder), left, notes, run)
     if config is not None:
         raise InputError(
             f"--config is for what {DESCRIPTIONS['megatron-lm']} does not state, but {source} is "
@@ -117,26 +86,16 @@ def write_checkpoint(
         InputError: the tokenizer does not fit, or the shard size is invalid.
     """
     if format == "megatron":
+        saved: dict[str, Any] = {"model": dataclasses.asdict(config)}
         dtype = next(iter(meta_of(tensors).values())).dtype
-        saved = {"model": dataclasses.asdict(config), **_precision(dtype)}
-        write_full_tensors(folder, tensors, saved, _attachments(folder, extras))
+        if dtype in DTYPES.values():  # one that a run may have
+            saved["precision"] = {"dtype": next(name for name, known in DTYPES.items() if known == dtype)}
+        attachments = [extras.tokenizer] if extras.tokenizer else []
+        if extras.tokenizer and extras.chat_template is not None:
+            attachments.append(folder / CHAT_TEMPLATE_JINJA)
+            attachments[-1].write_text(extras.chat_template, encoding="utf-8")
+        write_full_tensors(folder, tensors, saved, attachments)
     elif format == "hf":
-        end_of_text_id, rest = extras.end_of_text_id, (extras.max_shard_size, extras.training, extras.chat_template)
-        write_huggingface(folder, config, tensors, extras.name, extras.tokenizer, end_of_text_id, *rest)
+        write_huggingface(folder, config, tensors, extras)
     else:
         write_reference(folder, config, tensors, extras.end_of_text_id)
-
-
-def _attachments(run: Path, extras: Extras) -> list[Path]:
-    """Return what goes into the checkpoint besides weights; the chat template is written into the run's folder."""
-    if extras.tokenizer is None or extras.chat_template is None:
-        return [extras.tokenizer] if extras.tokenizer else []
-    template = run / CHAT_TEMPLATE_JINJA
-    template.write_text(extras.chat_template, encoding="utf-8")
-    return [extras.tokenizer, template]
-
-
-def _precision(dtype: torch.dtype) -> dict[str, dict[str, str]]:
-    """Return what a run's configuration says about its weights' type; nothing for a type that no run has."""
-    name = next((name for name, known in DTYPES.items() if known == dtype), None)
-    return {} if name is None else {"precision": {"dtype": name}}

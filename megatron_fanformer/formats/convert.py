@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.checkpoint.run_lock import run_lock
@@ -16,13 +16,13 @@ from megatron_fanformer.data.chat_template import own_template
 from megatron_fanformer.data.tokenizer import tokenizer_file
 from megatron_fanformer.durable_files import new_folder, write_atomically
 from megatron_fanformer.errors import CorruptError, InputError
-from megatron_fanformer.formats.checkpoints import Checkpoint, Extras, open_checkpoint, write_checkpoint
+from megatron_fanformer.formats.checkpoints import Checkpoint, open_checkpoint, write_checkpoint
 from megatron_fanformer.formats.huggingface import MODEL_CARD
-from megatron_fanformer.formats.model_card import RECEIPT, receipt_section
+from megatron_fanformer.formats.model_card import RECEIPT, Extras, receipt_section
 from megatron_fanformer.formats.name_table import Format, convert
 from megatron_fanformer.formats.training_record import training_record
 from megatron_fanformer.formats.transforms import vocabulary_multiple
-from megatron_fanformer.formats.verb import MAX_SHARD_SIZE
+from megatron_fanformer.formats.verb import ConvertOptions
 from megatron_fanformer.formats.verify.receipt import Json, failures, report, seen, verify, vocabulary
 from megatron_fanformer.formats.weight_files import shard_bytes
 from megatron_fanformer.model.config import FANformerConfig
@@ -45,68 +45,50 @@ class Conversion(NamedTuple):
         yield from self.notes
 
 
-def convert_checkpoint(
-    source: Path,
-    destination: Path,
-    *,
-    to: Format,
-    config: Path | None = None,
-    tokenizer: Path | None = None,
-    eod_id: int | None = None,
-    dtype: str | None = None,
-    padded_vocab_size: int | None = None,
-    max_shard_size: str = MAX_SHARD_SIZE,
-    verified: bool = True,
-    receipt: Path | None = None,
-) -> Conversion:
-    """Convert `source`, whose kind is recognised, into a new folder `destination`, which appears once it is verified.
+def convert_checkpoint(options: ConvertOptions) -> Conversion:
+    """Convert a source, whose kind is recognised, into a new folder, which appears once it is verified.
 
-    Args:
-        config: a configuration file whose section `model` has fields that a checkpoint of Megatron-LM does not state.
-        tokenizer: a file to put next to the weights, with the chat template beside it; None: the source's own, if it
-            has one. The source's own template stays where there is no other.
-        eod_id: the id that ends a document; None: the tokenizer's own.
-        dtype: `fp32` or `bf16`; None: the source's own.
-        padded_vocab_size: rows of the embedding and the head at the destination; None: the source's own, or
-            the vocabulary's alone for Hugging Face, which has no padding.
-        max_shard_size: of a Hugging Face folder's weights.
-        verified: whether to verify before the destination gets its name.
-        receipt: a JSON file to write the receipt into, whether the checks pass or not.
+    A stated tokenizer brings the chat template beside it; without either, the source's own stays.
 
     Raises:
         InputError: the source is not a checkpoint, the destination exists, the tokenizer is missing, or a size is
             invalid.
-        CorruptError: the source is damaged, or a check failed; there is no destination then.
+        CorruptError: the source is damaged, or a check failed; there is no destination then. The report is written.
     """
+    source, destination, to = Path(options.source), options.destination, options.to
     if destination.exists():
         raise InputError(f"{destination} already exists; name a folder that does not, or remove it")
-    shard_bytes(max_shard_size)  # refused before anything is read
-    opened = open_checkpoint(source, config)
+    shard_bytes(options.max_shard_size)  # refused before anything is read
+    opened = open_checkpoint(source, options.config)
     if to == "reference" and opened.config.placement.reference_fields is None:
         raise InputError(
             f"the model in {source} has {opened.config.placement.in_words} (placement {opened.config.fan.placement}), "
             "which the authors' format has not; convert it to hf or megatron"
         )
-    own = tokenizer_file(tokenizer) if tokenizer else None
+    own = tokenizer_file(options.tokenizer) if options.tokenizer else None
     extras = Extras(
         name=destination.name,
         tokenizer=own or opened.tokenizer,
         chat_template=(own_template(own.parent) if own else None) or opened.chat_template,
-        eod_id=eod_id,
-        max_shard_size=max_shard_size,
+        eod_id=options.eod_id,
+        max_shard_size=options.max_shard_size,
         training=training_record(opened.format, opened.path, opened.run) if to == "hf" else "",
     )
     with _lock_of_run(destination), new_folder(destination) as folder:
-        used = _write(to, folder, opened, padded_vocab_size, None if dtype is None else DTYPES[dtype], extras)
+        used = _write(options, folder, opened, extras)
         written = open_checkpoint(folder)
-        checks = _verified(opened, used, written) if verified else None
+        checks = _verified(opened, used, written) if options.verified else None
         rows = vocabulary(opened, written)
-        content = report(opened, written, checks, rows, destination, hashed=receipt is not None)
-        if receipt is not None:
-            _write_json(receipt, content)
-        _refuse_failed(source, checks)
+        content = report(opened, written, checks, rows, destination, hashed=options.receipt is not None)
+        if options.receipt is not None:
+            _write_json(options.receipt, content)
+        if checks and (failed := failures(checks)):
+            raise CorruptError(
+                f"the conversion of {source} failed its checks and is not published: {failed}; keep the source, and "
+                "report this"
+            )
         if to == "hf":
-            _add_receipt(folder, content if verified else None)
+            _add_receipt(folder, content if options.verified else None)
     return Conversion(checks, _notes(opened, rows))
 
 
@@ -116,15 +98,24 @@ def _lock_of_run(destination: Path) -> AbstractContextManager[None]:
     return run_lock(checkpoints.parent) if checkpoints.name == CHECKPOINTS else nullcontext()
 
 
-def _write(
-    to: Format, folder: Path, source: Checkpoint, rows: int | None, dtype: torch.dtype | None, extras: Extras
-) -> set[str]:
+def _write(options: ConvertOptions, folder: Path, source: Checkpoint, extras: Extras) -> set[str]:
     """Fill the folder with the converted source; returns the names of the tensors that were read for it."""
-    goal = _with_vocabulary(source.config, to, rows)
     used: set[str] = set()
-    tensors = _recorded(source.tensors, used)
-    converted = convert(tensors, source.config, source.format, to, target_config=goal, dtype=dtype)
-    write_checkpoint(to, folder, goal, converted, extras)
+
+    def load(name: str) -> Tensor:
+        used.add(name)
+        return source.tensors[name]
+
+    goal = _with_vocabulary(source.config, options.to, options.padded_vocab_size)
+    converted = convert(
+        LazyTensors(source.tensors.meta, load),
+        source.config,
+        source.format,
+        options.to,
+        target_config=goal,
+        dtype=DTYPES[options.dtype] if options.dtype else None,
+    )
+    write_checkpoint(options.to, folder, goal, converted, extras)
     return used
 
 
@@ -132,14 +123,6 @@ def _verified(source: Checkpoint, used: set[str], written: Checkpoint) -> Json:
     # megatron-core's model needs process groups
     with distributed(ParallelConfig(), runtime=RuntimeConfig(device="cpu")) as grid:
         return verify(source, used, written, grid)
-
-
-def _refuse_failed(source: Path, checks: Json | None) -> None:
-    if checks and (failed := failures(checks)):
-        raise CorruptError(
-            f"the conversion of {source} failed its checks and is not published: {failed}; keep the source, and "
-            "report this"
-        )
 
 
 def _add_receipt(folder: Path, content: Json | None) -> None:
@@ -155,14 +138,6 @@ def _add_receipt(folder: Path, content: Json | None) -> None:
 
 def _write_json(path: Path, content: Json) -> None:
     write_atomically(path, json.dumps(content, indent=1) + "\n")
-
-
-def _recorded(tensors: LazyTensors, used: set[str]) -> LazyTensors:
-    def load(name: str) -> object:
-        used.add(name)
-        return tensors[name]
-
-    return LazyTensors(tensors.meta, load)  # type: ignore[arg-type]
 
 
 def _with_vocabulary(config: FANformerConfig, to: Format, rows: int | None) -> FANformerConfig:

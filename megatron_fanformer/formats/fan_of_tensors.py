@@ -1,6 +1,7 @@
 """Where a model's tensors say that there is FAN, and with which p_ratio: by names and shapes alone, in any format.
 
-What acts on the linear rows g (`activation`) has no weights, and no tensor tells of it.
+p_ratio is never guessed, and refused where a stated one disagrees. What acts on the linear rows g (`activation`) has no
+weights, and no tensor tells of it.
 """
 
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from typing import NamedTuple
 
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats.name_table import Format, layer_row
-from megatron_fanformer.formats.p_ratio import inferred_p_ratio
+from megatron_fanformer.model.config import p_ratio_of
 from megatron_fanformer.model.placements import PLACEMENTS, PlacementName, all_tensors
 
 Shape = tuple[int, ...]
@@ -51,6 +52,33 @@ def fan_of_tensors(shapes: Mapping[str, Shape], format: Format = "megatron") -> 
             has_bias = any(tensor.endswith(".bias") for tensor in layer)  # which only FAN has
             return SeenFAN(name, p_ratio, v_p_ratio, has_bias if placement.is_fanformer else None)
     raise CorruptError(f"the {format} weights have {', '.join(sorted(of_fan))} in layer 0, and no placement has")
+
+
+def inferred_p_ratio(fan_rows: int, width: int, stated: float | None, name: str = "p_ratio") -> float:
+    """The p_ratio of a FAN map of `fan_rows` rows whose output is `width` wide: w - P rows, since P + G = P + (w - 2P).
+
+    Returns `stated` where it gives that many rows, else P / w where nothing was stated.
+
+    Raises:
+        CorruptError: no p_ratio gives `fan_rows` rows; or the stated one gives another number of rows. Then the
+            checkpoint contradicts itself, since no option states a p_ratio.
+    """
+    periodic = width - fan_rows
+    if not 0 <= periodic <= width // 2:
+        raise CorruptError(
+            f"the FAN map has {fan_rows} rows, but at hidden size {width} it must have "
+            f"{-(-width // 2)} to {width}; use the weights of this model"
+        )
+    actual = p_ratio_of(periodic, width)
+    if stated is None:
+        return actual
+    is_share = type(stated) in (int, float) and 0 <= stated <= 1  # a checkpoint may state anything
+    if not is_share or int(stated * width) != periodic:
+        raise CorruptError(
+            f"{name} is stated as {stated}, but the FAN map's {fan_rows} rows at hidden size {width} "
+            f"are those of p_ratio {actual:g}; correct {name} in the checkpoint's configuration, or remove it"
+        )
+    return stated
 
 
 def _first_layer(shapes: Mapping[str, Shape], format: Format) -> dict[str, Shape]:

@@ -7,7 +7,6 @@ that `trust_remote_code=True` opens it where this package is not installed.
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +14,11 @@ from transformers import GenerationConfig
 
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.formats.model_card import Card, model_card
+from megatron_fanformer.formats.fan_of_tensors import inferred_p_ratio
+from megatron_fanformer.formats.model_card import Extras, model_card
 from megatron_fanformer.formats.name_table import layer_row, names_in
-from megatron_fanformer.formats.p_ratio import inferred_p_ratio
 from megatron_fanformer.formats.recognition import CONFIG_JSON, recognise
 from megatron_fanformer.formats.tokenizer_files import write_tokenizer
-from megatron_fanformer.formats.verb import MAX_SHARD_SIZE
 from megatron_fanformer.formats.weight_files import open_weights, write_shards
 from megatron_fanformer.hf import FANformerConfig as HuggingFaceConfig
 from megatron_fanformer.hf import configuration_fanformer, modeling_fanformer
@@ -33,45 +31,36 @@ AUTO_MAP = {
     "AutoModel": "modeling_fanformer.FANformerModel",
     "AutoModelForCausalLM": "modeling_fanformer.FANformerForCausalLM",
 }
+SAME_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "max_position_embeddings": "seq_length",
+    "rms_norm_eps": "layernorm_epsilon",
+}
+"""By transformers' names, the fields of ours that have the same value."""
 
 
-def write_huggingface(
-    folder: Path,
-    config: FANformerConfig,
-    tensors: Mapping[str, Tensor],
-    name: str,
-    tokenizer_path: Path | None = None,
-    end_of_text_id: int | None = None,
-    max_shard_size: str = MAX_SHARD_SIZE,
-    training: str = "Not known.",
-    chat_template: str | None = None,
-) -> None:
+def write_huggingface(folder: Path, config: FANformerConfig, tensors: Mapping[str, Tensor], extras: Extras) -> None:
     """Fill an empty folder; `tensors` are transformers', and are requested one at a time.
-
-    Args:
-        name: what the model card calls it.
-        training: what the card says about how it was trained, in Markdown.
-        chat_template: in Jinja, for the tokenizer.
 
     Raises:
         InputError: the tokenizer cannot be written or does not fit the model, or the shard size is invalid.
     """
-    if tokenizer_path is not None:
-        _write_tokenizer(folder, tokenizer_path, config, end_of_text_id, chat_template)
-    dtype = next(iter(meta_of(tensors).values())).dtype
-    _write_configuration(folder, config, dtype, end_of_text_id)
+    if extras.tokenizer is not None:
+        size = write_tokenizer(folder, extras, model_max_length=config.seq_length)
+        if size > config.vocab_size:
+            raise InputError(
+                f"tokenizer {extras.tokenizer} has {size} ids, the model's vocabulary {config.vocab_size}; name the "
+                "tokenizer that the model was trained with"
+            )
+    _write_configuration(folder, config, next(iter(meta_of(tensors).values())).dtype, extras.end_of_text_id)
     for module in (configuration_fanformer, modeling_fanformer):
         shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)
-    write_shards(folder, tensors, max_shard_size=max_shard_size)
-    has_tokenizer = tokenizer_path is not None
-    card = Card(
-        name,
-        training,
-        has_tokenizer,
-        has_padding=has_tokenizer and end_of_text_id is not None,
-        has_chat_template=has_tokenizer and chat_template is not None,
-    )
-    (folder / MODEL_CARD).write_text(model_card(config, card), encoding="utf-8")
+    write_shards(folder, tensors, max_shard_size=extras.max_shard_size)
+    (folder / MODEL_CARD).write_text(model_card(config, extras), encoding="utf-8")
 
 
 def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
@@ -88,17 +77,10 @@ def open_huggingface(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
     return _checked_config(folder, stated, tensors), tensors
 
 
-class StatedModel(NamedTuple):
-    """Describe what the configuration of a Hugging Face folder says; it is not checked against any weights."""
+def stated_model(folder: Path) -> tuple[FANformerConfig, torch.dtype, int | None]:
+    """The model that a folder's configuration states, its weights' type, and the id that ends a text.
 
-    config: FANformerConfig
-    dtype: torch.dtype
-    """Of the weights; float32 where none is stated."""
-    end_of_text_id: int | None
-
-
-def stated_model(folder: Path) -> StatedModel:
-    """The model that a folder's configuration states; its weights need not exist.
+    It is not checked against any weights, which need not exist. The type is float32 where none is stated.
 
     Raises:
         InputError: not a FANformer for transformers, or an impossible configuration.
@@ -107,16 +89,7 @@ def stated_model(folder: Path) -> StatedModel:
     stated = _stated_config(folder)
     dtype = stated.dtype if isinstance(stated.dtype, torch.dtype) else torch.float32
     end_of_text_id = stated.eos_token_id if isinstance(stated.eos_token_id, int) else None
-    return StatedModel(_checked_config(folder, stated, {}), dtype, end_of_text_id)
-
-
-def huggingface_config(folder: Path, tensors: Mapping[str, Tensor]) -> FANformerConfig:
-    """The configuration alone; only names and shapes of `tensors` are used, so they may be on the meta device.
-
-    Raises:
-        InputError, CorruptError: as `open_huggingface`.
-    """
-    return _checked_config(folder, _stated_config(folder), tensors)
+    return _checked_config(folder, stated, {}), dtype, end_of_text_id
 
 
 def _stated_config(folder: Path) -> HuggingFaceConfig:
@@ -144,14 +117,8 @@ def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = 
     """transformers' configuration of the same model, without vocabulary padding."""
     values_own = {"v_p_ratio": config.fan.value_p_ratio} if config.placement.has_own_values else {}
     return HuggingFaceConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.ffn_hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads,
+        **{theirs: getattr(config, ours) for theirs, ours in SAME_FIELDS.items()},
         num_key_value_heads=config.query_groups,
-        max_position_embeddings=config.seq_length,
-        rms_norm_eps=config.layernorm_epsilon,
         rope_theta=float(config.rotary_base),
         p_ratio=config.fan.p_ratio,
         fan_activation=config.fan.activation,
@@ -166,7 +133,7 @@ def to_huggingface_config(config: FANformerConfig, end_of_text_id: int | None = 
 
 def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
     """The model's configuration here; the vocabulary is padded to Megatron's usual multiple."""
-    v_p_ratio = _v_p_ratio(stated) if PLACEMENTS[stated.fan_placement].has_own_values else None
+    v_p_ratio = stated.value_p_ratio if PLACEMENTS[stated.fan_placement].has_own_values else None
     fan = FANConfig(
         p_ratio=stated.p_ratio,
         activation="gelu" if stated.fan_activation == "gelu" else "none",
@@ -175,42 +142,12 @@ def from_huggingface_config(stated: HuggingFaceConfig) -> FANformerConfig:
         v_p_ratio=None if v_p_ratio == stated.p_ratio else v_p_ratio,
     )
     return FANformerConfig(
-        num_layers=stated.num_hidden_layers,
-        hidden_size=stated.hidden_size,
-        ffn_hidden_size=stated.intermediate_size,
-        num_attention_heads=stated.num_attention_heads,
+        **{ours: getattr(stated, theirs) for theirs, ours in SAME_FIELDS.items()},
         num_query_groups=stated.num_key_value_heads,
-        vocab_size=stated.vocab_size,
-        seq_length=stated.max_position_embeddings,
         rotary_base=int(stated.rope_theta),
-        layernorm_epsilon=stated.rms_norm_eps,
         untie_embeddings_and_output_weights=not stated.tie_word_embeddings,
         fan=fan,
     )
-
-
-def _v_p_ratio(stated: HuggingFaceConfig) -> float:
-    own: float | None = getattr(stated, "v_p_ratio", None)
-    return stated.p_ratio if own is None else own
-
-
-def _write_tokenizer(
-    folder: Path, source: Path, config: FANformerConfig, end_of_text_id: int | None, chat_template: str | None
-) -> None:
-    if not source.is_file():
-        raise InputError(f"tokenizer {source} does not exist; name a .model file or a tokenizer.json")
-    size = write_tokenizer(
-        folder,
-        source,
-        end_of_text_id=end_of_text_id,
-        model_max_length=config.seq_length,
-        chat_template=chat_template,
-    )
-    if size > config.vocab_size:
-        raise InputError(
-            f"tokenizer {source} has {size} ids, the model's vocabulary {config.vocab_size}; name the "
-            "tokenizer that the model was trained with"
-        )
 
 
 def _write_configuration(folder: Path, config: FANformerConfig, dtype: torch.dtype, end_of_text_id: int | None) -> None:

@@ -6,7 +6,7 @@
                                          megatron-core 0.19 on they are among the tensors
 
 Its tensors differ from ours in three ways. The layers are stacked along a first axis, in one tensor of each kind (apart
-only where Megatron-LM was asked for it). A norm that Transformer Engine fuses into the map behind it has that map's
+only where Megatron-LM was set to do so). A norm that Transformer Engine fuses into the map behind it has that map's
 name, where the layers are Megatron-LM's own. And no file states the model: its fields are among the arguments, or in
 the weights' shapes; the activation of FAN's linear rows is in neither, but in the spec, which is code.
 """
@@ -15,14 +15,13 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from megatron_fanformer.checkpoint.data_files import Record
 from megatron_fanformer.checkpoint.full_tensors import LazyTensors, StoredTensors
-from megatron_fanformer.checkpoint.plain_values import SavedProgress, check_format, recorded_common
-from megatron_fanformer.checkpoint.stored_files import check_parts
+from megatron_fanformer.checkpoint.stored_files import SavedProgress, check_format, check_parts, recorded_common
 from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, stored_parts
 from megatron_fanformer.configuration import read_values
 from megatron_fanformer.errors import CorruptError, InputError
@@ -51,56 +50,43 @@ RECORDED = (
 """Fields of our own runs, by Megatron's names, that a model card speaks of."""
 
 Arguments = Mapping[str, Any]
+Run = tuple[dict[str, Any], SavedProgress]
+"""A run's configuration, as far as a model card speaks of it, and its progress."""
 
-
-class _Rule(NamedTuple):
-    """Describe what an argument must be, since every model here is built that way and no tensor would tell."""
-
-    flag: str
-    """A name in `foreign_names`, which has the reason."""
-    required: tuple[Any, ...]
-    """The first is taken where a version of Megatron-LM has no such argument."""
-
-
-RULES = {
-    "swiglu": _Rule("--swiglu", (True,)),
-    "glu_linear_offset": _Rule("--glu-linear-offset", (0.0, None)),
-    "activation_func_clamp_value": _Rule("--activation-func-clamp-value", (None,)),
-    "normalization": _Rule("--normalization", ("RMSNorm",)),
-    "apply_layernorm_1p": _Rule("--apply-layernorm-1p", (False,)),
-    "layernorm_zero_centered_gamma": _Rule("--apply-layernorm-1p", (False,)),
-    "apply_residual_connection_post_layernorm": _Rule("--apply-residual-connection-post-layernorm", (False,)),
-    "position_embedding_type": _Rule("--position-embedding-type", ("rope",)),
-    "no_rope_freq": _Rule("--no-rope-freq", (None,)),
-    "rotary_percent": _Rule("--rotary-percent", (1.0,)),
-    "rotary_interleaved": _Rule("--rotary-interleaved", (False,)),
-    "rotary_seq_len_interpolation_factor": _Rule("--rotary-seq-len-interpolation-factor", (None, 1)),
-    "use_rope_scaling": _Rule("--use-rope-scaling", (False,)),
-    "softmax_type": _Rule("--softmax-type", ("vanilla",)),
-    "window_size": _Rule("--window-size", (None,)),
-    "add_bias_linear": _Rule("--disable-bias-linear", (False,)),
-    "add_qkv_bias": _Rule("--add-qkv-bias", (False,)),
-    "mtp_num_layers": _Rule("--mtp-num-layers", (None, 0)),
-    "use_mup": _Rule("--use-mup", (False,)),
+RULES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "swiglu": ("--swiglu", (True,)),
+    "glu_linear_offset": ("--glu-linear-offset", (0.0, None)),
+    "activation_func_clamp_value": ("--activation-func-clamp-value", (None,)),
+    "normalization": ("--normalization", ("RMSNorm",)),
+    "apply_layernorm_1p": ("--apply-layernorm-1p", (False,)),
+    "layernorm_zero_centered_gamma": ("--apply-layernorm-1p", (False,)),
+    "apply_residual_connection_post_layernorm": ("--apply-residual-connection-post-layernorm", (False,)),
+    "position_embedding_type": ("--position-embedding-type", ("rope",)),
+    "no_rope_freq": ("--no-rope-freq", (None,)),
+    "rotary_percent": ("--rotary-percent", (1.0,)),
+    "rotary_interleaved": ("--rotary-interleaved", (False,)),
+    "rotary_seq_len_interpolation_factor": ("--rotary-seq-len-interpolation-factor", (None, 1)),
+    "use_rope_scaling": ("--use-rope-scaling", (False,)),
+    "softmax_type": ("--softmax-type", ("vanilla",)),
+    "window_size": ("--window-size", (None,)),
+    "add_bias_linear": ("--disable-bias-linear", (False,)),
+    "add_qkv_bias": ("--add-qkv-bias", (False,)),
+    "mtp_num_layers": ("--mtp-num-layers", (None, 0)),
+    "use_mup": ("--use-mup", (False,)),
 }
+"""By argument: its flag, whose reason `foreign_names` has, and what it must be, as every model here is built.
+
+No tensor would tell. The first is taken where a version of Megatron-LM has no such argument.
+"""
 DROPOUT = ("hidden_dropout", "attention_dropout")  # leaves no trace in a model that does not train
 
 
-class MegatronLM(NamedTuple):
-    """A model as stock Megatron-LM saved it."""
+def open_megatron_lm(
+    folder: Path, config: Path | None = None
+) -> tuple[FANformerConfig, LazyTensors, tuple[str, ...], tuple[str, ...], Run | None]:
+    """The model in one iteration's checkpoint, its tensors, and what a `Checkpoint` has as what comes last.
 
-    config: FANformerConfig
-    tensors: LazyTensors
-    """Under our own names, one for each layer."""
-    not_converted: tuple[str, ...]
-    notes: tuple[str, ...]
-    """What there is to say of the conversion, a line each."""
-    run: tuple[dict[str, Any], SavedProgress] | None
-    """The run's configuration as far as a model card speaks of it, and its progress; None where it is not known."""
-
-
-def open_megatron_lm(folder: Path, config: Path | None = None) -> MegatronLM:
-    """One iteration's checkpoint; its tensors are read on request.
+    The tensors have our own names, one for each layer, and are read on request.
 
     Args:
         config: a configuration file; the fields in its section `model` come before what the checkpoint tells.
@@ -120,7 +106,7 @@ def open_megatron_lm(folder: Path, config: Path | None = None) -> MegatronLM:
     wanted = set(weights)
     check_parts(folder, (part for part in stored_parts(table) if part.name in wanted))
     left = ("the optimizer's tensors",) if len(weights) < len(stored.described) else ()
-    return MegatronLM(model, tensors, left, _notes(arguments, stated), _run(common, arguments))
+    return model, tensors, left, _notes(arguments, stated), _run(common, arguments)
 
 
 # -- tensors
@@ -193,9 +179,9 @@ def _model(
 
 def _problems(arguments: Arguments) -> list[str]:
     found = [
-        _problem(name, arguments[name], rule.flag)
-        for name, rule in RULES.items()
-        if arguments.get(name, rule.required[0]) not in rule.required
+        _problem(name, arguments[name], flag)
+        for name, (flag, required) in RULES.items()
+        if arguments.get(name, required[0]) not in required
     ]
     width, heads, size = (arguments.get(name) for name in ("hidden_size", "num_attention_heads", "kv_channels"))
     if type(width) is type(heads) is type(size) is int and width != heads * size:
@@ -253,7 +239,7 @@ def _notes(arguments: Arguments, stated: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _run(common: Any, arguments: Arguments) -> tuple[dict[str, Any], SavedProgress] | None:
+def _run(common: Any, arguments: Arguments) -> Run | None:
     iteration = common.get("iteration") if isinstance(common, dict) else None
     samples = arguments.get("consumed_train_samples")
     if type(iteration) is not int or type(samples) is not int:

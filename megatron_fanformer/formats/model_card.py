@@ -1,10 +1,15 @@
 """The model card of an export, README.md: what the model is, how to run it, how it was trained, and how it got here."""
 
+import functools
 import json
 import shlex
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megatron_fanformer.checkpoint.versions import versions
+from megatron_fanformer.data.tokenizer import load_tokenizer
+from megatron_fanformer.formats.verb import MAX_SHARD_SIZE
 from megatron_fanformer.hf.configuration_fanformer import OLDEST_TRANSFORMERS
 from megatron_fanformer.markdown import as_text
 from megatron_fanformer.model.config import FANformerConfig
@@ -13,20 +18,28 @@ RECEIPT = "receipt.json"
 TOLD_VERSIONS = ("megatron-fanformer", "megatron-core", "torch", "transformers")
 
 
-class Card(NamedTuple):
-    """Describe what a card says that the model's configuration does not."""
+@dataclass(frozen=True, kw_only=True)
+class Extras:
+    """Describe what is written next to the tensors, and what a card says that the model's configuration does not."""
 
     name: str
-    """What the model is called: its folder's name."""
-    training: str
-    """Markdown, about how it was trained."""
-    has_tokenizer: bool = False
-    has_padding: bool = False
-    """Whether the tokenizer has a piece to pad with."""
-    has_chat_template: bool = False
+    """What a card calls the model: its folder's name."""
+    tokenizer: Path | None = None
+    eod_id: int | None = None
+    """The id that ends a document; None: the tokenizer's own."""
+    max_shard_size: str = MAX_SHARD_SIZE
+    training: str = "Not known."
+    """Markdown, about how the model was trained."""
+    chat_template: str | None = None
+    """In Jinja; left out where there is no tokenizer."""
+
+    @functools.cached_property
+    def end_of_text_id(self) -> int | None:
+        """Return what ends a document: the id that was stated, or the tokenizer's own."""
+        return load_tokenizer(self.tokenizer, eod_id=self.eod_id).eod_id if self.tokenizer else self.eod_id
 
 
-def model_card(config: FANformerConfig, card: Card) -> str:
+def model_card(config: FANformerConfig, extras: Extras) -> str:
     """The card as Markdown; `receipt_section` follows it."""
     is_fanformer = config.placement.is_fanformer
     fan = f"FAN with p_ratio {config.fan.p_ratio:g}, placement {config.fan.placement}" if is_fanformer else "no FAN"
@@ -38,7 +51,7 @@ tags:
 - fanformer
 ---
 
-# {as_text(card.name)}
+# {as_text(extras.name)}
 
 A {kind} language model ("Reasoning is Periodicity?", NeurIPS 2025): \
 {config.num_layers} layers, hidden size {config.hidden_size}, {config.num_attention_heads} heads, {fan}, \
@@ -48,16 +61,16 @@ vocabulary {config.vocab_size}, sequences of {config.seq_length} tokens.
 
 It needs transformers {OLDEST_TRANSFORMERS} or later. The model's code is in this folder; `trust_remote_code` runs it.
 
-{_usage(card)}
+{_usage(extras)}
 ## Training
 
-{card.training}
+{extras.training}
 """
 
 
-def _usage(card: Card) -> str:
-    name = json.dumps(card.name)
-    if not card.has_tokenizer:
+def _usage(extras: Extras) -> str:
+    name = json.dumps(extras.name)
+    if extras.tokenizer is None:
         return f"""```python
 import torch
 from transformers import AutoModelForCausalLM
@@ -68,8 +81,6 @@ print(model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=50))
 
 There is no tokenizer in this folder: pass the ids of the one that the model was trained with.
 """
-    chat = "" if not card.has_chat_template else _CHAT
-    pad = "" if card.has_padding else " The tokenizer has no padding token: set `tokenizer.pad_token` first."
     return f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -80,12 +91,12 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 ```
 
 In batches, prompts are padded on the left, and the attention mask is passed on: \
-`inputs = tokenizer(prompts, padding=True, return_tensors="pt")` gives both, and `**inputs` passes them.{pad}
-{chat}
+`inputs = tokenizer(prompts, padding=True, return_tensors="pt")` gives both, and `**inputs` passes them.
+{_CHAT if extras.chat_template is not None else ""}
 [lm-eval](https://pypi.org/project/lm-eval/) scores it:
 
 ```bash
-lm_eval --model hf --model_args {shlex.quote(f"pretrained={card.name},trust_remote_code=True")} --tasks lambada_openai
+lm_eval --model hf --model_args {shlex.quote(f"pretrained={extras.name},trust_remote_code=True")} --tasks lambada_openai
 ```
 """
 

@@ -238,7 +238,9 @@ def _recognise_folder(folder: Path) -> Target:
         return Target("megatron-lm", folder)
     if damage:
         raise damage[0]
-    raise InputError(f"{folder} is a folder of unknown kind{_other_model(folder)}")
+    stated = _mapping(folder / CONFIG_JSON, []).get("model_type")
+    other = f": its {CONFIG_JSON} has model_type {stated!r}, not {MODEL_TYPE!r}" if stated else ""
+    raise InputError(f"{folder} is a folder of unknown kind{other}")
 
 
 def _kind_of_model(folder: Path, damage: list[CorruptError]) -> Kind | None:
@@ -265,9 +267,3 @@ def _mapping(file: Path, damage: list[CorruptError]) -> dict[str, Any]:
     except CorruptError as error:
         damage.append(error)
         return {}
-
-
-def _other_model(folder: Path) -> str:
-    """Return what to add about a Hugging Face folder of another model."""
-    stated = _mapping(folder / CONFIG_JSON, []).get("model_type")
-    return f": its {CONFIG_JSON} has model_type {stated!r}, not {MODEL_TYPE!r}" if stated else ""

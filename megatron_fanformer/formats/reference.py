@@ -7,16 +7,16 @@ are not read: they leave no trace in the weights.
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from torch import Tensor
 
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.full_tensors import LazyTensors, meta_of
+from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.errors import CorruptError, InputError
+from megatron_fanformer.formats.fan_of_tensors import inferred_p_ratio
 from megatron_fanformer.formats.name_table import layer_row, names_in
-from megatron_fanformer.formats.p_ratio import inferred_p_ratio
 from megatron_fanformer.formats.recognition import CONFIG_JSON
 from megatron_fanformer.formats.transforms import vocabulary_multiple
 from megatron_fanformer.formats.weight_files import SAFETENSORS, open_weights, write_safetensors
@@ -26,37 +26,26 @@ from megatron_fanformer.model.placements import PLACEMENTS
 WRAP_PREFIX = "model."
 SEQUENTIAL, FANFORMER = "sequential", "fanformer"
 OPTIMIZER_FILES = ("optim.pt", "optim.safetensors", "optim", "train.pt", "trainer.pt", "other.pt")
-
-
 _REQUIRED = ("d_model", "n_heads", "n_layers", "vocab_size")
 _WHOLE = (*_REQUIRED, "mlp_hidden_size", "embedding_size", "n_kv_heads", "max_sequence_length")
 _NUMBERS = ("mlp_ratio", "rope_theta", "layer_norm_eps")
 
-
-class _Rule(NamedTuple):
-    """A field that must have one value, since every FANformer here is built that way."""
-
-    default: Any
-    """The reference's, used where a configuration file omits the field."""
-    required: Any
-    reason: str
-
-
-_RULES = {
-    "block_group_size": _Rule(1, 1, "grouped blocks have other tensor names"),
-    "rope": _Rule(False, True, "positions are rotary"),
-    "alibi": _Rule(False, False, "positions are rotary"),
-    "layer_norm_type": _Rule("default", "rms", "norms are RMSNorm"),
-    "layer_norm_with_affine": _Rule(True, True, "norms have weights"),
-    "bias_for_layer_norm": _Rule(False, False, "norms have no bias"),
-    "attention_layer_norm": _Rule(False, False, "queries and keys are not normalized"),
-    "embedding_layer_norm": _Rule(False, False, "embeddings are not normalized"),
-    "norm_after": _Rule(False, False, "norms come before attention and MLP"),
-    "activation_type": _Rule("swiglu", "swiglu", "the MLP is SwiGLU"),
-    "include_bias": _Rule(True, False, "only FAN has a bias"),
-    "clip_qkv": _Rule(None, None, "queries, keys and values are not clipped"),
-    "scale_logits": _Rule(False, False, "logits are not scaled"),
+_RULES: dict[str, tuple[Any, Any, str]] = {
+    "block_group_size": (1, 1, "grouped blocks have other tensor names"),
+    "rope": (False, True, "positions are rotary"),
+    "alibi": (False, False, "positions are rotary"),
+    "layer_norm_type": ("default", "rms", "norms are RMSNorm"),
+    "layer_norm_with_affine": (True, True, "norms have weights"),
+    "bias_for_layer_norm": (False, False, "norms have no bias"),
+    "attention_layer_norm": (False, False, "queries and keys are not normalized"),
+    "embedding_layer_norm": (False, False, "embeddings are not normalized"),
+    "norm_after": (False, False, "norms come before attention and MLP"),
+    "activation_type": ("swiglu", "swiglu", "the MLP is SwiGLU"),
+    "include_bias": (True, False, "only FAN has a bias"),
+    "clip_qkv": (None, None, "queries, keys and values are not clipped"),
+    "scale_logits": (False, False, "logits are not scaled"),
 }
+"""By field: the reference's default, the one value that every FANformer here has, and why."""
 
 
 def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
@@ -69,39 +58,19 @@ def open_reference(folder: Path) -> tuple[FANformerConfig, LazyTensors]:
         CorruptError: the weights cannot be read, have no FAN map where the configuration says they do, or disagree
             with its p_ratio.
     """
-    fields = _convertible_fields(folder)
+    fields = _stated_fields(folder)
+    if problems := _problems(fields):
+        raise InputError(f"the model in {folder} cannot be converted: {'; '.join(problems)}")
     tensors = _unwrapped(open_weights(folder))
-    return _checked_config(folder, fields, tensors.meta), tensors
+    config = _config(fields, _fan(fields, tensors.meta))
+    if found := config.stated_problems():
+        raise InputError(f"the model in {folder} cannot be built: {'; '.join(found)}")
+    return config, tensors
 
 
 def optimizer_files(folder: Path) -> list[str]:
     """The reference trainer's files next to the weights; they are not converted."""
     return [name for name in OPTIMIZER_FILES if (folder / name).exists()]
-
-
-def reference_config(folder: Path, tensors: Mapping[str, Tensor]) -> FANformerConfig:
-    """The configuration alone; only names and shapes of `tensors` are used, so they may be on the meta device.
-
-    Raises:
-        InputError, CorruptError: as `open_reference`.
-    """
-    shapes = LazyTensors(meta_of(tensors), tensors.__getitem__)
-    return _checked_config(folder, _convertible_fields(folder), _unwrapped(shapes).meta)
-
-
-def _convertible_fields(folder: Path) -> dict[str, Any]:
-    fields = _model_section(_read_config(folder))
-    problems = _problems(fields)
-    if problems:
-        raise InputError(f"the model in {folder} cannot be converted: {'; '.join(problems)}")
-    return fields
-
-
-def _checked_config(folder: Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> FANformerConfig:
-    config = _config(fields, _fan(fields, tensors))
-    if found := config.stated_problems():
-        raise InputError(f"the model in {folder} cannot be built: {'; '.join(found)}")
-    return config
 
 
 def write_reference(
@@ -116,27 +85,24 @@ def write_reference(
     write_safetensors(folder / SAFETENSORS, tensors)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _stated_fields(folder: Path) -> dict[str, Any]:
+    """The model's fields: a full training configuration has them in a section, the wrapper at the top level."""
     path = next((folder / name for name in (store.CONFIG, CONFIG_JSON) if (folder / name).is_file()), None)
     if path is None:
         raise InputError(f"{folder} is not a reference checkpoint, which must hold {store.CONFIG} or {CONFIG_JSON}")
-    return store.read_mapping(path)
-
-
-def _model_section(config: dict[str, Any]) -> dict[str, Any]:
-    """The model's fields: a full training configuration has them in a section, the wrapper at the top level."""
+    config = store.read_mapping(path)
     section = config.get("model")
     return section if isinstance(section, dict) else config
 
 
 def _problems(fields: Mapping[str, Any]) -> list[str]:
     found = [f"it does not state {name}" for name in _REQUIRED if name not in fields] + _type_problems(fields)
-    for name, rule in _RULES.items():
-        value = fields.get(name, rule.default)
+    for name, (default, required, reason) in _RULES.items():
+        value = fields.get(name, default)
         if value is None and name == "bias_for_layer_norm":
             value = fields.get("include_bias", True)
-        if value != rule.required:
-            found.append(f"{name} is {value!r} and must be {rule.required!r}, since {rule.reason}")
+        if value != required:
+            found.append(f"{name} is {value!r} and must be {required!r}, since {reason}")
     if (block := fields.get("block_type", SEQUENTIAL)) not in (SEQUENTIAL, FANFORMER):
         found.append(
             f"block_type is {block!r} and must be {SEQUENTIAL!r} or {FANFORMER!r}, since no other is supported"
@@ -259,6 +225,6 @@ def _fields(config: FANformerConfig, end_of_text_id: int | None) -> dict[str, An
         "embedding_dropout": 0.0,
         "attention_layer_norm_with_affine": False,
         "init_fn": "mitchell",
-        **{name: rule.required for name, rule in _RULES.items()},
+        **{name: required for name, (_, required, _) in _RULES.items()},
     }
     return fields if end_of_text_id is None else {**fields, "eos_token_id": end_of_text_id}

@@ -26,6 +26,7 @@ from megatron_fanformer.data.tokenizer import (
     SentencePieceTokenizer,
 )
 from megatron_fanformer.errors import InputError
+from megatron_fanformer.formats.model_card import Extras
 
 # Spaces in every place, line ends, code, several scripts, combining marks, rare characters, look-alikes.
 SAMPLE_TEXTS = (
@@ -43,61 +44,44 @@ SAMPLE_TEXTS = (
 )
 
 
-def write_tokenizer(
-    folder: Path,
-    source: Path,
-    *,
-    end_of_text_id: int | None,
-    model_max_length: int,
-    chat_template: str | None = None,
-) -> int:
-    """Write the files of the tokenizer `source` (a `tokenizer.json` or sentencepiece `.model`) into `folder`.
+def write_tokenizer(folder: Path, extras: Extras, *, model_max_length: int) -> int:
+    """Write the files of the tokenizer in `extras` (a `tokenizer.json` or sentencepiece `.model`) into `folder`.
 
     With a chat template (Jinja), special pieces that stand in a text are recognised, as `apply_chat_template` needs.
 
     Returns one more than its largest id.
 
     Raises:
-        InputError: `source` is of neither kind, or a sentencepiece model that has no exact equivalent.
+        InputError: it cannot be read, or is a sentencepiece model that has no exact equivalent.
     """
+    from tokenizers import Tokenizer
+
+    source, end_of_text_id = extras.tokenizer, extras.end_of_text_id
+    assert source is not None and end_of_text_id is not None
     if source.suffix == ".model":
         original, special_in_text = _write_sentencepiece(folder, source), False
-    elif source.suffix == ".json":
+    else:
         shutil.copyfile(source, folder / TOKENIZER_JSON)
         original, special_in_text = HuggingFaceTokenizer(source, eod_id=0).encode, True
-    else:
-        raise InputError(f"tokenizer {source} is of unknown kind; its name must end in .model or .json")
-    vocabulary = _vocabulary(folder)
-    config: dict[str, Any] = {
+    vocabulary = Tokenizer.from_file(str(folder / TOKENIZER_JSON)).get_vocab(with_added_tokens=True)
+    end_of_text = next((piece for piece, piece_id in vocabulary.items() if piece_id == end_of_text_id), None)
+    if end_of_text is None:
+        raise InputError(f"end-of-text id {end_of_text_id} is not in the vocabulary of {source}; name one that is")
+    config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model_max_length,
         "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
-        "split_special_tokens": not special_in_text and chat_template is None,
+        "split_special_tokens": not special_in_text and extras.chat_template is None,
+        "eos_token": end_of_text,
+        "pad_token": end_of_text,
     }
-    if end_of_text_id is not None:
-        config["eos_token"] = config["pad_token"] = _piece_of(end_of_text_id, vocabulary, source)
     (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    if chat_template is not None:
-        (folder / CHAT_TEMPLATE_JINJA).write_text(chat_template, encoding="utf-8")
+    if extras.chat_template is not None:
+        (folder / CHAT_TEMPLATE_JINJA).write_text(extras.chat_template, encoding="utf-8")
     _verify(folder, source, original, special_in_text)
     return max(vocabulary.values()) + 1
-
-
-def _vocabulary(folder: Path) -> dict[str, int]:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_JSON))
-    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    return vocabulary
-
-
-def _piece_of(token_id: int, vocabulary: Mapping[str, int], source: Path) -> str:
-    for piece, piece_id in vocabulary.items():
-        if piece_id == token_id:
-            return piece
-    raise InputError(f"end-of-text id {token_id} is not in the vocabulary of {source}; name one that is")
 
 
 def _write_sentencepiece(folder: Path, source: Path) -> Callable[[str], list[int]]:

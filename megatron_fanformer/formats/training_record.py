@@ -11,9 +11,10 @@ from typing import Any
 
 from megatron_fanformer import markdown
 from megatron_fanformer.checkpoint import store
-from megatron_fanformer.checkpoint.plain_values import SavedProgress, saved_progress
+from megatron_fanformer.checkpoint.stored_files import SavedProgress, saved_progress
 from megatron_fanformer.checkpoint.tensor_table import read_table
 from megatron_fanformer.durable_files import regular_file
+from megatron_fanformer.formats.megatron_lm import Run
 from megatron_fanformer.formats.name_table import Format, listed
 
 DEGREES = {
@@ -32,7 +33,7 @@ Rows = list[tuple[str, str]]
 Saved = dict[str, Any]
 
 
-def training_record(format: Format, checkpoint: Path, run: tuple[Saved, SavedProgress] | None = None) -> str:
+def training_record(format: Format, checkpoint: Path, run: Run | None = None) -> str:
     """Markdown: a table of a run's training, or that nothing is known about it.
 
     Args:
@@ -41,11 +42,11 @@ def training_record(format: Format, checkpoint: Path, run: tuple[Saved, SavedPro
     Raises:
         CorruptError: a checkpoint of ours cannot be read.
     """
+    rows: Rows = []
     if run is not None:
-        saved, progress = run
-        rows = [*_length_rows(saved, progress), *_recipe_rows(saved), *_data_rows(_section(saved, "data"))]
-    else:
-        rows = training_rows(checkpoint) if format == "megatron" else []
+        rows = _rows(*run, [])
+    elif format == "megatron" and (progress := saved_progress(checkpoint, read_table(checkpoint))) is not None:
+        rows = _rows(store.saved_config(checkpoint), progress, _loss_rows(checkpoint, progress.step))
     if not rows:
         return (
             f"Not known: the weights were converted from {ORIGINS[format]}, which holds no record of the steps, the "
@@ -54,18 +55,8 @@ def training_record(format: Format, checkpoint: Path, run: tuple[Saved, SavedPro
     return markdown.table(["", ""], ((markdown.as_text(name), markdown.as_text(text)) for name, text in rows))
 
 
-def training_rows(checkpoint: Path) -> Rows:
-    """Name and text of all that a checkpoint of ours says about its run; empty for converted weights."""
-    progress = saved_progress(checkpoint, read_table(checkpoint))
-    if progress is None:
-        return []
-    saved = store.saved_config(checkpoint)
-    return [
-        *_length_rows(saved, progress),
-        *_loss_rows(checkpoint, progress.step),
-        *_recipe_rows(saved),
-        *_data_rows(_section(saved, "data")),
-    ]
+def _rows(saved: Saved, progress: SavedProgress, losses: Rows) -> Rows:
+    return [*_length_rows(saved, progress), *losses, *_recipe_rows(saved), *_data_rows(_section(saved, "data"))]
 
 
 def layout(saved: Saved) -> str:

@@ -66,17 +66,6 @@ def _unstack_heads(parts: Sequence[Tensor], config: FANformerConfig) -> Tensor:
     return _join_heads(stacked.split([queries, *others]), config)
 
 
-# -- the MLP's halves
-
-
-def _halves(hub: Tensor, _config: FANformerConfig) -> tuple[Tensor, ...]:
-    return hub.chunk(2)
-
-
-def _stack_halves(parts: Sequence[Tensor], _config: FANformerConfig) -> Tensor:
-    return torch.cat(list(parts))
-
-
 def _swap_halves(tensor: Tensor) -> Tensor:
     return torch.cat(tensor.chunk(2)[::-1])
 
@@ -107,7 +96,9 @@ QKV_SEPARATE = Transform("separate q, k and v", _split_heads, _join_heads)
 QKV_STACKED = Transform("all q, then all k, then all v", _stack_heads, _unstack_heads)
 QK_SEPARATE = Transform("separate q and k", _split_heads, _join_heads)
 QK_STACKED = Transform("all q, then all k", _stack_heads, _unstack_heads)
-GATE_UP_SEPARATE = Transform("separate gate and up", _halves, _stack_halves)
+GATE_UP_SEPARATE = Transform(
+    "separate gate and up", lambda hub, _: hub.chunk(2), lambda parts, _: torch.cat(list(parts))
+)
 GATE_UP_SWAPPED = Transform(
     "up, then gate", lambda hub, _: (_swap_halves(hub),), lambda parts, _: _swap_halves(parts[0])
 )

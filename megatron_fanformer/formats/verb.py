@@ -1,5 +1,6 @@
 """The verb `convert`, and its options; imports nothing that is slow."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,7 +16,7 @@ MAX_SHARD_SIZE = "5GB"
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Describe what `convert` takes; but for the first, as `convert_checkpoint` has them."""
+    """Describe what `convert` takes."""
 
     source: str = argument()
     """A checkpoint of ours or its URL, a Hugging Face folder, a checkpoint of the authors or of Megatron-LM."""
@@ -52,7 +53,7 @@ def _convert(options: ConvertOptions) -> None:
     device.prepare_megatron(on_cpu=True)
     from megatron_fanformer.formats.convert import convert_checkpoint
 
-    done = convert_checkpoint(**{**vars(options), "source": Path(source)})
+    done = convert_checkpoint(dataclasses.replace(options, source=source))
     show([f"wrote {options.destination}", *done.lines(width())])
 
 

@@ -6,7 +6,6 @@ folder are followed: the Hugging Face cache consists of links.)
 
 import base64
 import binascii
-import functools
 import json
 import re
 import zipfile
@@ -51,22 +50,10 @@ def open_weights(folder: Path) -> LazyTensors:
     with _reporting_damage(folder):
         files = weight_files(folder)
         if files[0].suffix != ".safetensors":
-            (file,) = files
-            return _in_memory(_load_pickled(file, "cpu"))
+            tensors = _load_pickled(files[0])
+            meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+            return LazyTensors(meta, tensors.__getitem__)
         return _in_safetensors(folder, files)
-
-
-def read_shapes(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder as `open_weights` gives them, but on the meta device: no weights are read.
-
-    Raises:
-        InputError, CorruptError: as `open_weights`; also for a safetensors file longer or shorter than its header says.
-    """
-    with _reporting_damage(folder):
-        shapes: dict[str, Tensor] = {}
-        for file in weight_files(folder):
-            shapes.update(_shapes_in(file) if file.suffix == ".safetensors" else _load_pickled(file, "meta"))
-        return shapes
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -100,11 +87,6 @@ def _shards_named(index: Path) -> list[str]:
                 "the index, and list them by file name"
             )
     return sorted(set(shards.values()))
-
-
-def _in_memory(tensors: Mapping[str, Tensor]) -> LazyTensors:
-    meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-    return LazyTensors(meta, lambda name: tensors[name])
 
 
 def _in_safetensors(folder: Path, files: list[Path]) -> LazyTensors:
@@ -146,10 +128,10 @@ def _is_pickle(name: str) -> bool:
     return data[:1] == b"\x80" and data[1:2] != b"" and data[1] in PICKLE_PROTOCOLS
 
 
-def _load_pickled(file: Path, device: str) -> dict[str, Tensor]:
+def _load_pickled(file: Path) -> dict[str, Tensor]:
     with reporting_damage(file, trusted=f"save only the tensors, as {SAFETENSORS}", whole="copy it again"):
         # Older pickles are not archives, and cannot be mapped.
-        loaded = load_data(file, device, mapped=zipfile.is_zipfile(file))
+        loaded = load_data(file, mapped=zipfile.is_zipfile(file))
     if not isinstance(loaded, dict) or not all(isinstance(tensor, Tensor) for tensor in loaded.values()):
         raise CorruptError(f"{file} holds something other than tensors by name; save only the model's state dict")
     return loaded
@@ -211,17 +193,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], names: list[str
         header[name] = {"dtype": kind, "shape": list(meta[name].shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % HEADER_MULTIPLE)
-    with path.open("wb", buffering=0) as stream:
-        write = functools.partial(_write_all, stream)
-        write(len(text).to_bytes(8, "little") + text)
+    with path.open("wb") as stream:  # buffered: it goes on where a call writes a part, and copies no large tensor
+        stream.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             tensor = tensors[name].detach()
             assert tensor.shape == meta[name].shape and tensor.dtype == meta[name].dtype, name
-            write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _write_all(stream: Any, data: Any) -> None:
-    """Write all of it: one system call writes at most 2 GiB."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[stream.write(rest) :]
+            stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

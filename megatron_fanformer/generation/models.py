@@ -69,13 +69,13 @@ def find_model(checkpoint: Path) -> ModelSource:
     if target.kind == "hf":
         from megatron_fanformer.formats.huggingface import stated_model  # imports transformers: over a second
 
-        stated = stated_model(target.path)
+        config, dtype, end_of_text_id = stated_model(target.path)
         return ModelSource(
             path=target.path,
-            config=stated.config,
-            dtype=torch.bfloat16 if stated.dtype == torch.bfloat16 else torch.float32,
+            config=config,
+            dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
             tokenizer=store.attached_tokenizer(target.path),
-            end_of_text_id=stated.end_of_text_id,
+            end_of_text_id=end_of_text_id,
             fill=functools.partial(_fill_from_huggingface, target.path),
         )
     found = checkpoint_of(target)

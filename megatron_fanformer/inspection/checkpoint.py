@@ -10,8 +10,14 @@ from typing import Any
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.full_tensors import OPTIMIZER_PREFIX
 from megatron_fanformer.checkpoint.manifest import check_small_files, read_manifest
-from megatron_fanformer.checkpoint.plain_values import SavedProgress, check_plain_values, saved_progress
-from megatron_fanformer.checkpoint.stored_files import bytes_stored, check_parts, check_stored
+from megatron_fanformer.checkpoint.stored_files import (
+    SavedProgress,
+    bytes_stored,
+    check_parts,
+    check_plain_values,
+    check_stored,
+    saved_progress,
+)
 from megatron_fanformer.checkpoint.tensor_table import METADATA, Table, read_table, stored_parts, tensors_of
 from megatron_fanformer.data.config import TRAINING
 from megatron_fanformer.data.identity import SHOWN_DIGITS, DataIdentity, SetIdentity, identity_from_plain

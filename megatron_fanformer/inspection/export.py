@@ -8,11 +8,11 @@ from torch import Tensor
 
 from megatron_fanformer.checkpoint.data_files import check_archive
 from megatron_fanformer.errors import CorruptError
-from megatron_fanformer.formats.huggingface import huggingface_config
+from megatron_fanformer.formats.huggingface import open_huggingface
 from megatron_fanformer.formats.name_table import Format, expected_shapes
 from megatron_fanformer.formats.recognition import Target
-from megatron_fanformer.formats.reference import WRAP_PREFIX, reference_config
-from megatron_fanformer.formats.weight_files import read_shapes, weight_files
+from megatron_fanformer.formats.reference import open_reference
+from megatron_fanformer.formats.weight_files import weight_files
 from megatron_fanformer.inspection.model_rows import model_facts, model_rows, text_facts, text_row
 from megatron_fanformer.inspection.report import Advance, Report, plural, size, some
 from megatron_fanformer.model.config import FANformerConfig
@@ -29,8 +29,8 @@ def describe_export(target: Target) -> Report:
         InputError: the model cannot be built here.
         CorruptError: a file is missing or cannot be read.
     """
-    folder, shapes = target.path, read_shapes(target.path)
-    format, config = _format_and_config(target, shapes)
+    folder = target.path
+    format, config, shapes = _opened(target)
     files = weight_files(folder)
     text = text_facts(folder)
     total = sum(file.stat().st_size for file in files)
@@ -56,10 +56,10 @@ def describe_export(target: Target) -> Report:
     return Report(f"{folder}: {TITLES[format]}", facts, rows)
 
 
-def _format_and_config(target: Target, shapes: Mapping[str, Tensor]) -> tuple[Format, FANformerConfig]:
-    if target.kind == "hf":
-        return "hf", huggingface_config(target.path, shapes)
-    return "reference", reference_config(target.path, shapes)
+def _opened(target: Target) -> tuple[Format, FANformerConfig, Mapping[str, Tensor]]:
+    """Return the format, the model, and its tensors on the meta device."""
+    config, tensors = open_huggingface(target.path) if target.kind == "hf" else open_reference(target.path)
+    return "hf" if target.kind == "hf" else "reference", config, tensors.meta
 
 
 def bytes_to_check(target: Target) -> int:
@@ -77,11 +77,8 @@ def check_export(target: Target, advance: Advance) -> str:
     Raises:
         CorruptError: something is missing or damaged; names it.
     """
-    shapes = read_shapes(target.path)
+    format, config, shapes = _opened(target)
     found = {name: tuple(tensor.shape) for name, tensor in shapes.items()}
-    format, config = _format_and_config(target, shapes)
-    if format == "reference" and all(name.startswith(WRAP_PREFIX) for name in found):
-        found = {name.removeprefix(WRAP_PREFIX): shape for name, shape in found.items()}
     expected = expected_shapes(config, format)
     for name in expected.keys() | found.keys():
         if found.get(name) != expected.get(name):

@@ -1,4 +1,4 @@
-"""One rank does it, all ranks know the outcome: a value, or the error that every one of them then raises."""
+"""What all ranks know: the outcome of what one does, a value or the error that all then raise, or a value of each."""
 
 import threading
 from collections.abc import Callable
@@ -40,6 +40,15 @@ def on_main(function: Callable[[], Result]) -> Result:
         pass
     value, failure = received
     return cast(Result, _unless_failed(value, failure))
+
+
+def of_every_rank(value: Result) -> list[Result]:
+    """Return the value of each rank, in their order, on all of them; a collective call, unless there is one rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _shared_with_others(function: Callable[[], Result]) -> Result:

@@ -187,7 +187,7 @@ def _identity(
     present = identify_data(config.data, data, samples=train_samples if is_repeated else None)
     if resumed is None:
         return present
-    from megatron_fanformer.checkpoint.plain_values import saved_progress  # imports torch
+    from megatron_fanformer.checkpoint.stored_files import saved_progress  # imports torch
     from megatron_fanformer.checkpoint.tensor_table import read_table
 
     try:

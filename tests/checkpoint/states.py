@@ -147,12 +147,7 @@ class Training:
     def config(self) -> dict[str, Any]:
         """What a checkpoint's config.yaml says of the layout."""
         return {
-            "parallel": {
-                "tensor_model_parallel_size": self.parallel.tensor_model_parallel_size,
-                "pipeline_model_parallel_size": self.parallel.pipeline_model_parallel_size,
-                "context_parallel_size": self.parallel.context_parallel_size,
-                "data_parallel_size": self.grid.data_parallel_size,
-            },
+            "parallel": {**vars(self.parallel), "data_parallel_size": self.grid.data_parallel_size},
             "runtime": {"device": "cpu"},
         }
 

@@ -3,15 +3,26 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from megatron_fanformer.checkpoint import store
+from megatron_fanformer.checkpoint import mirror, store
 from megatron_fanformer.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from megatron_fanformer.checkpoint.mirror import UploadStatus
 
 WEIGHTS = "__0_0.distcp"
+
+
+def _failing(name: str) -> Any:
+    """A call of a store, unless it is the one that is to fail."""
+
+    def call(self: "FailingFiles", *arguments: Any, **named: Any) -> Any:
+        self._fail_if_due()
+        return getattr(LocalFileSystem, name)(self, *arguments, **named)
+
+    return call
 
 
 class FailingFiles(LocalFileSystem):
@@ -41,25 +52,7 @@ class FailingFiles(LocalFileSystem):
         if is_due and self.kind == "cut off":
             raise TimeoutError("the connection was lost")
 
-    def mkdir(self, path: str, create_parents: bool = True, **named: Any) -> None:
-        self._fail_if_due()
-        super().mkdir(path, create_parents, **named)
-
-    def mv(self, path1: str, path2: str, recursive: bool = True, **named: Any) -> None:
-        self._fail_if_due()
-        super().mv(path1, path2, recursive, **named)
-
-    def rm_file(self, path: str) -> None:
-        self._fail_if_due()
-        super().rm_file(path)
-
-    def ls(self, path: str, detail: bool = False, **named: Any) -> Any:
-        self._fail_if_due()
-        return super().ls(path, detail, **named)
-
-    def info(self, path: Any, **named: Any) -> Any:
-        self._fail_if_due()
-        return super().info(path, **named)
+    mkdir, mv, rm_file, ls, info = map(_failing, ("mkdir", "mv", "rm_file", "ls", "info"))
 
     def open(self, path: str, mode: str = "rb", *arguments: Any, **named: Any) -> Any:
         if mode == "rb" or self.kind == "refused":
@@ -110,13 +103,13 @@ class Host(LocalFileSystem):
         return LocalFileSystem._strip_protocol(str(path).replace("host://", "file://"))
 
 
-def save(run: Path, step: int, content: bytes = b"") -> Path:
+def save(run: Path, step: int, content: bytes = b"", keep: int | None = None) -> Path:
     """A checkpoint as far as copies are concerned."""
     folder = store.temporary_folder(run / store.CHECKPOINTS, step)
     (folder / WEIGHTS).write_bytes(content or bytes(range(256)) * step)
     (folder / "empty.distcp").touch()
     (folder / store.MEGATRON_METADATA).write_text("{}")
-    return store.publish_checkpoint(folder, run / store.CHECKPOINTS, step, {"step": step})
+    return store.publish_checkpoint(folder, run / store.CHECKPOINTS, step, {"step": step}, keep)
 
 
 def there(folder: Path) -> list[str]:
@@ -134,11 +127,8 @@ def step_names(*steps: int) -> list[str]:
     return [store.checkpoint_name(step) for step in steps]
 
 
-class Heard:
-    """Stands for the connection of the copying process."""
-
-    def __init__(self) -> None:
-        self.told: list[UploadStatus] = []
-
-    def send(self, told: UploadStatus) -> None:
-        self.told.append(told)
+def told_of_copy(url: str, checkpoint: Path) -> list[UploadStatus]:
+    """What the copying process says of a copy."""
+    told = list[UploadStatus]()
+    mirror._copy(url, None, checkpoint, SimpleNamespace(send=told.append))  # type: ignore[arg-type]
+    return told

@@ -30,6 +30,16 @@ SAME_LOSS = 1e-6  # relative, between layouts, in float32: sums are taken in ano
 SAME_LOSS_BF16 = 2e-3  # activations round at other places in other layouts
 DTYPES = {"fp32": (torch.float32, SAME_LOSS), "bf16": (torch.bfloat16, SAME_LOSS_BF16)}
 
+FFN = FANConfig(placement="ffn", activation="gelu")
+"""Its second map is sharded by columns, which lie in three runs: cos, sin, g."""
+
+
+def pair(saved: str, loaded: str, dtype: str = "fp32", *, full: bool = False, **fields: Any) -> Any:
+    """A layout that a checkpoint is saved in, one that it is loaded in, and what the model is besides."""
+    fields = {"num_layers": layers_for(saved, loaded), **fields}
+    return pytest.param(saved, loaded, dtype, fields, marks=pytest.mark.full if full else ())
+
+
 # Every layout of two ranks is saved or loaded once, every kind of optimizer both.
 PAIRS = [
     ("tp2", "dp2-plain"),
@@ -38,13 +48,19 @@ PAIRS = [
     ("fan-sequence-plain", "pp2"),
     ("dp2", "tp1-plain"),
 ]
-OTHER_PAIRS = [(saved, loaded) for saved in LAYOUTS for loaded in LAYOUTS if (saved, loaded) not in PAIRS]
-BF16_PAIRS = [("tp2", "tp1-plain")]
-OTHER_BF16_PAIRS = [
-    ("tp2-sp-plain", "dp2"),
-    ("dp2-plain", "vpp2"),
-    ("pp2", "tp2-sp-plain"),
-    ("fan-sequence-plain", "dp2-overlap"),
+CASES = [
+    *(pair(*each) for each in PAIRS),
+    *(pair(a, b, full=True) for a in LAYOUTS for b in LAYOUTS if (a, b) not in PAIRS),
+    pair("tp2", "tp1-plain", "bf16"),
+    pair("tp2-sp-plain", "dp2", "bf16", full=True),
+    pair("dp2-plain", "vpp2", "bf16", full=True),
+    pair("pp2", "tp2-sp-plain", "bf16", full=True),
+    pair("fan-sequence-plain", "dp2-overlap", "bf16", full=True),
+    pair("pp2", "tp1-plain", untie_embeddings_and_output_weights=True),
+    pair("tp2-sp-plain", "dp2", fan=FFN),
+    pair("tp2-dp2", "tp2", "bf16", full=True, fan=FFN),
+    pair("tp2", "tp2-dp2", full=True, fan=FFN),
+    pair("pp2", "tp2-dp2", "bf16", full=True, fan=FFN),
 ]
 
 FEW = {"num_layers": 2}  # unless stages are cut into chunks
@@ -57,8 +73,11 @@ class Saved(NamedTuple):
     ranks: list[Shown]
 
 
+SavedIn = Callable[..., Saved]
+
+
 @pytest.fixture(scope="module")
-def saved_in(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Saved]:
+def saved_in(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory) -> SavedIn:
     """The checkpoint of a layout, made when first asked for."""
     made: dict[Any, Saved] = {}
 
@@ -91,46 +110,10 @@ def check(run_on_ranks: RunOnRanks, saved: Saved, loaded_in: str, dtype: str, **
     assert ranks[0].next_losses == pytest.approx(saved.ranks[0].next_losses, rel=same_loss, abs=0)
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded"), [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.full) for pair in OTHER_PAIRS)]
-)
+@pytest.mark.parametrize(("saved", "loaded", "dtype", "fields"), CASES)
 def test_the_state_is_the_same_in_every_layout(
-    run_on_ranks: RunOnRanks, saved_in: Callable[..., Saved], saved: str, loaded: str
+    run_on_ranks: RunOnRanks, saved_in: SavedIn, saved: str, loaded: str, dtype: str, fields: dict[str, Any]
 ) -> None:
-    layers = {"num_layers": layers_for(saved, loaded)}
-    check(run_on_ranks, saved_in(saved, "fp32", **layers), loaded, "fp32", **layers)
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"), [*BF16_PAIRS, *(pytest.param(*pair, marks=pytest.mark.full) for pair in OTHER_BF16_PAIRS)]
-)
-def test_main_weights_in_float32_are_the_same_too(
-    run_on_ranks: RunOnRanks, saved_in: Callable[..., Saved], saved: str, loaded: str
-) -> None:
-    layers = {"num_layers": layers_for(saved, loaded)}
-    check(run_on_ranks, saved_in(saved, "bf16", **layers), loaded, "bf16", **layers)
-
-
-def test_an_output_layer_of_its_own_is_the_same_too(run_on_ranks: RunOnRanks, saved_in: Callable[..., Saved]) -> None:
-    untied = {"untie_embeddings_and_output_weights": True}
-    check(run_on_ranks, saved_in("pp2", "fp32", **untied), "tp1-plain", "fp32", **untied)
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded", "dtype"),
-    [
-        ("tp2-sp-plain", "dp2", "fp32"),
-        *(
-            pytest.param(*pair, marks=pytest.mark.full)
-            for pair in (("tp2-dp2", "tp2", "bf16"), ("tp2", "tp2-dp2", "fp32"), ("pp2", "tp2-dp2", "bf16"))
-        ),
-    ],
-)
-def test_fan_layers_for_the_mlp_are_the_same_too(
-    run_on_ranks: RunOnRanks, saved_in: Callable[..., Saved], saved: str, loaded: str, dtype: str
-) -> None:
-    """Their second map is sharded by columns, which lie in three runs: cos, sin, g."""
-    fields = {"fan": FANConfig(placement="ffn", activation="gelu")}
     check(run_on_ranks, saved_in(saved, dtype, **fields), loaded, dtype, **fields)
 
 
@@ -141,26 +124,15 @@ def gathered(ranks: list[Shown], prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("loaded", ["tp1-plain", "dp2"])
-def test_a_run_in_float32_goes_on_from_the_main_weights_of_one_in_bf16(
-    run_on_ranks: RunOnRanks, saved_in: Callable[..., Saved], loaded: str
-) -> None:
-    saved = saved_in("tp2", "bf16")
-    ranks = run_on_ranks(
-        world_size(loaded), load_and_train, loaded, small_model(**FEW), torch.float32, saved.checkpoint
-    )
-    main, weights = gathered(saved.ranks, MAIN_WEIGHT), gathered(ranks)
-    assert [name for name in main if not torch.equal(main[name], weights[name])] == []
-
-
-@pytest.mark.parametrize("loaded", ["tp1-plain", "dp2"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_main_weights_of_a_run_in_bf16_are_the_weights_of_one_in_float32(
-    run_on_ranks: RunOnRanks, saved_in: Callable[..., Saved], loaded: str
+    run_on_ranks: RunOnRanks, saved_in: SavedIn, dtype: str, loaded: str
 ) -> None:
-    saved = saved_in("tp2", "fp32")
-    ranks = run_on_ranks(
-        world_size(loaded), load_and_train, loaded, small_model(**FEW), torch.bfloat16, saved.checkpoint
-    )
-    main, weights = gathered(ranks, MAIN_WEIGHT), gathered(saved.ranks)
+    """A run of either goes on from the other's."""
+    saved, other = saved_in("tp2", dtype), torch.float32 if dtype == "bf16" else torch.bfloat16
+    ranks = run_on_ranks(world_size(loaded), load_and_train, loaded, small_model(**FEW), other, saved.checkpoint)
+    in_bf16, in_float32 = (saved.ranks, ranks) if dtype == "bf16" else (ranks, saved.ranks)
+    main, weights = gathered(in_bf16, MAIN_WEIGHT), gathered(in_float32)
     assert len(main) > 10
     assert [name for name in main if not torch.equal(main[name], weights[name])] == []
 

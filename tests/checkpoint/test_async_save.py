@@ -52,9 +52,9 @@ def writers_do_first(action: Callable[[], None]) -> Iterator[None]:
         saving.watched = as_it_is
 
 
-def wait_for(file: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not file.exists() and time.monotonic() < deadline:
+def wait_until(happened: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened() and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
@@ -62,7 +62,7 @@ def started_save(run: Training, folder: Path) -> CheckpointSaver:
     """Train two steps, and begin to save them; the writers wait for a file named `go`."""
     run.take_steps(2)
     saver = CheckpointSaver(folder, run.grid, keep=None, async_save=True)
-    with writers_do_first(lambda: wait_for(folder / "go")):
+    with writers_do_first(lambda: wait_until((folder / "go").exists)):
         assert run.save(saver) is None
     return saver
 
@@ -170,9 +170,7 @@ def save_thrice(layout: str, folder: Path) -> list[str]:
             run.take_steps(1)
             run.save(saver)
             saver.finish_due(blocking=True)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while list((folder / store.CHECKPOINTS).glob(".*")) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: not list((folder / store.CHECKPOINTS).glob(".*")))
         return sorted(path.name for path in (folder / store.CHECKPOINTS).iterdir())
 
 
@@ -231,28 +229,21 @@ def test_only_the_newest_are_kept(run_on_ranks: RunOnRanks, tmp_path: Path) -> N
 # -- writers that fail
 
 
-def test_a_writer_that_fails_ends_the_run_and_publishes_nothing(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
-    errors = run_on_ranks(2, lose_the_folder, "dp2", tmp_path)
-    assert errors[0] == errors[1]
-    assert errors[0].startswith(f"the checkpoint of step 2 was not written to {tmp_path / store.CHECKPOINTS} (rank ")
-    assert "No such file or directory" in errors[0]
-    assert "\n" not in errors[0]
-    assert published(tmp_path) == []
-
-
-def test_a_writer_that_is_killed_ends_the_run_and_publishes_nothing(run_on_ranks: RunOnRanks, tmp_path: Path) -> None:
-    errors = run_on_ranks(2, kill_a_writer, "dp2", tmp_path)
-    assert errors[0] == errors[1]
-    assert errors[0].startswith(f"the checkpoint of step 2 was not written to {tmp_path / store.CHECKPOINTS} (rank 1: ")
-    assert "killed" in errors[0]
-    assert list((tmp_path / store.CHECKPOINTS).iterdir()) == []
-
-
-@pytest.mark.parametrize("async_save", [True, False], ids=["async", "sync"])
-def test_what_a_writer_starts_may_be_killed_too(run_on_ranks: RunOnRanks, tmp_path: Path, async_save: bool) -> None:
-    errors = run_on_ranks(2, kill_what_a_writer_starts, "dp2", tmp_path, async_save)
-    assert errors[0] == errors[1]
-    assert errors[0].startswith(f"the checkpoint of step 2 was not written to {tmp_path / store.CHECKPOINTS} (rank 1: ")
+@pytest.mark.parametrize(
+    ("fail", "arguments", "said"),
+    [
+        (lose_the_folder, (), "No such file or directory"),
+        (kill_a_writer, (), "(rank 1: its writer was killed"),
+        (kill_what_a_writer_starts, (True,), "(rank 1: "),
+        (kill_what_a_writer_starts, (False,), "(rank 1: "),
+    ],
+)
+def test_a_writer_that_fails_ends_the_run_and_publishes_nothing(
+    run_on_ranks: RunOnRanks, tmp_path: Path, fail: Callable[..., str], arguments: tuple[bool, ...], said: str
+) -> None:
+    error, same = run_on_ranks(2, fail, "dp2", tmp_path, *arguments)
+    assert error == same and said in error and "\n" not in error
+    assert error.startswith(f"the checkpoint of step 2 was not written to {tmp_path / store.CHECKPOINTS} (rank ")
     assert list((tmp_path / store.CHECKPOINTS).iterdir()) == []
 
 
@@ -302,9 +293,7 @@ def test_a_writer_does_not_outlive_its_rank() -> None:
     assert is_alive(writer)
     rank.kill()
     rank.join()
-    deadline = time.monotonic() + PATIENCE_SECONDS / 2
-    while is_alive(writer) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not is_alive(writer), PATIENCE_SECONDS / 2)
     assert not is_alive(writer)
 
 

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 from megatron_fanformer import durable_files
-from megatron_fanformer.checkpoint import mirror, remote, store
+from megatron_fanformer.checkpoint import remote, store
 from megatron_fanformer.checkpoint.config import CheckpointConfig
 from megatron_fanformer.checkpoint.manifest import MANIFEST, FileSums, read_manifest
 from megatron_fanformer.checkpoint.mirror import fetch_newer
 from megatron_fanformer.checkpoint.remote import RemoteRun, fetched
 from megatron_fanformer.errors import CorruptError, FanformerError, InputError, redacted
-from tests.checkpoint.stores import WEIGHTS, FailingFiles, Heard, Host, save, step_names, there
+from tests.checkpoint.stores import WEIGHTS, FailingFiles, Host, save, step_names, there, told_of_copy
 
 Change = Callable[[Path], None]
 
@@ -232,9 +232,8 @@ def test_a_host_that_is_down_is_asked_again_and_told_in_one_line(
     save(tmp_path / "run", 1)
     fetch_newer(host, tmp_path / "run")
     assert "going on with what is in" in caplog.messages[-1]
-    Host.refusals, heard = 2, Heard()
-    mirror._copy(host, None, save(tmp_path / "run", 6), heard)  # type: ignore[arg-type]
-    assert [told.what for told in heard.told] == ["failed", "failed", "copied"]
+    Host.refusals = 2
+    assert [told.what for told in told_of_copy(host, save(tmp_path / "run", 6))] == ["failed", "failed", "copied"]
 
 
 def test_one_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -> None:

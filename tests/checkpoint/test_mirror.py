@@ -23,7 +23,7 @@ from megatron_fanformer.checkpoint.mirror import Mirror, UploadStatus
 from megatron_fanformer.checkpoint.remote import RemoteRun
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.processes import STOP_SIGNALS
-from tests.checkpoint.stores import WEIGHTS, FailingFiles, Heard, save, step_names, there
+from tests.checkpoint.stores import WEIGHTS, FailingFiles, save, step_names, there, told_of_copy
 from tests.faults.mirror_kills import needs_server, s3_server, verified
 
 KILLS = 6
@@ -124,7 +124,7 @@ def test_a_sign_of_life_comes_with_every_part_and_every_file_removed(
 def test_an_attempt_goes_on_where_the_one_before_failed(
     failing: str, tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint, sent, heard = save(tmp_path / "run", 1), list[str](), Heard()
+    checkpoint, sent = save(tmp_path / "run", 1), list[str]()
     send = RemoteRun._send
 
     def noted(self: RemoteRun, file: Path, *arguments: Any) -> None:
@@ -134,8 +134,7 @@ def test_an_attempt_goes_on_where_the_one_before_failed(
         send(self, file, *arguments)
 
     monkeypatch.setattr(RemoteRun, "_send", noted)
-    mirror._copy(failing, None, checkpoint, heard)  # type: ignore[arg-type]
-    assert [told.what for told in heard.told] == ["failed", "failed", "copied"]
+    assert [told.what for told in told_of_copy(failing, checkpoint)] == ["failed", "failed", "copied"]
     assert there(tmp_path / "there") == step_names(1)
     manifest = read_manifest(checkpoint)
     assert manifest is not None
@@ -168,30 +167,22 @@ def test_a_damaged_original_is_not_published(tmp_path: Path) -> None:
     assert there(tmp_path / "there") == []
 
 
-def test_no_folder_is_made_for_the_mirror_s_own(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):  # a disk that is not mounted
-        RemoteRun(f"file://{tmp_path}/disk/run").make_ready()
-
-
 def test_attempts_follow_one_another_at_growing_distances(failing: str, tmp_path: Path, pauses: list[float]) -> None:
-    checkpoint, heard = save(tmp_path / "run", 1), Heard()
     FailingFiles.target, FailingFiles.kind = 2, "refused"
-    mirror._copy(failing, None, checkpoint, heard)  # type: ignore[arg-type]
-    assert [told.what for told in heard.told] == ["failed", "copied"]
-    FailingFiles.target, heard.told = -1, []
+    assert [told.what for told in told_of_copy(failing, save(tmp_path / "run", 1))] == ["failed", "copied"]
+    FailingFiles.target = -1
     pauses.clear()
-    mirror._copy(failing, None, save(tmp_path / "run", 2), heard)  # type: ignore[arg-type]
-    assert [told.what for told in heard.told] == ["failed"] * 7 + ["given up"]
+    *failed, last = told_of_copy(failing, save(tmp_path / "run", 2))
+    assert [told.what for told in (*failed, last)] == ["failed"] * 7 + ["given up"]
     assert pauses == list(attempts.PAUSES_SECONDS)
-    assert "secret" not in heard.told[-1].reason and "the store does not answer" in heard.told[-1].reason
+    assert "secret" not in last.reason and "the store does not answer" in last.reason
 
 
 def test_a_store_that_is_full_is_tried_once(failing: str, tmp_path: Path, pauses: list[float]) -> None:
-    heard = Heard()
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch.object(FailingFiles, "pipe_file", side_effect=full):
-        mirror._copy(failing, None, save(tmp_path / "run", 1), heard)  # type: ignore[arg-type]
-    assert [told.what for told in heard.told] == ["failed", "given up"] and pauses == []
+        said = told_of_copy(failing, save(tmp_path / "run", 1))
+    assert [told.what for told in said] == ["failed", "given up"] and pauses == []
 
 
 # -- the process that copies
@@ -204,6 +195,20 @@ def mirrored(tmp_path: Path) -> Iterator[tuple[Mirror, list[str]]]:
     made = Mirror(f"file://{tmp_path}/there", keep=None, note_failure=lambda name, _: failed.append(name))
     yield made, failed
     made.close()
+
+
+def begin(made: Mirror, tmp_path: Path, number: int) -> None:
+    """Offer a first checkpoint, and send its process a signal."""
+    made.offer(save(tmp_path / "run", 1))
+    assert made._process is not None and made._process.pid is not None
+    os.kill(made._process.pid, number)
+
+
+def go_on(made: Mirror, tmp_path: Path) -> list[str]:
+    """Offer a second checkpoint, and wait for it; the copies that there are then."""
+    made.offer(save(tmp_path / "run", 2))
+    made.finish(lambda: False)
+    return there(tmp_path / "there")
 
 
 def test_one_is_copied_at_a_time_and_the_newest_is_next(mirrored: tuple[Mirror, list[str]], tmp_path: Path) -> None:
@@ -246,17 +251,13 @@ def test_a_process_that_is_killed_or_stopped_is_told_and_replaced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     made, failed = mirrored
-    made.offer(save(tmp_path / "run", 1))
-    assert made._process is not None and made._process.pid is not None
-    os.kill(made._process.pid, number)
+    begin(made, tmp_path, number)
     with monkeypatch.context() as patch:
         patch.setattr(mirror, "STALLED_SECONDS", 0.3)
         made.finish(lambda: False)
     assert failed == step_names(1)
     assert "step-00000001 is not copied" in caplog.messages[-1]
-    made.offer(save(tmp_path / "run", 2))
-    made.finish(lambda: False)
-    assert there(tmp_path / "there") == step_names(2)
+    assert go_on(made, tmp_path) == step_names(2)
 
 
 def test_a_process_that_is_killed_while_it_is_idle_has_failed_at_nothing(
@@ -270,9 +271,7 @@ def test_a_process_that_is_killed_while_it_is_idle_has_failed_at_nothing(
     made._process.join()
     made.poll()
     assert not failed
-    made.offer(save(tmp_path / "run", 2))
-    made.finish(lambda: False)
-    assert there(tmp_path / "there") == step_names(1, 2)
+    assert go_on(made, tmp_path) == step_names(1, 2)
 
 
 def test_a_process_that_cannot_be_started_is_told(
@@ -291,9 +290,7 @@ def test_a_process_that_cannot_be_started_is_told(
         made.finish(lambda: False)
     assert failed == step_names(1) and not made.in_use
     assert held[0].issuperset(STOP_SIGNALS) and not signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    made.offer(save(tmp_path / "run", 2))
-    made.finish(lambda: False)
-    assert there(tmp_path / "there") == step_names(2)
+    assert go_on(made, tmp_path) == step_names(2)
 
 
 STORES = ["file", pytest.param("s3", marks=[pytest.mark.full, needs_server])]
@@ -336,9 +333,7 @@ def test_the_end_of_a_run_waits_for_parts_and_not_for_attempts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     made, _ = mirrored
-    made.offer(save(tmp_path / "run", 1))
-    assert made._process is not None and made._process.pid is not None
-    os.kill(made._process.pid, signal.SIGSTOP)  # its store never answers
+    begin(made, tmp_path, signal.SIGSTOP)  # its store never answers
     monkeypatch.setattr(mirror, "FINISH_SECONDS", 0.2)
     made.finish(lambda: False)
     assert made._copying is not None
@@ -347,8 +342,6 @@ def test_the_end_of_a_run_waits_for_parts_and_not_for_attempts(
 
 def test_a_copy_never_outlives_its_run_s_patience(mirrored: tuple[Mirror, list[str]], tmp_path: Path) -> None:
     made, failed = mirrored
-    made.offer(save(tmp_path / "run", 1))
-    assert made._process is not None and made._process.pid is not None
-    os.kill(made._process.pid, signal.SIGSTOP)  # a copy that never ends
+    begin(made, tmp_path, signal.SIGSTOP)  # a copy that never ends
     made.finish(lambda: True)
     assert made._copying is not None and not failed

@@ -1,6 +1,5 @@
 """Checkpoints made by somebody who wishes harm: every reader refuses them, and none executes anything of them."""
 
-import dataclasses
 import enum
 import io
 import pickle
@@ -20,11 +19,11 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
 )
 
-from megatron_fanformer.checkpoint import training_state
+from megatron_fanformer.checkpoint import stored_files
 from megatron_fanformer.checkpoint.data_files import read_records
 from megatron_fanformer.checkpoint.manifest import MANIFEST, write_manifest
-from megatron_fanformer.checkpoint.plain_values import COMMON, check_format
 from megatron_fanformer.checkpoint.store import MEGATRON_METADATA
+from megatron_fanformer.checkpoint.stored_files import COMMON, check_format
 from megatron_fanformer.checkpoint.tensor_table import METADATA, read_table, tensors_of
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import CorruptError
@@ -38,16 +37,12 @@ WEIGHT = "decoder.final_layernorm.weight"
 RunOnRanks = Callable[..., list[Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A run of two steps, with a checkpoint after the first and the second."""
-
-    values: dict[str, Any]
-    folder: Path
+Values = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def trained(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def trained(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory) -> Values:
+    """A run of two steps, with a checkpoint after the first and the second."""
     folder = tmp_path_factory.mktemp("trained")
     values = small_run(
         write_tokens(folder / "tokens"),
@@ -59,15 +54,19 @@ def trained(run_on_ranks: RunOnRanks, tmp_path_factory: pytest.TempPathFactory) 
     )
     run_on_ranks(1, train, values)
     (find_checkpoint(folder / "run") / MANIFEST).unlink()  # as whoever changes a file on purpose would
-    return Run(values, folder / "run")
+    return values
 
 
 @pytest.fixture
-def run(trained: Run, tmp_path: Path) -> Run:
+def run(trained: Values, tmp_path: Path) -> Values:
     """A copy to be changed, that has a step more to take."""
-    training = {**trained.values["training"], "run_dir": str(tmp_path / "run"), "train_iters": 3}
-    shutil.copytree(trained.folder, tmp_path / "run")
-    return Run({**trained.values, "training": training}, tmp_path / "run")
+    shutil.copytree(trained["training"]["run_dir"], tmp_path / "run")
+    return {**trained, "training": {**trained["training"], "run_dir": str(tmp_path / "run"), "train_iters": 3}}
+
+
+@pytest.fixture
+def checkpoint(run: Values) -> Path:
+    return find_checkpoint(run["training"]["run_dir"])
 
 
 class _ByName(pickle.Pickler):
@@ -77,8 +76,7 @@ class _ByName(pickle.Pickler):
         return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
 
 
-def test_enumerations_are_read_as_every_python_writes_them(run: Run) -> None:
-    checkpoint = find_checkpoint(run.folder)
+def test_enumerations_are_read_as_every_python_writes_them(checkpoint: Path) -> None:
     table = read_table(checkpoint)
     stream = io.BytesIO()
     _ByName(stream).dump(table)
@@ -101,8 +99,7 @@ class _Attribute:
     ("owner", "name"),
     [(Metadata, "__init__"), (StorageMeta, "__class__"), (_MEM_FORMAT_ENCODING, "__class__"), (torch.Size, "numel")],
 )
-def test_getattr_in_a_table_gives_members_of_enumerations_alone(run: Run, owner: type, name: str) -> None:
-    checkpoint = find_checkpoint(run.folder)
+def test_getattr_in_a_table_gives_members_of_enumerations_alone(checkpoint: Path, owner: type, name: str) -> None:
     table = read_table(checkpoint)
     table.planner_data = _Attribute(owner, name)
     (checkpoint / METADATA).write_bytes(pickle.dumps(table))
@@ -174,46 +171,46 @@ def plant_common(checkpoint: Path, bomb: Bomb) -> Path:
 # -- who reads
 
 
-def resume(run: Run, tmp_path: Path) -> list[str]:
-    return ["train", "--config", str(write_config(tmp_path / "config.yaml", run.values))]
+def resume(run: Values, tmp_path: Path) -> list[str]:
+    return ["train", "--config", str(write_config(tmp_path / "config.yaml", run))]
 
 
-def start_from_weights(run: Run, tmp_path: Path) -> list[str]:
-    fresh = ["--training.run_dir", str(tmp_path / "fresh"), "--checkpoint.load", str(run.folder)]
+def start_from_weights(run: Values, tmp_path: Path) -> list[str]:
+    fresh = ["--training.run_dir", str(tmp_path / "fresh"), "--checkpoint.load", run["training"]["run_dir"]]
     return [*resume(run, tmp_path), *fresh]
 
 
-def generate(run: Run, _tmp_path: Path) -> list[str]:
-    return ["generate", str(run.folder), "--prompt", "a", "--max-new-tokens", "2"]
+def generate(run: Values, _: Path) -> list[str]:
+    return ["generate", run["training"]["run_dir"], "--prompt", "a", "--max-new-tokens", "2"]
 
 
-def convert(run: Run, tmp_path: Path) -> list[str]:
-    return ["convert", str(run.folder), str(tmp_path / "out"), "--to", "reference", "--no-verify"]
+def convert(run: Values, tmp_path: Path) -> list[str]:
+    return ["convert", run["training"]["run_dir"], str(tmp_path / "out"), "--to", "reference", "--no-verify"]
 
 
-def inspect(run: Run, _tmp_path: Path) -> list[str]:
-    return ["inspect", str(run.folder)]
+def inspect(run: Values, _: Path) -> list[str]:
+    return ["inspect", run["training"]["run_dir"]]
 
 
 READERS = [resume, start_from_weights, generate, convert, inspect]
 PLANTS = [plant_table, plant_inside_table, plant_objects, plant_object_for_tensor, plant_common]
-Reader = Callable[[Run, Path], list[str]]
+Reader = Callable[[Values, Path], list[str]]
 Plant = Callable[[Path, Bomb], Path]
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
-def test_a_sound_checkpoint_is_read(reader: Reader, run: Run, tmp_path: Path) -> None:
+def test_a_sound_checkpoint_is_read(reader: Reader, run: Values, tmp_path: Path) -> None:
     assert main(reader(run, tmp_path)) == 0
 
 
 @pytest.mark.parametrize("plant", [*PLANTS, plant_tensor], ids=lambda plant: plant.__name__)
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
 def test_a_checkpoint_made_to_do_harm_is_refused(
-    reader: Reader, plant: Plant, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reader: Reader, plant: Plant, run: Values, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if reader is inspect and plant is plant_tensor:
         pytest.skip("it reads no tensors")
-    file = plant(find_checkpoint(run.folder), Bomb(tmp_path / "marker"))
+    file = plant(checkpoint, Bomb(tmp_path / "marker"))
     capsys.readouterr()
     assert main(reader(run, tmp_path)) == 3
     (line,) = capsys.readouterr().err.splitlines()
@@ -226,22 +223,26 @@ def test_a_checkpoint_made_to_do_harm_is_refused(
 
 @pytest.mark.parametrize("plant", [plant_objects, plant_tensor, plant_common], ids=lambda plant: plant.__name__)
 def test_megatron_core_and_torch_load_data_alone(
-    plant: Plant, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    plant: Plant,
+    run: Values,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(training_state, "check_plain_values", lambda *_, **__: None)
-    file = plant(find_checkpoint(run.folder), Bomb(tmp_path / "marker"))
+    monkeypatch.setattr(stored_files, "check_plain_values", lambda *_, **__: None)
+    file = plant(checkpoint, Bomb(tmp_path / "marker"))
     assert main(resume(run, tmp_path)) == 3
     assert not (tmp_path / "marker").exists()
     assert f"{file}" in (said := capsys.readouterr().err) and "holds more than data" in said
 
 
 def test_megatron_core_and_torch_do_not_read_the_table_again(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Values, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = find_checkpoint(run.folder)
     table = read_table(checkpoint)
-    monkeypatch.setattr(training_state, "read_table", lambda _: table)
-    monkeypatch.setattr(training_state, "check_stored", lambda *_, **__: None)
+    monkeypatch.setattr(stored_files, "read_table", lambda _: table)
+    monkeypatch.setattr(stored_files, "check_stored", lambda *_, **__: None)
     plant_table(checkpoint, Bomb(tmp_path / "marker"))
     assert main(resume(run, tmp_path)) == 0
     assert not (tmp_path / "marker").exists()
@@ -255,9 +256,9 @@ def refusal(values: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_refuses_all_do(run_on_ranks: RunOnRanks, run: Run, tmp_path: Path, rank: int) -> None:
+def test_what_one_rank_refuses_all_do(run_on_ranks: RunOnRanks, run: Values, tmp_path: Path, rank: int) -> None:
     """Each looks through a share of the random states: none is left waiting."""
-    values = {**run.values, "parallel": {**run.values["parallel"], "data_parallel_size": 2}}
+    values = {**run, "parallel": {**run["parallel"], "data_parallel_size": 2}}
     values["training"] = {**values["training"], "run_dir": str(tmp_path / "two")}
     run_on_ranks(2, train, values)
     values["training"]["train_iters"] = 4
@@ -269,9 +270,9 @@ def test_what_one_rank_refuses_all_do(run_on_ranks: RunOnRanks, run: Run, tmp_pa
     assert not (tmp_path / "marker").exists()
 
 
-def test_torch_loads_as_before_afterwards(run: Run, tmp_path: Path) -> None:
+def test_torch_loads_as_before_afterwards(run: Values, checkpoint: Path, tmp_path: Path) -> None:
     load, read_metadata, read_data = torch.load, FileSystemReader.read_metadata, FileSystemReader.read_data
-    plant_tensor(find_checkpoint(run.folder), Bomb(tmp_path / "marker"))
+    plant_tensor(checkpoint, Bomb(tmp_path / "marker"))
     assert main(generate(run, tmp_path)) == 3
     assert torch.load is load
     assert FileSystemReader.read_metadata is read_metadata and FileSystemReader.read_data is read_data

@@ -15,8 +15,6 @@ from megatron_fanformer.checkpoint.saving import check_finite
 from megatron_fanformer.checkpoint.training_state import _capture_random_state, _restore_random_state
 from megatron_fanformer.errors import DivergenceError
 
-ALONE = SimpleNamespace(world_size=1)
-
 
 @pytest.mark.parametrize("name", ["save_interval", "keep", "mirror_keep"])
 def test_numbers_of_checkpoints_are_at_least_1(name: str) -> None:
@@ -28,10 +26,10 @@ def test_numbers_of_checkpoints_are_at_least_1(name: str) -> None:
 def test_no_value_that_is_not_finite_is_saved(value: float) -> None:
     sound, tensor = torch.ones(4), torch.arange(-3.0, 3.0)
     state = {"a": ShardedTensor.from_rank_offsets("sound", sound), "b": ShardedTensor.from_rank_offsets("w", tensor)}
-    check_finite({"model0": state}, 7, ALONE)  # type: ignore[arg-type]
+    check_finite({"model0": state}, 7)
     tensor[2] = value
     with pytest.raises(DivergenceError, match="step 7 was not saved: w has the value"):
-        check_finite({"model0": state}, 7, ALONE)  # type: ignore[arg-type]
+        check_finite({"model0": state}, 7)
 
 
 def test_groups_without_weights_on_this_rank_have_the_common_step() -> None:

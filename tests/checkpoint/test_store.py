@@ -12,12 +12,8 @@ import pytest
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.errors import CorruptError, InputError
 from megatron_fanformer.formats.recognition import find_checkpoint
-
-
-def save(run: Path, step: int, keep: int | None = None) -> Path:
-    folder = store.temporary_folder(run / store.CHECKPOINTS, step)
-    (folder / store.MEGATRON_METADATA).write_text("{}")
-    return store.publish_checkpoint(folder, run / store.CHECKPOINTS, step, {"step": step}, keep)
+from tests.checkpoint.stores import save
+from tests.disk_steps import recorded_steps
 
 
 def names(run: Path) -> list[str]:
@@ -32,30 +28,16 @@ def test_a_run_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
 
 def test_nothing_has_its_name_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Power can fail: files, then their folder, its name, that name's folder, and only then `latest`, likewise."""
-    calls: list[tuple[str, str]] = []
-    opened: dict[int, str] = {}
-    open_, fsync, replace = os.open, os.fsync, os.replace
-
-    def recorded_open(path: Any, *arguments: Any, **named: Any) -> int:
-        descriptor = open_(path, *arguments, **named)
-        opened[descriptor] = str(path)
-        return descriptor
-
-    monkeypatch.setattr(os, "open", recorded_open)
-    monkeypatch.setattr(os, "fsync", lambda number: (calls.append(("flush", opened[number])), fsync(number)))
-    monkeypatch.setattr(os, "replace", lambda old, new: (calls.append(("rename", str(new))), replace(old, new)))
-    folder = store.temporary_folder(tmp_path / store.CHECKPOINTS, 10)
-    (folder / store.MEGATRON_METADATA).write_text("{}")
-    (folder / "__0_0.distcp").write_bytes(b"weights")
-    checkpoint = store.publish_checkpoint(folder, tmp_path / store.CHECKPOINTS, 10, {})
-    checkpoints = str(tmp_path / store.CHECKPOINTS)
-    files = {str(folder / path.name) for path in checkpoint.iterdir()}
-    renamed = calls.index(("rename", str(checkpoint)))
-    assert {path for kind, path in calls[: renamed - 1] if kind == "flush"} == files
-    assert calls[renamed - 1] == ("flush", str(folder))
-    (_, temporary), *others = calls[renamed + 2 :]
-    assert calls[renamed + 1] == ("flush", checkpoints) and Path(temporary).name.startswith(".latest.")
-    assert others == [("rename", f"{checkpoints}/{store.LATEST}"), ("flush", checkpoints)]
+    steps = recorded_steps(monkeypatch)
+    checkpoint = save(tmp_path, 10)
+    renamed = steps.index(("rename", checkpoint.name))
+    *flushed, (_, folder) = steps[:renamed]
+    assert {name for kind, name in flushed if kind == "fsync"} == {path.name for path in checkpoint.iterdir()}
+    assert folder.startswith(f".{checkpoint.name}.")
+    (_, pointer) = steps[renamed + 2]
+    assert pointer.startswith(f".{store.LATEST}.")
+    above = ("fsync", store.CHECKPOINTS)
+    assert steps[renamed + 1 :] == [above, ("fsync", pointer), ("rename", store.LATEST), above]
 
 
 def test_latest_is_the_one_published_last(tmp_path: Path) -> None:

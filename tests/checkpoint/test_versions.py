@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_fanformer.checkpoint import megatron_versions, store, training_state
+from megatron_fanformer.checkpoint import megatron_versions, store, stored_files
 from megatron_fanformer.checkpoint.manifest import MANIFEST
 from megatron_fanformer.checkpoint.tensor_table import Table, read_table, tensors_of
 from megatron_fanformer.checkpoint.versions import FILE, OtherVersions, UnreadableError, versions
@@ -47,7 +47,7 @@ def resume_from_a_later_torchs_table(values: dict[str, Any]) -> None:
             stored.properties.strides = (1,)  # type: ignore[attr-defined]
         return table
 
-    with mock.patch.object(training_state, "read_table", table_with_strides):
+    with mock.patch.object(stored_files, "read_table", table_with_strides):
         train(values)
 
 

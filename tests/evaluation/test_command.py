@@ -328,9 +328,7 @@ def test_a_model_that_diverged_has_bad_numbers(
 ) -> None:
     config, tensors = model_and_tensors(CASE)
     tensors["decoder.final_layernorm.weight"] = torch.full_like(tensors["decoder.final_layernorm.weight"], torch.nan)
-    export_huggingface(
-        config, tensors, tmp_path / "export", dtype=torch.float32, tokenizer_path=made.tokenizer, end_of_text_id=0
-    )
+    export_huggingface(config, tensors, tmp_path / "export", dtype=torch.float32, tokenizer=made.tokenizer, eod_id=0)
     output = tmp_path / "result.json"
     asked = [str(made.places.get(word, word)) for word in asked]
     assert evaluate(tmp_path / "export", *asked, "--output", output) == 4

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.formats.convert import convert_checkpoint
 from tests.generation.making import write_tokenizer
 from tests.small_runs import VOCAB_SIZE, small_run, write_config, write_tokens
 from tests.training.test_trainer import train
+from tests.whole_models import convert_checkpoint
 
 
 @dataclass(frozen=True)

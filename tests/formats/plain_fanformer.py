@@ -5,7 +5,7 @@ fields are written out here again.
 """
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +111,8 @@ def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tens
 
 def fields(variant: Variant) -> dict[str, Any]:
     """The authors' configuration; p_ratio is left out, as in every published one."""
-    stated = asdict(variant)
     return {
-        "block_type": "fanformer" if stated["placement"] == "qk_and_v" else "sequential",
+        "block_type": "fanformer" if variant.placement == "qk_and_v" else "sequential",
         "d_model": HIDDEN,
         "n_heads": HEADS,
         "n_kv_heads": variant.groups,
@@ -135,9 +134,9 @@ def fields(variant: Variant) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, variant: Variant, weights: dict[str, Tensor]) -> Path:
-    """A checkpoint as the authors release it."""
+def write(folder: Path, variant: Variant, weights: dict[str, Tensor] | None = None) -> Path:
+    """A checkpoint as the authors release it; of random weights, unless they are given."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": fields(variant)}))
-    save_file(weights, folder / "model.safetensors")
+    save_file(random_weights(variant) if weights is None else weights, folder / "model.safetensors")
     return folder

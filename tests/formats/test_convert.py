@@ -11,13 +11,13 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.run_lock import run_lock
 from megatron_fanformer.cli import main
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.formats.huggingface import from_huggingface_config, to_huggingface_config
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
 from tests.disk_steps import small_files
-from tests.formats.plain_fanformer import VARIANTS, random_weights, write
+from tests.formats.plain_fanformer import VARIANTS, write
 from tests.generation.making import write_tokenizer
+from tests.whole_models import convert_checkpoint
 
 VARIANT = VARIANTS["grouped queries"]
 VOCAB_SIZE = 90
@@ -25,7 +25,7 @@ VOCAB_SIZE = 90
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return write(tmp_path / "source", VARIANT, random_weights(VARIANT))
+    return write(tmp_path / "source", VARIANT)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.data_files import Record, read_records
 from megatron_fanformer.checkpoint.full_tensors import write_full_tensors
 from megatron_fanformer.checkpoint.manifest import MANIFEST
-from megatron_fanformer.checkpoint.plain_values import COMMON
+from megatron_fanformer.checkpoint.stored_files import COMMON
 from megatron_fanformer.cli import PROGRAM, main
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats import foreign_names
@@ -36,6 +35,7 @@ from megatron_fanformer.model.build import build_stages, sharded_state
 from megatron_fanformer.model.config import FANConfig, FANformerConfig, as_transformer
 from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
+from tests.formats.test_hostile import Bomb
 from tests.model.test_stock_megatron import MODEL, MY_SPEC, layout, stock_metadata
 from tests.stock_megatron import (
     HAS_TRAINING,
@@ -123,11 +123,10 @@ def test_ranks_of_megatron_lm(
     (tmp_path / "saved" / TRACKER).write_text(str(STEP))
     (config := tmp_path / "config.yaml").write_text(NO_ACTIVATION)
     options = ("--config", str(config)) if spec != SPEC else ()
-    found = open_megatron_lm(iteration, config if options else None)
-    assert found.config == model
+    found, tensors, *_ = open_megatron_lm(iteration, config if options else None)
     weights = read_full_tensors(own)
-    assert found.tensors.keys() == weights.keys()
-    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in weights.items())
+    assert found == model and tensors.keys() == weights.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in weights.items())
     code, said = convert(tmp_path / "saved", *options, to="hf")
     assert code == 0, said
     exported = FANformerForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -294,19 +293,16 @@ def test_a_configuration_is_for_megatron_lms_alone(tmp_path: Path, convert: Any)
     assert code == 2 and "--config is for what a checkpoint of Megatron-LM does not state" in said
 
 
-class Bomb:
-    """Makes a folder when it is loaded as a pickle."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
+class WithState(Bomb):
+    """One that would be given attributes and items, too."""
 
     def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.marker),), {"x": 1}, iter([1]), iter([(2, 3)])
+        return *super().__reduce__(), {"x": 1}, iter([1]), iter([(2, 3)])
 
 
 def test_nothing_in_the_arguments_is_executed(tmp_path: Path) -> None:
-    arguments = argparse.Namespace(bomb=Bomb(tmp_path / "marker"), dtype=torch.bfloat16, num_layers=2)
-    torch.save({"args": arguments, "tensor": torch.ones(3), "class": Bomb}, tmp_path / "common.pt")
+    arguments = argparse.Namespace(bomb=WithState(tmp_path / "marker"), dtype=torch.bfloat16, num_layers=2)
+    torch.save({"args": arguments, "tensor": torch.ones(3), "class": WithState}, tmp_path / "common.pt")
     with (tmp_path / "common.pt").open("rb") as stream:
         recorded = read_records(stream)
     state = recorded["args"].state

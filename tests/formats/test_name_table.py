@@ -1,7 +1,7 @@
 """The name table: both directions of every pair, and the Hugging Face model against the reference."""
 
 import dataclasses
-from pathlib import Path
+import re
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ from megatron_fanformer.checkpoint.full_tensors import LazyTensors
 from megatron_fanformer.errors import CorruptError
 from megatron_fanformer.formats.huggingface import to_huggingface_config
 from megatron_fanformer.formats.name_table import convert, expected_shapes, names_in, rows_of
-from megatron_fanformer.formats.name_table_markdown import rows
-from megatron_fanformer.formats.p_ratio import inferred_p_ratio
+from megatron_fanformer.formats.name_table_markdown import BEGIN, END, render, rows
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from tests.conftest import REFERENCE
 from tests.whole_models import (
     hf_to_megatron,
     logits_bound,
@@ -24,7 +24,6 @@ from tests.whole_models import (
     reference_to_megatron,
 )
 
-REFERENCE = Path(__file__).parent.parent / "reference"
 CASES = ["atl", "fanformer-tied", "fanformer-untied-p0125", "transformer-tied"]
 GROUPED = FANformerConfig(
     num_layers=2,
@@ -115,19 +114,12 @@ def test_random_weights_from_hugging_face_through_megatron_are_exact(config):
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
-def test_the_hugging_face_names_and_shapes_are_the_models(config):
+def test_the_table_has_every_tensor_once(config):
+    """By the model of transformers, and by the count of parameters."""
     model = FANformerForCausalLM(to_huggingface_config(config))
     assert expected_shapes(config, "hf") == {n: tuple(p.shape) for n, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
-def test_the_table_counts_every_parameter(config):
     sizes = [torch.Size(shape).numel() for shape in expected_shapes(config, "megatron").values()]
     assert sum(sizes) == config.num_parameters
-
-
-@pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())
-def test_every_tensor_of_a_model_stands_in_the_table_once(config):
     for form in ("megatron", "hf", *(("reference",) if config in WITH_REFERENCE.values() else ())):
         names = [name for row, layer in rows_of(config) for name in names_in(row, layer, form)]
         assert len(names) == len(set(names)) == len(expected_shapes(config, form))
@@ -184,51 +176,19 @@ def test_vocabulary_padding_is_trimmed_and_comes_back_as_zeros():
     assert restored.shape == (128, 48) and not restored[100:].any()
 
 
-def test_a_missing_tensor_is_named():
-    tensors = random_tensors(GROUPED)
-    del tensors["decoder.layers.1.mlp.linear_fc2.weight"]
-    with pytest.raises(CorruptError, match=r"missing: decoder\.layers\.1\.mlp\.linear_fc2\.weight"):
-        megatron_to_hf(tensors, GROUPED)
-
-
-def test_a_tensor_that_would_not_be_used_is_named():
-    tensors = random_tensors(GROUPED, "hf") | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}
-    with pytest.raises(CorruptError, match=r"unknown: model\.layers\.0\.self_attn\.q_proj\.bias"):
-        hf_to_megatron(tensors, GROUPED)
-
-
-def test_a_tensor_of_another_shape_is_named_with_both():
-    tensors = random_tensors(GROUPED) | {"decoder.final_layernorm.weight": torch.ones(47)}
-    with pytest.raises(CorruptError, match=r"decoder\.final_layernorm\.weight \(\[47\] instead of \[48\]\)"):
-        megatron_to_reference(tensors, GROUPED)
-
-
-@pytest.mark.parametrize("hidden_size", [48, 60, 100, 768, 1000])
-def test_every_p_ratio_is_inferred_from_the_rows_that_it_gives(hidden_size):
-    for periodic in range(hidden_size // 2 + 1):
-        p_ratio = inferred_p_ratio(hidden_size - periodic, hidden_size, None)
-        assert int(p_ratio * hidden_size) == periodic
-
-
-def test_a_stated_p_ratio_that_agrees_is_kept():
-    assert inferred_p_ratio(85, 100, 0.157) == 0.157
-
-
-def test_a_stated_p_ratio_that_disagrees_is_refused():
-    with pytest.raises(CorruptError, match=r"p_ratio is stated as 0\.125.*those of p_ratio 0\.25"):
-        inferred_p_ratio(48, 64, 0.125)
-
-
-@pytest.mark.parametrize("stated", [float("nan"), float("inf"), "0.25", True, [0.25]])
-def test_a_stated_p_ratio_that_is_none_is_refused(stated):
-    with pytest.raises(CorruptError, match="p_ratio is stated as"):
-        inferred_p_ratio(48, 64, stated)
-
-
-@pytest.mark.parametrize("rows", [31, 65])
-def test_rows_of_no_fan_map_are_refused(rows):
-    with pytest.raises(CorruptError, match="it must have 32 to 64"):
-        inferred_p_ratio(rows, 64, None)
+@pytest.mark.parametrize(
+    ("form", "name", "size", "said"),
+    [
+        ("megatron", "decoder.layers.1.mlp.linear_fc2.weight", None, "missing: {}"),
+        ("hf", "model.layers.0.self_attn.q_proj.bias", 48, "unknown: {}"),
+        ("megatron", "decoder.final_layernorm.weight", 47, "{} ([47] instead of [48])"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(form, name, size, said):
+    tensors = random_tensors(GROUPED, form)
+    tensors.pop(name, None)
+    with pytest.raises(CorruptError, match=re.escape(said.format(name))):
+        convert(tensors if size is None else tensors | {name: torch.ones(size)}, GROUPED, form, "reference")
 
 
 def test_every_tensor_keeps_its_own_type():
@@ -239,3 +199,14 @@ def test_every_tensor_keeps_its_own_type():
     converted = convert(tensors, GROUPED, "megatron", "hf")
     for name, meta in converted.meta.items():
         assert converted[name].dtype == meta.dtype == (torch.float32 if "norm" in name else torch.bfloat16), name
+
+
+def test_the_document_shows_the_table_of_the_code():
+    _, shown = (REFERENCE.parents[1] / "docs" / "conversion.md").read_text(encoding="utf-8").split(BEGIN)
+    assert shown.split(END)[0].strip() == render()
+
+
+def test_a_row_of_the_table_is_a_line():
+    lines = render().splitlines()
+    assert len(lines) == len(rows()) + 2
+    assert {line.count(" | ") for line in lines if "---" not in line} == {4}

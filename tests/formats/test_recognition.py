@@ -1,7 +1,6 @@
 """What a path is: one answer and one text for every command."""
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,7 +28,6 @@ from megatron_fanformer.formats.recognition import (
     refuse_other_kinds,
 )
 from megatron_fanformer.hf import FANformerConfig
-from tests.conftest import REFERENCE
 from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import small_run, write_config, write_tokens
 
@@ -196,13 +194,6 @@ def test_a_run_does_not_write_over_a_models_configuration(
         f"training.run_dir: {folder} is {DESCRIPTIONS[kind]}, whose configuration a run would overwrite"
     )
     assert sorted(path.read_bytes() for path in folder.iterdir()) == before
-
-
-def test_generation_does_not_take_the_authors_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(REFERENCE / "fanformer-tied", tmp_path / "model")
-    code, line = said(["generate", str(tmp_path / "model"), "--prompt", "a"], capsys)
-    assert code == 2
-    assert f"is {DESCRIPTIONS['reference']}; name a run's folder" in line
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import shutil
-from pathlib import Path
+from operator import attrgetter
 
 import pytest
 import torch
@@ -15,10 +15,10 @@ from megatron_fanformer.formats.name_table import expected_shapes
 from megatron_fanformer.formats.recognition import recognise
 from megatron_fanformer.formats.reference import optimizer_files
 from megatron_fanformer.model.config import FANConfig, FANformerConfig
+from tests.conftest import REFERENCE
 from tests.tiny import tiny_model
 from tests.whole_models import read_reference, write_reference
 
-REFERENCE = Path(__file__).parent.parent / "reference"
 TIED = REFERENCE / "fanformer-tied"
 SMALL = tiny_model(num_layers=1, num_query_groups=2)
 
@@ -49,29 +49,14 @@ def test_the_configuration_is_read():
 
 
 @pytest.mark.parametrize(
-    ("case", "fan"),
-    [
-        ("atl", FANConfig(p_ratio=0.0)),
-        ("fanformer-tied", FANConfig(p_ratio=0.25)),
-        ("fanformer-untied-p0125", FANConfig(p_ratio=0.125)),
-    ],
+    ("case", "p_ratio"), [("atl", 0.0), ("fanformer-tied", 0.25), ("fanformer-untied-p0125", 0.125)]
 )
-def test_p_ratio_comes_from_the_weights_where_it_is_not_stated(case, fan, tmp_path):
-    assert read_reference(edited(tmp_path, case, drop=("p_ratio",)))[0].fan == fan
+def test_p_ratio_comes_from_the_weights_where_it_is_not_stated(case, p_ratio, tmp_path):
+    assert read_reference(edited(tmp_path, case, drop=("p_ratio",)))[0].fan == FANConfig(p_ratio=p_ratio)
 
 
 def test_without_use_atf_there_is_no_fan():
     assert read_reference(REFERENCE / "transformer-tied")[0].fan.placement == "none"
-
-
-def test_a_stated_p_ratio_that_disagrees_is_refused(tmp_path):
-    """The checkpoint contradicts itself: no option of `convert` states a p_ratio."""
-    with pytest.raises(CorruptError, match=r"p_ratio is stated as 0\.125"):
-        read_reference(edited(tmp_path, p_ratio=0.125))
-
-
-def test_the_fan_activation_is_read(tmp_path):
-    assert read_reference(edited(tmp_path, attention_activation="gelu"))[0].fan.activation == "gelu"
 
 
 def test_a_missing_fan_bias_is_seen(tmp_path):
@@ -82,22 +67,22 @@ def test_a_missing_fan_bias_is_seen(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "groups"),
-    [({"n_kv_heads": 2}, 2), ({"multi_query_attention": True}, 1), ({"n_kv_heads": None}, 4)],
+    ("field", "value", "read", "expected"),
+    [
+        ("attention_activation", "gelu", "fan.activation", "gelu"),
+        ("n_kv_heads", 2, "query_groups", 2),
+        ("n_kv_heads", None, "query_groups", 4),
+        ("multi_query_attention", True, "query_groups", 1),
+        ("embedding_size", 256, "padded_vocab_size", 256),
+        ("embedding_size", 252, "padded_vocab_size", 252),
+        ("embedding_size", None, "padded_vocab_size", 250),
+        ("layer_norm_eps", "1e-5", "layernorm_epsilon", 1e-5),  # as YAML 1.1 reads it
+    ],
 )
-def test_query_groups_are_read(fields, groups, tmp_path):
-    folder = edited(tmp_path, drop=("multi_query_attention",) if "n_kv_heads" in fields else (), **fields)
-    assert read_reference(folder)[0].query_groups == groups
-
-
-@pytest.mark.parametrize(("embedding_size", "padded"), [(256, 256), (252, 252), (None, 250)])
-def test_the_padded_vocabulary_keeps_its_size(embedding_size, padded, tmp_path):
-    config, _ = read_reference(edited(tmp_path, embedding_size=embedding_size))
-    assert config.padded_vocab_size == padded
-
-
-def test_an_epsilon_that_yaml_takes_for_a_string_is_read(tmp_path):
-    assert read_reference(edited(tmp_path, layer_norm_eps="1e-5"))[0].layernorm_epsilon == 1e-5
+def test_fields_are_read(field, value, read, expected, tmp_path):
+    drop = ("multi_query_attention",) if field == "n_kv_heads" else ()
+    config, _ = read_reference(edited(tmp_path, drop=drop, **{field: value}))
+    assert attrgetter(read)(config) == expected
 
 
 def test_pickled_weights_are_read(tmp_path):
@@ -143,23 +128,12 @@ def test_a_written_folder_reads_back_as_it_was(config, tmp_path):
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read.items())
 
 
-def test_an_existing_destination_is_refused(tmp_path):
-    config, tensors = read_reference(TIED)
-    with pytest.raises(InputError, match="already exists"):
-        write_reference(tmp_path, config, tensors)
-
-
 def test_the_second_block_type_is_placement_qk_and_v(tmp_path):
     config = dataclasses.replace(SMALL, fan=FANConfig(p_ratio=0.25, placement="qk_and_v", v_p_ratio=0.125))
     tensors = {n: torch.randn(shape) for n, shape in expected_shapes(config, "reference").items()}
     write_reference(tmp_path / "out", config, tensors)
     assert yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["model"]["block_type"] == "fanformer"
     assert read_reference(tmp_path / "out")[0] == config
-
-
-def test_the_second_block_without_its_second_layer_is_corrupt(tmp_path):
-    with pytest.raises(CorruptError, match=r"the weights have no transformer\.blocks\.0\.v_fan"):
-        read_reference(edited(tmp_path, block_type="fanformer"))
 
 
 def test_the_optimizers_files_are_found(tmp_path):
@@ -190,19 +164,11 @@ def test_what_the_model_cannot_express_is_refused(name, value, tmp_path):
         read_reference(edited(tmp_path, **{name: value}))
 
 
-def test_a_field_left_out_has_the_references_default(tmp_path):
-    with pytest.raises(InputError, match="layer_norm_type is 'default' and must be 'rms'"):
-        read_reference(edited(tmp_path, drop=("layer_norm_type",)))
-
-
-def test_all_problems_are_told_at_once(tmp_path):
-    with pytest.raises(InputError, match=r"alibi is True.*include_bias is True"):
-        read_reference(edited(tmp_path, alibi=True, include_bias=True))
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"drop": ("layer_norm_type",)}, "layer_norm_type is 'default' and must be 'rms'"),  # the reference's default
+        ({"alibi": True, "include_bias": True}, r"alibi is True.*include_bias is True"),
         ({"mlp_hidden_size": 255}, "mlp_hidden_size is 255"),
         ({"embedding_size": 240}, "embedding_size is 240"),
         ({"n_kv_heads": 2, "multi_query_attention": True}, "contradicts"),
@@ -210,14 +176,21 @@ def test_all_problems_are_told_at_once(tmp_path):
         ({"n_heads": 5}, "not a multiple of"),
     ],
 )
-def test_impossible_sizes_are_refused(fields, message, tmp_path):
+def test_impossible_models_are_refused(fields, message, tmp_path):
     with pytest.raises(InputError, match=message):
         read_reference(edited(tmp_path, **fields))
 
 
-def test_weights_without_the_fan_that_is_stated_are_corrupt(tmp_path):
-    with pytest.raises(CorruptError, match="the weights have no transformer"):
-        read_reference(edited(tmp_path, "transformer-tied", use_ATF=True))
+@pytest.mark.parametrize(
+    ("case", "fields", "missing"),
+    [
+        ("transformer-tied", {"use_ATF": True}, ""),
+        ("fanformer-tied", {"block_type": "fanformer"}, r"\.blocks\.0\.v_fan"),
+    ],
+)
+def test_weights_without_the_fan_that_is_stated_are_corrupt(case, fields, missing, tmp_path):
+    with pytest.raises(CorruptError, match=f"the weights have no transformer{missing}"):
+        read_reference(edited(tmp_path, case, **fields))
 
 
 def test_broken_weights_are_corrupt(tmp_path):

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from megatron_fanformer.checkpoint import store
 from megatron_fanformer.checkpoint.training_state import load_weights, model_state
 from megatron_fanformer.evaluation.rows import row_losses
-from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.formats.recognition import find_checkpoint
 from megatron_fanformer.hf import FANformerForCausalLM
 from megatron_fanformer.model.build import build_stages
@@ -22,7 +21,7 @@ from megatron_fanformer.runtime.parallel import ParallelConfig, rank_grid
 from megatron_fanformer.runtime.seeding import seed_everything
 from tests.formats.plain_fanformer import HEADS, VARIANTS, Variant, random_weights, write
 from tests.plain_model import plain_logits
-from tests.whole_models import save_state
+from tests.whole_models import convert_checkpoint, save_state
 
 # float32 against float64, logits of about 10: seen 2e-5 at most.
 SAME_LOGITS = 1e-4
@@ -57,7 +56,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each variant in the authors' layout and, converted, in ours."""
     root = tmp_path_factory.mktemp("variants")
     for name, variant in VARIANTS.items():
-        source = write(root / "reference" / folder_of(name), variant, random_weights(variant))
+        source = write(root / "reference" / folder_of(name), variant)
         convert_checkpoint(source, root / "megatron" / folder_of(name), to="megatron", verified=False)
     return root
 

@@ -1,15 +1,13 @@
-"""Weight files as they are written: sizes, alignment, and disks that take a part at a time."""
+"""Weight files as they are written: sizes and alignment."""
 
-import io
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megatron_fanformer.errors import InputError
-from megatron_fanformer.formats.weight_files import _write_all, shard_bytes, write_safetensors
+from megatron_fanformer.formats.weight_files import shard_bytes, write_safetensors
 
 
 @pytest.mark.parametrize(
@@ -23,18 +21,6 @@ def test_a_shards_size_is_in_powers_of_a_thousand(size: str, count: int) -> None
 def test_what_is_no_size_is_refused(size: str) -> None:
     with pytest.raises(InputError, match="is not a size"):
         shard_bytes(size)
-
-
-def test_a_call_that_writes_a_part_is_followed_by_another() -> None:
-    """One writes 2 GiB at most."""
-
-    class Slow(io.BytesIO):
-        def write(self, data: Any) -> int:
-            return super().write(bytes(data[:3]))
-
-    stream = Slow()
-    _write_all(stream, bytes(range(100)))
-    assert stream.getvalue() == bytes(range(100))
 
 
 @pytest.mark.parametrize("name", ["a", "ab", "abc", "abcdefghijk"])

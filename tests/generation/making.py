@@ -85,8 +85,8 @@ def write_export(folder: Path, case: str, tokenizer: Path, chat_template: str | 
         tensors,
         folder,
         dtype=torch.float32,
-        tokenizer_path=tokenizer,
-        end_of_text_id=END_OF_TEXT_ID,
+        tokenizer=tokenizer,
+        eod_id=END_OF_TEXT_ID,
         chat_template=chat_template,
     )
 

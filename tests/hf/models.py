@@ -16,6 +16,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+LENGTHS = (11, 4, 7)  # of prompts
 PLACES = ("qkv", "qk_and_v")  # where FAN is
 OWN_VALUES = {"fan_placement": "qk_and_v", "v_p_ratio": 0.125, "fan_activation": "gelu"}
 PLACEMENTS: dict[str, dict[str, Any]] = {"qkv": {}, "qk_and_v": OWN_VALUES, "none": {"fan_placement": "none"}}
@@ -34,6 +35,11 @@ def build(attention: str = "sdpa", **fields: Any) -> FANformerForCausalLM:
 
 def some_ids(batch: int = 2, length: int = 11) -> Tensor:
     return torch.randint(2, 61, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def prompts() -> list[Tensor]:
+    """Three of different lengths."""
+    return [row[:length] for row, length in zip(some_ids(3), LENGTHS, strict=True)]
 
 
 def variants() -> dict[str, dict[str, Any]]:

@@ -5,11 +5,10 @@ import torch
 from torch.nn import functional as F
 from transformers import ContinuousBatchingConfig, GenerationConfig, StaticCache
 
-from tests.hf.models import PLACEMENTS, build, some_ids
+from tests.hf.models import PLACEMENTS, build, prompts, some_ids
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 FLOAT32_LOGITS = 1e-4  # logits of order 10, summed in another order
-PAD_LENGTHS = (11, 4, 7)
 
 
 @pytest.fixture(params=PLACEMENTS)
@@ -31,10 +30,6 @@ def left_padded(prompts, length=11):
     batch = torch.stack([F.pad(prompt, (pad, 0)) for prompt, pad in zip(prompts, pads, strict=True)])
     mask = torch.stack([F.pad(torch.ones_like(prompt), (pad, 0)) for prompt, pad in zip(prompts, pads, strict=True)])
     return batch, mask
-
-
-def prompts():
-    return [row[:length] for row, length in zip(some_ids(3), PAD_LENGTHS, strict=True)]
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -70,12 +65,6 @@ def test_a_left_padded_forward_needs_no_position_ids(fields):
     logits = model(batch, attention_mask=mask).logits
     for row, prompt in zip(logits, prompts(), strict=True):
         assert (row[-len(prompt) :] - model(prompt[None]).logits[0]).abs().max() < FLOAT32_LOGITS
-
-
-def test_a_static_cache_generates_what_a_dynamic_one_does(fields):
-    model, ids = build(**fields), some_ids()
-    static = model.generate(ids, max_new_tokens=12, cache_implementation="static", **GREEDY)
-    assert torch.equal(static, model.generate(ids, max_new_tokens=12, **GREEDY))
 
 
 @pytest.mark.full  # a thread and its cache

@@ -4,15 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.generation.making import write_export, write_tokenizer
+from tests.small_runs import ROOT
 
-ROOT = Path(__file__).parents[2]
 ROUNDING = 1e-3  # log-likelihoods of tens, in float32, of batches padded otherwise
 
 

@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from megatron_fanformer.hf import FANformerConfig, FANformerForCausalLM, FANformerModel
 from megatron_fanformer.hf.modeling_fanformer import FANActivation, FANformerRMSNorm
 from tests.hf.models import SIZES, build, some_ids
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.small_runs import ROOT
 
 
 @pytest.mark.parametrize("activation", ["none", "gelu"])
@@ -90,20 +88,15 @@ def with_checkpointing(model):
     return model
 
 
-def test_gradient_checkpointing_changes_no_gradient():
-    plain, checkpointed = build().train(), with_checkpointing(build().train())
+def test_gradient_checkpointing_runs_the_layers_again_and_changes_no_gradient():
+    plain, checkpointed, calls = build().train(), with_checkpointing(build().train()), []
+    # Before the layer's last map: torch stops the second run at the last tensor that backward needs.
+    checkpointed.model.layers[1].self_attn.register_forward_hook(lambda *_: calls.append(1))
     for model in (plain, checkpointed):
         model(some_ids(), labels=some_ids()).loss.backward()
+    assert len(calls) == 2
     pairs = zip(plain.named_parameters(), checkpointed.parameters(), strict=True)
     assert [name for (name, left), right in pairs if not torch.equal(left.grad, right.grad)] == []
-
-
-def test_gradient_checkpointing_runs_the_layers_again():
-    model, calls = with_checkpointing(build().train()), []
-    # Before the layer's last map: torch stops the second run at the last tensor that backward needs.
-    model.model.layers[1].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    model(some_ids(), labels=some_ids()).loss.backward()
-    assert len(calls) == 2
 
 
 def test_the_loss_is_that_of_the_next_token():
@@ -130,10 +123,6 @@ def test_logits_can_be_kept_for_the_last_tokens_alone():
 def test_embeddings_may_stand_in_for_ids():
     model, ids = build(), some_ids()
     assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, model(ids).logits)
-
-
-def test_both_ids_and_embeddings_are_refused():
-    model, ids = build(), some_ids()
     with pytest.raises(ValueError, match="not both"):
         model(ids, inputs_embeds=model.get_input_embeddings()(ids))
 

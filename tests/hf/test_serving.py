@@ -20,12 +20,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatron_fanformer.hf import FANformerConfig
 from tests.generation.making import write_export, write_tokenizer
-from tests.hf.models import PLACEMENTS, SIZES, build, some_ids
+from tests.hf.models import LENGTHS, PLACEMENTS, SIZES, build, prompts
 from tests.patience import PATIENCE_SECONDS
 from tests.small_runs import ROOT, start_program
 
 FLOAT32_HIDDEN = 1e-5  # hidden states of order 1, summed in another order
-LENGTHS = (11, 4, 7)
 TEMPLATE = "{% for message in messages %}{{ message.content }}|{% endfor %}"
 
 
@@ -60,7 +59,7 @@ def test_requests_in_one_row_are_each_computed_alone(placement: str, monkeypatch
     config._attn_implementation = "of_requests"
     served = AutoModel.from_config(config).eval()
     served.load_state_dict(alone.state_dict())
-    requests = [row[:length] for row, length in zip(some_ids(3), LENGTHS, strict=True)]
+    requests = prompts()
     (hidden, *_) = served(
         input_ids=torch.cat(requests)[None],
         position_ids=torch.cat([torch.arange(length) for length in LENGTHS])[None],

@@ -43,10 +43,6 @@ def test_values_of_their_own_fan_have_no_matrix_behind_it():
     }
 
 
-def test_a_transformer_has_no_fan():
-    assert not [name for name, _ in build(fan_placement="none").named_parameters() if "fan." in name]
-
-
 def test_the_values_p_is_that_of_the_queries_where_not_stated():
     config = FANformerConfig(**SIZES, fan_placement="qk_and_v", p_ratio=0.3)
     assert config.value_p_ratio == 0.3

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from megatron_fanformer.formats.weight_files import read_shapes
+from megatron_fanformer.formats.weight_files import open_weights
 from tests.conftest import REFERENCE
 from tests.inspection.conftest import TOKENIZER, Inspect
 from tests.inspection.test_dataset import flip, refused
@@ -73,7 +73,7 @@ def test_a_pickled_reference_checkpoint(inspect: Inspect, reference: Path) -> No
 
 def test_shapes_are_those_of_the_weights(exported: Path, reference: Path) -> None:
     for folder in (exported, reference):
-        shapes, weights = read_shapes(folder), read_weights(folder)
+        shapes, weights = open_weights(folder).meta, read_weights(folder)
         assert {name: (t.shape, t.dtype) for name, t in shapes.items()} == {
             name: (t.shape, t.dtype) for name, t in weights.items()
         }

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_fanformer.checkpoint import plain_values, store
-from megatron_fanformer.checkpoint.plain_values import SavedProgress
+from megatron_fanformer.checkpoint import store, stored_files
+from megatron_fanformer.checkpoint.stored_files import SavedProgress
 from megatron_fanformer.errors import InputError
 from megatron_fanformer.inspection.checkpoint import describe_run
 from megatron_fanformer.training.config import config_from_dict
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_records_no_data_is_gone_on_from_with_a_notice(
     half: Values, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     replace_tokens(half)
-    monkeypatch.setattr(plain_values, "saved_progress", lambda *_: SavedProgress(4, 16))
+    monkeypatch.setattr(stored_files, "saved_progress", lambda *_: SavedProgress(4, 16))
     with caplog.at_level(logging.INFO, "megatron_fanformer"):
         assert start(half).resumed is not None
     assert f"{store.checkpoint_name(4)} does not say which data" in caplog.text

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import megatron_fanformer.hf  # noqa: F401  registers the model with transformers' auto classes
-from megatron_fanformer.formats.convert import convert_checkpoint
 from megatron_fanformer.preparation.prepare import prepare
 from megatron_fanformer.preparation.verb import PrepareConfig
 from tests.small_runs import ROOT, small_run
 from tests.training.test_trainer import train
+from tests.whole_models import convert_checkpoint
 
 COUNT, VOCAB_SIZE, SEQ_LENGTH = 200, 600, 256
 LONGEST = 64  # tokens of an answer

@@ -8,7 +8,6 @@ The round trip cannot see a fault that is in both directions of a transform; the
 padding leaves out is not a fault: it is reported (`vocabulary`).
 """
 
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -94,12 +93,8 @@ def _names(source: Checkpoint, used: set[str], destination: Checkpoint, run: set
 
 def _dtype(source: Checkpoint, destination: Checkpoint) -> torch.dtype | None:
     """Return what the source is rounded to before it is compared; None where nothing was rounded."""
-    before, after = (_types(checkpoint.tensors.meta) for checkpoint in (source, destination))
+    before, after = ({tensor.dtype for tensor in side.tensors.meta.values()} for side in (source, destination))
     return None if before == after or len(after) != 1 else after.pop()
-
-
-def _types(tensors: Mapping[str, Tensor]) -> set[torch.dtype]:
-    return {tensor.dtype for tensor in tensors.values()}
 
 
 def _round_trip(source: Checkpoint, destination: Checkpoint) -> Json:
