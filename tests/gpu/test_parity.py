@@ -5,13 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.making import BACKEND
+from tests.gpu.making import BACKEND, needs_gpu
 from tests.parity.test_parity import compare, write_config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = needs_gpu
 
 # By the number of GPUs that they need; NCCL wants one a rank.
 LAYOUTS = {
