@@ -42,16 +42,9 @@ def with_kernel(check: Callable[..., Any], *arguments: Any) -> Any:
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("gelu", [False, True], ids=["plain", "gelu"])
 @pytest.mark.parametrize("name", FORMS)
-def test_output(run: Any, name: str, gelu: bool, dtype: torch.dtype) -> None:
+def test_output_and_gradient(run: Any, name: str, gelu: bool, dtype: torch.dtype) -> None:
     for case in CASES:
         run(name, fan_numbers.check_output, case, dtype, gelu)
-
-
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("gelu", [False, True], ids=["plain", "gelu"])
-@pytest.mark.parametrize("name", FORMS)
-def test_gradient(run: Any, name: str, gelu: bool, dtype: torch.dtype) -> None:
-    for case in CASES:
         run(name, fan_numbers.check_gradient, case, dtype, gelu)
 
 

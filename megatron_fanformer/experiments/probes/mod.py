@@ -12,13 +12,12 @@ Samples are drawn anew in every step, and all models of a seed see the same. The
 grid; guessing the mean has 25/12.
 """
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,8 +70,7 @@ def measure(settings: ModSettings, _folder: Path, log: Log) -> Measured:
     return Measured(findings=list(_findings(errors)), tables=[_table(errors)], pictures={"fit.png": picture})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Training:
+class Training(NamedTuple):
     """The training of one model."""
 
     half_range: float
@@ -120,21 +118,11 @@ def size_of(model: nn.Module) -> int:
 
 
 def _models(settings: ModSettings, seed: int) -> Iterator[tuple[str, nn.Module, Training]]:
-    control = Training(
-        half_range=settings.half_range,
-        steps=settings.control_steps,
-        rate=settings.control_rate,
-        batch_size=settings.batch_size,
-    )
+    control = Training(settings.half_range, settings.control_steps, settings.control_rate, settings.batch_size)
     fan = seeded(seed, partial(fan_network, settings.control_size))
     yield FAN, fan, control
     yield MLP, seeded(seed, partial(mlp, size_of(fan))), control
-    of_models = Training(
-        half_range=settings.model_half_range,
-        steps=settings.model_steps,
-        rate=settings.model_rate,
-        batch_size=settings.batch_size,
-    )
+    of_models = Training(settings.model_half_range, settings.model_steps, settings.model_rate, settings.batch_size)
     kinds = twins(fanformer_of(settings.model_layers, settings.model_size, NUM_HEADS, vocab_size=1))
     for name, twin in ((TRANSFORMER, TRANSFORMER), (SAME_PARAMETERS, SAME_PARAMETERS), (WITHOUT_NORM, SAME_PARAMETERS)):
         model = partial(OneToken, kinds[twin], settings.model_scale, seed, has_norm=name != WITHOUT_NORM)
