@@ -82,7 +82,6 @@ def _rows(result: ParityResult) -> Iterator[tuple[str, ...]]:
 
 
 def _largest(differences: Differences) -> list[float]:
-    """The largest difference of each column."""
     kinds = {kind: max(differences.tensors[kind].values()) for kind in KINDS}
     return [differences.losses[0], kinds["outputs"], kinds["gradients"], max(differences.losses), kinds["weights"]]
 

@@ -23,8 +23,6 @@ Kind = Literal[
 
 
 class _Method(NamedTuple):
-    """A collective's method of ProcessGroup."""
-
     kind: Kind
     message: int | None
     """Which argument is the message, or None where there is none."""
@@ -172,7 +170,6 @@ def _counted(method: Callable[..., Any], description: _Method, counts: Collectiv
 
 
 def _bytes_of(message: Any) -> int:
-    """The bytes of a tensor, or of all tensors in nested lists."""
     return message.nbytes if isinstance(message, torch.Tensor) else sum(_bytes_of(part) for part in message)
 
 

@@ -145,7 +145,6 @@ def largest_singular_value(function: Map, at_bsh: Tensor, iterations: int) -> fl
 
 
 def _unit(x_bsh: Tensor) -> Tensor:
-    """Return every sequence divided by its own norm."""
     return x_bsh / x_bsh.flatten(1).norm(dim=1)[:, None, None]
 
 

@@ -117,7 +117,6 @@ def _batch_norm(x_bcyx: Tensor) -> Tensor:
 
 
 def _initialised(layers: Sequence[_Block]) -> nn.Sequential:
-    """Draw the notebook's weights over those that torch has drawn."""
     model = nn.Sequential(*layers)
     for module in model.modules():
         if isinstance(module, nn.Linear):
